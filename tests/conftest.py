@@ -1,0 +1,74 @@
+"""What holds for every test: fixed seeds, and nothing left behind for the next test to trip over."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+
+from composerlite.core import seed_all
+
+# The same examples in every run, and no deadline: the machine may be busy.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeatable")
+
+# Set by libraries on first use, for themselves: pytest, OpenMP through scikit-learn, torch.compile.
+_VARIABLES_OF_OTHERS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_")
+
+
+def _process_settings() -> dict[str, Any]:
+    """What belongs to the whole process and is not a test's to change."""
+    return {
+        "the current directory": Path.cwd(),
+        "the environment": {k: v for k, v in os.environ.items() if not k.startswith(_VARIABLES_OF_OTHERS)},
+        "torch's default dtype": torch.get_default_dtype(),
+        "torch's deterministic mode": torch.are_deterministic_algorithms_enabled(),
+        "torch's number of threads": torch.get_num_threads(),
+        "torch's grad mode": torch.is_grad_enabled(),
+    }
+
+
+def _unfinished(known: set[threading.Thread]) -> list[str]:
+    """The names of the non-daemon threads that run on. One that is ending anyway gets a moment to do so."""
+    new = [thread for thread in threading.enumerate() if thread not in known and not thread.daemon]
+    for thread in new:
+        thread.join(timeout=1)
+    return [thread.name for thread in new if thread.is_alive()]
+
+
+@pytest.fixture(autouse=True)
+def _clean_process() -> Iterator[None]:
+    """Seed the generators; afterwards fail a test that changed the process or left a thread running."""
+    before, threads = _process_settings(), set(threading.enumerate())
+    seed_all(17)
+    yield
+    if names := _unfinished(threads):
+        pytest.fail(f"the test left threads running: {', '.join(names)}")
+    after = _process_settings()
+    for what, value in before.items():
+        if after[what] != value:
+            pytest.fail(f"the test changed {what}: {_difference(value, after[what])}")
+
+
+def _difference(before: Any, after: Any) -> str:
+    if not isinstance(before, dict):
+        return f"{before} → {after}"
+    changed = sorted(k for k in {*before, *after} if before.get(k) != after.get(k))
+    return ", ".join(f"{k}: {before.get(k)} → {after.get(k)}" for k in changed)
+
+
+@pytest.fixture
+def restore_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For tests of ``deterministic_mode``: torch and the environment are as before afterwards."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    cudnn = torch.backends.cudnn
+    before = torch.are_deterministic_algorithms_enabled(), cudnn.benchmark, cudnn.deterministic
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    cudnn.benchmark, cudnn.deterministic = before[1:]
