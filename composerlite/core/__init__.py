@@ -1,0 +1,64 @@
+"""The vocabulary of training: time, events, state, and what takes part in it."""
+
+from composerlite.core.algorithm import Algorithm
+from composerlite.core.callback import Callback
+from composerlite.core.data import DataSpec, count_samples, count_tokens, ensure_data_spec, move_to_device, split_batch
+from composerlite.core.engine import AlgorithmPass, Engine, Trace, Traces
+from composerlite.core.evaluator import Evaluator, ensure_evaluator
+from composerlite.core.event import Event
+from composerlite.core.interval import IntervalScheduler, SchedulePredicate, create_interval_scheduler
+from composerlite.core.logger import Logger, LoggerDestination
+from composerlite.core.optimizer_state import clean_name
+from composerlite.core.precision import Precision, ensure_precision, get_precision_context
+from composerlite.core.reproducibility import (
+    MAX_SEED,
+    configure_deterministic_mode,
+    get_random_seed,
+    seed_all,
+    seed_context,
+)
+from composerlite.core.state import State
+from composerlite.core.time import Time, TimeInput, Timestamp, TimeUnit, ensure_time
+from composerlite.types import JSON, Batch
+from composerlite.types import Stateful as Serializable
+
+__all__ = [
+    "JSON",
+    "MAX_SEED",
+    "Algorithm",
+    "AlgorithmPass",
+    "Batch",
+    "Callback",
+    "DataSpec",
+    "Engine",
+    "Evaluator",
+    "Event",
+    "IntervalScheduler",
+    "Logger",
+    "LoggerDestination",
+    "Precision",
+    "SchedulePredicate",
+    "Serializable",
+    "State",
+    "Time",
+    "TimeInput",
+    "TimeUnit",
+    "Timestamp",
+    "Trace",
+    "Traces",
+    "clean_name",
+    "configure_deterministic_mode",
+    "count_samples",
+    "count_tokens",
+    "create_interval_scheduler",
+    "ensure_data_spec",
+    "ensure_evaluator",
+    "ensure_precision",
+    "ensure_time",
+    "get_precision_context",
+    "get_random_seed",
+    "move_to_device",
+    "seed_all",
+    "seed_context",
+    "split_batch",
+]

@@ -1,0 +1,79 @@
+"""Algorithm: a change to how a model trains, applied at events it chooses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from composerlite.errors import IncompatibleCheckpointError, did_you_mean
+
+if TYPE_CHECKING:
+    from composerlite.core.event import Event
+    from composerlite.core.logger import Logger
+    from composerlite.core.state import State
+
+__all__ = ["Algorithm"]
+
+
+class Algorithm(ABC):
+    """A change to training. At each event the engine asks :meth:`match` and, if true, calls :meth:`apply`.
+
+    Algorithms that change the structure of the model (surgery) return true from :meth:`required_on_load`: a checkpoint
+    of such a run fits only a model that was changed the same way, so the algorithm is rebuilt from its class name and
+    :meth:`config` and applied before the weights are loaded. The class must have been imported for that.
+    """
+
+    _registered: ClassVar[dict[str, type[Algorithm]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Algorithm._registered[cls.__qualname__] = cls
+
+    @abstractmethod
+    def match(self, event: Event, state: State) -> bool:
+        """Whether :meth:`apply` is to be called at ``event``."""
+
+    @abstractmethod
+    def apply(self, event: Event, state: State, logger: Logger) -> int | None:
+        """Change ``state``. The returned code, if any, is kept in the trace."""
+
+    @property
+    def state_key(self) -> str:
+        """The name under which the state is saved. Further algorithms of the same name get ``:1``, ``:2``, …"""
+        return type(self).__qualname__
+
+    @staticmethod
+    def required_on_load() -> bool:
+        """Whether a checkpoint of a run with this algorithm fits only a model that it was applied to."""
+        return False
+
+    def config(self) -> dict[str, Any]:
+        """The constructor's arguments as plain data, for an algorithm that is required on load."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Progress to save: tensors and plain values."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave."""
+
+    @staticmethod
+    def rebuild(name: str, config: dict[str, Any]) -> Algorithm:
+        """The algorithm class ``name`` built with ``config``; no text is evaluated.
+
+        Raises:
+            IncompatibleCheckpointError: no imported algorithm of that name is required on load, or ``config`` does not
+                fit it.
+        """
+        known = {key: cls for key, cls in Algorithm._registered.items() if cls.required_on_load()}
+        if name not in known:
+            raise IncompatibleCheckpointError(
+                f"the checkpoint needs the algorithm {name!r}, which is not known here.{did_you_mean(name, known)} "
+                "Import the module that defines it, pass it as algorithms=[…], or leave it out with "
+                f"load_exclude_algorithms=[{name!r}]."
+            )
+        try:
+            return known[name](**config)
+        except TypeError as e:
+            raise IncompatibleCheckpointError(f"the checkpoint's algorithm {name!r} cannot be rebuilt: {e}") from e

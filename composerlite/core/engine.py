@@ -1,0 +1,195 @@
+"""Engine: calls algorithms, callbacks and loggers at the events of training."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeAlias
+
+from composerlite.core.algorithm import Algorithm
+from composerlite.core.callback import Callback
+from composerlite.core.event import Event
+from composerlite.core.logger import LoggerDestination
+from composerlite.core.serialization import stable_names
+
+if TYPE_CHECKING:
+    from composerlite.core.logger import Logger
+    from composerlite.core.state import State
+
+__all__ = ["AlgorithmPass", "Engine", "Trace", "Traces"]
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one algorithm did at one event.
+
+    Attributes:
+        name: the algorithm's class name; ``:1``, ``:2``, … is added for further ones of the same class.
+        event: when.
+        exit_code: what ``apply`` returned; ``None`` if it returned nothing or did not run.
+        order: its place among the algorithms that ran at this event, from 0; ``None`` if it did not run.
+        run: whether it ran.
+    """
+
+    name: str
+    event: Event
+    exit_code: int | None = None
+    order: int | None = None
+    run: bool = False
+
+
+Traces: TypeAlias = Mapping[str, Trace]
+"""Traces by ``'<algorithm>/<event>'``."""
+
+AlgorithmPass: TypeAlias = Callable[[Sequence[Algorithm], Event], Sequence[Algorithm]]
+"""Reorders or drops the algorithms that matched an event."""
+
+_NO_TRACES: Traces = MappingProxyType({})
+_RESOLVE_AT = frozenset(
+    {
+        Event.INIT,
+        Event.BEFORE_LOAD,
+        Event.AFTER_LOAD,
+        Event.FIT_START,
+        Event.EVAL_STANDALONE_START,
+        Event.PREDICT_START,
+    }
+)
+
+
+def last_in_first_out(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
+    """Undo in the opposite order what a ``BEFORE_`` event did: reversed at ``AFTER_`` events of a pair."""
+    return list(reversed(algorithms)) if event.value.startswith("after_") else algorithms
+
+
+class Engine:
+    """Runs events: algorithms first, then callbacks, then loggers; at ``INIT`` loggers, callbacks, algorithms.
+
+    Which callback overrides which hook is looked up when training starts, not at every event: a callback that joins
+    ``state.callbacks`` later is called from the next ``FIT_START`` (or ``AFTER_LOAD``, …) on. An exception in a handler
+    propagates at once; later handlers of that event do not run.
+
+    Args:
+        state: the training state that handlers get.
+        logger: the logger that handlers get.
+        algorithm_passes: each may reorder the algorithms that matched; they run after the built-in pass, which reverses
+            the order at ``AFTER_`` events.
+    """
+
+    def __init__(
+        self, state: State, logger: Logger, algorithm_passes: AlgorithmPass | Sequence[AlgorithmPass] | None = None
+    ) -> None:
+        self.state = state
+        self.logger = logger
+        if algorithm_passes is None:
+            algorithm_passes = ()
+        elif callable(algorithm_passes):
+            algorithm_passes = (algorithm_passes,)
+        self._passes: list[AlgorithmPass] = [last_in_first_out, *algorithm_passes]
+        self._handlers: dict[Event, tuple[Callable[[State, Logger], None], ...]] = {}
+        self._quick: dict[Event, tuple[Callable[[State, Logger], None], ...]] = {}
+        self._closed = False
+        self._resolve()
+
+    def register_pass(self, algorithm_pass: AlgorithmPass, index: int = -1) -> None:
+        """Add a pass at ``index``, at the end by default."""
+        self._passes.insert(len(self._passes) if index == -1 else index, algorithm_pass)
+
+    def run_event(self, event: Event | str) -> Traces:
+        """Call every handler of ``event``; the traces of the algorithms that matched.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        # Runs about twenty times per training step: where only callbacks take part it is one dict lookup and the calls.
+        handlers = self._quick.get(event)  # type: ignore[arg-type]
+        if handlers is None:
+            return self._run_in_full(Event(event))
+        for handler in handlers:
+            handler(self.state, self.logger)
+        return _NO_TRACES
+
+    def _run_in_full(self, event: Event) -> Traces:
+        if event in _RESOLVE_AT or self._closed:
+            self._resolve()
+        if event is Event.INIT:
+            self._run_callbacks(event)
+            return self._run_algorithms(event)
+        traces = self._run_algorithms(event)
+        self._run_callbacks(event)
+        return traces
+
+    def close(self) -> None:
+        """Close every callback, then call their ``post_close``. Safe to call twice.
+
+        Raises:
+            Exception: what a callback raised, after all others were closed; an ``ExceptionGroup`` if several did.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        errors: list[Exception] = []
+        closed: list[Callback] = []
+        for callback in self.state.callbacks:
+            try:
+                callback.close(self.state, self.logger)
+                closed.append(callback)
+            except Exception as e:  # noqa: BLE001 - collected and raised below: the others must be closed first
+                errors.append(e)
+        for callback in closed:
+            try:
+                callback.post_close()
+            except Exception as e:  # noqa: BLE001 - collected and raised below
+                errors.append(e)
+        self._quick = {}
+        self._handlers = {}
+        self._algorithms = ()
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise ExceptionGroup("several callbacks failed to close", errors)
+
+    def _resolve(self) -> None:
+        """Look up who is called when. The order of callbacks is loggers last, except at INIT."""
+        if self._closed:
+            raise RuntimeError("this trainer is closed: build a new Trainer to go on.")
+        self._algorithms = tuple(self.state.algorithms)
+        named = stable_names((type(a).__qualname__, a) for a in self._algorithms)
+        self._names = {id(algorithm): name for name, algorithm in named.items()}
+        loggers = [c for c in self.state.callbacks if isinstance(c, LoggerDestination)]
+        others = [c for c in self.state.callbacks if not isinstance(c, LoggerDestination)]
+        for event in Event:
+            order = loggers + others if event is Event.INIT else others + loggers
+            self._handlers[event] = tuple(h for h in (_handler(c, event) for c in order) if h is not None)
+        in_full = set(Event) if self._algorithms else _RESOLVE_AT
+        self._quick = {event: handlers for event, handlers in self._handlers.items() if event not in in_full}
+
+    def _run_callbacks(self, event: Event) -> None:
+        for handler in self._handlers[event]:
+            handler(self.state, self.logger)
+
+    def _run_algorithms(self, event: Event) -> Traces:
+        matched: Sequence[Algorithm] = [a for a in self._algorithms if a.match(event, self.state)]
+        if not matched:
+            return _NO_TRACES
+        for algorithm_pass in self._passes:
+            matched = algorithm_pass(matched, event)
+        traces: dict[str, Trace] = {}
+        for order, algorithm in enumerate(matched):
+            code = algorithm.apply(event, self.state, self.logger)
+            name = self._names[id(algorithm)]
+            traces[f"{name}/{event}"] = Trace(name=name, event=event, exit_code=code, order=order, run=True)
+        if self.logger.destinations:
+            self.logger.log_traces({key: int(trace.run) for key, trace in traces.items()})
+        return traces
+
+
+def _handler(callback: Callback, event: Event) -> Callable[[State, Logger], None] | None:
+    """What to call on ``callback`` at ``event``; ``None`` if it does nothing then."""
+    if type(callback).run_event is not Callback.run_event:
+        return functools.partial(callback.run_event, event)
+    if getattr(type(callback), event.value) is getattr(Callback, event.value) and event.value not in vars(callback):
+        return None
+    return getattr(callback, event.value)

@@ -1,0 +1,81 @@
+"""Optimizer state keyed by parameter name: what the checkpoint holds does not depend on the order of parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from composerlite.errors import IncompatibleCheckpointError
+
+__all__ = ["clean_name", "load_named_optimizer_state", "named_optimizer_state"]
+
+
+def clean_name(name: str) -> str:
+    """A parameter name without what ``torch.compile`` puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
+def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """The name of each parameter, group by group; ``optimizer.<group>.<index>`` for one that is not the model's."""
+    by_id = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
+    return [
+        [by_id.get(id(parameter), f"optimizer.{g}.{i}") for i, parameter in enumerate(group["params"])]
+        for g, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with parameter names in the place of numbers. Tensors are not copied."""
+    state_dict = optimizer.state_dict()
+    names = _names(optimizer, model)
+    name_of = {
+        number: name
+        for group, group_names in zip(state_dict["param_groups"], names, strict=True)
+        for number, name in zip(group["params"], group_names, strict=True)
+    }
+    return {
+        **state_dict,
+        "state": {name_of[number]: value for number, value in state_dict["state"].items()},
+        "param_groups": [{**g, "params": n} for g, n in zip(state_dict["param_groups"], names, strict=True)],
+    }
+
+
+def load_named_optimizer_state(
+    optimizer: torch.optim.Optimizer, model: nn.Module, state_dict: dict[str, Any], *, source: str
+) -> None:
+    """Load what :func:`named_optimizer_state` gave, whatever the order of parameters is now.
+
+    Raises:
+        IncompatibleCheckpointError: the groups, or the parameters in a group, differ. Nothing was changed.
+    """
+    names = _names(optimizer, model)
+    saved = state_dict["param_groups"]
+    way_out = "Pass the optimizer of that run, or load_ignore_keys=['state/optimizers'] to start with a fresh one."
+    kind = type(optimizer).__qualname__
+    if len(saved) != len(names):
+        raise IncompatibleCheckpointError(
+            f"{source}: {kind} was saved with {len(saved)} parameter groups and has {len(names)} now. {way_out}"
+        )
+    problems: list[str] = []
+    for index, (group, group_names) in enumerate(zip(saved, names, strict=True)):
+        missing = sorted(set(group_names) - set(group["params"]))
+        unexpected = sorted(set(group["params"]) - set(group_names))
+        if missing:
+            problems.append(f"group {index} has no saved state for: {', '.join(missing)}")
+        if unexpected:
+            problems.append(f"group {index} was saved with, and has not: {', '.join(unexpected)}")
+    if problems:
+        raise IncompatibleCheckpointError(f"{source}: {kind} does not fit. {'; '.join(problems)}. {way_out}")
+    number_of = {name: number for number, name in enumerate(name for group in names for name in group)}
+    optimizer.load_state_dict(
+        {
+            **state_dict,
+            "state": {number_of[name]: value for name, value in state_dict["state"].items()},
+            "param_groups": [
+                {**group, "params": [number_of[name] for name in group_names]}
+                for group, group_names in zip(saved, names, strict=True)
+            ],
+        }
+    )

@@ -1,0 +1,61 @@
+"""Seeds and deterministic kernels. Saving and restoring the state of generators is ``composerlite.checkpoint.rng``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+from collections.abc import Generator
+
+import numpy as np
+import torch
+
+from composerlite.errors import ConfigError
+
+__all__ = ["MAX_SEED", "configure_deterministic_mode", "get_random_seed", "seed_all", "seed_context"]
+
+MAX_SEED = 2**32 - 1
+"""The largest seed that numpy takes."""
+
+
+def get_random_seed() -> int:
+    """A seed drawn from the operating system, in [0, MAX_SEED]. No generator is moved."""
+    return secrets.randbelow(MAX_SEED + 1)
+
+
+def seed_all(seed: int) -> None:
+    """Seed python, numpy and torch (all devices).
+
+    Raises:
+        ConfigError: ``seed`` is not in [0, MAX_SEED].
+    """
+    if not 0 <= seed <= MAX_SEED:
+        raise ConfigError(f"seed={seed}: want a number from 0 to {MAX_SEED}.")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def seed_context(seed: int) -> Generator[None]:
+    """Seed everything within the context and put the generators back where they were after it."""
+    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        seed_all(seed)
+        yield
+    finally:
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+        torch.set_rng_state(state[2])
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def configure_deterministic_mode() -> None:
+    """Make torch choose deterministic kernels, or fail where there is none. Slower on GPUs."""
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

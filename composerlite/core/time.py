@@ -1,0 +1,506 @@
+"""Time in training: counts with a unit (``'10ba'``, ``'2ep'``, ``'90m'``) and where a run stands in all of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import timedelta
+from enum import StrEnum
+from fractions import Fraction
+from typing import Any, TypeAlias, final
+
+from composerlite.errors import ConfigError
+
+__all__ = ["Time", "TimeUnit", "Timestamp", "ensure_time"]
+
+
+class TimeUnit(StrEnum):
+    """What a :class:`Time` counts."""
+
+    ITERATION = "iter"
+    EPOCH = "ep"
+    BATCH = "ba"
+    SAMPLE = "sp"
+    TOKEN = "tok"
+    DURATION = "dur"
+    SECOND = "sec"
+
+    @classmethod
+    def _missing_(cls, value: object) -> TimeUnit:
+        name = str(value)
+        found = next((unit for unit in cls if name.lower() in (unit.value, unit.name.lower())), None)
+        if found is None:
+            raise ConfigError(f"time unit {value!r} does not exist. Known: {', '.join(cls)}, and h, m, s for seconds.")
+        return found
+
+
+_COUNT = re.compile(r"\s*([-+]?[0-9_.]+(?:e[-+]?\d+)?)\s*(iter|ep|ba|sp|tok|dur|sec)\s*", re.IGNORECASE)
+_CLOCK = re.compile(r"\s*(?=\d)(?:(\d+)\s*h)?\s*(?:(\d+)\s*m)?\s*(?:(\d+)\s*s)?\s*", re.IGNORECASE)
+_HOW = "want a count and a unit, as in '10ba', '2ep', '1e9tok', '100sp', '0.25dur', '2iter', '90m', '1h30m' or '100s'"
+
+
+@final
+class Time:
+    """An amount of training: a value and a :class:`TimeUnit`. Immutable and hashable.
+
+    Arithmetic needs equal units; a number takes the unit of the other side. Comparison also takes time strings.
+    ``time / time`` is a fraction (unit ``dur``) and ``'0.25dur' * time`` an amount in the unit of ``time``.
+
+    Raises:
+        ConfigError: an unknown unit, a fraction where only ``dur`` has fractions, or two units that do not match.
+    """
+
+    __slots__ = ("_unit", "_value")
+
+    def __init__(self, value: int | float, unit: str | TimeUnit) -> None:
+        unit = TimeUnit(unit)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"Time({value!r}, {unit.value!r}): want a finite number.")
+        if unit is TimeUnit.DURATION:
+            value = float(value)
+        elif isinstance(value, float):
+            if not value.is_integer():
+                raise ConfigError(f"Time({value!r}, {unit.value!r}): only 'dur' has fractions; give a whole number.")
+            value = int(value)
+        self._value = value
+        self._unit = unit
+
+    @classmethod
+    def from_iteration(cls, value: int) -> Time:
+        """``value`` iterations."""
+        return cls(value, TimeUnit.ITERATION)
+
+    @classmethod
+    def from_epoch(cls, value: int) -> Time:
+        """``value`` epochs."""
+        return cls(value, TimeUnit.EPOCH)
+
+    @classmethod
+    def from_batch(cls, value: int) -> Time:
+        """``value`` batches."""
+        return cls(value, TimeUnit.BATCH)
+
+    @classmethod
+    def from_sample(cls, value: int) -> Time:
+        """``value`` samples."""
+        return cls(value, TimeUnit.SAMPLE)
+
+    @classmethod
+    def from_token(cls, value: int) -> Time:
+        """``value`` tokens."""
+        return cls(value, TimeUnit.TOKEN)
+
+    @classmethod
+    def from_duration(cls, value: float) -> Time:
+        """The fraction ``value`` of the whole training."""
+        return cls(value, TimeUnit.DURATION)
+
+    @classmethod
+    def from_timedelta(cls, value: timedelta) -> Time:
+        """``value`` in whole seconds."""
+        return cls(int(value.total_seconds()), TimeUnit.SECOND)
+
+    @classmethod
+    def from_timestring(cls, timestring: str) -> Time:
+        """Parse ``'10ba'``, ``'2ep'``, ``'1e9tok'``, ``'0.25dur'``, ``'90m'``, ``'1h30m'``, ``'100s'``."""
+        if match := _COUNT.fullmatch(timestring):
+            try:
+                return cls(float(match[1]) if not match[1].lstrip("+-").isdigit() else int(match[1]), match[2])
+            except ConfigError:
+                raise
+            except ValueError as e:
+                raise ConfigError(f"time {timestring!r}: {match[1]!r} is not a number; {_HOW}.") from e
+        if match := _CLOCK.fullmatch(timestring):
+            hours, minutes, seconds = (int(group) if group is not None else 0 for group in match.groups())
+            if any(group is not None for group in match.groups()):
+                return cls(3600 * hours + 60 * minutes + seconds, TimeUnit.SECOND)
+        raise ConfigError(f"time {timestring!r} cannot be read: {_HOW}.")
+
+    @classmethod
+    def from_input(cls, value: TimeInput, int_unit: str | TimeUnit | None = None) -> Time:
+        """``value`` as a Time: a Time, a time string, a ``timedelta``, or a number counted in ``int_unit``."""
+        if isinstance(value, Time):
+            return value
+        if isinstance(value, str):
+            return cls.from_timestring(value)
+        if isinstance(value, timedelta):
+            return cls.from_timedelta(value)
+        if int_unit is not None and isinstance(value, int | float) and not isinstance(value, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            return cls(value, int_unit)
+        raise ConfigError(f"time {value!r} of type {type(value).__name__} cannot be read: {_HOW}.")
+
+    @property
+    def value(self) -> int | float:
+        """The count: an int, or a float for ``dur``."""
+        return self._value
+
+    @property
+    def unit(self) -> TimeUnit:
+        """What is counted."""
+        return self._unit
+
+    def to_timestring(self) -> str:
+        """The string that :meth:`from_timestring` reads back."""
+        return f"{self._value}{self._unit.value}"
+
+    def _same_unit(self, other: object) -> int | float | None:
+        """The value of ``other`` in this unit; ``None`` if it is no time at all."""
+        if isinstance(other, int | float) and not isinstance(other, bool):
+            return other
+        if isinstance(other, str):
+            other = Time.from_timestring(other)
+        elif isinstance(other, timedelta) and self._unit is TimeUnit.SECOND:
+            return other.total_seconds()
+        if not isinstance(other, Time):
+            return None
+        if other._unit is not self._unit:
+            raise ConfigError(f"{self} and {other} count different things and cannot be compared or added.")
+        return other._value
+
+    def __repr__(self) -> str:
+        return f"Time({self._value!r}, TimeUnit.{self._unit.name})"
+
+    def __str__(self) -> str:
+        return self.to_timestring()
+
+    def __int__(self) -> int:
+        return int(self._value)
+
+    def __float__(self) -> float:
+        return float(self._value)
+
+    def __hash__(self) -> int:
+        return hash((self._value, self._unit))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Time):
+            return self._unit is other._unit and self._value == other._value
+        value = self._same_unit(other)
+        return NotImplemented if value is None else self._value == value
+
+    def __lt__(self, other: TimeInput) -> bool:
+        value = self._same_unit(other)
+        return NotImplemented if value is None else self._value < value
+
+    def __le__(self, other: TimeInput) -> bool:
+        value = self._same_unit(other)
+        return NotImplemented if value is None else self._value <= value
+
+    def __gt__(self, other: TimeInput) -> bool:
+        value = self._same_unit(other)
+        return NotImplemented if value is None else self._value > value
+
+    def __ge__(self, other: TimeInput) -> bool:
+        value = self._same_unit(other)
+        return NotImplemented if value is None else self._value >= value
+
+    def __add__(self, other: TimeInput) -> Time:
+        value = self._same_unit(other)
+        return NotImplemented if value is None else Time(self._value + value, self._unit)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: TimeInput) -> Time:
+        value = self._same_unit(other)
+        return NotImplemented if value is None else Time(self._value - value, self._unit)
+
+    def __rsub__(self, other: TimeInput) -> Time:
+        value = self._same_unit(other)
+        return NotImplemented if value is None else Time(value - self._value, self._unit)
+
+    def __neg__(self) -> Time:
+        return Time(-self._value, self._unit)
+
+    def __pos__(self) -> Time:
+        return self
+
+    def __mul__(self, other: TimeInput) -> Time:
+        if isinstance(other, str):
+            other = Time.from_timestring(other)
+        if isinstance(other, Time):
+            if TimeUnit.DURATION not in (self._unit, other._unit):
+                raise ConfigError(f"{self} × {other}: one side must be a number or a fraction in 'dur'.")
+            unit = other._unit if self._unit is TimeUnit.DURATION else self._unit
+            return _scaled(self._value, other._value, unit)
+        if isinstance(other, int | float) and not isinstance(other, bool):
+            return _scaled(self._value, other, self._unit)
+        return NotImplemented
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: TimeInput) -> Time:
+        if isinstance(other, int | float) and not isinstance(other, bool):
+            return _scaled(self._value, Fraction(1) / Fraction(str(other)), self._unit)
+        value = self._same_unit(other)
+        return NotImplemented if value is None else Time(self._value / value, TimeUnit.DURATION)
+
+    def __mod__(self, other: TimeInput) -> Time:
+        value = self._same_unit(other)
+        return NotImplemented if value is None else Time(self._value % value, self._unit)
+
+
+TimeInput: TypeAlias = "Time | str | int | float | timedelta"
+
+
+def _scaled(value: int | float, factor: int | float | Fraction, unit: TimeUnit) -> Time:
+    """``value × factor``, exact in decimal: 0.29 of 100 batches is 29, which floats make 28.999…; then rounded down."""
+    exact = Fraction(str(value)) * Fraction(str(factor))
+    return Time(float(exact) if unit is TimeUnit.DURATION else math.trunc(exact), unit)
+
+
+def ensure_time(maybe_time: TimeInput, int_unit: str | TimeUnit) -> Time:
+    """``maybe_time`` as a :class:`Time`; a plain number counts ``int_unit``."""
+    return Time.from_input(maybe_time, int_unit)
+
+
+_COUNTS = (
+    "iteration",
+    "epoch",
+    "batch",
+    "sample",
+    "token",
+    "epoch_in_iteration",
+    "token_in_iteration",
+    "batch_in_epoch",
+    "sample_in_epoch",
+    "token_in_epoch",
+)
+_CLOCKS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
+_FIELDS = _COUNTS + _CLOCKS
+_UNITS = {"iteration": "iter", "epoch": "ep", "batch": "ba", "sample": "sp", "token": "tok"}
+MICROSECONDS = 1_000_000
+"""Microseconds in a second: the resolution of a timestamp's clocks."""
+
+_INDEX: dict[TimeUnit, int] = {
+    TimeUnit.ITERATION: 0,
+    TimeUnit.EPOCH: 1,
+    TimeUnit.BATCH: 2,
+    TimeUnit.SAMPLE: 3,
+    TimeUnit.TOKEN: 4,
+    TimeUnit.SECOND: 10,
+}
+
+
+def _clock(value: timedelta | int | float | Time) -> timedelta:
+    return value if isinstance(value, timedelta) else timedelta(seconds=float(value))
+
+
+def _microseconds(value: timedelta | int | float | Time) -> int:
+    return round(_clock(value) / timedelta(microseconds=1))
+
+
+def _count(name: str, value: int | float | Time | timedelta) -> int:
+    unit = TimeUnit(_UNITS[name.split("_")[0]])
+    if isinstance(value, Time) and value.unit is not unit:
+        raise ConfigError(f"Timestamp({name}={value}): want a count in {unit.value!r}.")
+    if isinstance(value, str | timedelta) or int(value) != value or int(value) < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"Timestamp({name}={value!r}): want a whole number that is not negative.")
+    return int(value)
+
+
+@final
+class Timestamp:
+    """Where a run stands: ten counts and four wall-clock times, fourteen fields in all. Immutable.
+
+    ``epoch``, ``batch``, ``sample``, … are :class:`Time`; ``total_wct`` and the other clocks are ``timedelta`` and
+    do not include evaluation. A timestamp compares with a :class:`Time` or a time string in that unit.
+    """
+
+    __slots__ = ("fields",)
+    fields: tuple[int, ...]
+    """The bare numbers: ten counts, and four clocks in microseconds."""
+
+    def __init__(self, **fields: int | float | Time | timedelta) -> None:
+        unknown = sorted(fields.keys() - set(_FIELDS))
+        if unknown:
+            raise ConfigError(f"Timestamp has no field {', '.join(unknown)}. Fields: {', '.join(_FIELDS)}.")
+        counts = [_count(name, fields.get(name, 0)) for name in _COUNTS]
+        self.fields = (*counts, *(_microseconds(fields.get(name, 0)) for name in _CLOCKS))
+
+    # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def iteration(self) -> Time:
+        """Iterations completed."""
+        return Time(self.fields[0], TimeUnit.ITERATION)
+
+    @property
+    def epoch(self) -> Time:
+        """Epochs completed."""
+        return Time(self.fields[1], TimeUnit.EPOCH)
+
+    @property
+    def batch(self) -> Time:
+        """Batches completed: the number of optimizer steps."""
+        return Time(self.fields[2], TimeUnit.BATCH)
+
+    @property
+    def sample(self) -> Time:
+        """Samples seen by all ranks."""
+        return Time(self.fields[3], TimeUnit.SAMPLE)
+
+    @property
+    def token(self) -> Time:
+        """Tokens seen by all ranks."""
+        return Time(self.fields[4], TimeUnit.TOKEN)
+
+    @property
+    def epoch_in_iteration(self) -> Time:
+        """Epochs completed in this iteration."""
+        return Time(self.fields[5], TimeUnit.EPOCH)
+
+    @property
+    def token_in_iteration(self) -> Time:
+        """Tokens seen in this iteration."""
+        return Time(self.fields[6], TimeUnit.TOKEN)
+
+    @property
+    def batch_in_epoch(self) -> Time:
+        """Batches completed in this epoch."""
+        return Time(self.fields[7], TimeUnit.BATCH)
+
+    @property
+    def sample_in_epoch(self) -> Time:
+        """Samples seen in this epoch."""
+        return Time(self.fields[8], TimeUnit.SAMPLE)
+
+    @property
+    def token_in_epoch(self) -> Time:
+        """Tokens seen in this epoch."""
+        return Time(self.fields[9], TimeUnit.TOKEN)
+
+    @property
+    def total_wct(self) -> timedelta:
+        """Wall-clock time of training so far."""
+        return timedelta(microseconds=self.fields[10])
+
+    @property
+    def iteration_wct(self) -> timedelta:
+        """Wall-clock time of this iteration."""
+        return timedelta(microseconds=self.fields[11])
+
+    @property
+    def epoch_wct(self) -> timedelta:
+        """Wall-clock time of this epoch."""
+        return timedelta(microseconds=self.fields[12])
+
+    @property
+    def batch_wct(self) -> timedelta:
+        """Wall-clock time of the last batch."""
+        return timedelta(microseconds=self.fields[13])
+
+    def get(self, unit: str | TimeUnit) -> Time:
+        """How much of ``unit`` has been done. ``dur`` is not known here: ask ``State.get_elapsed_duration``."""
+        unit = TimeUnit(unit)
+        return Time(int(self.count(unit)), unit)
+
+    def count(self, unit: TimeUnit) -> int | float:
+        """How much of ``unit`` has been done, as a bare number (seconds with their fraction)."""
+        if unit is TimeUnit.DURATION:
+            raise ConfigError(
+                "a Timestamp cannot tell 'dur': it does not know the end. Use State.get_elapsed_duration()."
+            )
+        value = self.fields[_INDEX[unit]]
+        return value / MICROSECONDS if unit is TimeUnit.SECOND else value
+
+    @staticmethod
+    def field_of(unit: TimeUnit) -> int:
+        """The place of the total count of ``unit`` in :attr:`fields`."""
+        return _INDEX[unit]
+
+    # ── moving on ────────────────────────────────────────────────────────────────────────────────────────────────
+    def copy(self, **changes: int | float | Time | timedelta) -> Timestamp:
+        """The same timestamp with some fields changed."""
+        return Timestamp(**{**self.state_dict(), **changes})
+
+    def to_next_batch(
+        self, samples: int | Time = 0, tokens: int | Time = 0, duration: timedelta | float = 0.0
+    ) -> Timestamp:
+        """After one more batch of ``samples`` samples and ``tokens`` tokens that took ``duration``."""
+        return self.after_batch(int(samples), int(tokens), _microseconds(duration))
+
+    def after_batch(self, samples: int, tokens: int, microseconds: int) -> Timestamp:
+        """:meth:`to_next_batch` on bare numbers: runs once per step, and does nothing that is not needed."""
+        i, e, b, s, t, ei, ti, be, se, te, wct, iwct, ewct, _ = self.fields
+        new = object.__new__(Timestamp)
+        new.fields = (
+            i, e, b + 1, s + samples, t + tokens, ei, ti + tokens, be + 1, se + samples, te + tokens,
+            wct + microseconds, iwct + microseconds, ewct + microseconds, microseconds,
+        )  # fmt: skip
+        return new
+
+    def to_next_epoch(self, duration: timedelta | float = 0.0) -> Timestamp:
+        """At the start of the next epoch. ``duration`` is time since the last batch that belongs to training."""
+        return self.copy(
+            epoch=self.fields[1] + 1,
+            epoch_in_iteration=self.fields[5] + 1,
+            batch_in_epoch=0,
+            sample_in_epoch=0,
+            token_in_epoch=0,
+            total_wct=self.total_wct + _clock(duration),
+            iteration_wct=self.iteration_wct + _clock(duration),
+            epoch_wct=0.0,
+            batch_wct=0.0,
+        )
+
+    def to_next_iteration(self, duration: timedelta | float = 0.0) -> Timestamp:
+        """At the start of the next iteration."""
+        return self.copy(
+            iteration=self.fields[0] + 1,
+            epoch_in_iteration=0,
+            token_in_iteration=0,
+            total_wct=self.total_wct + _clock(duration),
+            iteration_wct=0.0,
+            epoch_wct=0.0,
+            batch_wct=0.0,
+        )
+
+    # ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def state_dict(self) -> dict[str, Any]:
+        """The fourteen fields: ints, and ``timedelta`` for the clocks."""
+        fields = dict(zip(_FIELDS, self.fields, strict=True))
+        return {**fields, **{name: timedelta(microseconds=fields[name]) for name in _CLOCKS}}
+
+    def plain(self) -> dict[str, int | float]:
+        """The fourteen fields as numbers, clocks in seconds; :meth:`from_state_dict` reads them back exactly."""
+        fields = dict(zip(_FIELDS, self.fields, strict=True))
+        return {**fields, **{name: fields[name] / MICROSECONDS for name in _CLOCKS}}
+
+    @classmethod
+    def from_state_dict(cls, state_dict: dict[str, Any]) -> Timestamp:
+        """The timestamp that :meth:`state_dict` described. Fields that an older version did not have are zero."""
+        return cls(**{name: value for name, value in state_dict.items() if name in _FIELDS})
+
+    # ── comparing ────────────────────────────────────────────────────────────────────────────────────────────────
+    def _pair(self, other: TimeInput) -> tuple[int | float, int | float]:
+        time = Time.from_input(other)
+        return self.count(time.unit), time.value
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Timestamp):
+            return self.fields == other.fields
+        if isinstance(other, Time | str):
+            mine, theirs = self._pair(other)
+            return mine == theirs
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.fields)
+
+    def __lt__(self, other: TimeInput) -> bool:
+        mine, theirs = self._pair(other)
+        return mine < theirs
+
+    def __le__(self, other: TimeInput) -> bool:
+        mine, theirs = self._pair(other)
+        return mine <= theirs
+
+    def __gt__(self, other: TimeInput) -> bool:
+        mine, theirs = self._pair(other)
+        return mine > theirs
+
+    def __ge__(self, other: TimeInput) -> bool:
+        mine, theirs = self._pair(other)
+        return mine >= theirs
+
+    def __repr__(self) -> str:
+        return f"Timestamp({', '.join(f'{k}={v!r}' for k, v in self.state_dict().items())})"

@@ -1,0 +1,116 @@
+"""The exceptions that composerlite raises on purpose.
+
+::
+
+    ComposerliteError
+    ├── ConfigError (ValueError)               the user asked for something that cannot be done; raised before training
+    │   └── UnknownArgumentError (TypeError)   an argument, key or name that does not exist; lists those that do
+    ├── TrainingError (RuntimeError)           the training loop cannot go on
+    └── CheckpointError (RuntimeError)
+        ├── CheckpointNotFoundError (FileNotFoundError)   there is no checkpoint under that name
+        ├── CheckpointExistsError (FileExistsError)       saving would overwrite a checkpoint
+        ├── CorruptCheckpointError                        the bytes are not those that were saved
+        ├── IncompatibleCheckpointError                   a good checkpoint of something else
+        ├── UntrustedCheckpointError                      it contains a type that may run code
+        └── SaveError                                     a checkpoint could not be written
+
+Errors of the operating system (no space, no permission) keep their own type, with the path in the message.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "ComposerliteError",
+    "ConfigError",
+    "CorruptCheckpointError",
+    "IncompatibleCheckpointError",
+    "SaveError",
+    "TrainingError",
+    "UnknownArgumentError",
+    "UntrustedCheckpointError",
+    "checked_arguments",
+    "did_you_mean",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ComposerliteError(Exception):
+    """Base of every exception of composerlite."""
+
+
+class ConfigError(ComposerliteError, ValueError):
+    """What the user asked for cannot be done. The message names the value, the rule and the way out."""
+
+
+class UnknownArgumentError(ConfigError, TypeError):
+    """A name that does not exist where it was given. The message lists those that do."""
+
+
+class TrainingError(ComposerliteError, RuntimeError):
+    """The training loop cannot go on."""
+
+
+class CheckpointError(ComposerliteError, RuntimeError):
+    """Base of everything that can be wrong with a checkpoint."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint under the name that was asked for."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """Saving would overwrite a checkpoint that exists."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """The bytes are not those that were saved: truncated, changed, or not a checkpoint at all."""
+
+
+class IncompatibleCheckpointError(CheckpointError):
+    """A good checkpoint, but of another model, optimizer or run."""
+
+
+class UntrustedCheckpointError(CheckpointError):
+    """The checkpoint holds a type that is not on the list of those that are safe to load."""
+
+
+class SaveError(CheckpointError):
+    """A checkpoint could not be written. Every older one is as it was."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence for an error about an unknown ``name``: the nearest known one, if any is near, and all of them."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{hint} Known: {', '.join(known)}."
+
+
+def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate ``function`` so that an unknown keyword argument raises :class:`UnknownArgumentError`.
+
+    Python's own message names the unknown argument only; this one names the nearest and lists all.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    known = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != "self"]
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in known:
+                owner = function.__qualname__.removesuffix(".__init__")
+                raise UnknownArgumentError(f"{owner} has no argument {name!r}.{did_you_mean(name, known)}")
+        return function(*args, **kwargs)
+
+    return wrapper

@@ -1,0 +1,197 @@
+"""DataSpec: counting, splitting and moving batches."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from composerlite.core import (
+    DataSpec,
+    count_samples,
+    count_tokens,
+    ensure_data_spec,
+    move_to_device,
+    split_batch,
+)
+from composerlite.errors import ConfigError
+
+
+class Pair(NamedTuple):
+    """A batch as a named tuple."""
+
+    x: Any
+    y: Any
+
+
+def rows(count: int, width: int = 3) -> torch.Tensor:
+    """A tensor of shape (count, width) in which every element is different."""
+    return torch.arange(count * width).view(count, width)
+
+
+# ── splitting ────────────────────────────────────────────────────────────────────────────────────────────────────
+@given(samples=st.integers(1, 50), size=st.integers(1, 60))
+def test_microbatches_are_the_batch_in_order(samples: int, size: int) -> None:
+    """Each microbatch has ``size`` samples but the last, which has the rest; put together they are the batch."""
+    x, y = rows(samples), torch.arange(samples)
+    parts = split_batch((x, y), size)
+    assert [len(part[0]) for part in parts[:-1]] == [size] * (len(parts) - 1)
+    assert 1 <= len(parts[-1][0]) <= size
+    assert torch.equal(torch.cat([part[0] for part in parts]), x)
+    assert torch.equal(torch.cat([part[1] for part in parts]), y)
+
+
+def test_a_tensor_is_split() -> None:
+    """A bare tensor is a batch."""
+    assert [part.tolist() for part in split_batch(torch.arange(5), 2)] == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_tuples_and_lists_keep_their_type(kind: type) -> None:
+    """A microbatch is what the batch is: a model sees no difference."""
+    parts = split_batch(kind([rows(4), torch.arange(4)]), 2)
+    assert [type(part) for part in parts] == [kind, kind]
+    assert parts[1][1].tolist() == [2, 3]
+
+
+def test_named_tuples_keep_their_names() -> None:
+    """A batch that is a named tuple gives microbatches that are."""
+    parts = split_batch(Pair(x=rows(4), y=torch.arange(4)), 3)
+    assert [part.y.tolist() for part in parts] == [[0, 1, 2], [3]]
+
+
+def test_mappings_keep_their_keys() -> None:
+    """A batch that is a mapping gives mappings with the same keys in the same order."""
+    parts = split_batch(OrderedDict(b=rows(4), a=torch.arange(4)), 2)
+    assert [list(part) for part in parts] == [["b", "a"], ["b", "a"]]
+
+
+def test_nested_batches_are_split() -> None:
+    """Tuples in dicts in tuples are split all the way down."""
+    batch = ({"ids": rows(4), "pair": (rows(4), [torch.arange(4)])}, Pair(torch.arange(4), ["a", "b", "c", "d"]))
+    first, second = split_batch(batch, 3)
+    assert first[0]["pair"][1][0].tolist() == [0, 1, 2]
+    assert second[0]["ids"].tolist() == [[9, 10, 11]]
+    assert (first[1].y, second[1].y) == (["a", "b", "c"], ["d"])
+
+
+def test_a_list_without_tensors_is_a_list_of_samples() -> None:
+    """Texts are split as samples."""
+    assert split_batch(["a", "b", "c"], 2) == [["a", "b"], ["c"]]
+
+
+def test_parts_of_different_length_are_an_error() -> None:
+    """A batch in which one part is shorter than another is refused: samples would lose their labels."""
+    for batch in ((rows(4), torch.arange(2)), {"x": rows(4), "y": torch.arange(2)}):
+        with pytest.raises(ConfigError, match=r"\[1, 2\] microbatches.*split_batch"):
+            split_batch(batch, 2)
+
+
+def test_parts_of_different_length_are_an_error_even_with_as_many_microbatches() -> None:
+    """Three samples and four labels make two microbatches of 2 each, and are refused nevertheless."""
+    with pytest.raises(ConfigError, match="first dimension"):
+        split_batch((rows(3), torch.arange(4)), 2)
+
+
+@pytest.mark.parametrize("batch", [7, "text", object(), (rows(2), 7), {"x": rows(2), "y": None}])
+def test_what_cannot_be_split_is_an_error_that_says_how(batch: Any) -> None:
+    """A batch with something else in it needs ``DataSpec(split_batch=…)``."""
+    with pytest.raises(ConfigError, match=r"DataSpec\(loader, split_batch="):
+        split_batch(batch, 1)
+
+
+# ── counting ─────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    "batch",
+    [
+        rows(4),
+        (rows(4), 1),
+        [rows(4)],
+        {"x": rows(4)},
+        Pair("a", rows(4)),
+        ({"a": {"b": rows(4)}},),
+        {"n": 1, "x": rows(4)},
+    ],
+)
+def test_samples_are_counted_in_the_first_tensor(batch: Any) -> None:
+    """The length of the first tensor is the number of samples, wherever in the batch it is."""
+    assert count_samples(batch) == 4
+
+
+def test_a_batch_without_a_tensor_cannot_be_counted() -> None:
+    """Where there is no tensor the error says what to pass."""
+    with pytest.raises(ConfigError, match="get_num_samples_in_batch"):
+        count_samples(["a", "b"])
+
+
+def test_tokens_are_counted_in_input_ids() -> None:
+    """A batch with ``input_ids`` has as many tokens as these; any other has none."""
+    assert count_tokens({"input_ids": rows(4, 16)}) == 64
+    assert count_tokens(rows(4)) == count_tokens((rows(4), rows(4))) == count_tokens({"x": rows(4)}) == 0
+
+
+# ── moving ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_every_tensor_is_moved_and_nothing_else_changes() -> None:
+    """Tensors at any depth land on the device; the rest of the batch is the same."""
+    batch: Any = ({"x": rows(2), "name": "n"}, [rows(2)], Pair(rows(2), 3), OrderedDict(z=rows(1)))
+    moved = move_to_device(batch, torch.device("meta"))
+    assert {t.device.type for t in (moved[0]["x"], moved[1][0], moved[2].x, moved[3]["z"])} == {"meta"}
+    assert (moved[0]["name"], moved[2].y) == ("n", 3)
+    assert [type(part) for part in moved] == [dict, list, Pair, OrderedDict]
+
+
+# ── DataSpec ─────────────────────────────────────────────────────────────────────────────────────────────────────
+class Stream(IterableDataset[int]):
+    """A data set that does not know its length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def test_the_number_of_samples_is_that_of_the_data_set() -> None:
+    """A loader over a data set with a length knows the samples per epoch, another does not; it can be given."""
+    loader = DataLoader(TensorDataset(rows(10)), batch_size=4)
+    assert DataSpec(loader).num_samples == 10
+    assert DataSpec(loader, num_samples=8).num_samples == 8
+    assert DataSpec(DataLoader(Stream())).num_samples is None
+    assert DataSpec([rows(4)]).num_samples is None
+
+
+def test_a_spec_uses_what_it_is_given() -> None:
+    """A user's functions replace the built-in ones."""
+    spec = DataSpec(
+        [["a", "b"]],
+        split_batch=lambda batch, size: [batch],
+        get_num_samples_in_batch=len,
+        get_num_tokens_in_batch=lambda batch: 7,
+    )
+    assert spec.split_batch(["a", "b"], 1) == [["a", "b"]]
+    assert (spec.get_num_samples_in_batch(["a", "b"]), spec.get_num_tokens_in_batch(["a", "b"])) == (2, 7)
+
+
+def test_a_spec_comes_from_a_loader_a_dict_or_a_spec() -> None:
+    """What a user may pass as data becomes a DataSpec."""
+    loader = DataLoader(TensorDataset(rows(10)))
+    spec = ensure_data_spec(loader)
+    assert spec.dataloader is loader
+    assert ensure_data_spec(spec) is spec
+    assert ensure_data_spec({"dataloader": loader, "num_samples": 3}).num_samples == 3
+
+
+@pytest.mark.parametrize("thing", [7, rows(4), "text", {"x": 1}.keys])
+def test_what_is_no_data_loader_is_an_error(thing: Any) -> None:
+    """A tensor, a string or a function in place of a loader is refused at construction."""
+    with pytest.raises(ConfigError, match="Pass a DataLoader or any iterable of batches"):
+        DataSpec(thing)
+
+
+def test_a_misspelt_argument_is_an_error_that_names_the_right_one() -> None:
+    """An unknown key in a dict of arguments lists the known ones."""
+    with pytest.raises(ConfigError, match="num_samples"):
+        ensure_data_spec({"dataloader": [rows(4)], "num_sample": 3})

@@ -1,0 +1,72 @@
+"""Seeds and deterministic kernels."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from composerlite.core import MAX_SEED, configure_deterministic_mode, get_random_seed, seed_all, seed_context
+from composerlite.errors import ConfigError
+
+
+def draw() -> tuple[float, float, float]:
+    """One number of each generator."""
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_a_seed_fixes_every_generator() -> None:
+    """After the same seed python, numpy and torch draw the same numbers."""
+    seed_all(3)
+    first = draw()
+    seed_all(3)
+    assert draw() == first
+    seed_all(4)
+    assert all(a != b for a, b in zip(draw(), first, strict=True))
+
+
+@pytest.mark.parametrize("seed", [-1, MAX_SEED + 1])
+def test_a_seed_out_of_range_is_an_error(seed: int) -> None:
+    """numpy's range is the range; the error names it."""
+    with pytest.raises(ConfigError, match=f"from 0 to {MAX_SEED}"):
+        seed_all(seed)
+
+
+def test_a_seed_context_moves_no_generator() -> None:
+    """What is drawn within a context changes nothing outside it, after an exception neither."""
+    seed_all(3)
+    expected = draw()
+    seed_all(3)
+
+    def fail() -> None:
+        with seed_context(99):
+            draw()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert draw() == expected
+
+
+def test_random_seeds_differ_and_move_no_generator() -> None:
+    """A seed from the operating system is in range, and drawing it leaves the generators where they were."""
+    seed_all(3)
+    expected = draw()
+    seed_all(3)
+    seeds = {get_random_seed() for _ in range(20)}
+    assert draw() == expected
+    assert len(seeds) > 1
+    assert all(0 <= seed <= MAX_SEED for seed in seeds)
+
+
+@pytest.mark.usefixtures("restore_torch")
+def test_deterministic_mode_asks_torch_for_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch is told, and cuBLAS gets the workspace that it needs for it."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    configure_deterministic_mode()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.benchmark
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

@@ -1,0 +1,173 @@
+"""Time: amounts of training as people write them, and arithmetic on them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composerlite.core import Time, TimeUnit, ensure_time
+from composerlite.errors import ConfigError
+
+WHOLE_UNITS = [unit for unit in TimeUnit if unit is not TimeUnit.DURATION]
+whole_units = st.sampled_from(WHOLE_UNITS)
+counts = st.integers(-(10**15), 10**15)
+fractions = st.floats(allow_nan=False, allow_infinity=False)
+times = st.builds(Time, counts, whole_units) | st.builds(Time.from_duration, fractions)
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "unit"),
+    [
+        ("1ep", 1, TimeUnit.EPOCH),
+        ("10ba", 10, TimeUnit.BATCH),
+        ("65tok", 65, TimeUnit.TOKEN),
+        ("100sp", 100, TimeUnit.SAMPLE),
+        ("0.25dur", 0.25, TimeUnit.DURATION),
+        ("2iter", 2, TimeUnit.ITERATION),
+        ("30sec", 30, TimeUnit.SECOND),
+        ("1e9tok", 1_000_000_000, TimeUnit.TOKEN),
+        ("4_000tok", 4000, TimeUnit.TOKEN),
+        ("2.0ep", 2, TimeUnit.EPOCH),
+        ("-3ba", -3, TimeUnit.BATCH),
+        (" 10 BA ", 10, TimeUnit.BATCH),
+        ("30m", 1800, TimeUnit.SECOND),
+        ("90m", 5400, TimeUnit.SECOND),
+        ("36h", 129_600, TimeUnit.SECOND),
+        ("100s", 100, TimeUnit.SECOND),
+        ("1h30m", 5400, TimeUnit.SECOND),
+        ("2h30m15s", 9015, TimeUnit.SECOND),
+    ],
+)
+def test_every_spelling_is_read(text: str, value: float, unit: TimeUnit) -> None:
+    """Counts with a unit, exponents, underscores and clock times of any length are valid times."""
+    time = Time.from_timestring(text)
+    assert (time.value, time.unit) == (value, unit)
+
+
+@pytest.mark.parametrize("text", ["10xx", "", "m", "ba", "10", "1h2", "30m1h", "1.2.3ba", "ten ba"])
+def test_what_is_no_time_is_an_error_that_shows_how(text: str) -> None:
+    """A string that is no time is refused by name, with examples of what is."""
+    with pytest.raises(ConfigError, match="as in '10ba', '2ep'") as error:
+        Time.from_timestring(text)
+    assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["1.5ep", "0.1ba", "1e-3tok", "1e400ba"])
+def test_only_dur_has_fractions(text: str) -> None:
+    """Half an epoch is refused, as is a number that is too large to be one."""
+    with pytest.raises(ConfigError, match="only 'dur' has fractions"):
+        Time.from_timestring(text)
+
+
+def test_a_large_count_of_digits_keeps_every_digit() -> None:
+    """Token counts past 2**53 are not rounded."""
+    assert Time.from_timestring("9007199254740993tok").value == 9007199254740993
+
+
+@given(times)
+def test_a_time_prints_as_a_string_that_reads_back(time: Time) -> None:
+    """``str(time)`` is a valid time and means the same."""
+    again = Time.from_timestring(str(time))
+    assert (again.value, again.unit) == (time.value, time.unit)
+
+
+@given(counts, counts, counts, whole_units)
+def test_addition_obeys_the_laws_of_numbers(a: int, b: int, c: int, unit: TimeUnit) -> None:
+    """Sums of times commute, associate and are undone by subtraction."""
+    x, y, z = Time(a, unit), Time(b, unit), Time(c, unit)
+    assert x + y == y + x == Time(a + b, unit)
+    assert (x + y) + z == x + (y + z)
+    assert (x + y) - y == x
+    assert x + -x == Time(0, unit)
+    assert +x == x
+
+
+@given(counts, counts, whole_units)
+def test_a_number_takes_the_unit_of_the_other_side(a: int, b: int, unit: TimeUnit) -> None:
+    """``time + 3``, ``3 - time`` and ``sum(times)`` are times of that unit."""
+    time = Time(a, unit)
+    assert time + b == b + time == Time(a + b, unit)
+    assert time - b == Time(a - b, unit)
+    assert b - time == Time(b - a, unit)
+    assert sum([time, time]) == time * 2 == 2 * time
+
+
+@given(counts, counts, whole_units)
+def test_comparison_with_times_strings_and_numbers_is_that_of_their_values(a: int, b: int, unit: TimeUnit) -> None:
+    """A time compares with a time, a time string and a number in the same way."""
+    time = Time(a, unit)
+    for other in (Time(b, unit), f"{b}{unit}", b):
+        assert (time < other) == (a < b)
+        assert (time <= other) == (a <= b)
+        assert (time > other) == (a > b)
+        assert (time >= other) == (a >= b)
+        assert (time == other) == (a == b)
+        assert (time != other) == (a != b)
+
+
+@given(counts, st.integers(1, 10**6), whole_units)
+def test_division_and_remainder_of_times(a: int, b: int, unit: TimeUnit) -> None:
+    """Time by time is a fraction in ``dur``; the remainder keeps the unit."""
+    quotient = Time(a, unit) / Time(b, unit)
+    assert (quotient.unit, quotient.value) == (TimeUnit.DURATION, a / b)
+    assert Time(a, unit) % Time(b, unit) == Time(a % b, unit)
+
+
+def test_a_fraction_of_an_amount_is_an_amount() -> None:
+    """``'0.25dur'`` of 100 batches is 25 batches, from either side."""
+    assert Time.from_timestring("0.25dur") * Time.from_batch(100) == Time.from_batch(25)
+    assert Time.from_batch(100) * "0.25dur" == "25ba"
+    assert Time.from_batch(100) / 4 == "25ba"
+    assert Time.from_duration(0.5) * 0.5 == Time.from_duration(0.25)
+
+
+def test_different_units_do_not_mix() -> None:
+    """Adding or ordering epochs and batches is an error; they are never equal."""
+    epoch, batch = Time.from_epoch(1), Time.from_batch(1)
+    assert epoch != batch
+    for operation in (
+        lambda: epoch + batch,
+        lambda: epoch - "1ba",
+        lambda: epoch < batch,
+        lambda: epoch >= "1ba",
+        lambda: epoch % batch,
+        lambda: epoch * batch,
+    ):
+        with pytest.raises(ConfigError, match=r"1ep"):
+            operation()
+
+
+def test_equal_times_are_one_key_of_a_dict() -> None:
+    """Times can be collected in sets and dicts."""
+    assert {Time.from_epoch(1), Time.from_timestring("1ep"), Time.from_batch(1)} == {Time(1, "ep"), Time(1, "ba")}
+
+
+def test_a_time_cannot_be_changed() -> None:
+    """A time that several objects share stays what it is."""
+    with pytest.raises(AttributeError):
+        Time.from_epoch(1).value = 2  # type: ignore[misc]
+
+
+def test_numbers_need_a_unit_from_somewhere() -> None:
+    """An int counts what the argument counts by default, and nothing where there is no default."""
+    assert ensure_time(3, "ep") == Time.from_epoch(3)
+    assert ensure_time("3ba", "ep") == Time.from_batch(3)
+    assert ensure_time(timedelta(minutes=2), "ep") == Time(120, TimeUnit.SECOND)
+    with pytest.raises(ConfigError, match="3 of type int"):
+        Time.from_input(3)
+
+
+def test_units_are_found_by_value_and_by_name() -> None:
+    """``'ba'``, ``'BA'`` and ``'batch'`` are one unit; a wrong one lists those that exist."""
+    assert TimeUnit("BA") is TimeUnit("batch") is TimeUnit.BATCH
+    with pytest.raises(ConfigError, match=r"'fortnight'.*iter, ep, ba, sp, tok, dur, sec"):
+        TimeUnit("fortnight")
+
+
+def test_conversions_to_plain_numbers() -> None:
+    """``int`` and ``float`` give the count."""
+    assert (int(Time.from_batch(7)), float(Time.from_duration(0.5))) == (7, 0.5)
+    assert repr(Time.from_batch(7)) == "Time(7, TimeUnit.BATCH)"
