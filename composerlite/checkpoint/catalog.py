@@ -1,0 +1,196 @@
+"""The checkpoints in a folder: which there are, which is the latest, how one comes and goes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import final
+
+from composerlite.checkpoint.manifest import Manifest
+from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
+from composerlite.storage import StagedFile, abandoned_temporaries, digest_file, fsync_folder, replace_symlink
+
+__all__ = ["Catalog"]
+
+log = logging.getLogger(__name__)
+_MANIFESTS = ".manifest"
+
+
+@final
+class Catalog:
+    """The checkpoints below ``folder``. Reading it opens manifests only, never data.
+
+    A data file without a manifest is not a checkpoint of ours: it is never listed and never deleted.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def manifests(self) -> list[Manifest]:
+        """Every committed checkpoint, oldest first. A damaged manifest is logged and left out."""
+        found: list[Manifest] = []
+        for path in _files(self.folder / _MANIFESTS):
+            if path.suffix != ".json":
+                continue
+            try:
+                found.append(Manifest.from_json(path.read_bytes(), str(path)))
+            except CorruptCheckpointError as e:
+                log.warning("left out: %s", e)
+            except FileNotFoundError:  # another process deleted it since we listed the folder
+                continue
+        return sorted(found, key=lambda manifest: (manifest.batch, manifest.saved_at))
+
+    def manifest_of(self, name: str) -> Manifest | None:
+        """The manifest of the checkpoint ``name``; ``None`` if it has none.
+
+        Raises:
+            CorruptCheckpointError: it has a damaged one.
+        """
+        path = self._manifest_path(name)
+        try:
+            return Manifest.from_json(path.read_bytes(), str(path))
+        except FileNotFoundError:
+            return None
+
+    def files(self) -> Iterator[str]:
+        """Paths below the folder of all files that may be checkpoints, with a manifest or without."""
+        for path in _files(self.folder):
+            relative = path.relative_to(self.folder)
+            if not any(part.startswith(".") for part in relative.parts) and not path.is_symlink():
+                yield str(relative)
+
+    def verify(self, manifest: Manifest, progress: Callable[[int], object] = int) -> None:
+        """Read all data of a checkpoint and compare it with its manifest. ``progress`` is told of each so many bytes.
+
+        Raises:
+            CorruptCheckpointError: a file is missing, has another size or other bytes.
+        """
+        for record in manifest.files:
+            path = self.folder / record.path
+            try:
+                size = path.stat().st_size
+                found = (size, "") if size != record.size_bytes else digest_file(path, progress)
+            except FileNotFoundError as e:
+                raise CorruptCheckpointError(f"checkpoint {manifest.name!r}: its file {str(path)!r} is gone.") from e
+            if found[0] != record.size_bytes:
+                raise CorruptCheckpointError(
+                    f"checkpoint {manifest.name!r}: {str(path)!r} has {found[0]} bytes and was saved with "
+                    f"{record.size_bytes}."
+                )
+            if found[1] != record.xxh3_128:
+                raise CorruptCheckpointError(
+                    f"checkpoint {manifest.name!r}: the bytes of {str(path)!r} are not those that were saved."
+                )
+
+    # ── changing ─────────────────────────────────────────────────────────────────────────────────────────────────
+    def reserve(self, name: str, *, overwrite: bool) -> Path:
+        """The path for the data of a new checkpoint ``name``; its folders exist.
+
+        Raises:
+            CheckpointExistsError: there is one already, or a file of that name, and ``overwrite`` is false.
+        """
+        path = self.folder / name
+        if not overwrite and (path.exists() or self._manifest_path(name).exists()):
+            raise CheckpointExistsError(
+                f"checkpoint {str(path)!r} exists. Give names that differ, as with '{{batch}}' in them, delete it, or "
+                "pass overwrite=True (save_overwrite=True in the Trainer)."
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._manifest_path(name).parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def commit(self, manifest: Manifest, data: StagedFile) -> None:
+        """Make a checkpoint exist: ``data``, which must be flushed, gets its name, and then it has a manifest.
+
+        The manifest is durable under a temporary name before the data gets its name. A kill between the two leaves
+        that intention behind, and :meth:`recover` completes or forgets it; in place of an older checkpoint of the same
+        name there is at every moment the old one or the new one.
+        """
+        path = self._manifest_path(manifest.name)
+        with StagedFile(path) as intention:
+            intention.file.write(manifest.to_json())
+            intention.flush()
+            fsync_folder(path.parent)
+            data.publish()
+            intention.publish()
+
+    def point_latest(self, link: str, name: str) -> None:
+        """Make the symbolic link ``link`` point to the checkpoint ``name``. There is always one or the other."""
+        path = self.folder / link
+        path.parent.mkdir(parents=True, exist_ok=True)
+        up = "../" * (len(Path(link).parts) - 1)
+        replace_symlink(path, up + name)
+
+    def delete(self, manifest: Manifest) -> None:
+        """Remove a checkpoint, its manifest first. What is gone already is not an error."""
+        self._remove_manifest(manifest.name)
+        for record in manifest.files:
+            (self.folder / record.path).unlink(missing_ok=True)
+        log.info("deleted checkpoint %s", self.folder / manifest.name)
+
+    def recover(self) -> None:
+        """Complete or remove what dead processes left unfinished. What a live one is writing stays.
+
+        A commit that had got as far as naming its data is completed; every other temporary is removed.
+        """
+        if not self.folder.is_dir():
+            return
+        root = self.folder / _MANIFESTS
+        for folder in _folders(root):
+            for temporary in abandoned_temporaries(folder):
+                manifest = self._finished_intention(temporary)
+                if manifest is None:
+                    temporary.unlink(missing_ok=True)
+                else:
+                    temporary.replace(self._manifest_path(manifest.name))
+                    fsync_folder(folder)
+                    log.info("completed the commit of %s, whose process had died", self.folder / manifest.name)
+        for folder in _folders(self.folder):
+            for temporary in abandoned_temporaries(folder):
+                temporary.unlink(missing_ok=True)
+                log.info("removed %s, left by a process that died while it wrote", temporary)
+
+    def _finished_intention(self, temporary: Path) -> Manifest | None:
+        """The manifest in ``temporary`` if its data is there, whole."""
+        try:
+            manifest = Manifest.from_json(temporary.read_bytes(), str(temporary))
+            self.verify(manifest)
+        except (CorruptCheckpointError, IsADirectoryError):
+            return None
+        return manifest
+
+    def _manifest_path(self, name: str) -> Path:
+        return self.folder / _MANIFESTS / f"{name}.json"
+
+    def _remove_manifest(self, name: str) -> None:
+        path = self._manifest_path(name)
+        if path.exists():
+            path.unlink(missing_ok=True)
+            fsync_folder(path.parent)
+
+
+def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Every folder below ``root``, itself included, and the names of its files, in order. Links are not followed.
+
+    Raises:
+        OSError: a folder cannot be read. What is not seen is not absent.
+    """
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # another process deleted it
+            raise error
+
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
+        subfolders.sort()
+        yield Path(folder), sorted(names)
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    return (folder for folder, _ in _walk(root))
+
+
+def _files(root: Path) -> Iterator[Path]:
+    return (folder / name for folder, names in _walk(root) for name in names)

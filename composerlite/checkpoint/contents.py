@@ -1,0 +1,118 @@
+"""What goes into a checkpoint, and what is taken out of it."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from composerlite.checkpoint import rng
+from composerlite.checkpoint.naming import TimestampLike
+from composerlite.errors import ConfigError
+from composerlite.types import StateDict
+
+__all__ = ["IgnoreKeys", "TrainingState", "check_ignore_keys", "gather", "glob_filter", "without"]
+
+log = logging.getLogger(__name__)
+
+IgnoreKeys: TypeAlias = "Sequence[str] | Callable[[StateDict], None] | None"
+"""Globs over '/'-joined paths such as ``'state/model/head.*'``, or a function that removes keys in place."""
+
+
+class TrainingState(Protocol):
+    """What the checkpoint engine needs of a training state. It knows nothing of the trainer."""
+
+    run_name: str
+
+    @property
+    def timestamp(self) -> TimestampLike: ...
+
+    def state_dict(self) -> StateDict: ...
+
+    def weights_state_dict(self) -> StateDict: ...
+
+    def load_state_dict(
+        self, state_dict: StateDict, *, strict: bool, exclude_algorithms: Sequence[str], source: str
+    ) -> None: ...
+
+    def load_model_state(
+        self, state_dict: StateDict, *, strict: bool, exclude_algorithms: Sequence[str], source: str
+    ) -> None: ...
+
+
+def gather(state: TrainingState, *, weights_only: bool = False, ignore_keys: IgnoreKeys = None) -> StateDict:
+    """The contents of a checkpoint of ``state``: ``{'state': …, 'rng': …}``, or the weights and what explains them.
+
+    Tensors are those in use: they must be copied or written before training goes on.
+    """
+    if weights_only:
+        return without({"state": state.weights_state_dict()}, ignore_keys)
+    return without({"state": state.state_dict(), "rng": [rng.capture()]}, ignore_keys)
+
+
+def check_ignore_keys(ignore_keys: IgnoreKeys, *, argument: str) -> IgnoreKeys:
+    """``ignore_keys`` if it can be used.
+
+    Raises:
+        ConfigError: neither globs nor a function.
+    """
+    if ignore_keys is None or callable(ignore_keys):
+        return ignore_keys
+    if isinstance(ignore_keys, str) or not all(isinstance(glob, str) for glob in ignore_keys):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f"{argument}={ignore_keys!r}: want a list of globs such as ['state/optimizers/*'], or a function."
+        )
+    return list(ignore_keys)
+
+
+def without(contents: StateDict, ignore_keys: IgnoreKeys) -> StateDict:
+    """``contents`` less what ``ignore_keys`` takes out. ``contents`` itself is not changed; tensors are shared."""
+    if ignore_keys is None:
+        return contents
+    if callable(ignore_keys):
+        copy = _copy_containers(contents)
+        ignore_keys(copy)
+        return copy
+    used: set[str] = set()
+    kept = _filtered(contents, tuple(ignore_keys), used, "")
+    for glob in ignore_keys:
+        if glob not in used:
+            log.warning("ignore_keys: %r matches nothing in the checkpoint", glob)
+    return kept
+
+
+def glob_filter(exclude_globs: Sequence[str]) -> Callable[[StateDict], None]:
+    """A function that removes from a dict, in place, what the globs match; for use as ``load_ignore_keys``."""
+
+    def remove(contents: StateDict) -> None:
+        kept = without(contents, list(exclude_globs))
+        contents.clear()
+        contents.update(kept)
+
+    return remove
+
+
+def _filtered(node: Any, globs: tuple[str, ...], used: set[str], path: str) -> Any:
+    def keep(key: object) -> bool:
+        child = f"{path}/{key}" if path else str(key)
+        hits = [glob for glob in globs if fnmatch.fnmatchcase(child, glob)]
+        used.update(hits)
+        return not hits
+
+    def inner(key: object, value: Any) -> Any:
+        return _filtered(value, globs, used, f"{path}/{key}" if path else str(key))
+
+    if type(node) is dict:
+        return {key: inner(key, value) for key, value in node.items() if keep(key)}
+    if type(node) is list:
+        return [inner(index, value) for index, value in enumerate(node) if keep(index)]
+    return node
+
+
+def _copy_containers(node: Any) -> Any:
+    if type(node) is dict:
+        return {key: _copy_containers(value) for key, value in node.items()}
+    if type(node) is list:
+        return [_copy_containers(value) for value in node]
+    return node

@@ -1,0 +1,108 @@
+"""The commit record of a checkpoint. A checkpoint exists if and only if its manifest does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any, final
+
+import xxhash
+
+from composerlite.errors import CorruptCheckpointError
+
+__all__ = ["SCHEMA", "FileRecord", "Manifest", "plain_timestamp"]
+
+SCHEMA = 1
+"""The newest manifest schema that this code writes and reads."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file of a checkpoint: its path below the folder of checkpoints, size, and XXH3-128."""
+
+    path: str
+    size_bytes: int
+    xxh3_128: str
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint consists of, and of which moment of which run it is.
+
+    Attributes:
+        name: path of the checkpoint below its folder.
+        kind: ``'monolithic'``: everything; ``'weights'``: the model only.
+        template: the file name template it was named by; tells the savers of one folder apart.
+        run_name: the run it belongs to.
+        timestamp: the fourteen fields of the timestamp; clocks in seconds.
+        world_size: number of ranks that saved.
+        files: the data.
+        left_out: globs of what was ignored when saving; ``['<function>']`` where a function chose.
+        metrics: metric values at the save, by name.
+        versions: of composerlite, torch and python.
+        saved_at: time of the save, ISO 8601 in UTC.
+    """
+
+    name: str
+    kind: str
+    template: str
+    run_name: str
+    timestamp: Mapping[str, int | float]
+    files: tuple[FileRecord, ...]
+    world_size: int = 1
+    left_out: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    saved_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
+    schema: int = SCHEMA
+
+    @property
+    def batch(self) -> int:
+        """Optimizer steps done when it was saved."""
+        return int(self.timestamp["batch"])
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all its files."""
+        return sum(file.size_bytes for file in self.files)
+
+    def to_json(self) -> bytes:
+        """The record as JSON, with a digest of itself."""
+        fields = dataclasses.asdict(self)
+        return json.dumps({**fields, "digest": _digest(fields)}, indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, source: str) -> Manifest:
+        """The record that :meth:`to_json` wrote.
+
+        Raises:
+            CorruptCheckpointError: it is damaged, edited, or of a newer schema. ``source`` names it in the message.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(data)
+            digest = fields.pop("digest")
+            if fields["schema"] > SCHEMA:
+                raise CorruptCheckpointError(
+                    f"manifest {source!r} has schema {fields['schema']}, this version reads up to {SCHEMA}: update "
+                    "composerlite."
+                )
+            if digest != _digest(fields):
+                raise CorruptCheckpointError(f"manifest {source!r} is damaged: its digest does not match.")
+            files = tuple(FileRecord(**file) for file in fields.pop("files"))
+            return cls(files=files, left_out=tuple(fields.pop("left_out")), **fields)
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise CorruptCheckpointError(f"manifest {source!r} cannot be read: {e!r}") from e
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+
+
+def plain_timestamp(fields: Mapping[str, Any]) -> dict[str, int | float]:
+    """Timestamp fields as JSON numbers; clocks in seconds."""
+    return {name: v.total_seconds() if isinstance(v, timedelta) else v for name, v in fields.items()}

@@ -1,0 +1,209 @@
+"""Names of checkpoints: the only place that formats or parses them."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from composerlite import dist
+from composerlite.errors import CheckpointExistsError, ConfigError, did_you_mean
+
+__all__ = [
+    "DIST_VARIABLES",
+    "TIME_VARIABLES",
+    "NamedState",
+    "PartialFilePath",
+    "TimestampLike",
+    "check_template",
+    "ensure_no_conflict",
+    "format_name_with_dist",
+    "format_name_with_dist_and_time",
+    "get_save_filename",
+]
+
+DIST_VARIABLES = ("run_name", "rank", "local_rank", "world_size", "local_world_size", "node_rank")
+"""What a folder name may contain."""
+
+_TOTALS = ("epoch", "batch", "sample", "token")
+_WITHIN = ("batch_in_epoch", "sample_in_epoch", "token_in_epoch")
+_CLOCKS = ("total_wct", "epoch_wct", "batch_wct")
+TIME_VARIABLES = (*_TOTALS, *_WITHIN, *_CLOCKS)
+"""What a file name may contain besides."""
+
+_NOT_YET = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.lzma")
+_COMPRESSED = (".pt.gz", ".pt.bz2", ".pt.xz", ".pt.lzma", ".pt.lz4", ".pt.zst", ".pt.lzo")
+
+
+class TimestampLike(Protocol):
+    """What a name needs of a timestamp."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
+class NamedState(Protocol):
+    """What a name needs of a training state."""
+
+    run_name: str
+
+    @property
+    def timestamp(self) -> TimestampLike: ...
+
+
+def _variables_in(template: str, source: str) -> list[str]:
+    try:
+        return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as e:
+        raise ConfigError(f"{source} cannot be read: {e}. Variables are written {{epoch}}; a brace is {{{{.") from e
+
+
+def check_template(template: str, *, argument: str, allow_time: bool = True) -> str:
+    """``template`` if it can be formatted and, where it may contain a time, names a file below its folder.
+
+    Raises:
+        ConfigError: a variable or its format does not exist, the name leaves its folder, or the suffix asks for a
+            format of checkpoints that does not exist. ``argument`` is named in the message.
+    """
+    source = f"{argument}={template!r}"
+    known = (*DIST_VARIABLES, *(TIME_VARIABLES if allow_time else ()))
+    for name in _variables_in(template, source):
+        if name not in known:
+            raise ConfigError(f"{source}: {{{name}}} is not a variable.{did_you_mean(name, known)}")
+    try:
+        template.format(**{name: "run" if name == "run_name" else 1.5 if name in _CLOCKS else 1 for name in known})
+    except (ValueError, LookupError) as e:
+        raise ConfigError(
+            f"{source} cannot be formatted: {e}. Formats are those of python, as in {{epoch:04d}}."
+        ) from e
+    if template.endswith((*_NOT_YET, *_COMPRESSED)):
+        raise ConfigError(f"{source}: archives and compressed checkpoints are not written yet; end it in .pt")
+    path = Path(template)
+    if allow_time and (not path.name or template.endswith("/") or path.is_absolute() or ".." in path.parts):
+        raise ConfigError(f"{source}: want the name of a file below the folder of checkpoints, without '..'.")
+    return template
+
+
+def _dist_values(run_name: str) -> dict[str, Any]:
+    return {
+        "run_name": run_name,
+        "rank": dist.get_global_rank(),
+        "local_rank": dist.get_local_rank(),
+        "world_size": dist.get_world_size(),
+        "local_world_size": dist.get_local_world_size(),
+        "node_rank": dist.get_node_rank(),
+    }
+
+
+def format_name_with_dist(template: str, run_name: str, **extra: object) -> str:
+    """``template`` with ``{run_name}``, ``{rank}``, … filled in.
+
+    Raises:
+        ConfigError: a variable does not exist.
+    """
+    return _fill(template, {**_dist_values(run_name), **extra})
+
+
+def format_name_with_dist_and_time(template: str, run_name: str, timestamp: TimestampLike, **extra: object) -> str:
+    """``template`` with the variables of ranks and of time filled in; wall-clock times are seconds.
+
+    Raises:
+        ConfigError: a variable does not exist.
+    """
+    fields = timestamp.state_dict()
+    times = {name: _seconds(fields[name]) if name in _CLOCKS else int(fields[name]) for name in TIME_VARIABLES}
+    return _fill(template, {**_dist_values(run_name), **times, **extra})
+
+
+def _seconds(clock: timedelta | float) -> float:
+    return clock.total_seconds() if isinstance(clock, timedelta) else float(clock)
+
+
+def _fill(template: str, values: Mapping[str, Any]) -> str:
+    for name in _variables_in(template, f"name {template!r}"):
+        if name not in values:
+            raise ConfigError(f"name {template!r}: {{{name}}} is not a variable.{did_you_mean(name, values)}")
+    return template.format(**values)
+
+
+@final
+class PartialFilePath:
+    """A file name template and, possibly, the folder it is in."""
+
+    def __init__(self, filename: str | Path, folder: str | Path | None = None) -> None:
+        self.filename = str(filename)
+        self.folder = None if folder is None else str(folder)
+
+    def format(self, state: NamedState) -> str:
+        """The path for ``state`` as it stands."""
+        template = self.filename if self.folder is None else str(Path(self.folder) / self.filename)
+        return format_name_with_dist_and_time(template, state.run_name, state.timestamp)
+
+    def __repr__(self) -> str:
+        return f"PartialFilePath({self.filename!r}, folder={self.folder!r})"
+
+
+def get_save_filename(state: NamedState, filename: str | Path = "ep{epoch}-ba{batch}-rank{rank}") -> str:
+    """The name that a checkpoint of ``state`` gets now from the template ``filename``.
+
+    Raises:
+        ConfigError: a variable does not exist.
+    """
+    return PartialFilePath(filename).format(state)
+
+
+def _pattern(template: str, run_name: str) -> re.Pattern[str]:
+    """Matches every name that ``template`` can give in this run; the numbers are groups."""
+    pattern, formats = "", dict[str, str | None]()
+    for text, name, number_format, _ in string.Formatter().parse(template):
+        pattern += re.escape(text)
+        if name is None:
+            continue
+        number = r"\d+(?:\.\d+)?(?:e[-+]\d+)?" if name in _CLOCKS else r"\d+"
+        if name == "run_name":
+            pattern += re.escape(run_name)
+        elif name not in formats:
+            pattern += f"(?P<{name}>{number})"
+            formats[name] = number_format
+        else:
+            pattern += f"(?P={name})" if formats[name] == number_format else f"(?:{number})"
+    return re.compile(pattern)
+
+
+def ensure_no_conflict(
+    names: Iterable[str], template: str, *, run_name: str, timestamp: TimestampLike, folder: str
+) -> None:
+    """Refuse to start where a checkpoint is that this run would write later.
+
+    Args:
+        names: paths below ``folder`` of the files there are.
+        template: names that the run will give.
+
+    Raises:
+        CheckpointExistsError: a file is ahead of ``timestamp``.
+    """
+    pattern = _pattern(template, run_name)
+    now = timestamp.state_dict()
+    # What is compared is read from names on both sides: a clock that is rounded in one is rounded in the other.
+    own = pattern.fullmatch(format_name_with_dist_and_time(template, run_name, timestamp))
+    for name in names:
+        match = pattern.fullmatch(name)
+        if own is not None and match is not None and _is_ahead(match.groupdict(), own.groupdict()):
+            raise CheckpointExistsError(
+                f"save_folder={folder!r} already holds {name!r}, which this run (now at epoch {now['epoch']}, batch "
+                f"{now['batch']}) would overwrite later. Resume from it with load_path or autoresume=True, choose "
+                "another save_folder, delete it, or pass save_overwrite=True."
+            )
+
+
+def _is_ahead(found: Mapping[str, str], own: Mapping[str, str]) -> bool:
+    """Whether a name with the numbers ``found`` comes later in a run than the one with ``own``."""
+    progress = [(int(found[name]), int(own[name])) for name in _TOTALS if name in found]
+    if "total_wct" in found and all(theirs == ours for theirs, ours in progress):
+        progress = [(float(found["total_wct"]), float(own["total_wct"]))]
+    if any(theirs != ours for theirs, ours in progress):
+        return any(theirs > ours for theirs, ours in progress)
+    # Counts within an epoch start anew in the next: they say something only where nothing else tells names apart.
+    return any(int(found[name]) > int(own[name]) for name in _WITHIN if name in found)

@@ -1,0 +1,49 @@
+"""The state of every random generator that training draws from: python, numpy, torch, CUDA."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["capture", "restore"]
+
+log = logging.getLogger(__name__)
+
+
+def capture() -> dict[str, Any]:
+    """The generators of this rank as tensors and plain values. No generator moves."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        # As a tensor: numpy arrays are not among the types that torch.load opens by itself.
+        "numpy": (str(kind), torch.from_numpy(np.asarray(keys).copy()), int(position), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore(states: Sequence[dict[str, Any]], rank: int = 0) -> None:
+    """Put the generators where :func:`capture` found them. ``states`` holds one entry per rank of the saved run.
+
+    A rank that the saved run did not have keeps its seed, which is logged as a warning.
+    """
+    if rank >= len(states):
+        log.warning("the checkpoint has generators for %d ranks: rank %d keeps its seed", len(states), rank)
+        return
+    state = states[rank]
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys), position, has_gauss, gauss))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    elif "cuda" in state:
+        log.warning("the checkpoint was saved on a GPU and this run has none: its CUDA generator is not restored")

@@ -1,0 +1,182 @@
+"""Files that appear whole or not at all, and stay after a power cut."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import IO, Protocol, final
+
+import xxhash
+
+__all__ = [
+    "DigestWriter",
+    "StagedFile",
+    "abandoned_temporaries",
+    "atomic_write",
+    "digest_file",
+    "fsync_folder",
+    "replace_symlink",
+]
+
+_TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
+_PIECE_BYTES = 1 << 20
+
+
+class _Writable(Protocol):
+    def write(self, data: bytes, /) -> object: ...
+
+
+class DigestWriter:
+    """A file to write to that counts and digests (XXH3-128) what passes through."""
+
+    def __init__(self, file: _Writable) -> None:
+        self._file = file
+        self._hash = xxhash.xxh3_128()
+        self.size_bytes = 0
+
+    def write(self, data: bytes) -> int:
+        """Write all of ``data``."""
+        self._file.write(data)
+        self._hash.update(data)
+        length = memoryview(data).nbytes
+        self.size_bytes += length
+        return length
+
+    def flush(self) -> None:
+        """Nothing is held back here; writers of archives ask for it."""
+
+    def hexdigest(self) -> str:
+        """The XXH3-128 of everything written so far."""
+        return self._hash.hexdigest()
+
+
+def digest_file(path: Path, progress: Callable[[int], object] = int) -> tuple[int, str]:
+    """Size in bytes and XXH3-128 of the file ``path``. ``progress`` is told of each so many bytes read."""
+    digest = xxhash.xxh3_128()
+    size = 0
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+            size += len(piece)
+            progress(len(piece))
+    return size, digest.hexdigest()
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make names created, renamed or removed in ``folder`` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@final
+class StagedFile:
+    """A file that has its name only when it is whole and durable.
+
+    Used as a context manager. The bytes go to ``.<name>.tmp-<id>`` in the same folder, which is locked as long as this
+    process lives. :meth:`flush` makes them durable, :meth:`publish` gives them the name. Leaving the block unpublished
+    removes the temporary; after a kill it stays, and :func:`abandoned_temporaries` finds it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.temporary, self.file = _create_locked(path)
+        self._published = False
+
+    def __enter__(self) -> StagedFile:
+        return self
+
+    def flush(self) -> None:
+        """Make the bytes durable, under the temporary name."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def publish(self) -> None:
+        """Rename to ``path``, replacing what is there, and make the name durable. Call after :meth:`flush`."""
+        # The lock is still held: whoever looks for abandoned files sees either the lock or no temporary.
+        self.temporary.replace(self.path)
+        self._published = True
+        fsync_folder(self.path.parent)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._published:
+            self.file.close()
+            return
+        try:
+            self.temporary.unlink(missing_ok=True)
+        finally:
+            with contextlib.suppress(OSError):  # what a full disk did not take is thrown away: no second error
+                self.file.close()
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Generator[IO[bytes]]:
+    """Write the file ``path`` so that it is there whole and durable, or as it was before."""
+    with StagedFile(path) as staged:
+        yield staged.file
+        staged.flush()
+        staged.publish()
+
+
+def _create_locked(path: Path) -> tuple[Path, IO[bytes]]:
+    """A new temporary beside ``path``, open and locked. The lock lives as long as this process holds the file open."""
+    while True:
+        temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
+        file = temporary.open("xb")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            # A file system without locks (some network ones): nobody can prove this temporary dead, so none is swept.
+            return temporary, file
+        with contextlib.suppress(FileNotFoundError):  # a sweep was faster than our lock: take another name
+            if temporary.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                return temporary, file
+        file.close()
+
+
+def abandoned_temporaries(folder: Path) -> Iterator[Path]:
+    """The temporaries that dead processes left in ``folder``, each locked while the caller looks at it.
+
+    A temporary whose writer lives is locked by it and is left out, and so are all where the file system has no locks:
+    there nothing can be proven dead.
+    """
+    if not folder.is_dir():
+        return
+    for temporary in [path for path in sorted(folder.iterdir()) if _TEMPORARY.fullmatch(path.name)]:
+        if temporary.is_symlink():
+            yield temporary  # made and renamed in two system calls: one that is still here was left behind
+            continue
+        try:
+            file = temporary.open("rb")
+        except FileNotFoundError:  # its writer has just published it
+            continue
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            if temporary.exists():
+                yield temporary
+
+
+def replace_symlink(link: Path, target: str) -> None:
+    """Point ``link`` to ``target`` (relative to its folder) without a moment in which there is no link."""
+    while True:
+        temporary = link.with_name(f".{link.name}.tmp-{secrets.token_hex(8)}")
+        temporary.symlink_to(target)
+        try:
+            temporary.replace(link)
+        except FileNotFoundError:  # a link cannot be locked: another process took ours for abandoned
+            continue
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        fsync_folder(link.parent)
+        return
