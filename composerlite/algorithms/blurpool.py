@@ -1,0 +1,211 @@
+"""BlurPool: anti-aliased downsampling, put into a model in place of its strided layers."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from composerlite.core import Algorithm, Event
+from composerlite.errors import ConfigError, checked_arguments
+
+if TYPE_CHECKING:
+    from composerlite.core import Logger, State
+
+__all__ = ["BlurConv2d", "BlurMaxPool2d", "BlurPool", "apply_blurpool"]
+
+log = logging.getLogger(__name__)
+
+
+@final
+class BlurConv2d(nn.Module):
+    """A convolution whose downsampling is anti-aliased (`Zhang 2019 <https://arxiv.org/abs/1904.11486>`_).
+
+    The output has the shape that ``conv`` alone would give.
+
+    Args:
+        conv: a strided convolution; it is taken over as it is, parameters and hooks included.
+        blur_first: blur the input of ``conv``, which costs next to nothing; else let ``conv`` go without stride and
+            blur while downsampling, as in the paper, which costs the square of the stride.
+    """
+
+    blur_filter: Tensor
+
+    def __init__(self, conv: nn.Conv2d, *, blur_first: bool = True) -> None:
+        super().__init__()
+        self.conv = conv
+        self.blur_first = blur_first
+        self.blur_stride = (1, 1)
+        if not blur_first:
+            self.blur_stride, conv.stride = _pair(conv.stride), (1, 1)
+        channels = conv.in_channels if blur_first else conv.out_channels
+        self.register_buffer("blur_filter", _binomial_filter(like=conv.weight).repeat(channels, 1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C_in, H, W) to (N, C_out, H', W'), or both without N."""
+        if self.blur_first:
+            return self.conv(_blur(x, self.blur_filter))
+        return _blur(self.conv(x), self.blur_filter, stride=self.blur_stride)
+
+
+@final
+class BlurMaxPool2d(nn.Module):
+    """Max pooling whose downsampling is anti-aliased (`Zhang 2019 <https://arxiv.org/abs/1904.11486>`_).
+
+    The maximum is taken at every place, and the result is blurred while downsampling. The output has the shape that
+    ``pool`` alone would give.
+
+    Args:
+        pool: what it replaces.
+    """
+
+    filt2d: Tensor
+
+    def __init__(self, pool: nn.MaxPool2d) -> None:
+        super().__init__()
+        self.kernel_size = pool.kernel_size
+        self.stride = _pair(pool.stride)
+        self.padding = pool.padding
+        self.dilation = pool.dilation
+        self.register_buffer("filt2d", _binomial_filter(like=torch.empty(0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) to (N, C, H', W'), or both without N."""
+        maxima = F.max_pool2d(x, self.kernel_size, stride=1, padding=self.padding, dilation=self.dilation)
+        return _blur(maxima, self.filt2d.expand(x.shape[-3], 1, 3, 3), stride=self.stride)
+
+    def extra_repr(self) -> str:
+        """What stands in the parentheses when the model is printed."""
+        return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}, dilation={self.dilation}"
+
+
+def apply_blurpool(
+    model: nn.Module,
+    replace_convs: bool = True,
+    replace_maxpools: bool = True,
+    blur_first: bool = True,
+    min_channels: int = 16,
+) -> nn.Module:
+    """Replace the strided convolutions and max poolings within ``model``, in place.
+
+    Parameters stay the same objects, so an optimizer that was built before goes on training them. What was replaced
+    already stays as it is. Poolings with ``return_indices`` or ``ceil_mode`` have no anti-aliased form and are left.
+
+    Args:
+        model: the model. It cannot itself be the layer to replace.
+        replace_convs: replace :class:`torch.nn.Conv2d` with a stride above 1.
+        replace_maxpools: replace :class:`torch.nn.MaxPool2d` with a stride above 1.
+        blur_first: see :class:`BlurConv2d`.
+        min_channels: leave convolutions with fewer input channels, such as the first of a network.
+
+    Returns:
+        ``model``.
+    """
+    done = {module.conv for module in model.modules() if isinstance(module, BlurConv2d)}
+    new: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        if module is model or module in done:
+            continue
+        if isinstance(module, nn.Conv2d):
+            if replace_convs and _is_strided(module) and module.in_channels >= min_channels:
+                new[module] = BlurConv2d(module, blur_first=blur_first).train(module.training)
+        elif replace_maxpools and isinstance(module, nn.MaxPool2d) and _is_strided(module) and _is_plain(module):
+            new[module] = BlurMaxPool2d(module).to(_like_weights(model)).train(module.training)
+    # A layer that is used in two places has two names and stays one layer.
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module in new:
+            model.set_submodule(name, new[module])
+    return model
+
+
+@final
+class BlurPool(Algorithm):
+    """Anti-aliased downsampling (`Zhang 2019 <https://arxiv.org/abs/1904.11486>`_), applied when the trainer is built.
+
+    A checkpoint of such a model fits only such a model: loading one applies the algorithm first if it has to.
+
+    Args:
+        replace_convs, replace_maxpools, blur_first, min_channels: see :func:`apply_blurpool`.
+
+    Raises:
+        ConfigError: there is nothing to replace.
+    """
+
+    @checked_arguments
+    def __init__(
+        self,
+        replace_convs: bool = True,
+        replace_maxpools: bool = True,
+        blur_first: bool = True,
+        min_channels: int = 16,
+    ) -> None:
+        if not (replace_convs or replace_maxpools):
+            raise ConfigError(
+                "BlurPool(replace_convs=False, replace_maxpools=False) would do nothing: leave it out, or replace one."
+            )
+        self.replace_convs = replace_convs
+        self.replace_maxpools = replace_maxpools
+        self.blur_first = blur_first
+        self.min_channels = min_channels
+
+    @staticmethod
+    def required_on_load() -> bool:
+        """Yes: layers have other names."""
+        return True
+
+    def config(self) -> dict[str, Any]:
+        """The constructor's arguments."""
+        return {
+            "replace_convs": self.replace_convs,
+            "replace_maxpools": self.replace_maxpools,
+            "blur_first": self.blur_first,
+            "min_channels": self.min_channels,
+        }
+
+    def match(self, event: Event, state: State) -> bool:
+        """At ``INIT``."""
+        return event is Event.INIT
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Replace the layers and say how many there are."""
+        apply_blurpool(state.model, **self.config())
+        convs = sum(isinstance(module, BlurConv2d) for module in state.model.modules())
+        pools = sum(isinstance(module, BlurMaxPool2d) for module in state.model.modules())
+        logger.log_hyperparameters({"blurpool/num_blurconv_layers": convs, "blurpool/num_blurpool_layers": pools})
+        if convs + pools == 0:
+            log.warning("%r changed nothing: the model has no strided layer that it replaces", self)
+        else:
+            log.info("%r: the model has %d anti-aliased convolutions and %d poolings", self, convs, pools)
+
+    def __repr__(self) -> str:
+        return f"BlurPool({', '.join(f'{name}={value}' for name, value in self.config().items())})"
+
+
+def _binomial_filter(*, like: Tensor) -> Tensor:
+    """The 3 × 3 filter 1-2-1, of sum 1. Shape (1, 1, 3, 3), type and device of ``like``."""
+    row = torch.tensor([1.0, 2.0, 1.0], device=like.device, dtype=like.dtype) / 4
+    return (row[:, None] * row[None, :])[None, None]
+
+
+def _blur(x: Tensor, weight: Tensor, stride: tuple[int, int] = (1, 1)) -> Tensor:
+    return F.conv2d(x, weight, stride=stride, padding=1, groups=weight.shape[0])
+
+
+def _is_strided(module: nn.Conv2d | nn.MaxPool2d) -> bool:
+    return max(_pair(module.stride)) > 1
+
+
+def _is_plain(pool: nn.MaxPool2d) -> bool:
+    return not pool.return_indices and not pool.ceil_mode
+
+
+def _pair(value: int | tuple[int, ...]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+def _like_weights(model: nn.Module) -> Tensor:
+    """A tensor of the type and on the device of the model's weights."""
+    return next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))

@@ -1,0 +1,112 @@
+"""EMA: evaluate with an exponential moving average of the weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from composerlite.algorithms.progress import has_passed, read_time, read_update_interval
+from composerlite.algorithms.weight_average import WeightAverage
+from composerlite.core import Algorithm, Event, Time, TimeUnit
+from composerlite.errors import ConfigError, checked_arguments
+
+if TYPE_CHECKING:
+    from composerlite.core import Logger, State
+
+__all__ = ["EMA"]
+
+
+@final
+class EMA(Algorithm):
+    """Keeps an exponential moving average of the weights and evaluates with it.
+
+    At each update ``average = smoothing × average + (1 - smoothing) × weights``. Training goes on with the weights
+    themselves, and they are what a checkpoint holds as the model; the average is in the state of this algorithm. It
+    costs the memory of the weights once more (Polyak & Juditsky 1992; as in `Tarvainen & Valpola 2017
+    <https://arxiv.org/abs/1703.01780>`_).
+
+    Args:
+        half_life: time after which a weight's share has fallen to a half, in batches or epochs.
+        smoothing: the factor itself, in place of ``half_life``; pass ``half_life=None`` with it.
+        ema_start: when averaging begins.
+        update_interval: time between updates, in batches or epochs; by default one of what ``half_life`` counts.
+
+    Raises:
+        ConfigError: both or neither of ``half_life`` and ``smoothing``, or times in units that do not fit.
+    """
+
+    @checked_arguments
+    def __init__(
+        self,
+        half_life: Time | str | None = "1000ba",
+        smoothing: float | None = None,
+        ema_start: Time | str = "0.0dur",
+        update_interval: Time | str | None = None,
+    ) -> None:
+        self.ema_start = read_time("ema_start", ema_start)
+        self.smoothing, self.update_interval = _smoothing_and_interval(half_life, smoothing, update_interval)
+        self._update_event = Event.BATCH_END if self.update_interval.unit is TimeUnit.BATCH else Event.EPOCH_END
+        self._average = WeightAverage(get_ema_multi_avg_fn(self.smoothing))
+
+    def match(self, event: Event, state: State) -> bool:
+        """At updates; around evaluation; and when training starts, should an evaluation have broken off."""
+        started = self._average.count > 0
+        if event is self._update_event:
+            if not started:
+                return has_passed(state, self.ema_start)
+            return state.timestamp.count(self.update_interval.unit) % self.update_interval.value == 0
+        return started and event in (Event.EVAL_START, Event.EVAL_END, Event.FIT_START)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Update the average, or put it into the model for evaluation and out again."""
+        if event is Event.EVAL_START:
+            self._average.show(state.model)
+        elif event in (Event.EVAL_END, Event.FIT_START):
+            self._average.hide()
+        else:
+            self._average.update(state.model)
+
+    def get_ema_model(self, model: nn.Module) -> nn.Module:
+        """``model`` with its weights overwritten by the average, as far as there is one."""
+        self._average.copy_to(model)
+        return model
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average and how many updates are in it, whether or not it is in the model now."""
+        return self._average.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave."""
+        self._average.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return (
+            f"EMA(smoothing={self.smoothing}, ema_start={str(self.ema_start)!r}, "
+            f"update_interval={str(self.update_interval)!r})"
+        )
+
+
+def _smoothing_and_interval(
+    half_life: Time | str | None, smoothing: float | None, update_interval: Time | str | None
+) -> tuple[float, Time]:
+    if half_life is None:
+        if smoothing is None:
+            raise ConfigError("EMA(half_life=None, smoothing=None): give one of them, e.g. half_life='1000ba'.")
+        if not 0 <= smoothing < 1:
+            raise ConfigError(f"EMA(smoothing={smoothing}): want a number in [0, 1), e.g. 0.999.")
+        return smoothing, read_update_interval("update_interval", "1ba" if update_interval is None else update_interval)
+    if smoothing is not None:
+        raise ConfigError(
+            f"EMA(half_life={str(half_life)!r}, smoothing={smoothing}): give one of them; pass half_life=None."
+        )
+    life = read_update_interval("half_life", half_life)
+    every = Time(1, life.unit) if update_interval is None else update_interval
+    interval = read_update_interval("update_interval", every)
+    if life.unit is not interval.unit:
+        raise ConfigError(
+            f"EMA(half_life={str(half_life)!r}, update_interval={str(update_interval)!r}): both must count batches, or "
+            "both epochs."
+        )
+    return 2 ** -(interval.value / life.value), interval

@@ -1,0 +1,70 @@
+"""GradientClipping: keep single steps from being too large."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from torch import nn
+
+from composerlite.core import Algorithm, Event
+from composerlite.errors import ConfigError, checked_arguments, did_you_mean
+
+if TYPE_CHECKING:
+    from composerlite.core import Logger, State
+
+__all__ = ["GradientClipping", "apply_gradient_clipping"]
+
+_TYPES = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}
+
+
+def apply_gradient_clipping(model: nn.Module, clipping_type: str, clipping_threshold: float) -> None:
+    """Clip the gradients of ``model`` in place.
+
+    Args:
+        model: its parameters have gradients; those without one are passed over.
+        clipping_type: ``'norm'`` scales all gradients so that their common L2 norm is at most the threshold (`Pascanu
+            et al. 2013 <https://arxiv.org/abs/1211.5063>`_); ``'value'`` clamps each element to ± the threshold.
+        clipping_threshold: a number above zero.
+
+    Raises:
+        ConfigError: another type, or a threshold that is not positive.
+    """
+    _check(clipping_type, clipping_threshold)
+    _TYPES[clipping_type](model.parameters(), clipping_threshold)
+
+
+@final
+class GradientClipping(Algorithm):
+    """Clips gradients when those of the whole batch are there, before the optimizer steps.
+
+    Args:
+        clipping_type: ``'norm'`` or ``'value'``; see :func:`apply_gradient_clipping`.
+        clipping_threshold: a number above zero.
+
+    Raises:
+        ConfigError: another type, or a threshold that is not positive.
+    """
+
+    @checked_arguments
+    def __init__(self, clipping_type: str, clipping_threshold: float) -> None:
+        _check(clipping_type, clipping_threshold)
+        self.clipping_type = clipping_type
+        self.clipping_threshold = clipping_threshold
+
+    def match(self, event: Event, state: State) -> bool:
+        """At ``AFTER_TRAIN_BATCH``."""
+        return event is Event.AFTER_TRAIN_BATCH
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Clip the gradients."""
+        apply_gradient_clipping(state.model, self.clipping_type, self.clipping_threshold)
+
+    def __repr__(self) -> str:
+        return f"GradientClipping(clipping_type={self.clipping_type!r}, clipping_threshold={self.clipping_threshold})"
+
+
+def _check(clipping_type: str, clipping_threshold: float) -> None:
+    if clipping_type not in _TYPES:
+        raise ConfigError(f"clipping_type={clipping_type!r} does not exist.{did_you_mean(clipping_type, _TYPES)}")
+    if not clipping_threshold > 0:
+        raise ConfigError(f"clipping_threshold={clipping_threshold}: want a number above zero, e.g. 1.0.")

@@ -1,0 +1,101 @@
+"""LabelSmoothing: train on targets that are not quite sure."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, final
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from composerlite.core import Algorithm, Event
+from composerlite.errors import ConfigError, TrainingError, checked_arguments
+from composerlite.types import Batch
+
+if TYPE_CHECKING:
+    from composerlite.core import Logger, State
+
+__all__ = ["LabelSmoothing", "smooth_labels"]
+
+
+def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Tensor:
+    """``target`` moved towards the uniform distribution (`Szegedy et al. 2016 <https://arxiv.org/abs/1512.00567>`_).
+
+    Args:
+        logits: shape (N, C, …); gives the number of classes and the type of the result.
+        target: class numbers of shape (N, …), or probabilities of shape (N, C, …). A negative class number is one to
+            ignore: its probabilities are all zero.
+        smoothing: share of the uniform distribution, from 0 to 1.
+
+    Returns:
+        Probabilities of shape (N, C, …).
+    """
+    _check(smoothing)
+    classes = logits.shape[1]
+    if target.shape == logits.shape:
+        return target.to(logits.dtype) * (1 - smoothing) + smoothing / classes
+    known = (target >= 0).unsqueeze(1)
+    one_hot = F.one_hot(target.clamp(min=0), classes).movedim(-1, 1).to(logits.dtype)
+    return (one_hot * (1 - smoothing) + smoothing / classes) * known
+
+
+@final
+class LabelSmoothing(Algorithm):
+    """Computes the loss against smoothed targets (`Szegedy et al. 2016 <https://arxiv.org/abs/1512.00567>`_).
+
+    Metrics and all that follows the loss see the batch as it was. The model's loss must take probabilities, as
+    ``soft_cross_entropy`` and ``torch.nn.functional.cross_entropy`` do.
+
+    Args:
+        smoothing: share of the uniform distribution, from 0 to 1.
+        target_key: where the targets are in a batch: an index, a key, an attribute's name, or a pair of functions, of
+            which the first gets a batch and the second a batch and new targets and returns the new batch.
+
+    Raises:
+        ConfigError: ``smoothing`` is not from 0 to 1.
+    """
+
+    @checked_arguments
+    def __init__(self, smoothing: float = 0.1, target_key: Any = 1) -> None:
+        _check(smoothing)
+        self.smoothing = smoothing
+        self.target_key = target_key
+        self._get, self._set = target_key if _is_pair_of_functions(target_key) else (target_key, target_key)
+        self._original: Batch = None
+
+    def match(self, event: Event, state: State) -> bool:
+        """Before and after the loss."""
+        return event in (Event.BEFORE_LOSS, Event.AFTER_LOSS)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Give the loss smoothed targets, and put the batch back afterwards.
+
+        Raises:
+            TrainingError: the outputs or the targets are not a tensor.
+        """
+        if event is Event.AFTER_LOSS:
+            state.batch, self._original = self._original, None
+            return
+        target, outputs = state.batch_get_item(self._get), state.outputs
+        if not isinstance(outputs, Tensor) or not isinstance(target, Tensor):
+            raise TrainingError(
+                f"LabelSmoothing needs outputs and targets that are tensors, and got {type(outputs).__name__} and "
+                f"{type(target).__name__}. The targets are batch[{self.target_key!r}]: pass another target_key?"
+            )
+        self._original = state.batch
+        # The loop still holds this batch: should the loss run out of memory, it is tried again with what is there.
+        state.batch = copy.copy(state.batch)
+        state.batch_set_item(self._set, smooth_labels(outputs, target, self.smoothing))
+
+    def __repr__(self) -> str:
+        key = "(…, …)" if _is_pair_of_functions(self.target_key) else repr(self.target_key)
+        return f"LabelSmoothing(smoothing={self.smoothing}, target_key={key})"
+
+
+def _is_pair_of_functions(key: Any) -> bool:
+    return isinstance(key, tuple | list) and len(key) == 2 and all(callable(part) for part in key)
+
+
+def _check(smoothing: float) -> None:
+    if not 0 <= smoothing <= 1:
+        raise ConfigError(f"smoothing={smoothing}: want a number from 0 to 1, e.g. 0.1.")

@@ -1,0 +1,71 @@
+"""NoOpModel: train nothing, to see how fast the data comes."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+
+from composerlite.core import Algorithm, Event
+from composerlite.types import Batch
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+    from composerlite.core import Logger, State
+
+__all__ = ["NoOpModel"]
+
+log = logging.getLogger(__name__)
+
+
+@final
+class _NothingToLearn(nn.Module):
+    """Takes any batch. Has one weight, whose gradient is always zero, and no metrics."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, device=device))
+        self.logger: Logger | None = None
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.weight * 0.0
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return outputs.sum()
+
+    def eval_forward(self, batch: Batch, outputs: Any = None) -> Any:
+        return self(batch) if outputs is None else outputs
+
+    def get_metrics(self, is_train: bool) -> dict[str, Metric]:
+        return {}
+
+    def update_metric(self, batch: Batch, outputs: Any, metric: Metric) -> None: ...
+
+
+@final
+class NoOpModel(Algorithm):
+    """Replaces the model, when the trainer is built, by one that costs nothing and learns nothing from any batch.
+
+    What remains of the time of a step is the loader's and the trainer's own. There are no metrics. Optimizers keep
+    their settings and get the one weight of the new model.
+    """
+
+    def match(self, event: Event, state: State) -> bool:
+        """At ``INIT``."""
+        return event is Event.INIT
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Replace the model, and the parameters in the optimizers."""
+        model = _NothingToLearn(state.device)
+        for optimizer in state.optimizers:
+            optimizer.state.clear()
+            for index, group in enumerate(optimizer.param_groups):
+                group["params"] = list(model.parameters()) if index == 0 else []
+        state.model = model
+        log.info("NoOpModel: the model was replaced by one that learns nothing")
+
+    def __repr__(self) -> str:
+        return "NoOpModel()"

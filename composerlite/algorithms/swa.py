@@ -1,0 +1,156 @@
+"""SWA: end with the average of the weights along the last part of training."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any, final
+
+from torch.optim.swa_utils import get_swa_multi_avg_fn
+
+from composerlite.algorithms.progress import has_passed, read_time, read_update_interval
+from composerlite.algorithms.weight_average import WeightAverage
+from composerlite.core import Algorithm, Event, Time, TimeUnit
+from composerlite.errors import ConfigError, checked_arguments, did_you_mean
+
+if TYPE_CHECKING:
+    from composerlite.core import Logger, State
+
+__all__ = ["SWA"]
+
+log = logging.getLogger(__name__)
+
+_STRATEGIES = {"linear": "linear", "lin": "linear", "cos": "cos", "cosine": "cos"}
+
+
+@final
+class SWA(Algorithm):
+    """Stochastic weight averaging (`Izmailov et al. 2018 <https://arxiv.org/abs/1803.05407>`_).
+
+    From ``swa_start`` on the weights are sampled every ``update_interval``. At ``swa_end``, or when training ends
+    before, the weights are sampled a last time and the model gets the mean of all samples. From then on the weights
+    stay: what is left of training refreshes the statistics of batch norm. So the model at the end is the average.
+
+    Args:
+        swa_start: when sampling begins.
+        swa_end: when the model gets the average. Leave some batches after it if the model has batch norm.
+        update_interval: time between samples, in batches or epochs.
+        schedule_swa_lr: whether the learning rate goes to ``swa_lr`` from the first sample on, whatever the schedulers
+            say. For schedulers that compute the factor anew, as those of ``composerlite.optim`` and ``LambdaLR`` do.
+        anneal_strategy: ``'linear'`` or ``'cos'``: how it goes there.
+        anneal_steps: samples until it is there.
+        swa_lr: by default the learning rate at the first sample, which then stays.
+
+    Raises:
+        ConfigError: a time, a number or a strategy that does not fit.
+    """
+
+    @checked_arguments
+    def __init__(
+        self,
+        swa_start: Time | str = "0.7dur",
+        swa_end: Time | str = "0.97dur",
+        update_interval: Time | str = "1ep",
+        schedule_swa_lr: bool = False,
+        anneal_strategy: str = "linear",
+        anneal_steps: int = 10,
+        swa_lr: float | None = None,
+    ) -> None:
+        self.swa_start = read_time("swa_start", swa_start)
+        self.swa_end = read_time("swa_end", swa_end)
+        self.update_interval = read_update_interval("update_interval", update_interval)
+        if self.swa_start.unit is not self.swa_end.unit or self.swa_start >= self.swa_end:
+            raise ConfigError(
+                f"SWA(swa_start={str(swa_start)!r}, swa_end={str(swa_end)!r}): want a start before the end, both in "
+                "one unit, e.g. '0.7dur' and '0.97dur'."
+            )
+        if anneal_strategy not in _STRATEGIES:
+            raise ConfigError(
+                f"SWA(anneal_strategy={anneal_strategy!r}) does not exist.{did_you_mean(anneal_strategy, _STRATEGIES)}"
+            )
+        if anneal_steps <= 0:
+            raise ConfigError(f"SWA(anneal_steps={anneal_steps}): want a number above zero.")
+        if swa_lr is not None and not schedule_swa_lr:
+            log.warning("SWA(swa_lr=%g) has no effect: pass schedule_swa_lr=True as well", swa_lr)
+        self.schedule_swa_lr = schedule_swa_lr
+        self.anneal_strategy = _STRATEGIES[anneal_strategy]
+        self.anneal_steps = anneal_steps
+        self.swa_lr = swa_lr
+        self._update_event = Event.BATCH_END if self.update_interval.unit is TimeUnit.BATCH else Event.EPOCH_END
+        self._average = WeightAverage(get_swa_multi_avg_fn())
+        self._start_lrs: list[float] = []
+        self._sampled_at = -1
+        self._completed = False
+
+    def match(self, event: Event, state: State) -> bool:
+        """At the ends of batches, epochs and training from ``swa_start`` on; then at each batch to hold the weights."""
+        if event is Event.AFTER_TRAIN_BATCH:
+            return self._completed and has_passed(state, self.swa_end)
+        if self._completed:
+            return False
+        if event is Event.FIT_END:
+            return self._average.count > 0
+        return event in (Event.BATCH_END, Event.EPOCH_END) and has_passed(state, self.swa_start)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Sample the weights, put the average into the model, or hold the weights."""
+        if event is Event.AFTER_TRAIN_BATCH:
+            state.model.zero_grad(set_to_none=True)  # optimizers pass over parameters without a gradient
+            return
+        ends = event is Event.FIT_END or state.training_is_over or has_passed(state, self.swa_end)
+        if ends or self._is_due(event, state):
+            self._sample(state)
+        if ends:
+            self._average.copy_to(state.model)
+            self._completed = True
+            log.info("SWA: the model has the average of %d samples of its weights", self._average.count)
+        elif self.schedule_swa_lr:
+            self._set_learning_rates(state)
+
+    def _sample(self, state: State) -> None:
+        batch = int(state.timestamp.batch)
+        if batch == self._sampled_at:  # an epoch's end follows its last batch's, and training's both
+            return
+        if self._average.count == 0:
+            self._start_lrs = [group["lr"] for group in _groups(state)]
+        self._average.update(state.model)
+        self._sampled_at = batch
+
+    def _is_due(self, event: Event, state: State) -> bool:
+        interval = self.update_interval
+        return event is self._update_event and state.timestamp.count(interval.unit) % interval.value == 0
+
+    def _set_learning_rates(self, state: State) -> None:
+        fraction = min(1.0, self._average.count / self.anneal_steps)
+        if self.anneal_strategy == "cos":
+            fraction = (1 - math.cos(math.pi * fraction)) / 2
+        for group, start in zip(_groups(state), self._start_lrs, strict=False):  # none before the first sample
+            end = start if self.swa_lr is None else self.swa_lr
+            group["lr"] = start + fraction * (end - start)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average, the learning rates that annealing began at, and whether the model has the average."""
+        return {
+            **self._average.state_dict(),
+            "start_lrs": list(self._start_lrs),
+            "sampled_at": self._sampled_at,
+            "completed": self._completed,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave."""
+        self._average.load_state_dict(state_dict)
+        self._start_lrs = list(state_dict["start_lrs"])
+        self._sampled_at = int(state_dict["sampled_at"])
+        self._completed = bool(state_dict["completed"])
+
+    def __repr__(self) -> str:
+        return (
+            f"SWA(swa_start={str(self.swa_start)!r}, swa_end={str(self.swa_end)!r}, "
+            f"update_interval={str(self.update_interval)!r}, schedule_swa_lr={self.schedule_swa_lr}, "
+            f"anneal_strategy={self.anneal_strategy!r}, anneal_steps={self.anneal_steps}, swa_lr={self.swa_lr})"
+        )
+
+
+def _groups(state: State) -> list[dict[str, Any]]:
+    return [group for optimizer in state.optimizers for group in optimizer.param_groups]

@@ -1,0 +1,61 @@
+"""ComposerModel: what the trainer asks of a model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from composerlite.errors import TrainingError
+from composerlite.types import Batch
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+    from composerlite.core import Logger
+
+__all__ = ["ComposerModel"]
+
+
+class ComposerModel(nn.Module, ABC):
+    """A module that knows what to do with a batch: subclass it and write :meth:`forward` and :meth:`loss`.
+
+    Attributes:
+        logger: the trainer's logger; ``None`` without a trainer. Copies and pickles of the model leave it out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logger: Logger | None = None
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> Any:
+        """The outputs for ``batch``."""
+
+    @abstractmethod
+    def loss(self, outputs: Any, batch: Batch) -> Any:
+        """The loss of ``outputs``: a scalar tensor, or several in a sequence or dict, which are added up.
+
+        In a dict ``'total'``, if it is there, is what is trained on, and the others are only logged.
+        """
+
+    def eval_forward(self, batch: Batch, outputs: Any = None) -> Any:
+        """The outputs that metrics are computed from; ``outputs``, where there are some already, are used again."""
+        return self(batch) if outputs is None else outputs
+
+    def get_metrics(self, is_train: bool) -> dict[str, Metric]:
+        """Metrics by name, for training or for evaluation. By default none; override :meth:`update_metric` as well."""
+        return {}
+
+    def update_metric(self, batch: Batch, outputs: Any, metric: Metric) -> None:
+        """Add ``outputs``, as :meth:`eval_forward` gave them for ``batch``, to ``metric``."""
+        name = type(self).__name__
+        raise TrainingError(
+            f"{name}.get_metrics gives {type(metric).__name__} and {name} does not say how to update it: override "
+            "update_metric, e.g. `metric.update(outputs, batch[1])`."
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the logger, through which a copy would take the whole training state along."""
+        return {**self.__dict__, "logger": None}

@@ -1,0 +1,100 @@
+"""ComposerClassifier: a plain module that classifies, made ready for the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor, nn
+
+from composerlite.errors import ConfigError, checked_arguments
+from composerlite.models.base import ComposerModel
+from composerlite.models.loss import soft_cross_entropy
+from composerlite.types import Batch
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
+
+__all__ = ["ComposerClassifier"]
+
+Metrics: TypeAlias = "Metric | MetricCollection | Mapping[str, Metric]"
+
+
+class ComposerClassifier(ComposerModel):
+    """Trains ``module`` to classify. A batch is a pair: inputs, and targets of shape (N, …).
+
+    Meant to be subclassed where a model needs another constructor only.
+
+    Args:
+        module: gets the inputs and returns logits of shape (N, C, …).
+        num_classes: C; by default ``module.num_classes``. Only the metrics that are computed by default need it.
+        train_metrics: metrics of training; by default accuracy.
+        val_metrics: metrics of evaluation; by default accuracy and cross entropy.
+        loss_fn: called with the logits and the targets.
+
+    Raises:
+        ConfigError: default metrics are wanted and the number of classes is not known.
+    """
+
+    @checked_arguments
+    def __init__(
+        self,
+        module: nn.Module,
+        num_classes: int | None = None,
+        train_metrics: Metrics | None = None,
+        val_metrics: Metrics | None = None,
+        loss_fn: Callable[[Tensor, Tensor], Tensor] = soft_cross_entropy,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.num_classes = getattr(module, "num_classes", None) if num_classes is None else num_classes
+        if self.num_classes is None and (train_metrics is None or val_metrics is None):
+            raise ConfigError(
+                f"ComposerClassifier: {type(module).__name__} has no num_classes, which the default metrics need. Pass "
+                "num_classes=…, or both train_metrics=… and val_metrics=…."
+            )
+        # In a dict, so that nn.Module does not take metrics for parts of the model and saves them with the weights.
+        self._given_metrics: dict[bool, Metrics | None] = {True: train_metrics, False: val_metrics}
+        self._loss_fn = loss_fn
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits of shape (N, C, …)."""
+        inputs, _ = batch
+        return self.module(inputs)
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """``loss_fn`` of the logits and the targets."""
+        _, targets = batch
+        return self._loss_fn(outputs, targets)
+
+    def get_metrics(self, is_train: bool) -> dict[str, Metric]:
+        """Fresh metrics by class name, or by the names they were given under."""
+        given = self._given_metrics[is_train]
+        if given is None:
+            return self._default_metrics(is_train=is_train)
+        named = given if isinstance(given, Mapping) else _by_name(given)
+        return {name: metric.clone() for name, metric in named.items()}
+
+    def update_metric(self, batch: Batch, outputs: Any, metric: Metric) -> None:
+        """Add the logits and the targets to ``metric``."""
+        _, targets = batch
+        metric.update(outputs, targets)
+
+    def _default_metrics(self, *, is_train: bool) -> dict[str, Metric]:
+        from torchmetrics.classification import MulticlassAccuracy
+
+        from composerlite.models.cross_entropy import CrossEntropy
+
+        assert self.num_classes is not None
+        accuracy: dict[str, Metric] = {
+            "MulticlassAccuracy": MulticlassAccuracy(num_classes=self.num_classes, average="micro")
+        }
+        return accuracy if is_train else {**accuracy, "CrossEntropy": CrossEntropy()}
+
+
+def _by_name(metrics: Metric | MetricCollection) -> dict[str, Metric]:
+    from torchmetrics import Metric
+
+    if isinstance(metrics, Metric):
+        return {type(metrics).__name__: metrics}
+    return {str(name): metric for name, metric in metrics.items()}

@@ -1,0 +1,43 @@
+"""Cross entropy as a metric. Imports torchmetrics: imported when a model's metrics are asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from composerlite.models.loss import soft_cross_entropy
+
+__all__ = ["CrossEntropy"]
+
+
+class CrossEntropy(Metric):
+    """Mean cross entropy over all targets seen, whatever the sizes of the batches.
+
+    Args:
+        ignore_index: class number that does not count.
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+    sum_loss: Tensor
+    count: Tensor
+
+    def __init__(self, ignore_index: int = -100, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.ignore_index = ignore_index
+        self.add_state("sum_loss", default=torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("count", default=torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Add a batch: logits of shape (N, C, …); class numbers (N, …) or probabilities (N, C, …)."""
+        is_soft = target.shape == preds.shape
+        self.sum_loss += soft_cross_entropy(preds.float(), target, ignore_index=self.ignore_index, reduction="sum")
+        self.count += target.numel() // target.shape[1] if is_soft else (target != self.ignore_index).sum()
+
+    def compute(self) -> Tensor:
+        """The mean so far."""
+        return self.sum_loss / self.count

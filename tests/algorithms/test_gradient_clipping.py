@@ -1,0 +1,62 @@
+"""GradientClipping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from short_run import ShortRun
+from torch import nn
+
+from composerlite.algorithms import GradientClipping, apply_gradient_clipping
+from composerlite.core import Event
+from composerlite.errors import ConfigError, UnknownArgumentError
+
+
+def model_with_gradients(*values: float) -> nn.Module:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(len(values)))
+    model.unused = nn.Parameter(torch.zeros(2))
+    model.weight.grad = torch.tensor(values)
+    return model
+
+
+def test_norm_scales_gradients_to_the_threshold() -> None:
+    """'norm' keeps the direction and limits the length; shorter gradients stay."""
+    model = model_with_gradients(3.0, 4.0)
+    apply_gradient_clipping(model, clipping_type="norm", clipping_threshold=1.0)
+    torch.testing.assert_close(model.weight.grad, torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
+    apply_gradient_clipping(model, clipping_type="norm", clipping_threshold=10.0)
+    torch.testing.assert_close(model.weight.grad, torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
+
+
+def test_value_clamps_each_element() -> None:
+    """'value' limits every element on its own."""
+    model = model_with_gradients(-3.0, 0.5)
+    apply_gradient_clipping(model, clipping_type="value", clipping_threshold=1.0)
+    assert torch.equal(model.weight.grad, torch.tensor([-1.0, 0.5]))  # type: ignore[arg-type, union-attr]
+
+
+def test_steps_of_training_are_limited() -> None:
+    """In training, gradients are clipped when all are there and before the optimizer steps."""
+    run = ShortRun([GradientClipping("norm", 1e-3)])
+    before = run.weights
+    run.train(until=1)
+    moved = torch.cat([(run.weights[n] - before[n]).flatten() for n, _ in run.state.model.named_parameters()])
+    decay = 0.1 * 0.01 * torch.cat([p.flatten() for p in before.values() if p.is_floating_point()]).nan_to_num().norm()
+    assert 0 < moved.norm() <= 0.1 * 1e-3 + decay
+
+
+def test_acts_at_one_event_only() -> None:
+    """Clipping happens once per batch, not once per microbatch."""
+    clipping, state = GradientClipping("norm", 1.0), ShortRun([]).state
+    assert [event for event in Event if clipping.match(event, state)] == [Event.AFTER_TRAIN_BATCH]
+
+
+def test_bad_arguments_are_refused() -> None:
+    """An unknown type and a threshold that would stop training are refused when the algorithm is built."""
+    with pytest.raises(ConfigError, match="Did you mean 'norm'"):
+        GradientClipping("norms", 1.0)
+    with pytest.raises(ConfigError, match="clipping_threshold=0"):
+        GradientClipping("norm", 0)
+    with pytest.raises(UnknownArgumentError, match="Did you mean 'clipping_threshold'"):
+        GradientClipping(clipping_type="norm", threshold=1.0)  # type: ignore[call-arg]
