@@ -1,0 +1,170 @@
+"""EarlyStopper: end training when a metric no longer improves."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias, final
+
+import torch
+
+from composerlite.core import Callback, TimeInput, TimeUnit, ensure_time
+from composerlite.errors import ConfigError, checked_arguments, did_you_mean
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+    from composerlite.core import Logger, State
+
+__all__ = ["EarlyStopper"]
+
+log = logging.getLogger(__name__)
+
+_IsBetter: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor | bool]"
+_LESS_IS_BETTER = ("loss", "error", "perplexity")
+
+
+@final
+class EarlyStopper(Callback):
+    """Ends training when ``monitor`` has not improved for longer than ``patience``.
+
+    The metric is looked at after each evaluation on ``dataloader_label`` during ``fit``, or after each epoch if that is
+    the training data. A resumed run goes on as if it had not been interrupted, and a run that was stopped stays stopped
+    when it is started again (unless with more patience).
+
+    Args:
+        monitor: name of the metric, without ``metrics/<label>/``.
+        dataloader_label: label of an evaluator, or of the training data (``'train'``).
+        comp: ``(value, best) -> bool``, whether ``value`` is better; gets tensors without dimensions. By default
+            ``torch.less`` where ``monitor`` has loss, error or perplexity in its name, else ``torch.greater``.
+        min_delta: a smaller change, or one just as large, is no improvement.
+        patience: epochs or batches, as ``3``, ``'3ep'`` or ``'500ba'``; a number counts epochs.
+
+    Raises:
+        ConfigError: at construction ``patience`` or ``min_delta`` cannot be used; at ``FIT_START`` there is no such
+            label or metric. The message lists those that exist.
+    """
+
+    @checked_arguments
+    def __init__(
+        self,
+        monitor: str,
+        dataloader_label: str,
+        comp: _IsBetter | None = None,
+        min_delta: float = 0.0,
+        patience: TimeInput = 1,
+    ) -> None:
+        if min_delta < 0:
+            raise ConfigError(f"EarlyStopper(min_delta={min_delta}): want 0 or more; `comp` says what is better.")
+        self._patience = ensure_time(patience, TimeUnit.EPOCH)
+        if self._patience.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH) or self._patience.value < 0:
+            raise ConfigError(f"EarlyStopper(patience={str(patience)!r}): want epochs or batches, as '3ep' or '500ba'.")
+        self.monitor = monitor
+        self.dataloader_label = dataloader_label
+        if comp is None:
+            comp = torch.less if any(word in monitor.lower() for word in _LESS_IS_BETTER) else torch.greater
+        self._is_better = comp
+        self._min_delta = min_delta
+
+        self.best: float | None = None
+        self._best_epoch = 0
+        self._best_batch = 0
+        self._stopped = False
+        self._was_stopped = False  # by the run that the checkpoint is of
+        self._standalone = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "best": self.best,
+            "best_epoch": self._best_epoch,
+            "best_batch": self._best_batch,
+            "stopped": self._stopped,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best = state_dict["best"]
+        self._best_epoch = state_dict["best_epoch"]
+        self._best_batch = state_dict["best_batch"]
+        self._was_stopped = state_dict["stopped"]
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self._check_names(state)
+        self._standalone = False
+        if self._best_batch > int(state.timestamp.batch):  # the clock was set back: another training begins
+            self.best = None
+        self._stopped = self._was_stopped and self._is_out_of_patience(state)
+        self._was_stopped = False
+        if self._stopped:
+            state.stop_training()
+            log.info("EarlyStopper: this run was stopped at batch %d already", int(state.timestamp.batch))
+
+    def eval_standalone_start(self, state: State, logger: Logger) -> None:
+        self._standalone = True
+
+    def eval_standalone_end(self, state: State, logger: Logger) -> None:
+        self._standalone = False
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        if state.dataloader_label == self.dataloader_label and not self._standalone:
+            self._look_at(state.eval_metric_values, state)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        if state.dataloader_label == self.dataloader_label:
+            self._look_at(state.train_metric_values, state)
+
+    def _look_at(self, values: Mapping[str, float], state: State) -> None:
+        self._check_metric(values)
+        value = float(values[self.monitor])
+        if self._improves(value):
+            self.best = value
+            self._best_epoch, self._best_batch = int(state.timestamp.epoch), int(state.timestamp.batch)
+        elif self._is_out_of_patience(state):
+            self._stopped = True
+            state.stop_training()
+            log.info(
+                "EarlyStopper: training ends at batch %d, since metrics/%s/%s has not improved on %g since batch %d",
+                int(state.timestamp.batch),
+                self.dataloader_label,
+                self.monitor,
+                self.best,
+                self._best_batch,
+            )
+
+    def _improves(self, value: float) -> bool:
+        if self.best is None or math.isnan(self.best):
+            return True
+        better = self._is_better(torch.tensor(value), torch.tensor(self.best))
+        return bool(better) and abs(value - self.best) > self._min_delta
+
+    def _is_out_of_patience(self, state: State) -> bool:
+        now, unit = state.timestamp, self._patience.unit
+        waited = int(now.epoch) - self._best_epoch if unit is TimeUnit.EPOCH else int(now.batch) - self._best_batch
+        return waited > self._patience.value
+
+    def _check_names(self, state: State) -> None:
+        labels = [evaluator.label for evaluator in state.evaluators]
+        if state.dataloader_label is not None:
+            labels.append(state.dataloader_label)
+        if self.dataloader_label not in labels:
+            raise ConfigError(
+                f"EarlyStopper(dataloader_label={self.dataloader_label!r}): there is no such data."
+                f"{did_you_mean(self.dataloader_label, labels)}"
+            )
+        is_train = self.dataloader_label == state.dataloader_label
+        metrics = state.train_metrics if is_train else state.eval_metrics.get(self.dataloader_label, {})
+        if all(_gives_one_value(metric) for metric in metrics.values()):
+            self._check_metric(metrics)
+
+    def _check_metric(self, metrics: Mapping[str, object]) -> None:
+        if self.monitor not in metrics:
+            known = did_you_mean(self.monitor, metrics) if metrics else " It has none: give the model get_metrics()."
+            raise ConfigError(
+                f"EarlyStopper(monitor={self.monitor!r}): {self.dataloader_label!r} has no such metric.{known}"
+            )
+
+
+def _gives_one_value(metric: Metric) -> bool:
+    """Whether ``metric`` says that it computes a tensor. Others may give a dict, whose keys are known once computed."""
+    returns = getattr(type(metric).compute, "__annotations__", {}).get("return")
+    return returns in (torch.Tensor, "Tensor", "torch.Tensor")

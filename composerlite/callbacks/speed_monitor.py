@@ -1,0 +1,134 @@
+"""SpeedMonitor: throughput and wall-clock time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final, runtime_checkable
+
+from composerlite.callbacks.units import seconds_per
+from composerlite.core import Callback
+from composerlite.errors import ConfigError, checked_arguments
+
+if TYPE_CHECKING:
+    from composerlite.core import Batch, Logger, State
+
+__all__ = ["SpeedMonitor"]
+
+log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class _CountsFlops(Protocol):
+    """A model that knows how many floating-point operations it trains a batch with, forward and backward."""
+
+    def flops_per_batch(self, batch: Batch, /) -> float: ...
+
+
+class _Point(NamedTuple):
+    """How much was done at the end of a batch."""
+
+    seconds: float
+    batches: int
+    samples: int
+    tokens: int
+    device_flops: float
+
+
+@final
+class SpeedMonitor(Callback):
+    """Logs how fast training is and how long it took, after each batch.
+
+    ===================================  ==============================================================================
+    ``throughput/batches_per_sec``       over the last ``window_size`` batches of this process, evaluation not counted;
+    ``throughput/samples_per_sec``       from the second batch on, so that starting up does not count either
+    ``throughput/tokens_per_sec``        the same, where the batches have tokens
+    ``throughput/flops_per_sec``         the same, where the model has a method ``flops_per_batch(batch)``
+    ``throughput/device/flops_per_sec``  that of one device
+    ``throughput/device/mfu``            that as a part of ``gpu_flops_available``
+    ``wall_clock/train``                 time spent training, ``wall_clock/val`` evaluating, ``wall_clock/total`` both,
+                                         in ``time_unit``; a resumed run goes on counting
+    ===================================  ==============================================================================
+
+    Args:
+        window_size: batches to take the mean over.
+        gpu_flops_available: floating-point operations per second that one device can do at most.
+        time_unit: ``'seconds'``, ``'minutes'``, ``'hours'`` or ``'days'``.
+    """
+
+    @checked_arguments
+    def __init__(
+        self, window_size: int = 100, gpu_flops_available: float | None = None, time_unit: str = "hours"
+    ) -> None:
+        if window_size < 1:
+            raise ConfigError(f"SpeedMonitor(window_size={window_size}): want a number of batches, 1 or more.")
+        if gpu_flops_available is not None and gpu_flops_available <= 0:
+            raise ConfigError(
+                f"SpeedMonitor(gpu_flops_available={gpu_flops_available}): want a positive number, as 312e12."
+            )
+        self._gpu_flops_available = gpu_flops_available
+        self._unit_seconds = seconds_per(time_unit, owner="SpeedMonitor")
+        self._points: deque[_Point] = deque(maxlen=window_size + 1)
+        self._model: _CountsFlops | None = None
+        self._device_flops = 0.0
+        self._eval_seconds = 0.0
+        self._eval_began = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"eval_seconds": self._eval_seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._eval_seconds = float(state_dict["eval_seconds"])
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self._points.clear()
+        self._model = state.model if isinstance(state.model, _CountsFlops) else None
+        if self._gpu_flops_available is not None and self._model is None:
+            log.warning(
+                "SpeedMonitor(gpu_flops_available=…): %s has no method flops_per_batch(batch), so the share of it that "
+                "is used is not logged",
+                type(state.model).__qualname__,
+            )
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if self._model is not None:
+            self._device_flops += float(self._model.flops_per_batch(state.batch))
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        now = state.timestamp
+        train_seconds = now.total_wct.total_seconds()
+        point = _Point(train_seconds, int(now.batch), int(now.sample), int(now.token), self._device_flops)
+        self._points.append(point)
+        logger.log_metrics(
+            {
+                **self._throughput(self._points[0], point, state.world_size),
+                "wall_clock/train": train_seconds / self._unit_seconds,
+                "wall_clock/val": self._eval_seconds / self._unit_seconds,
+                "wall_clock/total": (train_seconds + self._eval_seconds) / self._unit_seconds,
+            }
+        )
+
+    def eval_start(self, state: State, logger: Logger) -> None:
+        self._eval_began = time.monotonic()
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        self._eval_seconds += time.monotonic() - self._eval_began
+
+    def _throughput(self, first: _Point, last: _Point, world_size: int) -> dict[str, float]:
+        seconds = last.seconds - first.seconds
+        if seconds <= 0:
+            return {}
+        metrics = {
+            "throughput/batches_per_sec": (last.batches - first.batches) / seconds,
+            "throughput/samples_per_sec": (last.samples - first.samples) / seconds,
+        }
+        if last.tokens > first.tokens:
+            metrics["throughput/tokens_per_sec"] = (last.tokens - first.tokens) / seconds
+        if last.device_flops > first.device_flops:
+            device_flops_per_sec = (last.device_flops - first.device_flops) / seconds
+            metrics["throughput/flops_per_sec"] = device_flops_per_sec * world_size
+            metrics["throughput/device/flops_per_sec"] = device_flops_per_sec
+            if self._gpu_flops_available is not None:
+                metrics["throughput/device/mfu"] = device_flops_per_sec / self._gpu_flops_available
+        return metrics

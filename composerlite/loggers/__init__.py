@@ -1,0 +1,18 @@
+"""Where metrics go: the terminal, files, memory, TensorBoard."""
+
+from composerlite.core import Logger, LoggerDestination
+from composerlite.loggers.console import ConsoleLogger
+from composerlite.loggers.file import FileLogger
+from composerlite.loggers.in_memory import InMemoryLogger
+from composerlite.loggers.progress_bar import ProgressBarLogger
+from composerlite.loggers.tensorboard import TensorboardLogger
+
+__all__ = [
+    "ConsoleLogger",
+    "FileLogger",
+    "InMemoryLogger",
+    "Logger",
+    "LoggerDestination",
+    "ProgressBarLogger",
+    "TensorboardLogger",
+]

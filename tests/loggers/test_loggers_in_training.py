@@ -1,0 +1,129 @@
+"""The loggers in a real training: with an error, and resumed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from composerlite.core import Callback
+from composerlite.loggers import FileLogger, TensorboardLogger
+from composerlite.models import ComposerClassifier
+from composerlite.trainer import Trainer
+
+
+class InterruptedRunError(Exception):
+    """What ends a run in these tests."""
+
+
+class InterruptAt(Callback):
+    """Fails at the end of a batch, as a machine does."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def batch_end(self, state, logger):
+        if state.timestamp.batch == self.batch:
+            raise InterruptedRunError
+
+
+def build(**arguments):
+    """A trainer of two epochs of five batches that evaluates after each."""
+    data = TensorDataset(torch.randn(40, 6), torch.randint(4, (40,)))
+    model = ComposerClassifier(nn.Linear(6, 4), num_classes=4)
+    return Trainer(
+        model=model,
+        train_dataloader=DataLoader(data, batch_size=8),
+        eval_dataloader=DataLoader(data, batch_size=20),
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        max_duration="2ep",
+        run_name="fox",
+        device="cpu",
+        **arguments,
+    )
+
+
+def test_output_where_there_is_no_terminal(capsys):
+    """By default a training that writes to a file writes a line per epoch and one per evaluation to stderr."""
+    with build() as trainer:
+        trainer.fit()
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+
+    assert out == ""
+    assert [line.split(":")[0] for line in lines] == [
+        "[train] epoch 1/2, batch 5",
+        "[eval] batch 5",
+        "[train] epoch 2/2, batch 10",
+        "[eval] batch 10",
+    ]
+    assert "loss/train/total=" in lines[0]
+    assert "metrics/train/MulticlassAccuracy=" in lines[0]
+    assert "metrics/eval/CrossEntropy=" in lines[1]
+
+
+def test_output_at_an_interval(capsys):
+    """With log_to_console there is a line per interval, and the training metrics at the end, with and without bars."""
+    for progress_bar in (True, False):
+        with build(log_to_console=True, console_log_interval="2ba", progress_bar=progress_bar) as trainer:
+            trainer.fit(duration="4ba")
+        assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == [
+            "[train] epoch 1, batch 2/4",
+            "[train] epoch 1, batch 4/4",
+            "[eval] batch 4",
+            "[train] epoch 1, batch 4/4",
+        ]
+
+
+def test_log_file_of_an_interrupted_and_resumed_run(tmp_path):
+    """The log is complete up to the error, goes on where the run resumes, and has all batches."""
+    path = tmp_path / "log.txt"
+    settings = {"save_folder": tmp_path / "ckpt", "save_interval": "3ba", "autoresume": True, "progress_bar": False}
+    with (
+        build(loggers=FileLogger(str(path)), callbacks=InterruptAt(5), **settings) as first,
+        pytest.raises(InterruptedRunError),
+    ):
+        first.fit()
+    with build(loggers=FileLogger(str(path)), **settings) as second:
+        second.fit()
+
+    lines = path.read_text().splitlines()
+    assert lines[0] == '[start][batch=0] "fox"'
+    resumed = lines.index('[resume][batch=3] "fox"')
+    assert _batches(lines[:resumed]) == [1, 2, 3, 4, 5]
+    assert _batches(lines[resumed:]) == [4, 5, 6, 7, 8, 9, 10]
+
+
+def _batches(lines):
+    metrics = [json.loads(line.split("] ", 1)[1]) for line in lines if line.startswith("[metric]")]
+    return [values["time/batch"] for values in metrics if "time/batch" in values]
+
+
+def test_curves_of_an_interrupted_and_resumed_run(tmp_path):
+    """TensorBoard shows each batch of a resumed run once."""
+    settings = {"save_folder": tmp_path / "ckpt", "save_interval": "3ba", "autoresume": True, "progress_bar": False}
+    with (
+        build(loggers=TensorboardLogger(tmp_path), callbacks=InterruptAt(5), **settings) as first,
+        pytest.raises(InterruptedRunError),
+    ):
+        first.fit()
+    with build(loggers=TensorboardLogger(tmp_path), **settings) as second:
+        second.fit()
+
+    shown = EventAccumulator(str(tmp_path / "fox"), size_guidance={"scalars": 0}).Reload()
+    assert [event.step for event in shown.Scalars("loss/train/total")] == list(range(1, 11))
+    assert [event.step for event in shown.Scalars("metrics/eval/CrossEntropy")] == [5, 10]
+
+
+def test_settings_are_logged_before_the_run_is_built(tmp_path):
+    """auto_log_hparams reaches the log file although it comes before everything else."""
+    path = tmp_path / "log.txt"
+    with build(loggers=FileLogger(str(path)), auto_log_hparams=True, progress_bar=False, seed=3):
+        pass
+
+    settings = next(line for line in path.read_text().splitlines() if line.startswith("[hyperparameters]"))
+    assert json.loads(settings.split("] ", 1)[1])["seed"] == 3
