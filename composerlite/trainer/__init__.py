@@ -1,0 +1,5 @@
+"""The trainer."""
+
+from composerlite.trainer.trainer import Trainer
+
+__all__ = ["Trainer"]

@@ -1,0 +1,176 @@
+"""One training batch: microbatches, gradients, the optimizer step."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+
+from composerlite.checkpoint import rng
+from composerlite.core import DataSpec, Engine, Event, Precision, State, get_precision_context
+from composerlite.errors import TrainingError
+
+__all__ = ["TrainStep"]
+
+log = logging.getLogger(__name__)
+
+
+@final
+class TrainStep:
+    """Trains on ``state.batch`` and steps the optimizer.
+
+    A batch is cut into microbatches of ``state.device_train_microbatch_size`` samples, whose gradients add up to that
+    of the whole: each loss is weighted by its share of the samples (or of the tokens).
+
+    Args:
+        state: the training state.
+        engine: runs the events from ``BEFORE_TRAIN_BATCH`` to ``AFTER_TRAIN_BATCH``.
+        spec: how to split and count batches.
+        weight_by_tokens: weigh microbatches by tokens rather than samples.
+    """
+
+    def __init__(self, state: State, engine: Engine, spec: DataSpec, *, weight_by_tokens: bool = False) -> None:
+        self._state = state
+        self._engine = engine
+        self._spec = spec
+        self._count = spec.get_num_tokens_in_batch if weight_by_tokens else spec.get_num_samples_in_batch
+
+    def run(self, samples: int) -> None:
+        """Train on ``state.batch``, which has ``samples`` samples.
+
+        Raises:
+            TrainingError: with automatic microbatching, if a single sample does not fit into memory.
+        """
+        state = self._state
+        if state.auto_microbatching:
+            self._train_halving(samples)
+        else:
+            self._train(samples)
+        for optimizer in state.optimizers:
+            if state.scaler is None:
+                optimizer.step()
+            else:
+                state.scaler.step(optimizer)
+                state.scaler.update()
+
+    def _train_halving(self, samples: int) -> None:
+        """Train with the microbatch size found so far; while memory does not suffice, halve it and try again."""
+        state = self._state
+        if state.device_train_microbatch_size is None:
+            state.device_train_microbatch_size = samples
+        whole, before = state.batch, rng.capture()
+        while True:
+            try:
+                self._train(samples)
+                return
+            except (torch.OutOfMemoryError, RuntimeError, MemoryError) as e:
+                if not _is_out_of_memory(e):
+                    raise
+                size = min(state.device_train_microbatch_size, samples)
+                if size <= 1:
+                    raise TrainingError("out of memory with a microbatch of one sample: the model is too large.") from e
+            # Outside the handler: its traceback held the activations that did not fit.
+            state.device_train_microbatch_size = (size + 1) // 2
+            log.info("out of memory with microbatches of %d: trying %d", size, state.device_train_microbatch_size)
+            state.batch, state.outputs, state.loss = whole, None, None
+            rng.restore([before])  # the batch must not depend on how often it was tried
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _train(self, samples: int) -> None:
+        state, engine = self._state, self._engine
+        for optimizer in state.optimizers:
+            optimizer.zero_grad()
+        engine.run_event(Event.BEFORE_TRAIN_BATCH)
+
+        size = state.device_train_microbatch_size
+        if size is None or size >= samples:
+            self._microbatch(None)
+        else:
+            whole = state.batch
+            microbatches = self._spec.split_batch(whole, size)
+            counts = [self._count(microbatch) for microbatch in microbatches]
+            total = sum(counts)
+            losses: dict[str, Any] = {}
+            for microbatch, count in zip(microbatches, counts, strict=True):
+                state.batch = microbatch
+                self._microbatch(count / total)
+                for name, value in state.total_loss_dict.items():
+                    losses[name] = losses.get(name, 0.0) + value * (count / total)
+            state.total_loss_dict = losses
+            state.batch = whole
+
+        if state.scaler is not None:
+            for optimizer in state.optimizers:
+                state.scaler.unscale_(optimizer)
+        engine.run_event(Event.AFTER_TRAIN_BATCH)
+
+    def _microbatch(self, weight: float | None) -> None:
+        """Forward, loss and backward on ``state.batch``; ``weight`` is its share of the batch, ``None`` for all."""
+        state, engine, spec = self._state, self._engine, self._spec
+        model: Any = state.model
+        if spec.microbatch_transforms is not None:
+            state.batch = spec.microbatch_transforms(state.batch)
+
+        autocast = _NO_AUTOCAST
+        if state.precision is not Precision.FP32:
+            autocast = get_precision_context(state.precision, state.device)
+        engine.run_event(Event.BEFORE_FORWARD)
+        with autocast:
+            state.outputs = model(state.batch)
+        engine.run_event(Event.AFTER_FORWARD)
+
+        engine.run_event(Event.BEFORE_LOSS)
+        with autocast:
+            state.loss = model.loss(state.outputs, state.batch)
+        engine.run_event(Event.AFTER_LOSS)
+
+        total = state.loss
+        if type(total) is torch.Tensor:
+            state.total_loss_dict = {"loss/train/total": total.detach()}
+        else:
+            total, state.total_loss_dict = _total_loss(total)
+        engine.run_event(Event.BEFORE_BACKWARD)
+        if weight is not None:
+            total = total * weight
+        if state.scaler is not None:
+            total = state.scaler.scale(total)
+        total.backward()
+        engine.run_event(Event.AFTER_BACKWARD)
+
+        if state.train_metrics:
+            with torch.no_grad():
+                for metric in state.train_metrics.values():
+                    model.update_metric(state.batch, state.outputs, metric)
+
+
+_NO_AUTOCAST = contextlib.nullcontext()
+
+
+def _total_loss(loss: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """What to call ``backward`` on, and all losses by logged name."""
+    if isinstance(loss, torch.Tensor):
+        return loss, {"loss/train/total": loss.detach()}
+    if isinstance(loss, Mapping):
+        named: dict[str, torch.Tensor] = dict(loss)
+        total = named.pop("total") if "total" in named else sum(named.values())
+    elif isinstance(loss, Sequence) and loss:
+        named = {f"loss{index}": value for index, value in enumerate(loss)}
+        total = sum(named.values())
+    else:
+        raise TrainingError(
+            f"model.loss returned {type(loss).__name__}: want a tensor, a sequence of tensors, or a dict of tensors."
+        )
+    assert isinstance(total, torch.Tensor)
+    logged = {f"loss/train/{name}": value.detach() for name, value in named.items()}
+    return total, {"loss/train/total": total.detach(), **logged}
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error)
+    return "out of memory" in text or "can't allocate memory" in text

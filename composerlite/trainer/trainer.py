@@ -1,0 +1,541 @@
+"""Trainer: the arguments become objects here, and the objects do the work."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast, final
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from composerlite import dist
+from composerlite.callbacks import CheckpointSaver
+from composerlite.checkpoint import IgnoreKeys, check_ignore_keys, load_checkpoint, newest_good, save_checkpoint
+from composerlite.core import (
+    Algorithm,
+    AlgorithmPass,
+    Callback,
+    DataSpec,
+    Engine,
+    Evaluator,
+    Event,
+    Logger,
+    LoggerDestination,
+    Precision,
+    SchedulePredicate,
+    State,
+    Time,
+    TimeInput,
+    Timestamp,
+    TimeUnit,
+    configure_deterministic_mode,
+    ensure_data_spec,
+    ensure_precision,
+    get_random_seed,
+    seed_all,
+)
+from composerlite.errors import ConfigError, checked_arguments
+from composerlite.loggers import ConsoleLogger, ProgressBarLogger
+from composerlite.models import ComposerModel
+from composerlite.optim import ComposerScheduler
+from composerlite.trainer import build
+from composerlite.trainer.dataloading import DataPosition, position_in
+from composerlite.trainer.evaluate import EvaluationSchedule, evaluate, predict
+from composerlite.trainer.loop import Loop, run
+from composerlite.trainer.step import TrainStep
+from composerlite.types import Batch
+
+__all__ = ["Trainer"]
+
+log = logging.getLogger(__name__)
+
+Loader = Iterable[Batch] | DataSpec | Mapping[str, Any]
+EvalLoader = Loader | Evaluator | Sequence[Evaluator]
+Schedulers = ComposerScheduler | LRScheduler | Sequence[ComposerScheduler | LRScheduler]
+
+
+@final
+class Trainer:
+    """Trains a :class:`ComposerModel`, saves its progress and goes on from it.
+
+    A run that is interrupted and resumed, from ``load_path`` or with ``autoresume``, is bit for bit the run that was
+    not interrupted: weights, optimizer state, random numbers and the order of samples.
+
+    Use it as a context manager, or call :meth:`close`: that is where the last files are flushed and failures raised.
+
+    Args:
+        model: what is trained.
+        train_dataloader: any iterable of batches, a :class:`DataSpec`, or its arguments as a dict. May come with
+            :meth:`fit`.
+        train_dataloader_label: its name in logs.
+        train_subset_num_batches: batches per epoch; -1 for all.
+        spin_dataloaders: after a resume leave out the batches of the epoch that were seen; ``False`` starts the epoch's
+            data afresh and is not exact.
+        max_duration: when training ends: a number of epochs, a time string (``'90ep'``, ``'500ba'``, ``'1e9tok'``,
+            ``'36h'``) or a :class:`Time`.
+        algorithms: changes to training. algorithm_passes: reorder them.
+        optimizers: the optimizer; ``DecoupledSGDW(lr=0.1)`` with a warning if none is given.
+        schedulers: learning rate schedules, Composer's or torch's.
+        scale_schedule_ratio: scales ``max_duration`` and Composer schedules.
+        step_schedulers_every_batch: whether schedulers step each batch, as Composer's do by default, or each epoch, as
+            torch's do.
+        eval_dataloader: a loader, or an :class:`Evaluator`, or several of these.
+        eval_interval: when to evaluate: a number of epochs, a time string or a function ``(state, event) -> bool``.
+        eval_subset_num_batches: batches per evaluation; -1 for all.
+        callbacks: take part in training. loggers: where metrics go.
+        run_name: names the run; by default ``RUN_NAME`` of the environment, or a new name.
+        progress_bar: show one; a line per epoch where the output is no terminal.
+        log_to_console: print metrics at ``console_log_interval`` to ``console_stream``.
+        log_traces: log which algorithms ran. auto_log_hparams: log the plain arguments of this constructor.
+        load_path: a checkpoint to load, here and now. load_weights_only: load the model alone.
+        load_strict_model_weights: parameter names must agree exactly; shapes must in any case.
+        load_progress_bar: show one on a terminal while a large checkpoint is verified.
+        load_ignore_keys: globs over ``state/…`` paths, or a function of the dict, of what is not loaded.
+        load_exclude_algorithms: names of algorithms that are not restored.
+        trust_checkpoint: load checkpoints with any type in them, **running whatever code they hold**.
+        save_folder: save checkpoints there; the other ``save_…`` arguments are those of :class:`CheckpointSaver`.
+        save_metrics: put the state of metrics into checkpoints, so that those of an epoch survive a resume within it.
+        autoresume: go on from the newest good checkpoint of this ``run_name``, if there is one. Needs a ``run_name``.
+        device: ``'cpu'``, ``'gpu'`` or ``'mps'``; the GPU by default if there is one.
+        precision: ``'fp32'``, ``'amp_bf16'``, ``'amp_fp16'``.
+        device_train_microbatch_size: samples per forward pass, or ``'auto'`` to halve it until it fits into memory.
+        accumulate_train_batch_on_tokens: weigh microbatches by tokens rather than samples.
+        seed: of all random generators; a random one by default. deterministic_mode: use deterministic kernels only.
+        python_log_level: log level of composerlite.
+        compile_config: arguments of ``torch.compile``, with which the model is compiled; ``None`` for not at all.
+
+    Raises:
+        ConfigError: whatever cannot work, before training starts.
+        CheckpointError: ``load_path`` is missing, damaged or does not fit.
+    """
+
+    @checked_arguments
+    def __init__(
+        self,
+        *,
+        model: ComposerModel,
+        train_dataloader: Loader | None = None,
+        train_dataloader_label: str = "train",
+        train_subset_num_batches: int = -1,
+        spin_dataloaders: bool = True,
+        max_duration: TimeInput | None = None,
+        algorithms: Algorithm | Sequence[Algorithm] | None = None,
+        algorithm_passes: AlgorithmPass | Sequence[AlgorithmPass] | None = None,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        schedulers: Schedulers | None = None,
+        scale_schedule_ratio: float = 1.0,
+        step_schedulers_every_batch: bool | None = None,
+        eval_dataloader: EvalLoader | None = None,
+        eval_interval: TimeInput | SchedulePredicate = 1,
+        eval_subset_num_batches: int = -1,
+        callbacks: Callback | Sequence[Callback] | None = None,
+        loggers: LoggerDestination | Sequence[LoggerDestination] | None = None,
+        run_name: str | None = None,
+        progress_bar: bool = True,
+        log_to_console: bool = False,
+        console_stream: str = "stderr",
+        console_log_interval: TimeInput | SchedulePredicate = "1ba",
+        log_traces: bool = False,
+        auto_log_hparams: bool = False,
+        load_path: str | Path | None = None,
+        load_weights_only: bool = False,
+        load_strict_model_weights: bool = True,
+        load_progress_bar: bool = True,
+        load_ignore_keys: IgnoreKeys = None,
+        load_exclude_algorithms: Sequence[str] | None = None,
+        trust_checkpoint: bool = False,
+        save_folder: str | Path | None = None,
+        save_filename: str | Path = "ep{epoch}-ba{batch}-rank{rank}.pt",
+        save_latest_filename: str | Path | None = "latest-rank{rank}.pt",
+        save_overwrite: bool = False,
+        save_interval: TimeInput | SchedulePredicate = "1ep",
+        save_weights_only: bool = False,
+        save_ignore_keys: IgnoreKeys = None,
+        save_num_checkpoints_to_keep: int = -1,
+        save_metrics: bool = False,
+        autoresume: bool = False,
+        device: str | torch.device | None = None,
+        precision: str | Precision | None = None,
+        device_train_microbatch_size: int | str | None = None,
+        accumulate_train_batch_on_tokens: bool = False,
+        seed: int | None = None,
+        deterministic_mode: bool = False,
+        python_log_level: str | None = None,
+        compile_config: dict[str, Any] | None = None,
+    ) -> None:
+        arguments = dict(locals())
+        if python_log_level is not None:
+            logging.getLogger("composerlite").setLevel(python_log_level.upper())
+        if dist.get_world_size() > 1:
+            raise ConfigError(
+                f"WORLD_SIZE={dist.get_world_size()}: this version trains in one process. Start it without torchrun."
+            )
+        self._autoresume = autoresume
+        self._step_schedulers_every_batch = step_schedulers_every_batch
+        self._scale_schedule_ratio = scale_schedule_ratio
+        self._accumulate_on_tokens = accumulate_train_batch_on_tokens
+        self._train_label = train_dataloader_label
+        self._train_subset = build.check_subset(train_subset_num_batches, argument="train_subset_num_batches")
+        self.spin_dataloaders = spin_dataloaders
+        self._fits = 0
+        self._position: DataPosition | None = None
+        self._rng_states: list[dict[str, Any]] | None = None
+
+        # Reproducibility first: whatever draws random numbers from here on does so from the seed.
+        if deterministic_mode:
+            configure_deterministic_mode()
+        seed = get_random_seed() if seed is None else seed
+        seed_all(seed)
+
+        # The parts of the run.
+        chosen_device = dist.get_device(device)
+        chosen_precision = ensure_precision(precision, chosen_device)
+        model = build.check_model(model).to(chosen_device)
+        size, auto = build.microbatch_size(device_train_microbatch_size)
+        user_algorithms, user_callbacks, user_loggers = build.check_parts(algorithms, callbacks, loggers)
+        self.state = State(
+            model,
+            rank_zero_seed=seed,
+            run_name=build.resolve_run_name(run_name, autoresume=autoresume),
+            device=chosen_device,
+            max_duration=build.scaled_duration(max_duration, scale_schedule_ratio),
+            optimizers=build.build_optimizer(optimizers, model),
+            algorithms=user_algorithms,
+            device_train_microbatch_size=size,
+            auto_microbatching=auto,
+            save_metrics=save_metrics,
+            rank=dist.get_global_rank(),
+            world_size=dist.get_world_size(),
+        )
+        self._set_precision(chosen_precision)
+        if progress_bar:
+            user_loggers.append(
+                ProgressBarLogger(
+                    log_to_console=log_to_console or None,
+                    console_log_interval=console_log_interval,
+                    stream=console_stream,
+                    log_traces=log_traces,
+                )
+            )
+        elif log_to_console:
+            user_loggers.append(
+                ConsoleLogger(log_interval=console_log_interval, stream=console_stream, log_traces=log_traces)
+            )
+        if save_folder is not None:
+            saver = CheckpointSaver(
+                folder=save_folder,
+                filename=save_filename,
+                latest_filename=save_latest_filename,
+                save_interval=save_interval,
+                overwrite=save_overwrite,
+                num_checkpoints_to_keep=save_num_checkpoints_to_keep,
+                weights_only=save_weights_only,
+                ignore_keys=save_ignore_keys,
+            )
+            user_callbacks.append(saver)  # last: it saves what the other callbacks have done
+        self.state.callbacks = [*user_loggers, *user_callbacks]
+        self.logger = Logger(self.state, user_loggers)
+        model.logger = self.logger
+        self.engine = Engine(self.state, self.logger, algorithm_passes)
+        if auto_log_hparams:
+            self.logger.log_hyperparameters(_plain(arguments))
+
+        self._train_spec: DataSpec | None = None
+        try:
+            self.engine.run_event(Event.INIT)
+            if train_dataloader is not None:
+                self._set_train_data(train_dataloader)
+            self._evaluators(eval_dataloader, eval_interval, eval_subset_num_batches)
+            self._add_metrics()
+            self._schedulers = build.as_list(schedulers, (LRScheduler, ComposerScheduler), argument="schedulers")
+            if self.state.max_duration is not None:
+                self._build_schedulers()
+
+            # Loading comes last: everything that has a state is there to take it.
+            self.engine.run_event(Event.BEFORE_LOAD)
+            load_ignore_keys = check_ignore_keys(load_ignore_keys, argument="load_ignore_keys")
+            resume_from = self._newest_checkpoint() if autoresume else None
+            self._resumed = resume_from is not None
+            if resume_from is not None or load_path is not None:
+                self.state.load_path = str(resume_from or load_path)
+                self._rng_states = load_checkpoint(
+                    self.state.load_path,
+                    self.state,
+                    load_weights_only=load_weights_only and not self._resumed,
+                    strict_model_weights=load_strict_model_weights,
+                    progress_bar=load_progress_bar,
+                    ignore_keys=load_ignore_keys,
+                    exclude_algorithms=load_exclude_algorithms,
+                    trust_checkpoint=trust_checkpoint,
+                )
+            self.engine.run_event(Event.AFTER_LOAD)
+            seed_all(self.state.seed)
+            if compile_config is not None:
+                self.state.model.compile(**compile_config)
+        except BaseException:
+            self.engine.close()
+            raise
+
+    # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────
+    @checked_arguments
+    def fit(
+        self,
+        *,
+        train_dataloader: Loader | None = None,
+        train_dataloader_label: str | None = None,
+        train_subset_num_batches: int | None = None,
+        spin_dataloaders: bool | None = None,
+        duration: TimeInput | None = None,
+        reset_time: bool = False,
+        schedulers: Schedulers | None = None,
+        scale_schedule_ratio: float | None = None,
+        step_schedulers_every_batch: bool | None = None,
+        eval_dataloader: EvalLoader | None = None,
+        eval_subset_num_batches: int = -1,
+        eval_interval: TimeInput | SchedulePredicate = 1,
+        device_train_microbatch_size: int | str | None = None,
+        precision: str | Precision | None = None,
+    ) -> None:
+        """Train until ``max_duration``, or for ``duration`` more. What is not given is as in the constructor.
+
+        Each call of ``fit`` in a run is known by its number. Where a resumed run calls ``fit`` again, the call ends
+        where it would have ended without the interruption: ``duration`` is not added twice, ``reset_time`` does not
+        reset twice, and a call that was finished does nothing.
+
+        Args:
+            duration: how much to train from here (an int counts epochs), in place of ``max_duration``.
+            reset_time: start counting from zero.
+            train_dataloader, train_dataloader_label, train_subset_num_batches, spin_dataloaders, schedulers,
+                scale_schedule_ratio, step_schedulers_every_batch, eval_dataloader, eval_subset_num_batches,
+                eval_interval, device_train_microbatch_size, precision: see the constructor.
+
+        Raises:
+            ConfigError: there is nothing to train on, or no end, or the end is behind.
+            Exception: whatever the model, an algorithm or a callback raises.
+        """
+        state = self.state
+        if train_dataloader_label is not None:
+            self._train_label = train_dataloader_label
+        if train_subset_num_batches is not None:
+            self._train_subset = build.check_subset(train_subset_num_batches, argument="train_subset_num_batches")
+        if spin_dataloaders is not None:
+            self.spin_dataloaders = spin_dataloaders
+        if train_dataloader is not None:
+            self._set_train_data(train_dataloader)
+        if self._train_spec is None:
+            raise ConfigError("there is no train_dataloader: pass it to Trainer or to fit.")
+        if eval_dataloader is not None:
+            self._evaluators(eval_dataloader, eval_interval, eval_subset_num_batches)
+            self._add_metrics()
+        if device_train_microbatch_size is not None:
+            size, auto = build.microbatch_size(device_train_microbatch_size)
+            state.device_train_microbatch_size, state.auto_microbatching = size, auto
+        if precision is not None:
+            self._set_precision(ensure_precision(precision, state.device))
+        if scale_schedule_ratio is not None:
+            self._scale_schedule_ratio = scale_schedule_ratio
+        if step_schedulers_every_batch is not None:
+            self._step_schedulers_every_batch = step_schedulers_every_batch
+
+        begun_before = self._begin_fit(duration, reset_time)
+        if state.training_is_over:
+            if begun_before or self._resumed:
+                log.info("the run had ended at %s: nothing to train", state.max_duration)
+                return
+            raise ConfigError(
+                f"max_duration={state.max_duration} is behind: the run stands at epoch {int(state.timestamp.epoch)}, "
+                f"batch {int(state.timestamp.batch)}. Give a later max_duration, a duration to fit, or reset_time=True."
+            )
+        if schedulers is not None:
+            self._schedulers = build.as_list(schedulers, (LRScheduler, ComposerScheduler), argument="schedulers")
+            state.schedulers = []
+        if self._schedulers and not state.schedulers:
+            self._build_schedulers()
+
+        state.set_dataloader(self._train_spec.dataloader, self._train_label, self._train_subset)
+        rng_states, self._rng_states = self._rng_states, None
+        run(
+            Loop(
+                state=state,
+                engine=self.engine,
+                logger=self.logger,
+                spec=self._train_spec,
+                position=self._place_in(self._train_spec),
+                step=TrainStep(state, self.engine, self._train_spec, weight_by_tokens=self._accumulate_on_tokens),
+                evaluation=EvaluationSchedule(state, self.engine, self.logger),
+                subset_num_batches=self._train_subset,
+                step_schedulers_every_batch=self._schedulers_step_every_batch(),
+                spin_dataloaders=self.spin_dataloaders,
+                rng_states=rng_states,
+            )
+        )
+
+    def _place_in(self, spec: DataSpec) -> DataPosition:
+        """The position in the training data: that of the last ``fit`` on it, of the checkpoint, or its start."""
+        state = self.state
+        if self._position is None:
+            self._position = position_in(spec, seed=state.seed, timestamp=lambda: state.timestamp)
+            if state.dataset_state.get("train") is not None and self.spin_dataloaders:
+                self._position.load_state_dict(state.dataset_state["train"])
+            state.dataset_state = {"train": None, "eval": {}}
+            state.data_position = self._position
+        return self._position
+
+    def _begin_fit(self, duration: TimeInput | None, reset_time: bool) -> bool:
+        """Set where this call of ``fit`` ends; whether it had begun before the run was interrupted."""
+        state = self.state
+        number, self._fits = self._fits, self._fits + 1
+        begun_before = number < len(state.fit_starts)
+        if not begun_before:
+            if reset_time:
+                state.timestamp, state.previous_timestamp = Timestamp(), None
+                state.dataset_state = {"train": None, "eval": {}}
+            state.fit_starts = [*state.fit_starts, state.timestamp]
+        if duration is not None:
+            time = Time.from_input(duration, TimeUnit.EPOCH)
+            state.max_duration = state.fit_starts[number].get(time.unit) + time
+        if state.max_duration is None:
+            raise ConfigError("there is no end: pass max_duration to Trainer or duration to fit.")
+        return begun_before
+
+    # ── evaluation, prediction ───────────────────────────────────────────────────────────────────────────────────
+    def eval(self, eval_dataloader: EvalLoader | None = None, subset_num_batches: int = -1) -> None:
+        """Evaluate now, on ``eval_dataloader`` or on the constructor's. Values are in ``state.eval_metric_values``.
+
+        Raises:
+            ConfigError: there is nothing to evaluate on.
+        """
+        evaluators = self.state.evaluators
+        if eval_dataloader is not None:
+            evaluators = build.build_evaluators(
+                eval_dataloader,
+                eval_interval=0,
+                subset_num_batches=build.check_subset(subset_num_batches, argument="subset_num_batches"),
+            )
+            for evaluator in evaluators:
+                metrics = build.eval_metrics(self._model, evaluator, self.state.device)
+                self.state.eval_metrics[evaluator.label] = metrics
+        if not evaluators:
+            raise ConfigError("there is no eval_dataloader: pass it to Trainer or to eval.")
+        self.engine.run_event(Event.EVAL_STANDALONE_START)
+        evaluate(self.state, self.engine, self.logger, evaluators)
+        self.engine.run_event(Event.EVAL_STANDALONE_END)
+
+    def predict(self, dataloader: Loader, subset_num_batches: int = -1, *, return_outputs: bool = True) -> list[Any]:
+        """The model's outputs for each batch of ``dataloader``, on the CPU, in order.
+
+        With ``return_outputs=False`` the list is empty and memory bounded; callbacks see each in ``state.outputs``.
+        """
+        return predict(
+            self.state,
+            self.engine,
+            ensure_data_spec(dataloader),
+            subset_num_batches=build.check_subset(subset_num_batches, argument="subset_num_batches"),
+            return_outputs=return_outputs,
+        )
+
+    # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def saved_checkpoints(self) -> list[str]:
+        """Paths of the checkpoints that the first saver keeps, oldest first."""
+        return [path for saver in self._savers[:1] for path in saver.saved_checkpoints]
+
+    def save_checkpoint(self, name: str = "ep{epoch}-ba{batch}-rank{rank}", *, weights_only: bool = False) -> str:
+        """Save a checkpoint to the path ``name`` now, replacing what is there; the path."""
+        return save_checkpoint(self.state, name, weights_only=weights_only)
+
+    def save_checkpoint_to_save_folder(self) -> str:
+        """Save through the first saver now: its folder, names, ``latest`` and retention; the path.
+
+        Raises:
+            ConfigError: there is no saver.
+        """
+        if not self._savers:
+            raise ConfigError("there is no save_folder: pass it to Trainer, or use save_checkpoint(name).")
+        return self._savers[0].save(self.state)
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def close(self) -> None:
+        """Close all callbacks and loggers. Safe to call twice.
+
+        Raises:
+            Exception: what one of them raised, after all were closed.
+        """
+        self.engine.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def _model(self) -> ComposerModel:
+        return cast("ComposerModel", self.state.model)  # checked when it was given; NoOpModel's only looks like one
+
+    @property
+    def _savers(self) -> list[CheckpointSaver]:
+        return [callback for callback in self.state.callbacks if isinstance(callback, CheckpointSaver)]
+
+    def _set_precision(self, precision: Precision) -> None:
+        self.state.precision = precision
+        self.state.scaler = torch.amp.GradScaler() if precision is Precision.AMP_FP16 else None
+
+    def _set_train_data(self, train_dataloader: Loader) -> None:
+        self._train_spec = ensure_data_spec(train_dataloader)
+        self._position = None
+        self.state.train_dataloader = self._train_spec.dataloader
+        self.state.set_dataloader(self._train_spec.dataloader, self._train_label, self._train_subset)
+
+    def _evaluators(
+        self, eval_dataloader: EvalLoader | None, interval: TimeInput | SchedulePredicate, subset: int
+    ) -> None:
+        self.state.evaluators = build.build_evaluators(
+            eval_dataloader,
+            eval_interval=interval,
+            subset_num_batches=build.check_subset(subset, argument="eval_subset_num_batches"),
+        )
+
+    def _add_metrics(self) -> None:
+        state = self.state
+        if not state.train_metrics:
+            metrics = self._model.get_metrics(is_train=True)
+            state.train_metrics = {name: metric.to(state.device) for name, metric in metrics.items()}
+        for evaluator in state.evaluators:
+            state.eval_metrics[evaluator.label] = build.eval_metrics(self._model, evaluator, state.device)
+
+    def _build_schedulers(self) -> None:
+        self.state.schedulers = build.build_schedulers(
+            self._schedulers, self.state, scale_schedule_ratio=self._scale_schedule_ratio
+        )
+
+    def _schedulers_step_every_batch(self) -> bool:
+        if self._step_schedulers_every_batch is not None:
+            return self._step_schedulers_every_batch
+        return not any(isinstance(scheduler, LRScheduler) for scheduler in self._schedulers)
+
+    def _newest_checkpoint(self) -> Path | None:
+        """The newest good checkpoint of this run that any of its savers wrote."""
+        savers = [saver for saver in self._savers if not saver.weights_only]
+        if not savers:
+            raise ConfigError(
+                "autoresume=True needs checkpoints to resume from: pass save_folder, or a CheckpointSaver that saves "
+                "more than weights."
+            )
+        found = newest_good([saver.catalog for saver in savers], self.state.run_name)
+        if found is None:
+            log.info("autoresume: run %r has no checkpoint yet", self.state.run_name)
+        return found
+
+
+def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are plain values: what can be logged."""
+    plain = (str, int, float, bool, Path, Time)
+    return {
+        name: value if isinstance(value, int | float) else str(value)
+        for name, value in arguments.items()
+        if isinstance(value, plain)
+    }
