@@ -1,0 +1,5 @@
+"""The command line: ``composerlite train CONFIG [KEY=VALUE]…``. Only what a command needs is imported."""
+
+from composerlite.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,111 @@
+"""From a checked configuration to a Trainer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composerlite.config.origin import Origin, dotted
+from composerlite.config.registry import Family, find, import_attribute
+from composerlite.config.schema import Component, Loader, RunConfig
+from composerlite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from composerlite.models import ComposerModel
+    from composerlite.trainer import Trainer
+
+__all__ = ["build_trainer"]
+
+
+def build_trainer(config: RunConfig) -> Trainer:
+    """The Trainer that ``config`` describes, ready to ``fit``.
+
+    Every name and every argument is checked before the first object is built. ``seed`` is set before the model is
+    built, so that its first weights are the same each time. The folder of the YAML file and the current directory
+    are put first on ``sys.path`` and stay there.
+
+    Raises:
+        ConfigError: a name, an argument or a value is wrong; the message names its place in the YAML.
+    """
+    origin = config.origin
+    _make_importable(Path.cwd())
+    _make_importable(origin.file.parent.resolve())
+
+    make_model = find(config.model, None, origin)
+    make_train_loader = _find_loader(config.train_loader, origin)
+    make_eval_loaders = [_find_loader(evaluation.loader, origin) for evaluation in config.eval_loaders]
+    make_optimizer = None if config.optimizer is None else find(config.optimizer, "optimizer", origin, positional=1)
+    make_schedulers = _find_all([] if config.scheduler is None else [config.scheduler], "scheduler", origin)
+    make_algorithms = _find_all(config.algorithms, "algorithm", origin)
+    make_callbacks = _find_all(config.callbacks, "callback", origin)
+    make_loggers = _find_all(config.loggers, "logger", origin)
+
+    from composerlite.core import Evaluator, seed_all
+    from composerlite.trainer import Trainer
+
+    if config.trainer.seed is not None:
+        seed_all(config.trainer.seed)
+    model = _checked_model(make_model(), config)
+    evaluators = [
+        Evaluator(dataloader=make(), **vars(evaluation.arguments))
+        for make, evaluation in zip(make_eval_loaders, config.eval_loaders, strict=True)
+    ]
+    return Trainer(
+        model=model,
+        train_dataloader=make_train_loader(),
+        eval_dataloader=evaluators or None,
+        optimizers=None if make_optimizer is None else make_optimizer(model.parameters()),
+        schedulers=[make() for make in make_schedulers],
+        algorithms=[make() for make in make_algorithms],
+        callbacks=[make() for make in make_callbacks],
+        loggers=[make() for make in make_loggers],
+        **vars(config.trainer),
+    )
+
+
+def _make_importable(folder: Path) -> None:
+    if str(folder) in sys.path:
+        sys.path.remove(str(folder))
+    sys.path.insert(0, str(folder))
+
+
+def _find_all(components: Iterable[Component], family: Family, origin: Origin) -> list[Callable[[], Any]]:
+    return [find(component, family, origin) for component in components]
+
+
+def _find_loader(loader: Loader | Component, origin: Origin) -> Callable[[], Any]:
+    """What makes the loader when it is called; names and arguments are checked now."""
+    if isinstance(loader, Component):
+        return find(loader, None, origin)
+    make_dataset = find(loader.dataset, None, origin)
+    arguments: dict[str, Any] = vars(loader.arguments).copy()
+    if loader.arguments.collate_fn is not None:
+        try:
+            arguments["collate_fn"] = import_attribute(loader.arguments.collate_fn)
+        except ConfigError as e:
+            place = (*loader.path, "collate_fn")
+            raise ConfigError(f"{origin.where(place)}: {dotted(place)}: {e}") from e
+
+    def make() -> Any:
+        from torch.utils.data import DataLoader
+
+        dataset = make_dataset()
+        try:
+            return DataLoader(dataset, **arguments)
+        except ValueError as e:  # torch's own rules: prefetch_factor needs workers, batch_size is positive, …
+            raise ConfigError(f"{origin.where(loader.path)}: {dotted(loader.path)}: {e}") from e
+
+    return make
+
+
+def _checked_model(model: Any, config: RunConfig) -> ComposerModel:
+    from composerlite.models import ComposerModel
+
+    if not isinstance(model, ComposerModel):
+        raise ConfigError(
+            f"{config.origin.where(('model',))}: model: {config.model.name!r} made a {type(model).__name__}. Want a "
+            "ComposerModel; ComposerClassifier wraps a torch module that classifies."
+        )
+    return model

@@ -1,0 +1,149 @@
+"""The shape of a run's YAML: which keys there are and what each takes.
+
+The top level holds the keys of :data:`PARTS`, which name objects to build, and the fields of
+:class:`TrainerArguments`, which go to the Trainer as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from composerlite.config.origin import Origin
+
+__all__ = [
+    "PARTS",
+    "Component",
+    "Evaluation",
+    "EvaluatorArguments",
+    "Loader",
+    "LoaderArguments",
+    "RunConfig",
+    "TrainerArguments",
+]
+
+PARTS = ("model", "train_loader", "eval_loader", "optimizer", "scheduler", "algorithms", "callbacks", "loggers")
+"""The keys that name objects to build."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerArguments:
+    """The arguments of the Trainer that take plain values, with the Trainer's own names and defaults.
+
+    A test compares them with the Trainer's signature. They are written out here because reading a configuration
+    should not cost the import of torch.
+    """
+
+    train_dataloader_label: str = "train"
+    train_subset_num_batches: int = -1
+    spin_dataloaders: bool = True
+    max_duration: int | str | None = None
+    scale_schedule_ratio: float = 1.0
+    step_schedulers_every_batch: bool | None = None
+    eval_interval: int | str = 1
+    eval_subset_num_batches: int = -1
+    run_name: str | None = None
+    progress_bar: bool = True
+    log_to_console: bool = False
+    console_stream: str = "stderr"
+    console_log_interval: int | str = "1ba"
+    log_traces: bool = False
+    auto_log_hparams: bool = False
+    load_path: str | None = None
+    load_weights_only: bool = False
+    load_strict_model_weights: bool = True
+    load_progress_bar: bool = True
+    load_ignore_keys: list[str] | None = None
+    load_exclude_algorithms: list[str] | None = None
+    trust_checkpoint: bool = False
+    save_folder: str | None = None
+    save_filename: str = "ep{epoch}-ba{batch}-rank{rank}.pt"
+    save_latest_filename: str | None = "latest-rank{rank}.pt"
+    save_overwrite: bool = False
+    save_interval: int | str = "1ep"
+    save_weights_only: bool = False
+    save_ignore_keys: list[str] | None = None
+    save_num_checkpoints_to_keep: int = -1
+    save_metrics: bool = False
+    autoresume: bool = False
+    device: str | None = None
+    precision: str | None = None
+    device_train_microbatch_size: int | str | None = None
+    accumulate_train_batch_on_tokens: bool = False
+    seed: int | None = None
+    deterministic_mode: bool = False
+    python_log_level: str | None = None
+    compile_config: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderArguments:
+    """The arguments of ``torch.utils.data.DataLoader`` that take plain values, and ``collate_fn`` by name."""
+
+    batch_size: int
+    shuffle: bool = False
+    drop_last: bool = False
+    num_workers: int = 0
+    prefetch_factor: int | None = None
+    persistent_workers: bool = False
+    multiprocessing_context: str | None = None
+    pin_memory: bool = False
+    timeout: float = 0.0
+    collate_fn: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatorArguments:
+    """The arguments of :class:`composerlite.Evaluator` that take plain values."""
+
+    label: str = "eval"
+    metric_names: list[str] | None = None
+    subset_num_batches: int | None = None
+    eval_interval: int | str | None = None
+    device_eval_microbatch_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Component:
+    """An object to build: the name of its class, its arguments, and its place in the YAML."""
+
+    name: str
+    arguments: dict[str, Any]
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Loader:
+    """A data set, and a DataLoader to be put around it."""
+
+    dataset: Component
+    arguments: LoaderArguments
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A loader to evaluate on, and how. A ``Component`` builds the loader itself."""
+
+    loader: Loader | Component
+    arguments: EvaluatorArguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A run, read and checked, with nothing built yet.
+
+    ``resolved`` is the YAML that gives the same run without overrides and interpolations.
+    """
+
+    model: Component
+    train_loader: Loader | Component
+    eval_loaders: list[Evaluation]
+    optimizer: Component | None
+    scheduler: Component | None
+    algorithms: list[Component]
+    callbacks: list[Component]
+    loggers: list[Component]
+    trainer: TrainerArguments
+    origin: Origin
+    resolved: str

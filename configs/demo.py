@@ -1,0 +1,117 @@
+"""What composerlite promises, shown on real data: a run that is killed and resumed ends as if nothing had happened.
+
+Trains a small network on images of handwritten digits twice with the same command: once to the end, once with a SIGKILL
+half-way and a second launch. Then compares the two results bit for bit. ``make demo`` runs it; it takes about a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+RUNS = HERE.parent / "runs" / "demo"
+BATCHES_PER_EPOCH, EPOCHS = 23, 8
+HALF_WAY = BATCHES_PER_EPOCH * EPOCHS // 2
+
+
+def command(folder: Path) -> list[str]:
+    """The command line of the run; both launches of the killed run use the same."""
+    program = Path(sys.executable).with_name("composerlite")
+    overrides = ["run_name=demo", "autoresume=true", "save_interval=10ba", f"max_duration={EPOCHS}ep"]
+    return [str(program), "train", str(HERE / "digits.yaml"), f"save_folder={folder}", *overrides]
+
+
+def say(text: str) -> None:
+    """Print a line now."""
+    print(text, flush=True)
+
+
+def manifests(folder: Path) -> list[dict[str, Any]]:
+    """The commit records of the checkpoints in ``folder``, oldest first."""
+    records = [json.loads(path.read_text()) for path in (folder / ".manifest").glob("*.json")]
+    return sorted(records, key=lambda record: record["timestamp"]["batch"])
+
+
+def launch(folder: Path) -> float:
+    """Run the command to its end; the accuracy that it reports."""
+    done = subprocess.run(command(folder), check=True, timeout=300, stdout=subprocess.PIPE, text=True)
+    say(done.stdout.strip())
+    found = re.search(r"Accuracy ([\d.]+)", done.stdout)
+    assert found is not None, done.stdout
+    return float(found[1])
+
+
+def launch_and_kill(folder: Path) -> None:
+    """Run the command and kill it, as the kernel would, once it is half-way."""
+    process = subprocess.Popen(command(folder))
+    deadline = time.monotonic() + 300
+    while not any(record["timestamp"]["batch"] >= HALF_WAY for record in manifests(folder)):
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise SystemExit("the run ended, or took five minutes, before it was half-way")
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=60)
+
+
+def differences(a: Any, b: Any, path: str) -> list[str]:
+    """Where two nested states are not bit for bit equal."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return [] if a.dtype == b.dtype and torch.equal(a, b) else [path]
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [d for k in {*a, *b} for d in differences(a.get(k), b.get(k), f"{path}/{k}")]
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{path}/{i}")]
+    return [] if a == b else [path]
+
+
+def compare(folder_a: Path, folder_b: Path) -> list[str]:
+    """Where the newest checkpoints of two runs differ; wall-clock times and what measures them are left out."""
+    newest = [folder / manifests(folder)[-1]["name"] for folder in (folder_a, folder_b)]
+    a, b = (torch.load(path, weights_only=True) for path in newest)
+    parts = ("model", "optimizers", "schedulers", "algorithms", "rank_zero_seed")
+    unequal = [d for part in parts for d in differences(a["state"][part], b["state"][part], part)]
+    return unequal + differences(a["rng"], b["rng"], "rng")
+
+
+def main() -> None:
+    shutil.rmtree(RUNS, ignore_errors=True)
+    whole, killed = RUNS / "whole", RUNS / "killed"
+
+    say("1. A run without interruption.\n")
+    accuracy_whole = launch(whole)
+
+    say(f"\n2. The same run, killed with SIGKILL after batch {HALF_WAY} of {BATCHES_PER_EPOCH * EPOCHS}.\n")
+    launch_and_kill(killed)
+    survivor = manifests(killed)[-1]
+    say(f"\n   Killed. Its newest checkpoint is {survivor['name']}.")
+
+    say("\n3. The same command again: it goes on from there.\n")
+    accuracy_killed = launch(killed)
+
+    say("\n4. What is there now.\n")
+    for record in manifests(killed):
+        size = sum(file["size_bytes"] for file in record["files"])
+        say(
+            f"   {record['name']:24} batch {record['timestamp']['batch']:3}  {size / 1e3:6.0f} kB  {record['saved_at']}"
+        )
+    say(f"\n   accuracy without interruption {accuracy_whole}, killed and resumed {accuracy_killed}")
+    unequal = compare(whole, killed)
+    if unequal or accuracy_whole != accuracy_killed:
+        raise SystemExit(f"\nThe two runs differ in: {', '.join(unequal)}")
+    say("\nThe killed and resumed run equals the uninterrupted one bit for bit:")
+    say("weights, optimizer state, learning rate schedule and random numbers.")
+
+
+if __name__ == "__main__":
+    main()

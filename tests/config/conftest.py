@@ -1,0 +1,65 @@
+"""A folder with a run's YAML file and a module of the user's own beside it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+TASK = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from composerlite.models import ComposerClassifier
+
+NUMBER = 3
+
+
+def net(width=4):
+    return ComposerClassifier(nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 2)), num_classes=2)
+
+
+def data(size):
+    points = torch.arange(2.0 * size).view(size, 2) / size
+    return TensorDataset(points, torch.arange(size) % 2)
+
+
+def loader(size):
+    return torch.utils.data.DataLoader(data(size=size), batch_size=2)
+
+
+def plain_module():
+    return nn.Linear(2, 2)
+
+
+def together(samples):
+    return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+"""
+
+RUN = """\
+model: {name: my_task:net, width: 8}
+train_loader:
+  dataset: {name: my_task:data, size: 8}
+  batch_size: 4
+max_duration: 2ba
+progress_bar: false
+"""
+
+
+@pytest.fixture
+def write_run(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Writes ``run.yaml`` and the module ``my_task`` beside it, and gives the path of the YAML file."""
+    path_before = sys.path.copy()
+
+    def write(text: str = RUN, task: str = TASK) -> Path:
+        (tmp_path / "my_task.py").write_text(task)
+        file = tmp_path / "run.yaml"
+        file.write_text(text)
+        return file
+
+    yield write
+    sys.path[:] = path_before
+    sys.modules.pop("my_task", None)  # the next test has one of its own
