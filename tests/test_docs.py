@@ -1,0 +1,139 @@
+"""Every example in README.md and docs/ runs as it stands.
+
+The python blocks of a file run in order as one program, in an empty folder; the bash blocks in order, in the root of
+the repository. Two comments in a file change that::
+
+    <!-- prelude: tests/docs_preludes/NAME.py -->    runs before the file's python blocks: a model, some data
+    <!-- not run: reason -->                         the block that follows is left out
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+_FENCE = re.compile(r"\s*```\s*(\w*)")
+_NOT_RUN = re.compile(r"<!--\s*not run:\s*(.+?)\s*-->")
+_PRELUDE = re.compile(r"<!--\s*prelude:\s*(\S+)\s*-->")
+
+# As a program of its own, so that what the blocks define lives in __main__ and worker processes find it there.
+_RUN_FILES = "import sys\nfor path in sys.argv[1:]: exec(compile(open(path).read(), path, 'exec'), globals())"
+
+
+@dataclass(frozen=True)
+class Block:
+    """One example: its language, its code, the line of the document where the code starts, and why it is not run."""
+
+    language: str
+    code: str
+    line: int
+    not_run: str | None
+
+
+def blocks_in(text: str) -> list[Block]:
+    """The fenced blocks of a Markdown document."""
+    blocks: list[Block] = []
+    opened: tuple[str, int, str | None] | None = None
+    before = ""  # the last line that was not blank
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        fence = _FENCE.match(line)
+        if fence is not None and opened is None:
+            not_run = _NOT_RUN.search(before)
+            opened = fence[1], number + 1, None if not_run is None else not_run[1]
+        elif fence is not None and opened is not None:
+            language, start, reason = opened
+            code = textwrap.dedent("\n".join(lines[start:number]))
+            blocks.append(Block(language, code, start + 1, reason))
+            opened = None
+        if line.strip():
+            before = line
+    return blocks
+
+
+def cases(language: str) -> list[object]:
+    """A case for each document with blocks of ``language``, and a skipped one for each block that is not run."""
+    found: list[object] = []
+    for document in DOCUMENTS:
+        name = str(document.relative_to(ROOT))
+        blocks = [block for block in blocks_in(document.read_text()) if block.language == language]
+        if runnable := [block for block in blocks if block.not_run is None]:
+            found.append(pytest.param(document, runnable, id=name))
+        for block in blocks:
+            if block.not_run is not None:
+                skip = pytest.mark.skip(reason=f"not run: {block.not_run}")
+                found.append(pytest.param(document, [block], id=f"{name}:{block.line}", marks=skip))
+    return found
+
+
+@pytest.mark.parametrize(("document", "blocks"), cases("python"))
+def test_python_examples_run(document: Path, blocks: list[Block], tmp_path: Path) -> None:
+    """A reader can paste the python blocks of a page, one after the other, into a file and run it."""
+    # Each block stands at its own line, so that the traceback names the line of the document.
+    program = tmp_path / "programs" / document.name
+    program.parent.mkdir()
+    lines: list[str] = []
+    for block in blocks:
+        lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
+    program.write_text("\n".join(lines) + "\n")
+    prelude = _PRELUDE.search(document.read_text())
+    files = [str(program)] if prelude is None else [str(ROOT / prelude[1]), str(program)]
+
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    result = subprocess.run([sys.executable, "-c", _RUN_FILES, *files], cwd=folder, capture_output=True, text=True)
+    if result.returncode != 0:
+        at = re.findall(rf'"{re.escape(str(program))}", line (\d+)', result.stderr)
+        pytest.fail(f"{document.relative_to(ROOT)}:{at[-1] if at else blocks[0].line}\n{result.stdout}{result.stderr}")
+
+
+@pytest.mark.parametrize(("document", "blocks"), cases("bash"))
+def test_bash_examples_run(document: Path, blocks: list[Block]) -> None:
+    """A reader can paste the commands of a page into a shell, in the root of the repository."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for block in blocks:
+        result = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.code],
+            cwd=ROOT,
+            env={**os.environ, "PATH": path},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        if result.returncode != 0:
+            pytest.fail(f"{document.relative_to(ROOT)}:{block.line}\n{result.stdout}{result.stderr}")
+
+
+def test_blocks_are_found_where_they_are() -> None:
+    """What this file runs is what a reader sees: languages, lines, indentation, reasons."""
+    text = "\n".join(
+        [
+            "Text",
+            "```python",
+            "x = 1",
+            "```",
+            "<!-- not run: needs a GPU -->",
+            "",
+            "   ```bash",
+            "   make demo",
+            "   ```",
+            "```text",
+            "no code",
+            "```",
+        ]
+    )
+    assert blocks_in(text) == [
+        Block("python", "x = 1", 3, None),
+        Block("bash", "make demo", 8, "needs a GPU"),
+        Block("text", "no code", 11, None),
+    ]
