@@ -31,7 +31,7 @@ class Plays(Dataset[dict[str, Tensor]]):
     An item holds ``input_ids`` and ``labels``, int64 of shape (context,): a label is the byte that follows.
     """
 
-    def __init__(self, split: str = "train", context: int = 128) -> None:
+    def __init__(self, split: str = "train", context: int = 64) -> None:
         if split not in ("train", "val"):
             raise ConfigError(f"split={split!r}: want 'train' or 'val'.")
         text = _read_plays()
@@ -102,7 +102,7 @@ class GPT(ComposerModel):
     vocabulary = 256
 
     def __init__(
-        self, context: int = 128, width: int = 128, depth: int = 2, heads: int = 4, dropout: float = 0.0
+        self, context: int = 64, width: int = 96, depth: int = 2, heads: int = 4, dropout: float = 0.0
     ) -> None:
         super().__init__()
         if width % heads:

@@ -103,6 +103,12 @@ class CheckpointSaver(Callback):
             raise ConfigError(f"save_folder={self.folder!r} cannot be written to: {e}. Choose another folder.") from e
         self.catalog.recover()
 
+    def after_load(self, state: State, logger: Logger) -> None:
+        """Know the checkpoints of this run that are behind it."""
+        now = int(state.timestamp.batch)
+        mine = [manifest for manifest in self._manifests(state) if manifest.batch <= now]
+        self.saved_checkpoints = [self._path(manifest.name) for manifest in mine]
+
     def fit_start(self, state: State, logger: Logger) -> None:
         """Refuse to start where this run would overwrite a checkpoint that is ahead of it."""
         if not self.overwrite:
@@ -116,8 +122,6 @@ class CheckpointSaver(Callback):
         now = int(state.timestamp.batch)
         if self.last_checkpoint_batch is not None and self.last_checkpoint_batch > now:
             self.last_checkpoint_batch = None  # time was reset: what was saved then says nothing about now
-        mine = [manifest for manifest in self._manifests(state) if manifest.batch <= now]
-        self.saved_checkpoints = [self._path(manifest.name) for manifest in mine]
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Save if the interval says so."""

@@ -4,8 +4,7 @@ Importing this package and reading a file do not import torch.
 """
 
 from composerlite.config.build import build_trainer
-from composerlite.config.registry import registered
 from composerlite.config.schema import RunConfig
 from composerlite.config.yaml import load_config
 
-__all__ = ["RunConfig", "build_trainer", "load_config", "registered"]
+__all__ = ["RunConfig", "build_trainer", "load_config"]

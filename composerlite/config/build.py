@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composerlite.config.origin import Origin, dotted
+from composerlite.config.origin import Origin, YamlPath, dotted
 from composerlite.config.registry import Family, find, import_attribute
 from composerlite.config.schema import Component, Loader, RunConfig
 from composerlite.errors import ConfigError
@@ -52,11 +53,15 @@ def build_trainer(config: RunConfig) -> Trainer:
         Evaluator(dataloader=make(), **vars(evaluation.arguments))
         for make, evaluation in zip(make_eval_loaders, config.eval_loaders, strict=True)
     ]
+    optimizer = None
+    if make_optimizer is not None:
+        with _rules_of_torch(("optimizer",), origin):
+            optimizer = make_optimizer(model.parameters())
     return Trainer(
         model=model,
         train_dataloader=make_train_loader(),
         eval_dataloader=evaluators or None,
-        optimizers=None if make_optimizer is None else make_optimizer(model.parameters()),
+        optimizers=optimizer,
         schedulers=[make() for make in make_schedulers],
         algorithms=[make() for make in make_algorithms],
         callbacks=[make() for make in make_callbacks],
@@ -92,12 +97,21 @@ def _find_loader(loader: Loader | Component, origin: Origin) -> Callable[[], Any
         from torch.utils.data import DataLoader
 
         dataset = make_dataset()
-        try:
+        with _rules_of_torch(loader.path, origin):
             return DataLoader(dataset, **arguments)
-        except ValueError as e:  # torch's own rules: prefetch_factor needs workers, batch_size is positive, …
-            raise ConfigError(f"{origin.where(loader.path)}: {dotted(loader.path)}: {e}") from e
 
     return make
+
+
+@contextlib.contextmanager
+def _rules_of_torch(path: YamlPath, origin: Origin) -> Generator[None]:
+    """Make what torch refuses (a negative learning rate, a batch of no samples) an error of the configuration."""
+    try:
+        yield
+    except ConfigError:
+        raise  # it has its place already
+    except ValueError as e:
+        raise ConfigError(f"{origin.where(path)}: {dotted(path)}: {e}") from e
 
 
 def _checked_model(model: Any, config: RunConfig) -> ComposerModel:

@@ -38,14 +38,16 @@ def parse(values: Mapping[str, Any], origin: Origin, *, text: str) -> RunConfig:
     """
     flat = _names(TrainerArguments)
     _reject_unknown(values, {*PARTS, *flat, "variables"}, (), origin)
+    if not isinstance(values.get("variables", {}), dict | None):
+        place = origin.where(("variables",))
+        raise ConfigError(f"{place}: variables={values['variables']!r}: want a mapping from names to values.")
     for key, example in (("model", "{name: my_task:MyModel}"), ("train_loader", "{…}"), ("max_duration", "5ep")):
         if values.get(key) is None:
             raise ConfigError(f"{origin.where((key,))}: {key!r} is missing. Add a line such as '{key}: {example}'.")
-    eval_loader = values.get("eval_loader")
     return RunConfig(
         model=_component(values["model"], ("model",), origin),
         train_loader=_loader(values["train_loader"], ("train_loader",), origin),
-        eval_loaders=list(_evaluations(eval_loader, origin)),
+        eval_loaders=list(_evaluations(values.get("eval_loader"), origin)),
         optimizer=_optional_component(values, "optimizer", origin),
         scheduler=_optional_component(values, "scheduler", origin),
         algorithms=list(_components(values.get("algorithms"), "algorithms", origin)),
@@ -164,7 +166,7 @@ def _typed(schema: type[D], values: Mapping[str, Any], path: YamlPath, origin: O
             quotes = ""
             if _fits("", hints[key]) and not isinstance(value, list):
                 quotes = f" For text that YAML reads as something else, write {key}: 'text'"
-                quotes += f", or {key}='\"text\"' in a shell." if place in origin.overrides else "."
+                quotes += f", or {dotted(place)}='\"text\"' in a shell." if place in origin.overrides else "."
             raise ConfigError(
                 f"{origin.where(place)}: {dotted(place)}={value!r}: want {_in_words(hints[key])}.{quotes}"
             )

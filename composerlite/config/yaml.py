@@ -88,7 +88,7 @@ def _apply(override: str, values: DictConfig, lines: Mapping[YamlPath, int], giv
     if not path or not equals:
         raise ConfigError(f"override {override!r}: want KEY=VALUE, such as max_duration=5ep or optimizer.lr=1e-3.")
     if path[0] == "variables":
-        known = list(values.get("variables") or {})
+        known = _variables(values)
         if len(path) == 1 or path[1] not in known:
             name = ".".join(path[1:])
             raise ConfigError(f"override {override!r}: the file has no variable {name!r}.{did_you_mean(name, known)}")
@@ -105,6 +105,15 @@ def _apply(override: str, values: DictConfig, lines: Mapping[YamlPath, int], giv
         raise ConfigError(f"override {override!r}: {key!r} cannot be set: {str(e).splitlines()[0]}") from e
     made = [path[:end] for end in range(1, len(path)) if path[:end] not in lines]
     given.update(dict.fromkeys((*made, path, *_paths_below(value, path)), override))
+
+
+def _variables(values: DictConfig) -> list[str]:
+    """The names under ``variables:``."""
+    from omegaconf import OmegaConf
+
+    content: Any = OmegaConf.to_container(values, resolve=False)
+    variables = content.get("variables")
+    return [str(name) for name in variables] if isinstance(variables, dict) else []
 
 
 def _path(key: str | None) -> YamlPath:
@@ -128,5 +137,5 @@ def _resolve(values: DictConfig, origin: Origin) -> dict[str, Any]:
     except OmegaConfBaseException as e:
         problem = str(e).splitlines()[0].rstrip(".")
         variable = re.search(r"variables\.(\w+)", problem)
-        hint = did_you_mean(variable[1], values.get("variables") or ()) if variable is not None else ""
+        hint = did_you_mean(variable[1], _variables(values)) if variable is not None else ""
         raise ConfigError(f"{origin.where(_path(e.full_key))}: {e.full_key}: {problem}.{hint}") from e

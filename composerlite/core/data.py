@@ -37,7 +37,7 @@ def count_samples(batch: Batch) -> int:
         ConfigError: there is no tensor in it; pass ``DataSpec(get_num_samples_in_batch=…)``.
     """
     if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor and batch[0].dim():
-        return len(batch[0])  # what default collation of (inputs, targets) gives: once per step, so made quick
+        return batch[0].size(0)  # what default collation of (inputs, targets) gives: once per step, so made quick
     found = _first_tensor(batch)
     if found is None:
         raise ConfigError(

@@ -136,7 +136,10 @@ class State:
 
     @max_duration.setter
     def max_duration(self, value: TimeInput | None) -> None:
-        time = None if value is None else Time.from_input(value, TimeUnit.EPOCH)
+        try:
+            time = None if value is None else Time.from_input(value, TimeUnit.EPOCH)
+        except ConfigError as e:
+            raise ConfigError(f"max_duration={value!r}: {e}") from e
         if time is not None and time.unit is TimeUnit.DURATION:
             raise ConfigError(
                 f"max_duration={str(value)!r}: 'dur' is a fraction of max_duration itself; use another unit."

@@ -181,7 +181,7 @@ def build_evaluators(
     Raises:
         ConfigError: two of one label.
     """
-    if eval_dataloader is None:
+    if eval_dataloader is None or eval_dataloader == []:
         return []
     several = isinstance(eval_dataloader, list | tuple) and any(isinstance(e, Evaluator) for e in eval_dataloader)
     given: Any = eval_dataloader if several else [eval_dataloader]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from composerlite.cli.errors import readable_errors
+
 ROOT = Path(__file__).parents[2]
 COMPOSERLITE = str(Path(sysconfig.get_path("scripts")) / "composerlite")
 
@@ -26,21 +28,21 @@ def test_digits_are_learned(tmp_path: Path) -> None:
     done = run("train", "configs/digits.yaml", "max_duration=5ep", f"save_folder={tmp_path}", "run_name=digits")
     assert done.returncode == 0, done.stderr
     summary = done.stdout.splitlines()[-1]
-    assert summary.startswith("run digits: 5 epochs, 115 batches, ")
+    assert summary.startswith("run digits ended at epoch 5, batch 115: ")
     assert summary.endswith(f"last checkpoint {tmp_path}/ep5-ba115-rank0.pt")
     assert (tmp_path / "ep5-ba115-rank0.pt").is_file()
     accuracy = float(summary.split("MulticlassAccuracy ")[1].split(",")[0])
     assert accuracy > 0.95
 
 
-def test_a_run_goes_on_where_it_stood(tmp_path: Path) -> None:
-    """The same command with ``autoresume`` and a later end trains only what is missing."""
+def test_a_finished_run_that_is_started_again_ends_at_once(tmp_path: Path) -> None:
+    """With ``autoresume`` the same command trains what is missing: nothing, if nothing is, and that is no error."""
     arguments = ("train", "configs/digits.yaml", f"save_folder={tmp_path}", "run_name=digits", "autoresume=true")
-    first = run(*arguments, "max_duration=2ba", "save_interval=1ba")
-    longer = run(*arguments, "max_duration=3ba", "save_interval=1ba")
-    assert [first.returncode, longer.returncode] == [0, 0], first.stderr + longer.stderr
-    assert "run digits: 0 epochs, 3 batches, " in longer.stdout
-    assert sorted(path.name for path in tmp_path.glob("ep*.pt")) == [f"ep0-ba{batch}-rank0.pt" for batch in (1, 2, 3)]
+    first = run(*arguments, "max_duration=2ba")
+    again = run(*arguments, "max_duration=2ba")
+    assert [first.returncode, again.returncode] == [0, 0], first.stderr + again.stderr
+    assert first.stdout.startswith("run digits ended at epoch 0, batch 2: ")
+    assert again.stdout == f"run digits had ended before at epoch 0, batch 2: checkpoint {tmp_path}/ep0-ba2-rank0.pt\n"
 
 
 @pytest.mark.skipif(
@@ -61,7 +63,7 @@ def test_the_gpt_reads_real_text(tmp_path: Path) -> None:
         "run_name=gpt",
     )
     assert done.returncode == 0, done.stderr
-    assert "run gpt: 0 epochs, 4 batches, " in done.stdout
+    assert "run gpt ended at epoch 0, batch 4: " in done.stdout
     assert "Perplexity" in done.stdout
 
 
@@ -111,6 +113,12 @@ def test_traceback_shows_where_the_error_was_raised(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("Traceback")
     assert "there is no such file" in done.stderr
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    """Only errors that composerlite raises on purpose are made short."""
+    with pytest.raises(ZeroDivisionError), readable_errors(traceback=False):
+        _ = 1 / 0
 
 
 def test_a_missing_checkpoint_is_one_message_and_status_1(tmp_path: Path) -> None:

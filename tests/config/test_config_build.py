@@ -87,10 +87,17 @@ def test_a_model_of_the_wrong_kind_is_refused(write_run: WriteRun) -> None:
         build_trainer(load_config(file))
 
 
-def test_what_the_data_loader_refuses_is_told_with_its_place(write_run: WriteRun) -> None:
-    """torch's own rules for loaders come out as errors of the configuration."""
-    with pytest.raises(ConfigError, match=r"run.yaml:2: train_loader: prefetch_factor"):
-        build_trainer(load_config(write_run(), ["train_loader.prefetch_factor=2"]))
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train_loader.prefetch_factor=2", r"run.yaml:2: train_loader: prefetch_factor"),
+        ("optimizer={name: torch.optim:SGD, lr: -1}", r"override '.*': optimizer: Invalid learning rate: -1"),
+    ],
+)
+def test_what_torch_refuses_is_told_with_its_place(write_run: WriteRun, override: str, expected: str) -> None:
+    """torch's own rules for loaders and optimizers come out as errors of the configuration."""
+    with pytest.raises(ConfigError, match=expected):
+        build_trainer(load_config(write_run(), [override]))
 
 
 def test_a_mistake_in_the_last_line_is_found_before_the_data_is_loaded(write_run: WriteRun) -> None:

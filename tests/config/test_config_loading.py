@@ -199,6 +199,13 @@ def test_a_loader_without_its_essentials_is_refused(write: Write) -> None:
     assert "want a mapping with 'dataset:'" in message_of(write(GOOD), "train_loader=3")
 
 
+def test_variables_are_a_mapping(write: Write) -> None:
+    """Anything else gives no names to refer to."""
+    file = write("variables: 3\n")
+    assert message_of(file) == f"{file}:1: variables=3: want a mapping from names to values."
+    assert "the file has no variable 'x'" in message_of(file, "variables.x=3")
+
+
 def test_two_loaders_of_one_label_are_refused(write: Write) -> None:
     """Their metrics would overwrite each other."""
     assert "have the label 'easy'" in message_of(write(GOOD), "eval_loader[1].label=easy")

@@ -6,12 +6,13 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from torch.utils.data import DataLoader
 
 from composerlite import Evaluator, Trainer
+from composerlite.config.registry import Family, registered
 from composerlite.config.schema import PARTS, EvaluatorArguments, LoaderArguments, TrainerArguments
 
 OBJECTS = {
@@ -56,4 +57,11 @@ def test_every_key_is_documented() -> None:
         *PARTS,
         *(f.name for schema in (TrainerArguments, LoaderArguments, EvaluatorArguments) for f in fields(schema)),
     ]
-    assert [key for key in keys if f"`{key}" not in text] == []
+    assert [key for key in keys if f"`{key}`" not in text] == []
+
+
+@pytest.mark.parametrize("family", get_args(Family))
+def test_every_name_is_documented(family: Family) -> None:
+    """docs/configuration.md lists each class that has a name."""
+    text = DOCS.read_text()
+    assert [name for name in registered(family) if f"`{name}`" not in text] == []

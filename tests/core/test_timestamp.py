@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -50,6 +51,13 @@ def test_fields_are_given_by_name() -> None:
     assert (stamp.epoch, stamp.batch, stamp.total_wct) == ("2ep", "20ba", timedelta(seconds=5))
     with pytest.raises(ConfigError, match=r"no field epochs\. Fields: iteration, epoch, "):
         Timestamp(epochs=2)
+
+
+@pytest.mark.parametrize("value", [-3, 3.7, "3ba", "3", Time.from_epoch(3)])
+def test_a_count_is_a_whole_number_in_its_own_unit(value: Any) -> None:
+    """Negative, broken and foreign counts are refused with the name of the field."""
+    with pytest.raises(ConfigError, match=r"Timestamp\(batch="):
+        Timestamp(batch=value)
 
 
 def test_a_timestamp_cannot_be_changed() -> None:
@@ -118,6 +126,15 @@ def test_a_timestamp_survives_being_saved(stamp: Timestamp) -> None:
     assert Timestamp.from_state_dict(saved) == stamp
     plain = {k: v.total_seconds() if isinstance(v, timedelta) else v for k, v in saved.items()}
     assert Timestamp.from_state_dict(plain) == stamp
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=20))
+def test_measured_times_survive_being_saved(durations: list[float]) -> None:
+    """Clocks that were read to the nanosecond are the same after loading: a resumed run counts on from there."""
+    stamp = Timestamp()
+    for duration in durations:
+        stamp = stamp.to_next_batch(1, 0, duration)
+    assert Timestamp.from_state_dict(stamp.state_dict()) == stamp
 
 
 def test_a_timestamp_of_an_older_version_is_read() -> None:
