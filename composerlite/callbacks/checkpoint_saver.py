@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from pathlib import Path
 from typing import Any, final
 
-from composerlite import dist
 from composerlite.checkpoint import (
     Catalog,
     IgnoreKeys,
@@ -76,7 +76,7 @@ class CheckpointSaver(Callback):
             name = check_template(str(latest_filename), argument="save_latest_filename")
             self.latest_filename = PartialFilePath(name, folder)
         self.save_interval = create_interval_scheduler(save_interval)
-        self.folder = folder
+        self.folder = self._folder_template = folder
         self.overwrite = overwrite
         self.num_checkpoints_to_keep = num_checkpoints_to_keep
         self.weights_only = weights_only
@@ -92,22 +92,19 @@ class CheckpointSaver(Callback):
         Raises:
             ConfigError: the folder cannot be made or written to.
         """
-        self.folder = format_name_with_dist(self.folder, state.run_name)
+        self.folder = format_name_with_dist(self._folder_template, state.run_name)
         folder = Path(self.folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            probe = folder / f".writable-{dist.get_global_rank()}"
-            probe.touch()
-            probe.unlink()
+            with tempfile.TemporaryFile(dir=folder):
+                pass  # it can be written to
         except OSError as e:
             raise ConfigError(f"save_folder={self.folder!r} cannot be written to: {e}. Choose another folder.") from e
         self.catalog.recover()
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Know the checkpoints of this run that are behind it."""
-        now = int(state.timestamp.batch)
-        mine = [manifest for manifest in self._manifests(state) if manifest.batch <= now]
-        self.saved_checkpoints = [self._path(manifest.name) for manifest in mine]
+        self.saved_checkpoints = [self._path(manifest.name) for manifest in self._manifests(state)]
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Refuse to start where this run would overwrite a checkpoint that is ahead of it."""
@@ -147,7 +144,7 @@ class CheckpointSaver(Callback):
         """Save a checkpoint now, move ``latest``, delete what is not to be kept; the path of the checkpoint."""
         # Set first: the checkpoint that is being written counts as saved in its own state.
         self.last_checkpoint_batch = int(state.timestamp.batch)
-        path = save(
+        saved = save(
             state,
             catalog=self.catalog,
             template=self.filename.filename,
@@ -156,15 +153,16 @@ class CheckpointSaver(Callback):
             overwrite=self.overwrite,
             latest=None if self.latest_filename is None else self.latest_filename.filename,
         )
-        if str(path) in self.saved_checkpoints:
-            self.saved_checkpoints.remove(str(path))
-        self.saved_checkpoints.append(str(path))
+        path = self._path(str(saved.relative_to(self.folder)))
+        if path in self.saved_checkpoints:
+            self.saved_checkpoints.remove(path)
+        self.saved_checkpoints.append(path)
         if self.num_checkpoints_to_keep != -1:
             for manifest in deletions(self._manifests(state), self._retention):
                 self.catalog.delete(manifest)
                 if (gone := self._path(manifest.name)) in self.saved_checkpoints:
                     self.saved_checkpoints.remove(gone)
-        return str(path)
+        return path
 
     @property
     def catalog(self) -> Catalog:
@@ -172,15 +170,22 @@ class CheckpointSaver(Callback):
         return Catalog(self.folder)
 
     def _manifests(self, state: State) -> list[Manifest]:
-        """The checkpoints that this saver wrote, in this process or before a resume."""
+        """The checkpoints that this saver wrote, in this process or before a resume.
+
+        Those ahead of the run are not among them: they are left from before it was started over, and would count as
+        newer than what it saves now.
+        """
         return [
             manifest
             for manifest in self.catalog.manifests()
-            if manifest.run_name == state.run_name and manifest.template == self.filename.filename
+            if manifest.run_name == state.run_name
+            and manifest.template == self.filename.filename
+            and manifest.batch <= int(state.timestamp.batch)
         ]
 
     def _path(self, name: str) -> str:
-        return str(Path(self.folder) / name)
+        """The folder as the user wrote it, with its './' if it has one, and the name."""
+        return f"{self.folder.rstrip('/')}/{name}"
 
     # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────
     def state_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -85,6 +86,19 @@ class Catalog:
                     f"checkpoint {manifest.name!r}: the bytes of {str(path)!r} are not those that were saved."
                 )
 
+    def is_replaced(self, manifest: Manifest) -> bool:
+        """Whether the data of the checkpoint is, whole, that of a newer one that takes its place.
+
+        Between the two renames of a commit the newer data is there beside the older manifest; a killed process leaves
+        it so until :meth:`recover`, and a live one may have gone on since ``manifest`` was read.
+        """
+        path = self._manifest_path(manifest.name)
+        for candidate in (path, *path.parent.glob(f".{glob.escape(path.name)}.tmp-*")):
+            newer = self._finished_intention(candidate)
+            if newer is not None and newer.name == manifest.name:
+                return True
+        return False
+
     # ── changing ─────────────────────────────────────────────────────────────────────────────────────────────────
     def reserve(self, name: str, *, overwrite: bool) -> Path:
         """The path for the data of a new checkpoint ``name``; its folders exist.
@@ -158,7 +172,7 @@ class Catalog:
         try:
             manifest = Manifest.from_json(temporary.read_bytes(), str(temporary))
             self.verify(manifest)
-        except (CorruptCheckpointError, IsADirectoryError):
+        except (CorruptCheckpointError, IsADirectoryError, FileNotFoundError):
             return None
         return manifest
 

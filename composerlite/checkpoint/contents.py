@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from composerlite.checkpoint import rng
@@ -59,7 +59,8 @@ def check_ignore_keys(ignore_keys: IgnoreKeys, *, argument: str) -> IgnoreKeys:
     """
     if ignore_keys is None or callable(ignore_keys):
         return ignore_keys
-    if isinstance(ignore_keys, str) or not all(isinstance(glob, str) for glob in ignore_keys):  # pyright: ignore[reportUnnecessaryIsInstance]
+    iterable = isinstance(ignore_keys, Iterable) and not isinstance(ignore_keys, str)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not iterable or not all(isinstance(glob, str) for glob in ignore_keys):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(
             f"{argument}={ignore_keys!r}: want a list of globs such as ['state/optimizers/*'], or a function."
         )
@@ -67,7 +68,11 @@ def check_ignore_keys(ignore_keys: IgnoreKeys, *, argument: str) -> IgnoreKeys:
 
 
 def without(contents: StateDict, ignore_keys: IgnoreKeys) -> StateDict:
-    """``contents`` less what ``ignore_keys`` takes out. ``contents`` itself is not changed; tensors are shared."""
+    """``contents`` less what ``ignore_keys`` takes out. ``contents`` itself is not changed; tensors are shared.
+
+    Where globs take out all that a dict or list holds, it goes as well: an optimizer without any state is left out, as
+    opposed to a run without an optimizer.
+    """
     if ignore_keys is None:
         return contents
     if callable(ignore_keys):
@@ -104,10 +109,15 @@ def _filtered(node: Any, globs: tuple[str, ...], used: set[str], path: str) -> A
         return _filtered(value, globs, used, f"{path}/{key}" if path else str(key))
 
     if type(node) is dict:
-        return {key: inner(key, value) for key, value in node.items() if keep(key)}
-    if type(node) is list:
+        kept = {key: inner(key, value) for key, value in node.items() if keep(key)}
+        return {key: value for key, value in kept.items() if not _emptied(node[key], value)}
+    if type(node) is list:  # an item that was emptied stays: the next ones keep their numbers
         return [inner(index, value) for index, value in enumerate(node) if keep(index)]
     return node
+
+
+def _emptied(before: Any, after: Any) -> bool:
+    return type(after) in (dict, list) and not after and bool(before)
 
 
 def _copy_containers(node: Any) -> Any:

@@ -13,13 +13,15 @@ from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, check_ignore_keys, without
 from composerlite.checkpoint.naming import format_name_with_dist
 from composerlite.checkpoint.trusted import safe_torch_load
-from composerlite.errors import CheckpointNotFoundError, IncompatibleCheckpointError
+from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.types import StateDict
 
 __all__ = ["load_checkpoint", "read_checkpoint"]
 
 log = logging.getLogger(__name__)
 _LARGE_BYTES = 1 << 28
+_WEIGHTS_ONLY = {"model", "integrations", "metadata", "algorithms"}
+"""What a checkpoint holds at most that was saved for its weights."""
 
 
 def read_checkpoint(path: str | Path, *, trust_checkpoint: bool = False, progress_bar: bool = False) -> StateDict:
@@ -43,7 +45,11 @@ def read_checkpoint(path: str | Path, *, trust_checkpoint: bool = False, progres
         log.warning("checkpoint %s has no manifest: it is loaded unverified", path)
     else:
         with _progress(f"verifying {path.name}", manifest.size_bytes, progress_bar) as progress:
-            catalog.verify(manifest, progress)
+            try:
+                catalog.verify(manifest, progress)
+            except CorruptCheckpointError:
+                if not catalog.is_replaced(manifest):
+                    raise
     contents = safe_torch_load(path, trust_checkpoint=trust_checkpoint)
     if not isinstance(contents, dict) or not isinstance(contents.get("state"), dict):
         found = ", ".join(map(repr, list(contents)[:8])) if isinstance(contents, dict) else type(contents).__name__
@@ -89,17 +95,16 @@ def load_checkpoint(
     """
     path = format_name_with_dist(str(path), state.run_name)
     contents = read_checkpoint(path, trust_checkpoint=trust_checkpoint, progress_bar=progress_bar)
+    saved_weights_only = set(contents["state"]) <= _WEIGHTS_ONLY
     contents = without(contents, check_ignore_keys(ignore_keys, argument="load_ignore_keys"))
+    saved = contents.get("state", {})
     exclude = list(exclude_algorithms or ())
     source = f"checkpoint {path!r}"
-    saved_weights_only = "timestamp" not in contents["state"] and "optimizers" not in contents["state"]
     if load_weights_only or saved_weights_only:
-        state.load_model_state(
-            contents["state"], strict=strict_model_weights, exclude_algorithms=exclude, source=source
-        )
+        state.load_model_state(saved, strict=strict_model_weights, exclude_algorithms=exclude, source=source)
         log.info("loaded the weights of %s", path)
         return None
-    state.load_state_dict(contents["state"], strict=strict_model_weights, exclude_algorithms=exclude, source=source)
+    state.load_state_dict(saved, strict=strict_model_weights, exclude_algorithms=exclude, source=source)
     log.info("loaded %s", path)
     return contents.get("rng")
 

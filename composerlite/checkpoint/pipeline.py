@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import platform
 import time
 from importlib.metadata import version
@@ -17,7 +18,7 @@ from composerlite.checkpoint.formats import torch_file
 from composerlite.checkpoint.manifest import FileRecord, Manifest, plain_timestamp
 from composerlite.checkpoint.naming import check_template, format_name_with_dist_and_time
 from composerlite.errors import SaveError
-from composerlite.storage import DigestWriter, StagedFile
+from composerlite.storage import StagedFile
 
 __all__ = ["save", "save_checkpoint"]
 
@@ -57,12 +58,10 @@ def save(
     path = catalog.reserve(name, overwrite=overwrite)
     contents = gather(state, weights_only=weights_only, ignore_keys=ignore_keys)
     with StagedFile(path) as data:
-        digest = DigestWriter(data.file)
         try:
-            torch_file.write(contents, digest)
-        except (AttributeError, TypeError, ValueError) as e:  # what pickle raises for a thing it cannot write
+            size_bytes, digest = torch_file.write(contents, data.temporary)
+        except (pickle.PickleError, AttributeError, TypeError, ValueError) as e:  # what cannot be pickled raises any
             raise SaveError(f"checkpoint {str(path)!r}: its contents cannot be written: {e}") from e
-        data.flush()
         manifest = Manifest(
             name=name,
             kind="weights" if weights_only else "monolithic",
@@ -70,7 +69,7 @@ def save(
             run_name=state.run_name,
             timestamp=plain_timestamp(state.timestamp.state_dict()),
             world_size=dist.get_world_size(),
-            files=(FileRecord(path=name, size_bytes=digest.size_bytes, xxh3_128=digest.hexdigest()),),
+            files=(FileRecord(path=name, size_bytes=size_bytes, xxh3_128=digest),),
             left_out=("<function>",) if callable(ignore_keys) else tuple(ignore_keys or ()),
             versions={
                 "composerlite": version("composerlite"),
@@ -84,7 +83,7 @@ def save(
         if link != name:
             catalog.point_latest(link, name)
     seconds = time.perf_counter() - start
-    log.info("saved checkpoint %s (%.1f MB in %.2f s)", path, digest.size_bytes / 1e6, seconds)
+    log.info("saved checkpoint %s (%.1f MB in %.2f s)", path, size_bytes / 1e6, seconds)
     return path
 
 

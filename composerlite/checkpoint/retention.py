@@ -44,13 +44,14 @@ def retention_policy(num_checkpoints_to_keep: int) -> RetentionPolicy:
     """-1 keeps all, a positive number the newest so many.
 
     Raises:
-        ConfigError: zero, which would keep nothing, or less than -1.
+        ConfigError: zero, which would keep nothing, less than -1, or no whole number.
     """
-    if num_checkpoints_to_keep == -1:
+    whole = isinstance(num_checkpoints_to_keep, int) and not isinstance(num_checkpoints_to_keep, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if whole and num_checkpoints_to_keep == -1:
         return KeepAll()
-    if num_checkpoints_to_keep < 1:
+    if not whole or num_checkpoints_to_keep < 1:
         raise ConfigError(
-            f"num_checkpoints_to_keep={num_checkpoints_to_keep}: want -1 to keep all or a positive number; a local "
+            f"num_checkpoints_to_keep={num_checkpoints_to_keep!r}: want -1 to keep all or a positive number; a local "
             "folder that keeps none could not be resumed from."
         )
     return KeepLast(num_checkpoints_to_keep)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import errno
 import pathlib
 import pickle
 import re
@@ -27,7 +28,12 @@ __all__ = ["is_loadable", "safe_torch_load", "safe_types"]
 # numpy pickles its arrays and scalars through these private functions; Composer's RNG states contain them.
 _NUMPY = [multiarray._reconstruct, multiarray.scalar, numeric._frombuffer]  # type: ignore[attr-defined]
 _DTYPES = [value for value in vars(numpy.dtypes).values() if isinstance(value, type)]
-_REFUSED = re.compile(r"Unsupported (?:global|class|type)\S*:? (?:GLOBAL )?([\w.]+)")
+
+# How torch says what it refuses: a name that is not allowed, one that never is, a type that it cannot fill.
+_NOT_ALLOWED = re.compile(r"Unsupported global: GLOBAL ([\w.]+\w)")
+_BLOCKED = re.compile(r"unsupported GLOBAL ([\w.]+\w) whose module")
+_NOT_FILLED = re.compile(r"but got <class '(\w+\.[\w.]+)'>")
+_ADVICE = ("Weights only load failed", "Please file an issue", "Check the documentation")
 
 
 def safe_types() -> list[Any]:
@@ -45,6 +51,7 @@ def safe_types() -> list[Any]:
         slice,
         # the factories of defaultdicts
         *(list, dict, set, int, float, str, bool, tuple),
+        bytes,  # how an empty array is written
         np.ndarray,
         np.dtype,
         TorchVersion,
@@ -89,17 +96,38 @@ def safe_torch_load(
             return torch.load(path, map_location=map_location, weights_only=False)
         with torch.serialization.safe_globals(safe_types()):
             return torch.load(path, map_location=map_location, weights_only=True)
-    except (OSError, MemoryError):
+    except MemoryError:
         raise
     except Exception as e:  # damaged bytes make the reader raise nearly anything
-        if isinstance(e, pickle.UnpicklingError) and (match := _REFUSED.search(str(e))):
-            name = match[1].rstrip(".")
+        # EINVAL: what is left of the file sends the reader to a place before its start.
+        if isinstance(e, OSError) and e.errno != errno.EINVAL:
+            raise
+        if isinstance(e, pickle.UnpicklingError) and (refusal := _refusal(str(e))) is not None:
             raise UntrustedCheckpointError(
-                f"checkpoint {str(path)!r} holds {name}, which is not known to be safe to load. If it is yours, allow "
-                f"the type with torch.serialization.add_safe_globals([{name.rsplit('.', 1)[-1]}]), or load with "
-                "trust_checkpoint=True, which runs whatever code the file holds."
+                f"checkpoint {str(path)!r} holds {refusal}load with trust_checkpoint=True, which runs whatever code "
+                "the file holds."
             ) from e
-        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise CorruptCheckpointError(
-            f"checkpoint {str(path)!r} cannot be read, it is damaged or foreign: {reason}"
+            f"checkpoint {str(path)!r} cannot be read, it is damaged or foreign: {_reason(e)}"
         ) from e
+
+
+def _refusal(message: str) -> str | None:
+    """What torch refused to load, and the way out up to the word "or"; ``None`` if it failed for another reason."""
+    if match := _NOT_ALLOWED.search(message):
+        kind = match[1].rsplit(".", 1)[-1]
+        return (
+            f"{match[1]}, which is not known to be safe to load. If it is yours, allow the type with "
+            f"torch.serialization.add_safe_globals([{kind}]), or "
+        )
+    if match := _BLOCKED.search(message):
+        return f"{match[1]}, which can do anything to this machine. Only if the file is yours "
+    if match := _NOT_FILLED.search(message):
+        return f"{match[1]} in a form that is not known to be safe to load. If it is yours "
+    return None
+
+
+def _reason(e: Exception) -> str:
+    """What is wrong with the file, without torch's advice to load it in spite of that."""
+    lines = [line for line in str(e).splitlines() if line.strip() and not line.startswith(_ADVICE)]
+    return lines[0].split(". ")[0] if lines else type(e).__name__

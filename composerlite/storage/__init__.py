@@ -1,7 +1,6 @@
 """Where bytes are kept. Nothing here imports torch or knows of training."""
 
 from composerlite.storage.disk import (
-    DigestWriter,
     StagedFile,
     abandoned_temporaries,
     atomic_write,
@@ -9,10 +8,11 @@ from composerlite.storage.disk import (
     fsync_folder,
     replace_symlink,
 )
+from composerlite.storage.stream_writer import StreamWriter
 
 __all__ = [
-    "DigestWriter",
     "StagedFile",
+    "StreamWriter",
     "abandoned_temporaries",
     "atomic_write",
     "digest_file",

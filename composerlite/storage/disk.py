@@ -9,12 +9,11 @@ import re
 import secrets
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import IO, Protocol, final
+from typing import IO, final
 
 import xxhash
 
 __all__ = [
-    "DigestWriter",
     "StagedFile",
     "abandoned_temporaries",
     "atomic_write",
@@ -25,34 +24,6 @@ __all__ = [
 
 _TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
 _PIECE_BYTES = 1 << 20
-
-
-class _Writable(Protocol):
-    def write(self, data: bytes, /) -> object: ...
-
-
-class DigestWriter:
-    """A file to write to that counts and digests (XXH3-128) what passes through."""
-
-    def __init__(self, file: _Writable) -> None:
-        self._file = file
-        self._hash = xxhash.xxh3_128()
-        self.size_bytes = 0
-
-    def write(self, data: bytes) -> int:
-        """Write all of ``data``."""
-        self._file.write(data)
-        self._hash.update(data)
-        length = memoryview(data).nbytes
-        self.size_bytes += length
-        return length
-
-    def flush(self) -> None:
-        """Nothing is held back here; writers of archives ask for it."""
-
-    def hexdigest(self) -> str:
-        """The XXH3-128 of everything written so far."""
-        return self._hash.hexdigest()
 
 
 def digest_file(path: Path, progress: Callable[[int], object] = int) -> tuple[int, str]:
@@ -105,7 +76,9 @@ class StagedFile:
         self._published = True
         fsync_folder(self.path.parent)
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(self.temporary)):
+            error.filename = str(self.path)  # a write that fails does not say of which file
         if self._published:
             self.file.close()
             return

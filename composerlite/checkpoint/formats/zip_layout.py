@@ -1,0 +1,116 @@
+"""Where the records of a ``.pt`` file lie: a zip archive, stored without compression, that torch and unzip read.
+
+The layout depends on names and sizes only, so it is known before a byte is written. Large records begin on 4096-byte
+boundaries, data first, the pickle and the directory last.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+__all__ = ["Layout", "Record", "trailer"]
+
+ROOT = "archive"
+_LARGE_BYTES = 64 << 10
+_LARGE_ALIGNMENT, _ALIGNMENT = 4096, 64
+_MAX_32 = 0xFFFFFFFF
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END_64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR_64 = struct.Struct("<4sIQI")
+# Sizes and CRC follow the data, as in torch's own files; names are UTF-8.
+_FLAGS = 0x0808
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One file of the archive.
+
+    Attributes:
+        name: its path, with the archive's root.
+        size_bytes: of its data.
+        header: the local header that stands at ``offset``.
+        offset: of the header in the archive.
+    """
+
+    name: str
+    size_bytes: int
+    header: bytes
+    offset: int
+
+    @property
+    def data_offset(self) -> int:
+        """Where its data begin."""
+        return self.offset + len(self.header)
+
+    @property
+    def end(self) -> int:
+        """Where its data descriptor ends."""
+        return self.data_offset + self.size_bytes + self._descriptor.size
+
+    @property
+    def _descriptor(self) -> struct.Struct:
+        return struct.Struct("<4sI2Q" if self.size_bytes >= _MAX_32 else "<4s3I")
+
+    def descriptor(self, crc: int) -> bytes:
+        """What follows the data."""
+        return self._descriptor.pack(b"PK\x07\x08", crc, self.size_bytes, self.size_bytes)
+
+    def directory_entry(self, crc: int) -> bytes:
+        """What stands in the central directory."""
+        name = self.name.encode()
+        wide = [value for value in (self.size_bytes, self.size_bytes, self.offset) if value >= _MAX_32]
+        extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+        size, offset = min(self.size_bytes, _MAX_32), min(self.offset, _MAX_32)
+        fixed = _CENTRAL.pack(
+            b"PK\x01\x02", 45, 45, _FLAGS, 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, offset
+        )
+        return fixed + name + extra
+
+
+@final
+class Layout:
+    """Records one after the other, each padded so that its data are aligned."""
+
+    def __init__(self, sizes: Sequence[tuple[str, int]]) -> None:
+        self.records: list[Record] = []
+        offset = 0
+        for name, size in sizes:
+            record = _record(f"{ROOT}/{name}", size, offset)
+            self.records.append(record)
+            offset = record.end
+        self.end = offset
+
+
+def _record(name: str, size: int, offset: int) -> Record:
+    encoded = name.encode()
+    extra = b""
+    if size >= _MAX_32:
+        extra = struct.pack("<2H2Q", 1, 16, size, size)
+    alignment = _LARGE_ALIGNMENT if size >= _LARGE_BYTES else _ALIGNMENT
+    # An extra field of a kind that readers pass over fills up to the boundary; it takes four bytes itself.
+    before = offset + _LOCAL.size + len(encoded) + len(extra) + 4
+    padding = -before % alignment
+    extra += struct.pack("<2H", 0x4246, padding) + bytes(padding)
+    shown = _MAX_32 if size >= _MAX_32 else 0
+    header = _LOCAL.pack(b"PK\x03\x04", 45, _FLAGS, 0, 0, 0, 0, shown, shown, len(encoded), len(extra))
+    return Record(name, size, header + encoded + extra, offset)
+
+
+def trailer(records: Sequence[Record], crcs: Sequence[int], start: int) -> bytes:
+    """The central directory at ``start`` and the end of the archive."""
+    directory = b"".join(record.directory_entry(crc) for record, crc in zip(records, crcs, strict=True))
+    count, size, end = len(records), len(directory), start + len(directory)
+    wide = b""
+    if count >= 0xFFFF or start >= _MAX_32 or size >= _MAX_32:
+        wide = _END_64.pack(b"PK\x06\x06", _END_64.size - 12, 45, 45, 0, 0, count, count, size, start)
+        wide += _LOCATOR_64.pack(b"PK\x06\x07", 0, end, 1)
+    short = min(count, 0xFFFF)
+    tail = _END.pack(b"PK\x05\x06", 0, 0, short, short, min(size, _MAX_32), min(start, _MAX_32), 0)
+    return directory + wide + tail

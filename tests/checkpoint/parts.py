@@ -1,0 +1,75 @@
+"""Small states to save, and what to look at afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from composerlite.checkpoint import Catalog, save
+from composerlite.core import Callback, State
+
+
+class Remember(Callback):
+    """A callback whose progress is whatever it was given."""
+
+    def __init__(self, what: Any = None) -> None:
+        self.what = what
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"what": self.what}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.what = state_dict["what"]
+
+
+def new_state(
+    batch: int = 0, *, run_name: str = "run", width: int = 2, callbacks: Sequence[Callback] = (), value: float = 0.0
+) -> State:
+    """The state of a run that has done ``batch`` batches; all its weights are ``value``."""
+    model = nn.Linear(width, 2)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    state = State(
+        model,
+        rank_zero_seed=17,
+        run_name=run_name,
+        device=torch.device("cpu"),
+        max_duration="100ep",
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        callbacks=callbacks,
+    )
+    for _ in range(batch):
+        state.timestamp = state.timestamp.to_next_batch(4, 8, 0.5)
+    return state
+
+
+def save_batch(folder: Path, batch: int, **arguments: Any) -> Path:
+    """Save a checkpoint ``ba<batch>.pt`` whose weights are all the number of its batch."""
+    state = new_state(batch, value=float(batch), run_name=arguments.pop("run_name", "run"))
+    how: dict[str, Any] = {"template": "ba{batch}.pt", "latest": "latest.pt", **arguments}
+    return save(state, catalog=Catalog(folder), **how)
+
+
+def value_in(contents: dict[str, Any]) -> float:
+    """The number that all weights of a checkpoint are; fails if they are not one number."""
+    weights = torch.cat([tensor.flatten() for tensor in contents["state"]["model"].values()])
+    assert len(set(weights.tolist())) == 1
+    return float(weights[0])
+
+
+def tree(folder: Path) -> dict[str, bytes | str]:
+    """Everything below ``folder``: the bytes of files, the targets of links."""
+    return {
+        str(path.relative_to(folder)): str(path.readlink()) if path.is_symlink() else path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def temporaries(folder: Path) -> list[str]:
+    """What is left of unfinished writing."""
+    return [name for name in tree(folder) if ".tmp-" in name]

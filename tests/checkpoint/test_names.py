@@ -1,0 +1,242 @@
+"""Names of checkpoints: every variable, and what a folder holds that a run would overwrite later."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from parts import new_state
+
+from composerlite.checkpoint import (
+    Catalog,
+    PartialFilePath,
+    check_template,
+    ensure_no_conflict,
+    format_name_with_dist,
+    format_name_with_dist_and_time,
+    get_save_filename,
+)
+from composerlite.core import Timestamp
+from composerlite.errors import CheckpointExistsError, ConfigError
+
+RANKS = {"rank": 5, "local_rank": 1, "world_size": 8, "local_world_size": 4, "node_rank": 2}
+COUNTS = {
+    "epoch": 3,
+    "batch": 42,
+    "batch_in_epoch": 2,
+    "sample": 420,
+    "sample_in_epoch": 20,
+    "token": 4200,
+    "token_in_epoch": 200,
+}
+CLOCKS = {"total_wct": 90.75, "epoch_wct": 5.25, "batch_wct": 0.5}
+NOW = Timestamp(**COUNTS, **CLOCKS)
+VALUES = {"run_name": "my-run", **RANKS, **COUNTS, **CLOCKS}
+
+
+@pytest.fixture
+def _ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a launcher sets them."""
+    for name, value in RANKS.items():
+        monkeypatch.setenv(name.upper() if name != "node_rank" else "NODE_RANK", str(value))
+
+
+@pytest.mark.usefixtures("_ranks")
+@pytest.mark.parametrize(("variable", "value"), VALUES.items())
+def test_every_variable_is_filled_in(variable: str, value: object) -> None:
+    """Ranks, counts, and clocks in seconds; twice where it is there twice, with a format of one's own too."""
+    template = f"a{{{variable}}}-{{{variable}}}.pt"
+    assert format_name_with_dist_and_time(template, "my-run", NOW) == f"a{value}-{value}.pt"
+    assert format_name_with_dist_and_time(f"{{{variable}:>6}}", "my-run", NOW) == f"{value:>6}"
+
+
+@pytest.mark.usefixtures("_ranks")
+def test_folders_have_no_time() -> None:
+    """A folder of checkpoints is the same all through the run."""
+    assert format_name_with_dist("{run_name}/{rank}-of-{world_size}", "my-run") == "my-run/5-of-8"
+    with pytest.raises(ConfigError, match=r"\{epoch\} is not a variable"):
+        format_name_with_dist("ep{epoch}", "my-run")
+    with pytest.raises(ConfigError, match=r"save_folder='ep\{epoch\}': \{epoch\} is not a variable"):
+        check_template("ep{epoch}", argument="save_folder", allow_time=False)
+
+
+def test_a_state_has_a_name() -> None:
+    """Composer's function and its class give the same name, with Composer's default."""
+    state = new_state(batch=7)
+    assert get_save_filename(state) == "ep0-ba7-rank0"
+    assert get_save_filename(state, "{run_name}/ba{batch}.pt") == "run/ba7.pt"
+    assert PartialFilePath("ba{batch}.pt", folder="{run_name}/checkpoints").format(state) == "run/checkpoints/ba7.pt"
+
+
+def test_an_unknown_variable_lists_the_known_ones() -> None:
+    """The message names the argument, the variable, the nearest one and all others."""
+    with pytest.raises(ConfigError) as e:
+        check_template("ep{epcoh}.pt", argument="save_filename")
+    message = str(e.value)
+    assert "save_filename='ep{epcoh}.pt'" in message
+    assert "Did you mean 'epoch'?" in message
+    assert [name for name in VALUES if name not in message] == []
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "ep{epoch",  # a brace that is not closed
+        "ep}.pt",
+        "ep{}.pt",
+        "ep{0}.pt",
+        "ep{epoch.real}.pt",
+        "ep{epoch:nonsense}.pt",  # formats nothing
+        "ep{run_name:d}.pt",
+        "../ep{epoch}.pt",
+        "sub/../../ep{epoch}.pt",
+        "/tmp/ep{epoch}.pt",
+        "",
+        "ep{epoch}/",
+        "ep{epoch}.tar",
+        "ep{epoch}.pt.gz",
+    ],
+)
+def test_names_that_cannot_be_used_are_refused_at_once(template: str) -> None:
+    """A name that cannot be formatted, leaves the folder, is no file or asks for a format there is not: an error."""
+    with pytest.raises(ConfigError, match="save_filename="):
+        check_template(template, argument="save_filename")
+
+
+@pytest.mark.parametrize("template", ["{{literal}}-{epoch}.pt", "v1..2/ep{epoch:03d}.pt", "{total_wct:.0f}", "ünï.pt"])
+def test_unusual_names_that_can_be_used_are_taken(template: str) -> None:
+    """Braces that are doubled, dots within a name, formats of numbers, any letters."""
+    assert check_template(template, argument="save_filename") == template
+
+
+@pytest.mark.parametrize("folder", ["../runs/{run_name}", "/data/{run_name}", "."])
+def test_a_folder_may_be_anywhere(folder: str) -> None:
+    """It is the user's choice; only names below it must stay there."""
+    assert check_template(folder, argument="save_folder", allow_time=False) == folder
+
+
+# ── what a run would overwrite later ─────────────────────────────────────────────────────────────────────────────────
+def conflict(name: str, template: str, now: Timestamp, run_name: str = "my-run") -> bool:
+    """Whether a file ``name`` keeps a run that stands at ``now`` from starting."""
+    try:
+        ensure_no_conflict([name], template, run_name=run_name, timestamp=now, folder="folder")
+    except CheckpointExistsError:
+        return True
+    return False
+
+
+def later(**counts: float) -> Timestamp:
+    return NOW.copy(**counts)
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "expected"),
+    [
+        ("ep{epoch}.pt", "ep4.pt", True),
+        ("ep{epoch}.pt", "ep3.pt", False),
+        ("ep{epoch}.pt", "ep4xpt", False),  # a dot is a dot
+        ("ep{epoch}.pt", "ep4.pt.bak", False),
+        ("ep{epoch:03d}.pt", "ep004.pt", True),
+        ("{run_name}-ep{epoch}.pt", "my-run-ep4.pt", True),
+        ("{run_name}-ep{epoch}.pt", "another-ep4.pt", False),
+        ("{run_name}/ep{epoch}.pt", "my-run/ep4.pt", True),
+        ("sub/ep{epoch}/ba{batch}.pt", "sub/ep3/ba43.pt", True),
+        ("sub/ep{epoch}/ba{batch}.pt", "ep3/ba43.pt", False),
+        ("ep{epoch}-{total_wct}.pt", "ep4-91.25.pt", True),
+        ("ep{epoch}-{total_wct}.pt", "ep3-91.0.pt", True),
+        ("ep{epoch}-{total_wct}.pt", "ep2-9000.0.pt", False),
+        ("{total_wct}.pt", "90.75.pt", False),
+        ("{total_wct}.pt", "91.0.pt", True),
+        ("{total_wct:.0f}.pt", "91.pt", False),  # the run's own name, rounded
+        ("{total_wct:.0f}.pt", "92.pt", True),
+        ("ep{epoch}-{batch_wct}.pt", "ep4-5e-05.pt", True),  # how python writes a fast batch
+        ("ep{epoch}-ba{batch_in_epoch}.pt", "ep3-ba3.pt", True),
+        ("ep{epoch}-ba{batch_in_epoch}.pt", "ep3-ba2.pt", False),
+        ("ep{epoch}-ba{batch_in_epoch}.pt", "ep2-ba9.pt", False),
+        ("ba{batch}-{batch_in_epoch}.pt", "ba40-14.pt", False),  # of an epoch before
+        ("ep{epoch}-rank{rank}.pt", "ep4-rank7.pt", True),  # other ranks are this run as well
+        ("{batch}-{batch}.pt", "43-43.pt", True),
+        ("{batch}-{batch}.pt", "43-44.pt", False),
+        ("{batch:03d}/{batch}.pt", "043/43.pt", True),
+        ("final.pt", "final.pt", False),  # no time in it: nothing is known before the save
+    ],
+)
+def test_files_ahead_of_the_run_are_in_conflict(template: str, name: str, expected: bool) -> None:
+    """Only names that this run will give, and not yet has given."""
+    assert conflict(name, template, NOW) == expected
+
+
+@pytest.mark.parametrize("run_name", ["a+b", "a.b", "(1)", "[x]", "{x}", "a\\d", "$^|?*"])
+def test_a_run_may_have_any_name(run_name: str) -> None:
+    """What means something in patterns is taken as it is."""
+    name = format_name_with_dist_and_time("{run_name}-ep{epoch}.pt", run_name, later(epoch=4))
+    assert conflict(name, "{run_name}-ep{epoch}.pt", NOW, run_name)
+    assert not conflict(name, "{run_name}-ep{epoch}.pt", NOW, "ab")
+
+
+def test_the_error_says_what_is_there_and_what_to_do() -> None:
+    """The file, the folder, where the run stands, and every way out."""
+    with pytest.raises(CheckpointExistsError) as e:
+        ensure_no_conflict(["ep4.pt"], "ep{epoch}.pt", run_name="my-run", timestamp=NOW, folder="runs")
+    for part in ("'ep4.pt'", "'runs'", "epoch 3", "batch 42", "load_path", "autoresume", "save_overwrite=True"):
+        assert part in str(e.value)
+
+
+def test_real_files_in_subfolders_are_found(tmp_path: Path) -> None:
+    """What is looked at are the files below the folder, whoever wrote them."""
+    (tmp_path / "ep1").mkdir()
+    (tmp_path / "ep1" / "ba50.pt").touch()
+    with pytest.raises(CheckpointExistsError, match=r"'ep1/ba50\.pt'"):
+        ensure_no_conflict(
+            Catalog(tmp_path).files(), "ep{epoch}/ba{batch}.pt", run_name="r", timestamp=NOW, folder=str(tmp_path)
+        )
+
+
+STEPS = st.one_of(
+    st.just("epoch"),
+    st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(1, 10**8).map(lambda us: timedelta(microseconds=us))),
+)
+TOTALS = ("epoch", "batch", "sample", "token", "total_wct")
+WITHIN = ("batch_in_epoch", "sample_in_epoch", "token_in_epoch")
+OTHERS = ("run_name", "rank", "world_size", "batch_wct", "epoch_wct")
+
+
+def moments(steps: list[object]) -> list[Timestamp]:
+    """Where a run stands before and after each step."""
+    now = Timestamp()
+    stands = [now]
+    for step in steps:
+        now = now.to_next_epoch() if not isinstance(step, tuple) else now.to_next_batch(*step)
+        stands.append(now)
+    return stands
+
+
+@given(
+    steps=st.lists(STEPS, min_size=1, max_size=8),
+    variables=st.lists(st.sampled_from([*TOTALS, *WITHIN, *OTHERS]), min_size=1, max_size=4),
+    separators=st.lists(st.sampled_from(["-", "_ba", "/", ".", "+", "(", "[a]*"]), min_size=5, max_size=5),
+    data=st.data(),
+)
+def test_a_name_is_in_conflict_exactly_when_it_is_ahead(
+    steps: list[object], variables: list[str], separators: list[str], data: st.DataObject
+) -> None:
+    """Any two moments of any run, any name: the file of one is in the way of the other if it comes later.
+
+    A name that does not tell the two apart is never in the way: it is the run's own checkpoint.
+    """
+    stands = moments(steps)
+    saved, now = (data.draw(st.integers(0, len(stands) - 1), label=label) for label in ("saved", "now"))
+    template = "x" + "".join(itertools.chain(*zip(separators, (f"{{{v}}}" for v in variables), strict=False))) + ".pt"
+    assume(any(v in TOTALS for v in variables))
+
+    name = format_name_with_dist_and_time(template, "my-run", stands[saved])
+    a, b = stands[saved].state_dict(), stands[now].state_dict()
+    if any(a[v] != b[v] for v in variables if v in TOTALS):
+        expected = saved > now
+    else:
+        expected = any(a[v] > b[v] for v in variables if v in WITHIN)
+    assert conflict(name, template, stands[now]) == expected

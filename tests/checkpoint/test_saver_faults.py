@@ -1,0 +1,283 @@
+"""What a training run meets: full disks, folders it may not write to, the remains of a killed run."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parts import Remember, new_state, save_batch, temporaries, tree
+from tiny_training import Classifier, CrashError, Record, StopAt, saved_batches, train, trainer
+
+from composerlite.callbacks import CheckpointSaver
+from composerlite.checkpoint import Catalog, read_checkpoint, save
+from composerlite.core import Logger
+from composerlite.errors import CheckpointExistsError, ConfigError, SaveError
+
+Mount = Callable[[str], Path]
+
+
+# ── a disk that is full ──────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_full_disk_stops_the_training_and_harms_nothing(mount: Mount) -> None:
+    """The system's error, with the file; older checkpoints and ``latest`` stay, the space is given back."""
+    disk = mount("size=512k")
+    record = Record()
+    run = trainer(model=Classifier(width=1000), callbacks=[record], save_folder=disk, save_interval="1ba")
+    with run, pytest.raises(OSError, match="No space left on device") as e:
+        run.fit()
+    assert e.value.errno == errno.ENOSPC
+    assert str(e.value.filename).startswith(str(disk))
+
+    kept = saved_batches(disk)
+    assert kept == record.batches[:-1]
+    assert len(kept) >= 2
+    assert f"ba{kept[-1]}-" in str((disk / "latest-rank0.pt").readlink())
+    assert temporaries(disk) == []
+    files = sum(-(-path.stat().st_size // 4096) * 4096 for path in disk.rglob("*") if path.is_file())
+    assert shutil.disk_usage(disk).used <= files
+
+
+def test_a_run_goes_on_when_there_is_space_again(mount: Mount) -> None:
+    """From the newest checkpoint, to the same end."""
+    disk = mount("size=512k")
+    common: dict[str, Any] = {"save_folder": disk, "save_interval": "1ba", "max_duration": "9ba"}
+    with trainer(model=Classifier(width=1000), **common) as run, pytest.raises(OSError, match="No space"):
+        run.fit()
+    newest = saved_batches(disk)[-1]
+    for manifest in Catalog(disk).manifests()[:-1]:
+        Catalog(disk).delete(manifest)
+    record = Record()
+    train(model=Classifier(width=1000), callbacks=[record], autoresume=True, save_num_checkpoints_to_keep=1, **common)
+    assert record.batches == list(range(newest + 1, 10))
+    assert saved_batches(disk) == [9]
+
+
+def test_whichever_file_cannot_be_made_a_save_is_whole_or_nothing(mount: Mount) -> None:
+    """A disk that has no room for one more name: the data, the manifest or the link fails."""
+    outcomes: set[tuple[int, ...]] = set()
+    for names in range(2, 12):
+        disk = mount(f"size=1m,nr_inodes={names}")
+        try:
+            save_batch(disk, 1)
+            save_batch(disk, 2)
+        except OSError as e:
+            assert e.errno == errno.ENOSPC  # noqa: PT017 - a save may succeed or fail, and both are looked at
+        assert temporaries(disk) == []
+        assert list(Catalog(disk).files()) == [manifest.name for manifest in Catalog(disk).manifests()]
+        batches = tuple(saved_batches(disk))
+        outcomes.add(batches)
+        if (link := disk / "latest.pt").is_symlink():
+            assert Catalog(disk).manifest_of(str(link.readlink())) is not None
+    assert outcomes == {(), (1,), (1, 2)}
+
+
+# ── a folder that cannot be written to ───────────────────────────────────────────────────────────────────────────────
+def test_a_folder_that_cannot_be_made_is_an_error_at_construction(tmp_path: Path) -> None:
+    """Below a file, for one. The message names the folder; there is no training to lose."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"save_folder='.*/file/checkpoints' cannot be written to"):
+        trainer(save_folder=tmp_path / "file" / "checkpoints")
+
+
+def test_a_read_only_disk_is_an_error_at_construction(mount: Mount) -> None:
+    """Whether the folder is there or not."""
+    disk = mount("size=64k,ro")
+    for folder in (disk, disk / "checkpoints"):
+        with pytest.raises(ConfigError, match=r"cannot be written to: .*Read-only file system"):
+            trainer(save_folder=folder)
+
+
+def test_a_folder_that_can_be_written_to_is_left_empty(tmp_path: Path) -> None:
+    """Finding out leaves nothing behind."""
+    trainer(save_folder=tmp_path / "a" / "b").close()
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_many_runs_may_start_in_one_folder_at_once(tmp_path: Path) -> None:
+    """None is in the way of another."""
+    errors: list[Exception] = []
+
+    def start(number: int) -> None:
+        state = new_state(run_name=f"run{number}")
+        for _ in range(50):
+            try:
+                CheckpointSaver(tmp_path).init(state, Logger(state))
+            except ConfigError as e:
+                errors.append(e)
+
+    threads = [threading.Thread(target=start, args=[number]) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert list(tmp_path.iterdir()) == []
+
+
+# ── what is there already ────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    "filename",
+    [
+        "ep{epoch}-ba{batch}-rank{rank}.pt",
+        "ep{epoch}.pt",
+        "{run_name}-ba{batch}.pt",
+        "ba{batch}-{total_wct}.pt",
+        "{batch}/of/{run_name}.pt",
+        "ep{epoch}-{batch_in_epoch}",
+        "{sample}-{token}.ckpt",
+    ],
+)
+def test_a_run_does_not_start_over_other_checkpoints(tmp_path: Path, filename: str) -> None:
+    """The error comes before the first batch, whatever the names are made of, and nothing is changed."""
+    train(save_folder=tmp_path, save_filename=filename, save_latest_filename=None)
+    before = tree(tmp_path)
+    record = Record()
+    run = trainer(callbacks=[record], save_folder=tmp_path, save_filename=filename)
+    with run, pytest.raises(CheckpointExistsError, match="save_overwrite=True"):
+        run.fit()
+    assert record.batches == []
+    assert tree(tmp_path) == before
+
+
+def test_a_run_starts_over_other_checkpoints_when_told_to(tmp_path: Path) -> None:
+    """It writes what it would have written into an empty folder."""
+    train(save_folder=tmp_path)
+    run = train(save_folder=tmp_path, save_overwrite=True)
+    assert run.saved_checkpoints == [str(tmp_path / f"ep{n}-ba{4 * n}-rank0.pt") for n in (1, 2, 3)]
+    assert saved_batches(tmp_path) == [4, 8, 12]
+
+
+def test_a_run_that_starts_over_keeps_what_it_saves(tmp_path: Path) -> None:
+    """Older checkpoints that are ahead of it do not count as newer: ``latest`` is there after every save."""
+    common: dict[str, Any] = {"save_folder": tmp_path, "save_overwrite": True, "save_num_checkpoints_to_keep": 1}
+    train(max_duration="3ep", **common)
+    train(max_duration="3ba", save_interval="1ba", **common)
+    latest = read_checkpoint(tmp_path / "latest-rank0.pt")
+    assert latest["state"]["timestamp"]["Timestamp"]["batch"] == 3
+    assert 3 in saved_batches(tmp_path)
+
+
+def test_two_runs_share_a_folder_if_their_names_differ(tmp_path: Path) -> None:
+    """Neither is in the way of the other, and neither deletes what is the other's."""
+    common: dict[str, Any] = {
+        "save_folder": tmp_path,
+        "save_filename": "{run_name}-{batch}.pt",
+        "save_num_checkpoints_to_keep": 1,
+    }
+    for name in ("a", "b"):
+        train(run_name=name, **common)
+    assert sorted(path.name for path in tmp_path.glob("*.pt") if not path.is_symlink()) == ["a-12.pt", "b-12.pt"]
+
+
+def test_a_run_goes_on_in_its_own_folder(tmp_path: Path) -> None:
+    """Checkpoints up to where it stands are its own: no conflict."""
+    train(save_folder=tmp_path, max_duration="2ep")
+    train(save_folder=tmp_path, max_duration="3ep", load_path=tmp_path / "latest-rank0.pt")
+    assert saved_batches(tmp_path) == [4, 8, 12]
+
+
+# ── a run that crashed, was killed, or cannot be saved ───────────────────────────────────────────────────────────────
+def test_retention_survives_a_resume(tmp_path: Path) -> None:
+    """The checkpoints of before count: in the end there are so many, not so many of each start."""
+    common: dict[str, Any] = {"save_folder": tmp_path, "save_interval": "1ba", "save_num_checkpoints_to_keep": 3}
+    with trainer(callbacks=[StopAt(5)], **common) as run, pytest.raises(CrashError):
+        run.fit()
+    assert saved_batches(tmp_path) == [3, 4, 5]
+    run = train(autoresume=True, max_duration="7ba", **common)
+    assert saved_batches(tmp_path) == [5, 6, 7]
+    assert [Path(path).name for path in run.saved_checkpoints] == [f"ep1-ba{n}-rank0.pt" for n in (5, 6, 7)]
+
+
+def test_files_that_the_user_removed_are_no_error(tmp_path: Path) -> None:
+    """Training goes on, and what is left to delete is deleted."""
+
+    class Remove(Record):
+        def batch_start(self, state: object, logger: object) -> None:
+            for path in tmp_path.glob("ep*-ba2-*"):
+                path.unlink()
+
+    train(callbacks=[Remove()], save_folder=tmp_path, save_interval="1ba", save_num_checkpoints_to_keep=2)
+    assert saved_batches(tmp_path) == [11, 12]
+
+
+def test_what_cannot_be_saved_stops_the_training(tmp_path: Path) -> None:
+    """At the save, with the reason; the checkpoints of before stay."""
+    remember = Remember()
+    record = Record()
+    with trainer(callbacks=[remember, record], save_folder=tmp_path) as run:
+        run.fit(duration="1ep")
+        remember.what = lambda: None
+        with pytest.raises(SaveError, match="ep2-ba8-rank0"):
+            run.fit(duration="2ep")
+    assert record.batches[-1] == 8
+    assert saved_batches(tmp_path) == [4]
+    assert temporaries(tmp_path) == []
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[2])
+from tiny_training import trainer
+from parts import Remember
+
+class Kill:
+    def __init__(self, remember): self.remember = remember
+    def __reduce__(self): os.kill(os.getpid(), signal.SIGKILL)
+
+class At8(Remember):
+    def batch_end(self, state, logger):
+        if int(state.timestamp.batch) == 8:
+            self.what = Kill(self)
+
+trainer(callbacks=[At8()], save_folder=sys.argv[1], save_interval="4ba").fit()
+"""
+
+
+def test_the_next_start_clears_up_after_a_kill(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """SIGKILL while a checkpoint is written: its remains go, with a line in the log, and training resumes before it."""
+    caplog.set_level(logging.INFO)
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert saved_batches(tmp_path) == [4]
+    (left,) = temporaries(tmp_path)
+    record = Record()
+    train(callbacks=[record, Remember()], save_folder=tmp_path, save_interval="4ba", autoresume=True)
+    assert record.batches == list(range(5, 13))
+    assert saved_batches(tmp_path) == [4, 8, 12]
+    assert temporaries(tmp_path) == []
+    assert f"removed {tmp_path / left}, left by a process that died" in caplog.text
+
+
+def test_a_run_in_the_same_folder_does_not_touch_a_save_in_progress(tmp_path: Path) -> None:
+    """Another run starts, trains and saves there while a checkpoint of this one is being written."""
+
+    class AnotherRun:
+        def __reduce__(self) -> tuple[type, tuple[()]]:
+            assert len(temporaries(tmp_path)) == 1
+            train(run_name="another", save_folder=tmp_path, save_filename="another{batch}.pt")
+            assert len(temporaries(tmp_path)) == 1
+            return dict, ()
+
+    state = new_state(1, callbacks=[Remember(AnotherRun())])
+    save(state, catalog=Catalog(tmp_path), template="this.pt")
+    assert temporaries(tmp_path) == []
+    assert saved_batches(tmp_path) == [1, 4, 8, 12]
+
+
+def test_training_is_the_same_with_and_without_checkpoints(tmp_path: Path) -> None:
+    """Saving moves no random generator and changes no weight."""
+    model = Classifier()
+    plain = train(model=copy.deepcopy(model))
+    saving = train(model=model, save_folder=tmp_path, save_interval="1ba")
+    for a, b in zip(plain.state.model.parameters(), saving.state.model.parameters(), strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,70 @@
+"""The archive that a checkpoint is: whatever its size, every zip reader finds its records where they are."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composerlite.checkpoint.formats.zip_layout import Layout, trailer
+
+GiB = 1 << 30
+
+
+def build(path: Path, contents: list[tuple[str, bytes]]) -> Layout:
+    """Write an archive of small records."""
+    layout = Layout([(name, len(data)) for name, data in contents])
+    crcs = [zlib.crc32(data) for _, data in contents]
+    with path.open("wb") as file:
+        for record, crc, (_, data) in zip(layout.records, crcs, contents, strict=True):
+            assert file.tell() == record.offset
+            file.write(record.header + data + record.descriptor(crc))
+        file.write(trailer(layout.records, crcs, layout.end))
+    return layout
+
+
+@settings(max_examples=50, deadline=None)
+@given(sizes=st.lists(st.integers(0, 200_000), max_size=8))
+def test_any_records_are_read_back_and_aligned(sizes: list[int], tmp_path_factory: object) -> None:
+    """zipfile reads all, with matching CRCs; data begin at multiples of 64, those of 64 KiB and more of 4096."""
+    path = tmp_path_factory.mktemp("zip") / "a.pt"  # type: ignore[attr-defined]
+    contents = [(f"data/{i}", bytes([i]) * size) for i, size in enumerate(sizes)]
+    layout = build(path, contents)
+    for record in layout.records:
+        assert record.data_offset % (4096 if record.size_bytes >= 65536 else 64) == 0
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        assert {name: archive.read(f"archive/{name}") for name, _ in contents} == dict(contents)
+
+
+def test_records_beyond_four_gigabytes_are_found(tmp_path: Path) -> None:
+    """A record of 5 GiB, and small ones behind it: sizes and places need 64 bits. The file is sparse."""
+    small = b"behind the large one"
+    layout = Layout([("data/0", 5 * GiB), ("data/1", len(small)), ("version", 2)])
+    crcs = [0, zlib.crc32(small), zlib.crc32(b"3\n")]
+    path = tmp_path / "large.pt"
+    with path.open("wb") as file:
+        for record, crc, data in zip(layout.records, crcs, [b"", small, b"3\n"], strict=True):
+            file.seek(record.offset)
+            file.write(record.header + data)
+            file.seek(record.data_offset + record.size_bytes)
+            file.write(record.descriptor(crc))
+        file.seek(layout.end)
+        file.write(trailer(layout.records, crcs, layout.end))
+    with zipfile.ZipFile(path) as archive:
+        assert archive.getinfo("archive/data/0").file_size == 5 * GiB
+        assert archive.getinfo("archive/data/1").header_offset > 5 * GiB
+        assert archive.read("archive/data/1") == small
+        assert archive.read("archive/version") == b"3\n"
+
+
+def test_more_records_than_sixteen_bits_can_count(tmp_path: Path) -> None:
+    """70,000 records: their number needs the large form of the directory."""
+    contents = [(f"data/{i}", b"x") for i in range(70_000)]
+    build(tmp_path / "many.pt", contents)
+    with zipfile.ZipFile(tmp_path / "many.pt") as archive:
+        assert len(archive.namelist()) == 70_000
+        assert archive.read("archive/data/69999") == b"x"
