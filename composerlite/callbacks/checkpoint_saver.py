@@ -17,6 +17,7 @@ from composerlite.checkpoint import (
     deletions,
     ensure_no_conflict,
     format_name_with_dist,
+    format_name_with_dist_and_time,
     retention_policy,
     save,
 )
@@ -75,7 +76,10 @@ class CheckpointSaver(Callback):
         if latest_filename is not None:
             name = check_template(str(latest_filename), argument="save_latest_filename")
             self.latest_filename = PartialFilePath(name, folder)
-        self.save_interval = create_interval_scheduler(save_interval)
+        try:
+            self.save_interval = create_interval_scheduler(save_interval)
+        except ConfigError as e:
+            raise ConfigError(f"save_interval={save_interval!r}: {e}") from e
         self.folder = self._folder_template = folder
         self.overwrite = overwrite
         self.num_checkpoints_to_keep = num_checkpoints_to_keep
@@ -144,13 +148,16 @@ class CheckpointSaver(Callback):
         """Save a checkpoint now, move ``latest``, delete what is not to be kept; the path of the checkpoint."""
         # Set first: the checkpoint that is being written counts as saved in its own state.
         self.last_checkpoint_batch = int(state.timestamp.batch)
+        # A name that this run has given before, such as 'ep{epoch}.pt' within one epoch, is its own to give again.
+        name = format_name_with_dist_and_time(self.filename.filename, state.run_name, state.timestamp)
+        own = self._path(name) in self.saved_checkpoints
         saved = save(
             state,
             catalog=self.catalog,
             template=self.filename.filename,
             weights_only=self.weights_only,
             ignore_keys=self.ignore_keys,
-            overwrite=self.overwrite,
+            overwrite=self.overwrite or own,
             latest=None if self.latest_filename is None else self.latest_filename.filename,
         )
         path = self._path(str(saved.relative_to(self.folder)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import logging
 import os
@@ -144,6 +145,15 @@ class Catalog:
         for record in manifest.files:
             (self.folder / record.path).unlink(missing_ok=True)
         log.info("deleted checkpoint %s", self.folder / manifest.name)
+
+    def set_aside(self, manifest: Manifest) -> None:
+        """Take a damaged checkpoint out of the way: its data stay as ``<name>.damaged``, its manifest goes."""
+        self._remove_manifest(manifest.name)
+        for record in manifest.files:
+            path = self.folder / record.path
+            with contextlib.suppress(FileNotFoundError):
+                path.replace(path.with_name(f"{path.name}.damaged"))
+        log.warning("set aside the damaged checkpoint %s as %s.damaged", self.folder / manifest.name, manifest.name)
 
     def recover(self) -> None:
         """Complete or remove what dead processes left unfinished. What a live one is writing stays.

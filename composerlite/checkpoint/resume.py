@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 def newest_good(catalogs: Sequence[Catalog], run_name: str) -> Path | None:
     """The newest checkpoint of ``run_name`` whose bytes are those that were saved; ``None`` if there is none.
 
-    A damaged one is passed over, which is logged with the reason. Weights-only checkpoints cannot be resumed from.
+    A damaged one is passed over and set aside, which is logged with the reason. Weights-only checkpoints cannot be resumed from.
 
     Raises:
         OSError: a folder cannot be read for any other reason than that it does not exist.
@@ -33,6 +33,7 @@ def newest_good(catalogs: Sequence[Catalog], run_name: str) -> Path | None:
             catalog.verify(manifest)
         except CorruptCheckpointError as e:
             log.warning("passed over: %s", e)
+            catalog.set_aside(manifest)  # the run will come to write a checkpoint of that name again
             continue
         return catalog.folder / manifest.name
     return None

@@ -38,7 +38,7 @@ class Callback:
         getattr(self, event.value)(state, logger)
 
     def init(self, state: State, logger: Logger) -> None:
-        """The trainer is being built; model, optimizer and data are there, nothing is loaded."""
+        """The trainer is being built; model and optimizer are there, data are not, nothing is loaded."""
 
     def before_load(self, state: State, logger: Logger) -> None:
         """Before a checkpoint is looked for and loaded."""

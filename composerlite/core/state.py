@@ -45,7 +45,6 @@ class State:
         dataloader, dataloader_label, dataloader_len: the loader in use now.
         data_position: gives ``dataset_state`` while training; set by the training loop.
         device_train_microbatch_size: samples per forward pass; ``None`` for a whole batch.
-        iteration_length: epochs in an iteration.
     """
 
     serialized_attributes = (
@@ -104,7 +103,7 @@ class State:
 
         self._max_duration: Time | None = None
         self.max_duration = max_duration
-        self.iteration_length = Time.from_epoch(1)
+        self._iteration_length = Time.from_epoch(1)
 
         self.timestamp = Timestamp()
         self.previous_timestamp: Timestamp | None = None
@@ -150,6 +149,18 @@ class State:
         if time is not None and time.unit is TimeUnit.SECOND:
             self._end *= MICROSECONDS
         self._end_field = Timestamp.field_of(TimeUnit.BATCH if time is None else time.unit)
+
+    @property
+    def iteration_length(self) -> Time:
+        """How long an iteration is, in epochs or tokens; a plain number counts epochs."""
+        return self._iteration_length
+
+    @iteration_length.setter
+    def iteration_length(self, value: TimeInput) -> None:
+        time = Time.from_input(value, TimeUnit.EPOCH)
+        if time.unit not in (TimeUnit.EPOCH, TimeUnit.TOKEN) or time.value <= 0:
+            raise ConfigError(f"iteration_length={str(value)!r}: want a positive number of epochs or tokens.")
+        self._iteration_length = time
 
     @property
     def training_is_over(self) -> bool:

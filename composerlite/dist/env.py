@@ -66,19 +66,18 @@ def get_device(device: str | torch.device | None = None) -> torch.device:
     Raises:
         ConfigError: the name is unknown or there is no such device here.
     """
-    if isinstance(device, torch.device):
-        device = device.type
     if device is None:
         device = "gpu" if torch.cuda.is_available() else "cpu"
-    kind = _KINDS.get(device.lower().split(":")[0])
-    if kind is None:
+    name, _, index = str(device).lower().partition(":")
+    kind = _KINDS.get(name)
+    if kind is None or (index and not index.isdigit()):
         raise ConfigError(f"device={device!r} is not known. Known: {', '.join(sorted(_KINDS))}.")
     if kind == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError(
                 f"device={device!r}: this machine has no CUDA device that torch can use. Use device='cpu'."
             )
-        return torch.device("cuda", get_local_rank())
+        return torch.device("cuda", int(index) if index else get_local_rank())
     if kind == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device='mps': this machine has no such device. Use device='cpu'.")
     return torch.device(kind)

@@ -44,11 +44,13 @@ class StreamWriter:
         self._direct: int | None = None
         self._error: OSError | None = None
         self._closed = False
+        self._reserved = size_bytes > _SLOT_BYTES
         self._position = 0
         self.size_bytes = 0
         try:
-            _reserve(self._plain, size_bytes, path)
-            self._direct = _open_direct(path)
+            if self._reserved:  # below that the page cache is quicker: fewer changes to make durable
+                _reserve(self._plain, size_bytes, path)
+                self._direct = _open_direct(path)
         except BaseException:
             os.close(self._plain)
             raise
@@ -98,7 +100,8 @@ class StreamWriter:
         for _ in range(_SLOTS - 1):  # all buffers but the one at hand come back when they are written
             self._free.get()
         self._raise_if_failed()
-        os.ftruncate(self._plain, self.size_bytes)  # the last block was written whole
+        if self._reserved:
+            os.ftruncate(self._plain, self.size_bytes)  # the last block was written whole, or less than was reserved
         os.fsync(self._plain)
         self._close()
         return self._digest.hexdigest()

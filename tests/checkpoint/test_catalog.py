@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -142,37 +141,46 @@ def test_what_the_user_deleted_is_no_error(tmp_path: Path, gone: list[str]) -> N
 
 # ── only a definite "not found" counts as absence ────────────────────────────────────────────────────────────────────
 @pytest.fixture
-def nobody() -> Iterator[Path]:
-    """A folder for a user without rights: the test goes on as one."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o777)
-    root = os.geteuid() == 0
-    yield folder
-    if root:
+def folder() -> Iterator[Path]:
+    """A folder that other users can reach, as those of pytest are not."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
+
+
+@pytest.fixture
+def hide(folder: Path) -> Iterator[Callable[[str], None]]:
+    """Takes the rights to a folder away from everybody but root, and from there on the test is not root."""
+    hidden: list[Path] = []
+
+    def hide(name: str) -> None:
+        hidden.append(folder / name)
+        hidden[-1].chmod(0)
+        if os.getuid() == 0:
+            os.seteuid(65534)
+
+    yield hide
+    if os.getuid() == 0:
         os.seteuid(0)
-    for path in (folder, *folder.rglob("*")):
-        if path.is_dir():
-            path.chmod(0o777)
-    shutil.rmtree(folder)
+    for path in hidden:
+        path.chmod(0o777)
 
 
 @pytest.mark.parametrize("hidden", [".manifest", ".manifest/sub", "."])
-def test_a_folder_that_cannot_be_read_is_not_an_empty_one(nobody: Path, hidden: str) -> None:
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(
+    folder: Path, hide: Callable[[str], None], hidden: str
+) -> None:
     """No permission: an error. Taken for "no checkpoints", a run would start from scratch."""
-    save_batch(nobody, 1, template="sub/ba{batch}.pt")
-    (nobody / hidden).chmod(0)
-    if os.geteuid() == 0:
-        os.seteuid(65534)
+    save_batch(folder, 1, template="sub/ba{batch}.pt")
+    hide(hidden)
     with pytest.raises(PermissionError):
-        Catalog(nobody).manifests()
+        Catalog(folder).manifests()
 
 
 @pytest.mark.parametrize("hidden", ["sub", "."])
-def test_files_that_cannot_be_listed_are_not_absent(nobody: Path, hidden: str) -> None:
+def test_files_that_cannot_be_listed_are_not_absent(folder: Path, hide: Callable[[str], None], hidden: str) -> None:
     """The check for conflicts fails rather than to overlook what it cannot see."""
-    save_batch(nobody, 1, template="sub/ba{batch}.pt")
-    (nobody / hidden).chmod(0)
-    if os.geteuid() == 0:
-        os.seteuid(65534)
+    save_batch(folder, 1, template="sub/ba{batch}.pt")
+    hide(hidden)
     with pytest.raises(PermissionError):
-        list(Catalog(nobody).files())
+        list(Catalog(folder).files())

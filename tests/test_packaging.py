@@ -1,0 +1,136 @@
+"""What a user gets from the package: names that resolve, imports that stay light, and no trace of our machines."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import composerlite
+
+ROOT = Path(__file__).parent.parent
+
+PUBLIC = {
+    "composerlite": """Trainer State Engine Event Time Timestamp TimeUnit Algorithm Callback DataSpec Evaluator Logger
+        ComposerModel __version__""",
+    "composerlite.core": """State Engine Event Time Timestamp TimeUnit Algorithm Callback DataSpec Evaluator Logger
+        AlgorithmPass Trace Precision Serializable ensure_time ensure_data_spec ensure_evaluator Batch JSON""",
+    "composerlite.trainer": "Trainer",
+    "composerlite.callbacks": """CheckpointSaver LoadCheckpoint EarlyStopper SpeedMonitor LRMonitor MemoryMonitor
+        NaNMonitor OptimizerMonitor RuntimeEstimator""",
+    "composerlite.loggers": """Logger LoggerDestination ProgressBarLogger ConsoleLogger FileLogger InMemoryLogger
+        TensorboardLogger""",
+    "composerlite.models": "ComposerModel ComposerClassifier",
+    "composerlite.optim": """DecoupledSGDW DecoupledAdamW ComposerScheduler StepScheduler MultiStepScheduler
+        ConstantScheduler LinearScheduler ExponentialScheduler CosineAnnealingScheduler
+        CosineAnnealingWarmRestartsScheduler PolynomialScheduler MultiStepWithWarmupScheduler
+        ConstantWithWarmupScheduler LinearWithWarmupScheduler CosineAnnealingWithWarmupScheduler
+        PolynomialWithWarmupScheduler""",
+    "composerlite.algorithms": "GradientClipping EMA LabelSmoothing BlurPool SWA NoOpModel",
+    "composerlite.utils": """save_checkpoint load_checkpoint get_save_filename safe_torch_load PartialFilePath
+        glob_filter format_name_with_dist format_name_with_dist_and_time create_interval_scheduler dist
+        reproducibility""",
+    "composerlite.utils.checkpoint": "save_checkpoint load_checkpoint safe_torch_load",
+}
+"""The documented import paths: scripts written for Composer use them under the name of its package."""
+
+PACKAGES = ["composerlite"] + [
+    module.name for module in pkgutil.walk_packages(composerlite.__path__, "composerlite.") if module.ispkg
+]
+
+
+# ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(("path", "names"), [(path, names.split()) for path, names in PUBLIC.items()], ids=list(PUBLIC))
+def test_documented_import_paths_work(path: str, names: list[str]) -> None:
+    """``from <path> import <name>`` works for every documented pair."""
+    module = importlib.import_module(path)
+    assert [name for name in names if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_is_public_is_listed(package: str) -> None:
+    """``__all__`` is what can be imported: nothing is missing, nothing is there by accident, and it is sorted."""
+    module = importlib.import_module(package)
+    listed: list[str] = list(getattr(module, "__all__", []))
+    assert [name for name in listed if not hasattr(module, name)] == []
+    importable = {name for name in dir(module) if not name.startswith("_") and not _is_module(module, name)}
+    assert importable == {name for name in listed if not name.startswith("_") and not _is_module(module, name)}
+    assert listed == sorted(listed, key=_ruff_order)
+
+
+def _is_module(module: ModuleType, name: str) -> bool:
+    return isinstance(getattr(module, name), ModuleType)
+
+
+def _ruff_order(name: str) -> tuple[int, str]:
+    """Constants, classes, the rest: the order that ruff's RUF022 asks for."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    """The package imports names when they are used, and behaves like any other: a typo fails, ``dir`` lists."""
+    assert not hasattr(composerlite, "Trianer")
+    assert dir(composerlite) == composerlite.__all__
+
+
+def test_the_version_is_that_of_the_project() -> None:
+    """``composerlite.__version__`` is the version in pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert composerlite.__version__ == project["version"]
+
+
+def test_type_checkers_find_the_types() -> None:
+    """The package says that it is typed, and ships the mark."""
+    assert (ROOT / "composerlite" / "py.typed").exists()
+
+
+# ── weight ───────────────────────────────────────────────────────────────────────────────────────────────────────
+LATER = ["omegaconf", "rich", "sklearn", "tensorboard", "torchmetrics", "typer"]
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("composerlite", ["torch", "numpy", *LATER]),
+        ("composerlite.errors", ["torch", "numpy", *LATER]),
+        ("composerlite.storage", ["torch", "numpy", *LATER]),
+        ("composerlite.cli", ["torch"]),
+        ("composerlite.config", ["torch"]),
+        ("composerlite.core", LATER),
+        ("composerlite.checkpoint", LATER),
+        ("composerlite.trainer", LATER),
+    ],
+)
+def test_imports_are_light(module: str, unwanted: list[str]) -> None:
+    """Importing a part does not import what only its use needs: torch, terminal, YAML and metrics libraries."""
+    code = f"import sys, {module}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert module in loaded
+    assert [name for name in unwanted if name in loaded] == []
+
+
+# ── tidiness ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_no_file_names_a_path_of_the_machine_it_was_written_on() -> None:
+    """A clone works anywhere: no tracked file mentions the folders of the machine it was written on."""
+    folders = ["/" + "work/", "/" + "root/"]
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError) as e:
+        pytest.skip(f"not a git checkout: {e}")
+    files = [ROOT / name for name in listed.split("\0") if name]
+    assert files
+    found = [
+        f"{file.relative_to(ROOT)}: {folder}"
+        for file in files
+        if file.is_file()
+        for folder in folders
+        if folder.encode() in file.read_bytes()
+    ]
+    assert found == []
