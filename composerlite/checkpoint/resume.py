@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 def newest_good(catalogs: Sequence[Catalog], run_name: str) -> Path | None:
     """The newest checkpoint of ``run_name`` whose bytes are those that were saved; ``None`` if there is none.
 
-    A damaged one is passed over and set aside, which is logged with the reason. Weights-only checkpoints cannot be resumed from.
+    A damaged one is passed over and set aside, which is logged with the reason. Weights-only checkpoints cannot be
+    resumed from.
 
     Raises:
         OSError: a folder cannot be read for any other reason than that it does not exist.

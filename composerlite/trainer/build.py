@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,79 +31,21 @@ from composerlite.core import (
 from composerlite.errors import ConfigError
 from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler, DecoupledSGDW, compile_composer_scheduler
+from composerlite.trainer.checks import as_list, check_ratio, is_several
 from composerlite.types import Batch
 
 __all__ = [
-    "as_list",
     "build_evaluators",
     "build_optimizer",
     "build_schedulers",
-    "check_model",
     "check_parts",
-    "check_subset",
     "eval_metrics",
-    "microbatch_size",
+    "limited",
     "resolve_run_name",
     "scaled_duration",
 ]
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-
-def as_list(value: T | Iterable[T] | None, kind: type[Any] | tuple[type[Any], ...], *, argument: str) -> list[T]:
-    """``value`` as a list: nothing, one thing, or several.
-
-    Raises:
-        ConfigError: something in it is not a ``kind``.
-    """
-    if value is None:
-        return []
-    items = list(value) if isinstance(value, list | tuple | set | frozenset) else [value]
-    for item in items:
-        if not isinstance(item, kind):
-            names = getattr(kind, "__name__", str(kind))
-            hint = " Did you pass the class instead of an object of it?" if isinstance(item, type) else ""
-            raise ConfigError(f"{argument}: {item!r} is not a {names}.{hint}")
-    return items  # type: ignore[return-value]
-
-
-def check_model(model: nn.Module) -> ComposerModel:
-    """``model`` if the trainer can train it.
-
-    Raises:
-        ConfigError: it is not a ComposerModel.
-    """
-    if not isinstance(model, ComposerModel):
-        raise ConfigError(
-            f"model={type(model).__name__} is not a ComposerModel: the trainer needs its loss. Subclass ComposerModel "
-            "(forward(batch), loss(outputs, batch)), or wrap a classifier: ComposerClassifier(module, num_classes=…)."
-        )
-    return model
-
-
-def check_subset(value: int, *, argument: str) -> int:
-    """``value`` if it limits a number of batches: positive, or -1 for all.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    if value == 0 or value < -1:
-        raise ConfigError(f"{argument}={value}: want a positive number of batches, or -1 for all.")
-    return value
-
-
-def microbatch_size(value: int | str | None) -> tuple[int | None, bool]:
-    """(samples per forward pass or ``None`` for all, whether to find the size automatically).
-
-    Raises:
-        ConfigError: neither a positive number nor ``'auto'``.
-    """
-    if value == "auto":
-        return None, True
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-        return value, False
-    raise ConfigError(f"device_train_microbatch_size={value!r}: want a positive number of samples, 'auto' or None.")
 
 
 def resolve_run_name(run_name: str | None, *, autoresume: bool) -> str:
@@ -112,6 +54,8 @@ def resolve_run_name(run_name: str | None, *, autoresume: bool) -> str:
     Raises:
         ConfigError: with ``autoresume`` and no name, a relaunch could not find its run again; or a name with a slash.
     """
+    if run_name is not None and not (isinstance(run_name, str) and run_name):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"run_name={run_name!r}: want a name, or None for that of the environment or a new one.")
     name = run_name or os.environ.get("COMPOSER_RUN_NAME") or os.environ.get("RUN_NAME")
     if name is None:
         if autoresume:
@@ -183,10 +127,9 @@ def build_evaluators(
     """
     if eval_dataloader is None or eval_dataloader == []:
         return []
-    several = isinstance(eval_dataloader, list | tuple) and any(isinstance(e, Evaluator) for e in eval_dataloader)
-    given: Any = eval_dataloader if several else [eval_dataloader]
-    evaluators = [
-        ensure_evaluator(e).with_defaults(subset_num_batches=subset_num_batches, eval_interval=eval_interval)
+    given: Any = eval_dataloader if is_several(eval_dataloader) else [eval_dataloader]
+    evaluators = [  # copies: the user's own may be passed again, to a trainer with other settings
+        copy.copy(ensure_evaluator(e)).with_defaults(subset_num_batches=subset_num_batches, eval_interval=eval_interval)
         for e in given
     ]
     labels = [evaluator.label for evaluator in evaluators]
@@ -195,6 +138,13 @@ def build_evaluators(
             f"eval_dataloader: several evaluators have the label {', '.join(doubled)}; give each its own."
         )
     return evaluators
+
+
+def limited(evaluator: Evaluator, subset_num_batches: int) -> Evaluator:
+    """A copy of ``evaluator`` that stops after so many batches."""
+    evaluator = copy.copy(evaluator)
+    evaluator.subset_num_batches = subset_num_batches
+    return evaluator
 
 
 def eval_metrics(model: ComposerModel, evaluator: Evaluator, device: torch.device) -> dict[str, Any]:
@@ -219,11 +169,17 @@ def eval_metrics(model: ComposerModel, evaluator: Evaluator, device: torch.devic
 
 def scaled_duration(max_duration: TimeInput | None, ratio: float) -> TimeInput | None:
     """``max_duration`` times ``scale_schedule_ratio``."""
-    if ratio <= 0:
-        raise ConfigError(f"scale_schedule_ratio={ratio}: want a positive number.")
-    if max_duration is None or ratio == 1.0:
-        return max_duration
-    time = Time.from_input(max_duration, TimeUnit.EPOCH)
+    check_ratio(ratio)
+    if max_duration is None:
+        return None
+    try:
+        time = Time.from_input(max_duration, TimeUnit.EPOCH)
+    except ConfigError as e:
+        raise ConfigError(f"max_duration={max_duration!r}: {e}") from e
+    if time.value <= 0:
+        raise ConfigError(f"max_duration={max_duration!r}: want more than zero.")
+    if ratio == 1.0:
+        return time
     scaled = time * ratio
     if int(scaled) == 0:
         raise ConfigError(f"scale_schedule_ratio={ratio} makes max_duration={time} zero.")

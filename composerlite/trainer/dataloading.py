@@ -16,19 +16,18 @@ import copy
 import inspect
 import itertools
 import logging
-import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from composerlite.checkpoint import rng
 from composerlite.core import DataSpec, Timestamp
 from composerlite.errors import IncompatibleCheckpointError
+from composerlite.trainer.generators import generator_state, generators_of, set_generator_state
 from composerlite.trainer.index_sampler import IndexSampler, ReseedingDataset
 from composerlite.types import Batch, StateDict, Stateful
 
@@ -66,7 +65,7 @@ class DataPosition(ABC):
 
     def __init__(self, loader: Iterable[Batch]) -> None:
         self._loader = loader
-        self._generators = _generators_of(loader)
+        self._generators = generators_of(loader)
         self._epoch_rng: dict[str, Any] | None = None
         self._epoch_generators = self._generator_states()
         self._restored: StateDict | None = None
@@ -133,6 +132,9 @@ class DataPosition(ABC):
         self._set_generators(self._epoch_generators)
         self._restored = state_dict
 
+    def close(self) -> None:
+        """Let go of what iterates over the loader. Persistent workers end at once; garbage collection would wait."""
+
     @abstractmethod
     def _start(self, skip: int) -> Iterator[Batch]:
         """Begin the epoch at batch ``skip``. The generators are where they were when it began the first time."""
@@ -143,12 +145,13 @@ class DataPosition(ABC):
 
     def _set_epoch(self, number: int) -> None:
         """Tell the samplers that shuffle by epoch number, as DistributedSampler does."""
-        for sampler in (getattr(self._loader, "sampler", None), getattr(self._loader, "batch_sampler", None)):
+        batch_sampler = getattr(self._loader, "batch_sampler", None)
+        for sampler in (getattr(self._loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(number)
 
     def _generator_states(self) -> list[Any]:
-        return [_generator_state(generator) for generator in self._generators]
+        return [generator_state(generator) for generator in self._generators]
 
     def _set_generators(self, states: Sequence[Any]) -> None:
         if len(states) != len(self._generators):
@@ -157,7 +160,7 @@ class DataPosition(ABC):
                 f"{len(self._generators)}: build the loader as in that run."
             )
         for generator, state in zip(self._generators, states, strict=True):
-            _set_generator_state(generator, state)
+            set_generator_state(generator, state)
 
 
 @final
@@ -170,6 +173,7 @@ class IndexedPosition(DataPosition):
 
     def __init__(self, loader: DataLoader[Any], timestamp: Callable[[], Timestamp], *, seed: int) -> None:
         super().__init__(loader)
+        self._loader: DataLoader[Any] = loader
         self._timestamp = timestamp
         if loader.num_workers and not getattr(loader, "in_order", True):
             log.warning("DataLoader(in_order=False): the order of batches depends on timing, a resume is not exact")
@@ -180,6 +184,8 @@ class IndexedPosition(DataPosition):
         vars(own)["batch_sampler" if loader.batch_sampler is not None else "sampler"] = self._sampler
         if loader.num_workers:
             vars(own)["dataset"] = ReseedingDataset(loader.dataset, seed)
+        if loader.persistent_workers:
+            own.generator = torch.Generator()  # draws the workers' seed, which says nothing: see _start
         self._own = own
         self._number = 0
 
@@ -188,14 +194,22 @@ class IndexedPosition(DataPosition):
         self._number = number
         return super().epoch(number, skip)
 
+    def close(self) -> None:
+        """See :meth:`DataPosition.close`."""
+        vars(self._own)["_iterator"] = None
+
     def _start(self, skip: int) -> Iterator[Batch]:
-        expected = None if self._restored is None else self._restored.get("indices")
+        drawn = self._own_state() if self._restored is None else self._restored
         self._restored = None
-        self._sampler.begin(self._number, skip)
+        self._sampler.begin(self._number, skip, drawn.get("drawn", 0) if skip else 0)
+        if self._own.persistent_workers and self._number == 0:
+            # A loader draws a seed when it starts its workers. Those that persist start in the first epoch, or wherever
+            # a resume finds itself; what training sees must not depend on it.
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
         batches = iter(self._own)
         if skip:
-            self._sampler.skip_now()
-            if expected is not None and self._sampler.digest(skip) != expected:
+            digest = self._sampler.draw_again()
+            if digest != drawn.get("indices", digest):
                 raise IncompatibleCheckpointError(
                     "the data loader gives another order of samples than in the interrupted run (epoch "
                     f"{self._number}, first {skip} batches). The data set, batch size or sampler has changed, or it "
@@ -205,8 +219,9 @@ class IndexedPosition(DataPosition):
         return batches
 
     def _own_state(self) -> StateDict:
-        done = int(self._timestamp().batch_in_epoch)
-        return {"indices": self._sampler.digest(done)} if done else {}
+        if int(self._timestamp().batch_in_epoch) == 0 or self._sampler.drawn == 0:
+            return {}
+        return {"drawn": self._sampler.drawn, "indices": self._sampler.digest}
 
 
 @final
@@ -218,6 +233,7 @@ class StatefulPosition(DataPosition):
         self._stateful = stateful
         self._timestamp = timestamp
         self._has_state = False
+        self._pass: _Pass | None = None
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """See :meth:`DataPosition.load_state_dict`. Composer saves the bare state of a streaming data set."""
@@ -225,33 +241,88 @@ class StatefulPosition(DataPosition):
             state_dict = {"kind": type(self).__name__, "generators": self._epoch_generators, "loader": state_dict}
         super().load_state_dict(state_dict)
 
+    def epoch(self, number: int, skip: int) -> Iterator[Batch]:
+        """See :meth:`DataPosition.epoch`. A process that left the epoch in its middle goes on with the same pass."""
+        if not skip or self._restored is not None or self._pass is None:
+            self._pass = _Pass(super().epoch(number, skip), skip)
+        return self._pass.after(skip)
+
+    def close(self) -> None:
+        """See :meth:`DataPosition.close`."""
+        self._pass = None
+
     def _start(self, skip: int) -> Iterator[Batch]:
         restored, self._restored = self._restored, None
-        if restored is None and skip:  # this process left the epoch in its middle and comes back to it
-            restored = {"generators": self._epoch_generators, **self._own_state()}
         self._has_state = True
         if restored is None or restored["loader"] is None:
             return iter(self._loader)
+        before, own = rng.capture(), self._generator_states()
         self._stateful.load_state_dict(restored["loader"])
-        batches = iter(self._loader)
-        # The loader may draw from a generator of the user's again or not; the next epoch goes on from where it stood.
-        self._set_generators(restored.get("generators_now", restored["generators"]))
-        return batches
+        if skip:
+            batches = iter(self._loader)
+            # It may draw from a generator of the user's again or not; the next epoch goes on from where that stood.
+            self._set_generators(restored.get("generators_now", restored["generators"]))
+            return _without_drawing_a_seed(self._loader, batches)
+        # Some loaders restore the epoch that is over when they are asked for their state, and draw for it once more.
+        # The new epoch then begins with the generators as they were, as it does in a process that lived on.
+        self._own_state()
+        rng.restore([before])
+        self._set_generators(own)
+        return self._not_empty(iter(self._loader), before, own)
+
+    def _not_empty(self, batches: Iterator[Batch], before: dict[str, Any], own: list[Any]) -> Iterator[Batch]:
+        """``batches``; those of the next pass if there are none: some loaders end the restored epoch once more."""
+        first = list(itertools.islice(batches, 1))
+        if not first:
+            rng.restore([before])
+            self._set_generators(own)
+            batches = iter(self._loader)
+        yield from itertools.chain(first, batches)
 
     def finish_epoch(self, *, exhausted: bool) -> None:
         """See :meth:`DataPosition.finish_epoch`."""
         super().finish_epoch(exhausted=exhausted)
+        self._pass = None
         # A loader that was left in the middle starts the next epoch afresh: its state speaks of the one that is over.
-        self._has_state = exhausted
+        self._has_state = exhausted or _is_streaming(self._stateful)
 
     def _own_state(self) -> StateDict:
         if not self._has_state:
             return {"loader": None}
         if _is_streaming(self._stateful):
-            saved = self._stateful.state_dict(num_samples=int(self._timestamp().sample_in_epoch), from_beginning=True)
+            done = int(self._timestamp().sample_in_epoch)
+            saved = self._stateful.state_dict(num_samples=done, from_beginning=True)
+            if not done and "epoch" in saved and self._epoch_rng is None:
+                saved = {**saved, "epoch": saved["epoch"] + 1}  # it names the one it gave last, which is over
         else:
             saved = self._stateful.state_dict()
         return {"loader": saved, "generators_now": self._generator_states()}
+
+
+@final
+class _Pass:
+    """One pass over a loader that cannot be begun again in its middle, for training to come back to."""
+
+    def __init__(self, batches: Iterator[Batch], given: int) -> None:
+        self._batches = batches
+        self._given = given
+        self._last: Batch = None
+
+    def after(self, count: int) -> Iterator[Batch]:
+        """What comes after ``count`` batches: training may have failed on the one that was given last."""
+        if self._given == count + 1:
+            self._given = count
+            self._batches = itertools.chain([self._last], self._batches)
+        assert self._given == count
+        return self
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        self._last = next(self._batches)
+        self._given += 1
+        return self._last
 
 
 @final
@@ -288,44 +359,28 @@ def _replay(batches: Iterator[Batch], count: int, kind: str) -> None:
             ) from e
 
 
+def _without_drawing_a_seed(loader: Any, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """``batches`` of an epoch resumed in its middle, without the draw that began the epoch.
+
+    A loader whose ``__iter__`` is a generator draws the seed of its workers only when asked for the first batch.
+    """
+    if not inspect.isgenerator(batches) or not isinstance(loader, DataLoader) or loader.generator is not None:
+        return batches
+
+    def without() -> Iterator[Batch]:
+        loader.generator = torch.Generator()
+        try:
+            first = list(itertools.islice(batches, 1))
+        finally:
+            loader.generator = None
+        yield from itertools.chain(first, batches)
+
+    return without()
+
+
 def _is_streaming(dataset: Any) -> bool:
     """Whether ``dataset`` restores itself by sample count, as MosaicML's StreamingDataset does."""
     state_dict = getattr(dataset, "state_dict", None)
     if not callable(state_dict) or not callable(getattr(dataset, "load_state_dict", None)):
         return False
     return {"num_samples", "from_beginning"} <= inspect.signature(state_dict).parameters.keys()
-
-
-def _generators_of(loader: Any) -> list[Any]:
-    """The random generators that a loader and its samplers hold themselves, each once."""
-    found: dict[int, Any] = {}
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    for holder in holders:
-        attributes: Mapping[str, Any] = getattr(holder, "__dict__", {})
-        for value in attributes.values():
-            if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
-                found[id(value)] = value
-    return list(found.values())
-
-
-def _generator_state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state(legacy=False)
-
-
-def _set_generator_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        version, internal, gauss = state
-        generator.setstate((version, tuple(internal), gauss))
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)

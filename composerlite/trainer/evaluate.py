@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, final
 
@@ -58,19 +59,27 @@ class EvaluationSchedule:
 
 def evaluate(state: State, engine: Engine, logger: Logger, evaluators: Sequence[Evaluator]) -> None:
     """Evaluate the model. What training uses of the state is as before afterwards."""
-    saved = state.dataloader, state.dataloader_label, _length(state), state.batch, state.outputs
-    training = state.model.training
     engine.run_event(Event.EVAL_BEFORE_ALL)
+    with _set_aside(state), torch.no_grad():
+        for evaluator in evaluators:
+            _evaluate_one(state, engine, logger, evaluator)
+    engine.run_event(Event.EVAL_AFTER_ALL)
+
+
+@contextlib.contextmanager
+def _set_aside(state: State) -> Generator[None]:
+    """The model in evaluation mode; afterwards what training uses of the state is as before, frozen parts included."""
+    saved = state.dataloader, state.dataloader_label, _length(state), state.batch, state.outputs
+    modes = [(module, module.training) for module in state.model.modules()]
     try:
         state.model.eval()
-        with torch.no_grad():
-            for evaluator in evaluators:
-                _evaluate_one(state, engine, logger, evaluator)
+        yield
     finally:
-        state.model.train(training)
+        state.model.train(modes[0][1])
+        for module, training in modes:
+            module.training = training
         dataloader, label, length, state.batch, state.outputs = saved
         state.set_dataloader(dataloader, label, length)
-    engine.run_event(Event.EVAL_AFTER_ALL)
 
 
 def _length(state: State) -> int | None:
@@ -115,7 +124,8 @@ def _evaluate_one(state: State, engine: Engine, logger: Logger, evaluator: Evalu
 def log_metrics(logger: Logger, metrics: dict[str, Any], label: str) -> dict[str, float]:
     """Compute ``metrics``, log them as ``metrics/<label>/<name>`` and return them by name.
 
-    A metric that computes a dict gives one value per key; one that has seen no batch gives none.
+    A metric that computes a dict gives one value per key, one that computes a vector ``<name>/0``, ``<name>/1``, …; one
+    that has seen no batch gives none.
     """
     values: dict[str, float] = {}
     for name, metric in metrics.items():
@@ -123,7 +133,10 @@ def log_metrics(logger: Logger, metrics: dict[str, Any], label: str) -> dict[str
             continue
         computed = metric.compute()
         for key, value in computed.items() if isinstance(computed, dict) else [(name, computed)]:
-            values[str(key)] = float(value)
+            if isinstance(value, torch.Tensor) and value.numel() != 1:  # one value per class, say
+                values.update({f"{key}/{i}": float(item) for i, item in enumerate(value.flatten())})
+            else:
+                values[str(key)] = float(value)
     logger.log_metrics({f"metrics/{label}/{name}": value for name, value in values.items()})
     return values
 
@@ -134,10 +147,7 @@ def predict(
     """The model's outputs for each batch, on the CPU, in order; an empty list without ``return_outputs``."""
     outputs: list[Any] = []
     model: Any = state.model
-    saved = state.dataloader, state.dataloader_label, _length(state), state.batch, state.outputs
-    training = state.model.training
-    try:
-        state.model.eval()
+    with _set_aside(state):
         state.set_dataloader(spec.dataloader, "predict", subset_num_batches)
         state.predict_timestamp = Timestamp()
         engine.run_event(Event.PREDICT_START)
@@ -146,6 +156,8 @@ def predict(
                 start = time.perf_counter()
                 samples, tokens = spec.get_num_samples_in_batch(batch), spec.get_num_tokens_in_batch(batch)
                 state.batch = _prepare(state, spec, batch)
+                if spec.microbatch_transforms is not None:
+                    state.batch = spec.microbatch_transforms(state.batch)
                 engine.run_event(Event.PREDICT_BATCH_START)
                 engine.run_event(Event.PREDICT_BEFORE_FORWARD)
                 with get_precision_context(state.precision, state.device):
@@ -157,10 +169,6 @@ def predict(
                 state.predict_timestamp = state.predict_timestamp.to_next_batch(samples, tokens, elapsed)
                 engine.run_event(Event.PREDICT_BATCH_END)
         engine.run_event(Event.PREDICT_END)
-    finally:
-        state.model.train(training)
-        dataloader, label, length, state.batch, state.outputs = saved
-        state.set_dataloader(dataloader, label, length)
     return outputs
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import zlib
-from collections import deque
 from collections.abc import Iterator
 from typing import Any, final
 
@@ -33,62 +33,61 @@ class NumberedBatch(list[Any]):
 class IndexSampler:
     """Stands in for the (batch) sampler of a loader: gives the same indices, can skip the first ones, digests them all.
 
-    The digest after n batches is equal in two runs that drew the same n batches of indices.
+    Attributes:
+        drawn: batches of indices drawn in this pass; a loader with workers draws ahead of what training has seen.
+        digest: of all that were drawn. It is equal in two runs that drew the same.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._batched = loader.batch_sampler is not None
         self._inner: Any = loader.batch_sampler if self._batched else loader.sampler
         self._numbered = loader.num_workers > 0
-        # A loader with workers draws ahead of what training has seen: remember the digests of that far back.
-        ahead = loader.num_workers * (loader.prefetch_factor or 0)
-        self._digests: deque[int] = deque([0], maxlen=ahead + 2)
-        self._drawn = 0
         self._epoch = 0
         self._skip = 0
+        self._again = 0
+        self._ahead: list[Any] = []
         self._indices: Iterator[Any] = iter(())
+        self.drawn = 0
+        self.digest = 0
+        self.digest_again = 0
 
     def __len__(self) -> int:
         return len(self._inner)
 
-    def begin(self, epoch: int, skip: int) -> None:
-        """The next iteration is epoch ``epoch`` and leaves out its first ``skip`` batches."""
+    def begin(self, epoch: int, skip: int, again: int = 0) -> None:
+        """The next iteration is epoch ``epoch`` and leaves out its first ``skip`` batches.
+
+        ``again`` batches, if that is more, are drawn at once, as many as the interrupted run had drawn.
+        """
         self._epoch = epoch
         self._skip = skip
+        self._again = max(skip, again)
 
     def __iter__(self) -> Iterator[Any]:
-        self._digests.clear()
-        self._digests.append(0)
-        self._drawn = 0
+        self.drawn = self.digest = self.digest_again = 0
+        self._ahead = []
         # Nothing is drawn before the first next(): the loader draws its own seed first, as without us.
         self._indices = self._draw()
-        return self._rest() if self._skip else self._indices
+        return self._rest() if self._again else self._indices
 
-    def skip_now(self) -> None:
-        """Draw what is to be left out now, rather than when the loader asks for the first batch."""
-        while self._drawn < self._skip:
-            if next(self._indices, None) is None:
-                return
-
-    def digest(self, batches: int) -> int:
-        """The digest of the first ``batches`` batches of indices; they must have been drawn, not too long ago.
-
-        Zero if fewer were drawn.
-        """
-        behind = self._drawn - batches
-        return self._digests[-1 - behind] if 0 <= behind < len(self._digests) else 0
+    def draw_again(self) -> int:
+        """Draw now what was drawn before the interruption, rather than when the loader asks; the digest of it."""
+        if self.drawn < self._again:
+            self._ahead = list(itertools.islice(self._indices, self._again))[self._skip :]
+            self._again = self.drawn  # fewer, if there are no more
+            self.digest_again = self.digest
+        return self.digest_again
 
     def _rest(self) -> Iterator[Any]:
-        self.skip_now()
+        self.draw_again()
+        yield from self._ahead
         yield from self._indices
 
     def _draw(self) -> Iterator[Any]:
-        last = 0
         for indices in self._inner:
-            last = _digest(last, indices)
-            self._digests.append(last)
-            number = self._drawn
-            self._drawn += 1
+            self.digest = _digest(self.digest, indices)
+            number = self.drawn
+            self.drawn += 1
             if not self._numbered:
                 yield indices
             else:

@@ -91,7 +91,7 @@ def _epoch(loop: Loop) -> tuple[bool, bool]:
     batches = loop.position.epoch(int(state.timestamp.epoch), done if loop.spin_dataloaders else 0)
     if loop.subset_num_batches >= 0:
         batches = itertools.islice(batches, max(0, loop.subset_num_batches - done))
-    clock = _now()
+    clock = time.perf_counter_ns() // 1000
     while True:
         engine.run_event(Event.BEFORE_DATALOADER)
         try:
@@ -103,10 +103,6 @@ def _epoch(loop: Loop) -> tuple[bool, bool]:
         done += 1
         if state.training_is_over:
             return _at_end_of_epoch(state), False
-
-
-def _now() -> int:
-    return time.perf_counter_ns() // 1000
 
 
 def _batch(loop: Loop, batch: Batch, clock: int) -> int:
@@ -123,7 +119,7 @@ def _batch(loop: Loop, batch: Batch, clock: int) -> int:
 
     loop.step.run(samples)
 
-    now = _now()
+    now = time.perf_counter_ns() // 1000
     state.previous_timestamp = state.timestamp
     state.timestamp = state.timestamp.after_batch(samples, tokens, now - clock)
     if loop.step_schedulers_every_batch:  # they look at the timestamp: the rate of the next batch is that of now
@@ -133,7 +129,7 @@ def _batch(loop: Loop, batch: Batch, clock: int) -> int:
         _log_batch(loop)
     engine.run_event(Event.BATCH_END)
     if state.evaluators and loop.evaluation.run_due(Event.BATCH_END):
-        now = _now()  # evaluation is not training time; saving a checkpoint is
+        now = time.perf_counter_ns() // 1000  # evaluation is not training time; saving a checkpoint is
     engine.run_event(Event.BATCH_CHECKPOINT)
     return now
 

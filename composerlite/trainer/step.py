@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
 
-from composerlite.checkpoint import rng
 from composerlite.core import DataSpec, Engine, Event, Precision, State, get_precision_context
 from composerlite.errors import TrainingError
+from composerlite.trainer.attempt import BeforeBatch
 
 __all__ = ["TrainStep"]
 
@@ -61,7 +60,7 @@ class TrainStep:
         state = self._state
         if state.device_train_microbatch_size is None:
             state.device_train_microbatch_size = samples
-        whole, before = state.batch, rng.capture()
+        before = BeforeBatch(state)
         while True:
             try:
                 self._train(samples)
@@ -75,8 +74,7 @@ class TrainStep:
             # Outside the handler: its traceback held the activations that did not fit.
             state.device_train_microbatch_size = (size + 1) // 2
             log.info("out of memory with microbatches of %d: trying %d", size, state.device_train_microbatch_size)
-            state.batch, state.outputs, state.loss = whole, None, None
-            rng.restore([before])  # the batch must not depend on how often it was tried
+            before.restore()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
@@ -94,6 +92,11 @@ class TrainStep:
             microbatches = self._spec.split_batch(whole, size)
             counts = [self._count(microbatch) for microbatch in microbatches]
             total = sum(counts)
+            if not total:
+                raise TrainingError(
+                    "accumulate_train_batch_on_tokens=True: the batch has no tokens to weigh its microbatches by. Pass "
+                    "DataSpec(loader, get_num_tokens_in_batch=lambda batch: …)."
+                )
             losses: dict[str, Any] = {}
             for microbatch, count in zip(microbatches, counts, strict=True):
                 state.batch = microbatch
@@ -115,17 +118,16 @@ class TrainStep:
         if spec.microbatch_transforms is not None:
             state.batch = spec.microbatch_transforms(state.batch)
 
-        autocast = _NO_AUTOCAST
+        # Entering a context that does nothing costs as much as an event: without autocast there is none.
+        forward, loss = model, model.loss
         if state.precision is not Precision.FP32:
-            autocast = get_precision_context(state.precision, state.device)
+            forward, loss = _in_precision(state, model), _in_precision(state, model.loss)
         engine.run_event(Event.BEFORE_FORWARD)
-        with autocast:
-            state.outputs = model(state.batch)
+        state.outputs = forward(state.batch)
         engine.run_event(Event.AFTER_FORWARD)
 
         engine.run_event(Event.BEFORE_LOSS)
-        with autocast:
-            state.loss = model.loss(state.outputs, state.batch)
+        state.loss = loss(state.outputs, state.batch)
         engine.run_event(Event.AFTER_LOSS)
 
         total = state.loss
@@ -147,7 +149,14 @@ class TrainStep:
                     model.update_metric(state.batch, state.outputs, metric)
 
 
-_NO_AUTOCAST = contextlib.nullcontext()
+def _in_precision(state: State, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, run in the precision of ``state``."""
+
+    def run(*arguments: Any) -> Any:
+        with get_precision_context(state.precision, state.device):
+            return function(*arguments)
+
+    return run
 
 
 def _total_loss(loss: Any) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -40,7 +40,7 @@ from composerlite.errors import ConfigError, checked_arguments
 from composerlite.loggers import ConsoleLogger, ProgressBarLogger
 from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler
-from composerlite.trainer import build
+from composerlite.trainer import build, checks
 from composerlite.trainer.dataloading import DataPosition, position_in
 from composerlite.trainer.evaluate import EvaluationSchedule, evaluate, predict
 from composerlite.trainer.loop import Loop, run
@@ -166,8 +166,9 @@ class Trainer:
         compile_config: dict[str, Any] | None = None,
     ) -> None:
         arguments = dict(locals())
+        checks.check_flags(type(self).__init__, arguments)
         if python_log_level is not None:
-            logging.getLogger("composerlite").setLevel(python_log_level.upper())
+            logging.getLogger("composerlite").setLevel(checks.check_log_level(python_log_level))
         if dist.get_world_size() > 1:
             raise ConfigError(
                 f"WORLD_SIZE={dist.get_world_size()}: this version trains in one process. Start it without torchrun."
@@ -177,7 +178,12 @@ class Trainer:
         self._scale_schedule_ratio = scale_schedule_ratio
         self._accumulate_on_tokens = accumulate_train_batch_on_tokens
         self._train_label = train_dataloader_label
-        self._train_subset = build.check_subset(train_subset_num_batches, argument="train_subset_num_batches")
+        self._train_subset = checks.check_subset(train_subset_num_batches, argument="train_subset_num_batches")
+        self._eval_subset = checks.check_subset(eval_subset_num_batches, argument="eval_subset_num_batches")
+        self._eval_interval = checks.check_interval(eval_interval, argument="eval_interval")
+        checks.check_interval(console_log_interval, argument="console_log_interval")
+        compile_config = checks.check_compile_config(compile_config)
+        load_exclude_algorithms = checks.check_names(load_exclude_algorithms, argument="load_exclude_algorithms")
         self.spin_dataloaders = spin_dataloaders
         self._fits = 0
         self._position: DataPosition | None = None
@@ -186,14 +192,14 @@ class Trainer:
         # Reproducibility first: whatever draws random numbers from here on does so from the seed.
         if deterministic_mode:
             configure_deterministic_mode()
-        seed = get_random_seed() if seed is None else seed
+        seed = get_random_seed() if seed is None else checks.check_seed(seed)
         seed_all(seed)
 
         # The parts of the run.
         chosen_device = dist.get_device(device)
         chosen_precision = ensure_precision(precision, chosen_device)
-        model = build.check_model(model).to(chosen_device)
-        size, auto = build.microbatch_size(device_train_microbatch_size)
+        model = checks.check_model(model).to(chosen_device)
+        size, auto = checks.microbatch_size(device_train_microbatch_size)
         user_algorithms, user_callbacks, user_loggers = build.check_parts(algorithms, callbacks, loggers)
         self.state = State(
             model,
@@ -238,7 +244,7 @@ class Trainer:
         self.state.callbacks = [*user_loggers, *user_callbacks]
         self.logger = Logger(self.state, user_loggers)
         model.logger = self.logger
-        self.engine = Engine(self.state, self.logger, algorithm_passes)
+        self.engine = Engine(self.state, self.logger, checks.check_passes(algorithm_passes))
         if auto_log_hparams:
             self.logger.log_hyperparameters(_plain(arguments))
 
@@ -247,11 +253,11 @@ class Trainer:
             self.engine.run_event(Event.INIT)
             if train_dataloader is not None:
                 self._set_train_data(train_dataloader)
-            self._evaluators(eval_dataloader, eval_interval, eval_subset_num_batches)
+            self._evaluators(eval_dataloader)
             self._add_metrics()
-            self._schedulers = build.as_list(schedulers, (LRScheduler, ComposerScheduler), argument="schedulers")
-            if self.state.max_duration is not None:
-                self._build_schedulers()
+            self._schedulers = checks.as_list(schedulers, LRScheduler, ComposerScheduler, argument="schedulers")
+            if self.state.max_duration is not None or all(isinstance(s, LRScheduler) for s in self._schedulers):
+                self._build_schedulers(keep_rates=False)
 
             # Loading comes last: everything that has a state is there to take it.
             self.engine.run_event(Event.BEFORE_LOAD)
@@ -293,8 +299,8 @@ class Trainer:
         scale_schedule_ratio: float | None = None,
         step_schedulers_every_batch: bool | None = None,
         eval_dataloader: EvalLoader | None = None,
-        eval_subset_num_batches: int = -1,
-        eval_interval: TimeInput | SchedulePredicate = 1,
+        eval_subset_num_batches: int | None = None,
+        eval_interval: TimeInput | SchedulePredicate | None = None,
         device_train_microbatch_size: int | str | None = None,
         precision: str | Precision | None = None,
     ) -> None:
@@ -319,27 +325,35 @@ class Trainer:
         if train_dataloader_label is not None:
             self._train_label = train_dataloader_label
         if train_subset_num_batches is not None:
-            self._train_subset = build.check_subset(train_subset_num_batches, argument="train_subset_num_batches")
+            self._train_subset = checks.check_subset(train_subset_num_batches, argument="train_subset_num_batches")
         if spin_dataloaders is not None:
             self.spin_dataloaders = spin_dataloaders
         if train_dataloader is not None:
             self._set_train_data(train_dataloader)
         if self._train_spec is None:
             raise ConfigError("there is no train_dataloader: pass it to Trainer or to fit.")
+        if eval_interval is not None:
+            self._eval_interval = checks.check_interval(eval_interval, argument="eval_interval")
+        if eval_subset_num_batches is not None:
+            self._eval_subset = checks.check_subset(eval_subset_num_batches, argument="eval_subset_num_batches")
         if eval_dataloader is not None:
-            self._evaluators(eval_dataloader, eval_interval, eval_subset_num_batches)
+            self._evaluators(eval_dataloader)
             self._add_metrics()
         if device_train_microbatch_size is not None:
-            size, auto = build.microbatch_size(device_train_microbatch_size)
+            size, auto = checks.microbatch_size(device_train_microbatch_size)
             state.device_train_microbatch_size, state.auto_microbatching = size, auto
-        if precision is not None:
-            self._set_precision(ensure_precision(precision, state.device))
+        if precision is not None and (new := ensure_precision(precision, state.device)) is not state.precision:
+            self._set_precision(new)
         if scale_schedule_ratio is not None:
-            self._scale_schedule_ratio = scale_schedule_ratio
+            self._scale_schedule_ratio = checks.check_ratio(scale_schedule_ratio)
         if step_schedulers_every_batch is not None:
             self._step_schedulers_every_batch = step_schedulers_every_batch
 
-        begun_before = self._begin_fit(duration, reset_time)
+        number, self._fits = self._fits, self._fits + 1
+        if number + 1 < len(state.fit_starts):
+            log.info("call %d of fit was finished before the run was interrupted", number + 1)
+            return
+        begun_before = self._begin_fit(number, duration, reset_time)
         if state.training_is_over:
             if begun_before or self._resumed:
                 log.info("the run had ended at %s: nothing to train", state.max_duration)
@@ -349,10 +363,9 @@ class Trainer:
                 f"batch {int(state.timestamp.batch)}. Give a later max_duration, a duration to fit, or reset_time=True."
             )
         if schedulers is not None:
-            self._schedulers = build.as_list(schedulers, (LRScheduler, ComposerScheduler), argument="schedulers")
-            state.schedulers = []
-        if self._schedulers and not state.schedulers:
-            self._build_schedulers()
+            self._schedulers = checks.as_list(schedulers, LRScheduler, ComposerScheduler, argument="schedulers")
+        if schedulers is not None or scale_schedule_ratio is not None or len(state.schedulers) < len(self._schedulers):
+            self._build_schedulers(keep_rates=begun_before)
 
         state.set_dataloader(self._train_spec.dataloader, self._train_label, self._train_subset)
         rng_states, self._rng_states = self._rng_states, None
@@ -375,18 +388,19 @@ class Trainer:
     def _place_in(self, spec: DataSpec) -> DataPosition:
         """The position in the training data: that of the last ``fit`` on it, of the checkpoint, or its start."""
         state = self.state
-        if self._position is None:
+        loaded = state.dataset_state.get("train") is not None  # since the last fit: by this trainer, or into its state
+        if self._position is None or loaded:
+            self._forget_position()
             self._position = position_in(spec, seed=state.seed, timestamp=lambda: state.timestamp)
-            if state.dataset_state.get("train") is not None and self.spin_dataloaders:
+            if loaded and self.spin_dataloaders:
                 self._position.load_state_dict(state.dataset_state["train"])
             state.dataset_state = {"train": None, "eval": {}}
             state.data_position = self._position
         return self._position
 
-    def _begin_fit(self, duration: TimeInput | None, reset_time: bool) -> bool:
-        """Set where this call of ``fit`` ends; whether it had begun before the run was interrupted."""
+    def _begin_fit(self, number: int, duration: TimeInput | None, reset_time: bool) -> bool:
+        """Set where call ``number`` of ``fit`` ends; whether it had begun before the run was interrupted."""
         state = self.state
-        number, self._fits = self._fits, self._fits + 1
         begun_before = number < len(state.fit_starts)
         if not begun_before:
             if reset_time:
@@ -407,16 +421,15 @@ class Trainer:
         Raises:
             ConfigError: there is nothing to evaluate on.
         """
+        subset = checks.check_subset(subset_num_batches, argument="subset_num_batches")
         evaluators = self.state.evaluators
         if eval_dataloader is not None:
-            evaluators = build.build_evaluators(
-                eval_dataloader,
-                eval_interval=0,
-                subset_num_batches=build.check_subset(subset_num_batches, argument="subset_num_batches"),
-            )
+            evaluators = build.build_evaluators(eval_dataloader, eval_interval=0, subset_num_batches=subset)
             for evaluator in evaluators:
                 metrics = build.eval_metrics(self._model, evaluator, self.state.device)
                 self.state.eval_metrics[evaluator.label] = metrics
+        elif subset != -1:
+            evaluators = [build.limited(evaluator, subset) for evaluator in evaluators]
         if not evaluators:
             raise ConfigError("there is no eval_dataloader: pass it to Trainer or to eval.")
         self.engine.run_event(Event.EVAL_STANDALONE_START)
@@ -432,7 +445,7 @@ class Trainer:
             self.state,
             self.engine,
             ensure_data_spec(dataloader),
-            subset_num_batches=build.check_subset(subset_num_batches, argument="subset_num_batches"),
+            subset_num_batches=checks.check_subset(subset_num_batches, argument="subset_num_batches"),
             return_outputs=return_outputs,
         )
 
@@ -463,6 +476,7 @@ class Trainer:
         Raises:
             Exception: what one of them raised, after all were closed.
         """
+        self._forget_position()
         self.engine.close()
 
     def __enter__(self) -> Trainer:
@@ -486,17 +500,18 @@ class Trainer:
 
     def _set_train_data(self, train_dataloader: Loader) -> None:
         self._train_spec = ensure_data_spec(train_dataloader)
-        self._position = None
+        self._forget_position()
         self.state.train_dataloader = self._train_spec.dataloader
         self.state.set_dataloader(self._train_spec.dataloader, self._train_label, self._train_subset)
 
-    def _evaluators(
-        self, eval_dataloader: EvalLoader | None, interval: TimeInput | SchedulePredicate, subset: int
-    ) -> None:
+    def _forget_position(self) -> None:
+        if self._position is not None:
+            self._position.close()
+        self._position = None
+
+    def _evaluators(self, eval_dataloader: EvalLoader | None) -> None:
         self.state.evaluators = build.build_evaluators(
-            eval_dataloader,
-            eval_interval=interval,
-            subset_num_batches=build.check_subset(subset, argument="eval_subset_num_batches"),
+            eval_dataloader, eval_interval=self._eval_interval, subset_num_batches=self._eval_subset
         )
 
     def _add_metrics(self) -> None:
@@ -507,10 +522,18 @@ class Trainer:
         for evaluator in state.evaluators:
             state.eval_metrics[evaluator.label] = build.eval_metrics(self._model, evaluator, state.device)
 
-    def _build_schedulers(self) -> None:
+    def _build_schedulers(self, *, keep_rates: bool) -> None:
+        """``keep_rates``: training goes on with the learning rates that were loaded, in the middle of an epoch too."""
+        groups = self.state.optimizers[0].param_groups
+        rates = [group["lr"] for group in groups]
         self.state.schedulers = build.build_schedulers(
             self._schedulers, self.state, scale_schedule_ratio=self._scale_schedule_ratio
         )
+        if keep_rates:
+            # torch warns where a schedule steps before the optimizer has: it has, before the interruption.
+            vars(self.state.optimizers[0])["_opt_called"] = True
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
     def _schedulers_step_every_batch(self) -> bool:
         if self._step_schedulers_every_batch is not None:

@@ -124,6 +124,16 @@ def test_a_batch_count_is_saved_once(tmp_path: Path) -> None:
     assert train(tmp_path, save_interval="1ba", save_filename="ep{epoch}-ba{batch}.pt") == list(range(1, 13))
 
 
+def test_a_name_of_its_own_is_given_again(tmp_path: Path) -> None:
+    """Names without ``{batch}``: the newest save of an epoch replaces the one before it, and is what is loaded."""
+    with trainer(save_folder=tmp_path, save_filename="ep{epoch}.pt", save_interval="2ba", max_duration="7ba") as run:
+        run.fit()
+        assert [Path(path).name for path in run.saved_checkpoints] == ["ep0.pt", "ep1.pt"]
+    assert saved_batches(tmp_path) == [4, 7]
+    with trainer(load_path=tmp_path / "ep1.pt") as again:
+        assert int(again.state.timestamp.batch) == 7
+
+
 def test_a_resume_does_not_save_the_same_batch_again(tmp_path: Path) -> None:
     """The end of an epoch comes after the resume, and was saved before it."""
     train(tmp_path, save_interval="1ba", max_duration="4ba")

@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -72,23 +71,21 @@ class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        points = Points(COUNT)
-        for index in range(first, COUNT, step):
-            inputs, target, number = points[index]
-            yield inputs + distort(), target, number
+        points = Noisy(COUNT)
+        return (points[index] for index in range(first, COUNT, step))
 
 
-class StatefulStream(Stream):
+class StatefulStream(IterableDataset[Any]):
     """Points in order, that knows how far it has come and goes on from there."""
 
-    def __init__(self) -> None:
+    def __init__(self, points: Points) -> None:
+        self.points = points
         self.done = 0
 
     def __iter__(self) -> Iterator[Any]:
-        for number, point in enumerate(super().__iter__()):
-            if number >= self.done:
-                self.done = number + 1
-                yield point
+        while self.done < COUNT:
+            self.done += 1
+            yield self.points[self.done - 1]
         self.done = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,7 +121,7 @@ class Streaming(IterableDataset[Any]):
 
 
 class StreamingLoader(DataLoader[Any]):
-    """Counts what it has given, and asks its data set to go on from there, as MosaicML's StreamingDataLoader does it."""
+    """Counts what it has given, and has its data set go on from there, as MosaicML's StreamingDataLoader does it."""
 
     given = 0
 
@@ -163,11 +160,15 @@ class OwnGenerator(Sampler[int]):
 class FromSharedGenerator(OwnGenerator):
     """Draws one index after the other from the generator that training draws from as well."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
         super().__init__(None)
+        self.count = count
 
     def __iter__(self) -> Iterator[int]:
-        return (int(torch.randint(COUNT, ())) for _ in range(COUNT))
+        return (int(torch.randint(self.count, ())) for _ in range(self.count))
+
+    def __len__(self) -> int:
+        return self.count
 
 
 def noisy_collate(points: list[Any]) -> Any:
@@ -181,9 +182,9 @@ def seeded(seed: int = 5) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def shuffled(**arguments: Any) -> DataLoader[Any]:
+def shuffled(*, shuffle: bool = True, **arguments: Any) -> DataLoader[Any]:
     """Shuffled batches of four distorted points."""
-    return DataLoader(Noisy(COUNT), **{"batch_size": 4, "shuffle": True, **arguments})
+    return DataLoader(Noisy(COUNT), batch_size=4, shuffle=shuffle, **arguments)
 
 
 def ordered_by(sampler: Any, **arguments: Any) -> DataLoader[Any]:
@@ -258,9 +259,9 @@ KINDS: dict[str, Callable[[], Any]] = {
     "StatefulDataLoader, 2 workers": lambda: StatefulDataLoader(
         Points(COUNT), batch_size=4, shuffle=True, num_workers=2
     ),
-    "StatefulDataLoader, iterable": lambda: StatefulDataLoader(StatefulStream(), batch_size=4),
+    "StatefulDataLoader, iterable": lambda: StatefulDataLoader(StatefulStream(Noisy(COUNT)), batch_size=4),
     "StatefulDataLoader, iterable, 2 workers": lambda: StatefulDataLoader(
-        StatefulStream(), batch_size=2, num_workers=2
+        StatefulStream(Points(COUNT)), batch_size=4, num_workers=2
     ),
     "streaming": lambda: DataLoader(Streaming(), batch_size=4),
     "streaming loader": lambda: StreamingLoader(Streaming(), batch_size=4),

@@ -2,41 +2,354 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from data_kinds import KINDS
-from trainer_parts import Seen, Step, build, same, weights
+from data_kinds import COUNT, KINDS, FromSharedGenerator, Noisy, noisy_collate, ordered_by, seeded, shuffled
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+from trainer_parts import At, Points, Seen, Step, build, loader, same, weights
 
+from composerlite import DataSpec, Event, State
+from composerlite.checkpoint import load_checkpoint
+from composerlite.core import seed_all
+from composerlite.errors import IncompatibleCheckpointError
 
 # torchdata asks torch for it; torch 2.13 says that nobody should.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 
-def run(loader: Any, **arguments: Any) -> tuple[list[Step], dict[str, torch.Tensor]]:
+def run(data: Any, **arguments: Any) -> tuple[list[Step], dict[str, torch.Tensor]]:
     """Train three epochs with dropout; what was seen, and the weights at the end."""
     seen = Seen()
     defaults: dict[str, Any] = {"max_duration": "3ep", "run_name": "run", "dropout": 0.5}
-    with build(train_dataloader=loader, callbacks=seen, **{**defaults, **arguments}) as trainer:
+    with build(train_dataloader=data, callbacks=seen, **{**defaults, **arguments}) as trainer:
         trainer.fit()
         return seen.steps, weights(trainer)
 
 
-def checkpoints(folder: Path) -> dict[int, Path]:
-    """The files of a run that saved every batch, by batch count."""
-    return {int(path.name.split("ba")[1].split("-")[0]): path for path in folder.glob("ep*.pt")}
+def middle_and_edge(state: State, event: Event) -> bool:
+    """When to save: in the middle of the first epoch, between the two, and in the middle of the second."""
+    now = state.timestamp
+    if event is Event.BATCH_CHECKPOINT:
+        return (int(now.epoch), int(now.batch_in_epoch)) in ((0, 2), (1, 3))
+    return event is Event.EPOCH_CHECKPOINT and now.epoch == "1ep"
 
 
+def at_batch(batch: int) -> Callable[[State, Event], bool]:
+    """When to save: after so many batches, before the epoch is told to be over."""
+    return lambda state, event: event is Event.BATCH_CHECKPOINT and int(state.timestamp.batch) == batch
+
+
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """The files of a run, in order of their batch counts."""
+    return sorted((int(path.name.split("ba")[1].split("-")[0]), path) for path in folder.glob("ep*.pt"))
+
+
+# ── every kind of loader ─────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resume_sees_the_rest_of_the_batches(kind: str, tmp_path: Path) -> None:
-    """In the middle of the first and the second epoch and between them: the batches, and the weights at the end."""
-    steps, end = run(KINDS[kind](), save_folder=tmp_path, save_interval="1ba")
-    per_epoch = len(steps) // 3
-    saved = checkpoints(tmp_path)
-    for batch in (2, per_epoch, per_epoch + 3):
-        torch.load(saved[batch], weights_only=True)  # what any torch opens
-        rest, weights_of_rest = run(KINDS[kind](), load_path=saved[batch])
+    """Three interruptions, each in the run that the last one was resumed to: in an epoch, at its edge, in the second.
+
+    The batches are the same, noise included, and so are the weights at the end: training's own random numbers, too.
+    """
+    saving: dict[str, Any] = {"save_interval": middle_and_edge, "save_overwrite": True}
+    steps, end = run(KINDS[kind](), save_folder=tmp_path / "0", **saving)
+    for resume in range(3):
+        batch, checkpoint = checkpoints(tmp_path / str(resume))[0]
+        torch.load(checkpoint, weights_only=True)  # plain torch opens it
+        rest, end_of_rest = run(KINDS[kind](), load_path=checkpoint, save_folder=tmp_path / str(resume + 1), **saving)
         assert rest == steps[batch:], f"the batches differ after a resume at batch {batch}"
-        assert same(weights_of_rest, end)
+        assert same(end_of_rest, end), f"the weights differ after a resume at batch {batch}"
+
+
+IN_EACH_WAY = [
+    "shuffled",
+    "persistent workers",
+    "with replacement, generator, 2 workers",
+    "iterable",
+    "a list of batches",
+    "StatefulDataLoader",
+    "StatefulDataLoader, generator",
+    "streaming",
+    "streaming loader",
+]
+
+
+@pytest.mark.parametrize("kind", IN_EACH_WAY)
+def test_a_resume_after_the_last_batch_of_an_epoch(kind: str, tmp_path: Path) -> None:
+    """Saved when the last batch was trained and the epoch not yet ended: it ends, and the next has its own order."""
+    steps, end = run(KINDS[kind](), save_folder=tmp_path, save_interval=at_batch(5))
+    rest, end_of_rest = run(KINDS[kind](), load_path=checkpoints(tmp_path)[0][1])
+    assert rest == steps[5:]
+    assert same(end_of_rest, end)
+
+
+@pytest.mark.parametrize("kind", IN_EACH_WAY)
+def test_training_goes_on_within_an_epoch(kind: str) -> None:
+    """Two calls of fit, the first of which ends within an epoch, see what one call sees."""
+    seed_all(1)  # some loaders draw when they are built
+    steps, end = run(KINDS[kind]())
+    seed_all(1)
+    seen = Seen()
+    with build(train_dataloader=KINDS[kind](), callbacks=seen, max_duration="3ep", dropout=0.5) as trainer:
+        trainer.fit(duration="7ba")
+        trainer.fit(duration=f"{len(steps) - 7}ba")
+        assert seen.steps == steps
+        assert same(weights(trainer), end)
+
+
+@pytest.mark.parametrize("kind", IN_EACH_WAY)
+def test_training_goes_on_after_a_failure(kind: str) -> None:
+    """The batch on which training failed is trained on by the next call of fit, in whatever way it was loaded."""
+    seed_all(1)
+    steps, _ = run(KINDS[kind](), dropout=0.0)
+    seed_all(1)
+    seen, failed = Seen(), list[int]()
+
+    def fail_once(state: State) -> None:
+        if state.timestamp.batch == "7ba" and not failed:
+            failed.append(7)
+            raise KeyError("a failure in the eighth batch")
+
+    callbacks = [seen, At(Event.BATCH_START, fail_once)]
+    with build(train_dataloader=KINDS[kind](), callbacks=callbacks, max_duration="3ep") as trainer:
+        with pytest.raises(KeyError, match="eighth batch"):
+            trainer.fit()
+        trainer.fit()
+    assert seen.numbers[:10] == [batch[2] for _, batch in steps[:10]]
+    assert len(seen.steps) == len(steps)
+
+
+def test_a_checkpoint_loaded_into_a_trainer_that_has_trained(tmp_path: Path) -> None:
+    """Its position counts, not that which training had reached."""
+    seen = Seen()
+    with build(train_dataloader=shuffled(), callbacks=seen, save_folder=tmp_path, save_interval=at_batch(3)) as trainer:
+        trainer.fit(duration="8ba")
+        load_checkpoint(checkpoints(tmp_path)[0][1], trainer.state)
+        trainer.fit(duration="2ba")
+    assert [count for count, _ in seen.steps[8:]] == [4, 5]
+    assert seen.numbers[8:] == seen.numbers[3:5]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_subset_of_each_epoch_is_resumed(workers: int, tmp_path: Path) -> None:
+    """``train_subset_num_batches``: in the middle of an epoch and at its edge, though the loader had more to give."""
+    kinds = [lambda: shuffled(num_workers=workers), lambda: ordered_by(KINDS["user's generator"]().sampler)]
+    for number, kind in enumerate(kinds):
+        folder = tmp_path / str(number)
+        arguments: dict[str, Any] = {"train_subset_num_batches": 3, "max_duration": "4ep"}
+        steps, end = run(kind(), save_folder=folder, save_interval="1ba", **arguments)
+        assert len(steps) == 12
+        for batch, checkpoint in checkpoints(folder)[1:6]:
+            rest, end_of_rest = run(kind(), load_path=checkpoint, **arguments)
+            assert rest == steps[batch:]
+            assert same(end_of_rest, end)
+
+
+# ── workers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize("collate_fn", [None, noisy_collate])
+def test_the_number_of_workers_may_change(before: int, after: int, collate_fn: Any, tmp_path: Path) -> None:
+    """Noise in workers is a function of the run's seed, the epoch and the batch: not of who loads it."""
+    steps, end = run(
+        shuffled(num_workers=before, collate_fn=collate_fn), save_folder=tmp_path, save_interval=at_batch(8)
+    )
+    rest, end_of_rest = run(shuffled(num_workers=after, collate_fn=collate_fn), load_path=checkpoints(tmp_path)[0][1])
+    assert rest == steps[8:]
+    assert same(end_of_rest, end)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0)])
+def test_the_order_stays_with_workers_or_without(before: int, after: int, tmp_path: Path) -> None:
+    """A loader may get workers or lose them. (Noise is drawn elsewhere then, and is not the same.)"""
+    steps, end = run(loader(COUNT, num_workers=before), save_folder=tmp_path, save_interval=at_batch(8))
+    rest, end_of_rest = run(loader(COUNT, num_workers=after), load_path=checkpoints(tmp_path)[0][1])
+    assert rest == steps[8:]
+    assert same(end_of_rest, end)
+
+
+class Scaled(Points):
+    """Points that each worker may be told to scale."""
+
+    scale = 1.0
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target, number = super().__getitem__(index)
+        return inputs * self.scale, target, number
+
+
+def scale_by_worker(worker: int) -> None:
+    """What a ``worker_init_fn`` does: finds the data set of its worker and sets it up."""
+    info = get_worker_info()
+    assert info is not None
+    assert len(info.dataset.inputs) == COUNT  # type: ignore[attr-defined]
+    info.dataset.scale = 10.0 + worker  # type: ignore[attr-defined]
+
+
+def test_a_worker_init_fn_reaches_the_data_set() -> None:
+    """``get_worker_info().dataset`` gives its attributes and takes them."""
+    dataset = Scaled(COUNT)
+    data = DataLoader(dataset, batch_size=4, num_workers=2, worker_init_fn=scale_by_worker)
+    steps, _ = run(data, max_duration="1ep")
+    for number, (_, (inputs, _, _)) in enumerate(steps):
+        expected = dataset.inputs[4 * number : 4 * number + 4] * (10.0 + number % 2)
+        assert torch.equal(torch.tensor(inputs), expected)
+    assert dataset.scale == 1.0
+
+
+def test_the_users_loader_is_left_as_it_is() -> None:
+    """It keeps its own sampler and data set, and can be iterated over while training uses it and afterwards."""
+    data = shuffled(num_workers=2, generator=seeded())
+    before = dict(vars(data))
+    with build(train_dataloader=data, max_duration="7ba") as trainer:
+        trainer.fit()
+    assert vars(data) == before
+    assert type(data.dataset) is Noisy
+    assert sorted(number for batch in data for number in batch[2].tolist()) == list(range(COUNT))
+
+
+# ── what is loaded ───────────────────────────────────────────────────────────────────────────────────────────────────
+class Counting(Points):
+    """Counts how many points were loaded."""
+
+    loaded = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.loaded += 1
+        return super().__getitem__(index)
+
+
+def test_batches_already_seen_are_not_loaded_again(tmp_path: Path) -> None:
+    """A resume after four of five batches loads the points of the fifth only."""
+    kind = lambda: DataLoader(Counting(COUNT), batch_size=4, shuffle=True)
+    run(kind(), save_folder=tmp_path, save_interval=at_batch(4), max_duration="1ep")
+    resumed = kind()
+    run(resumed, load_path=checkpoints(tmp_path)[0][1], max_duration="1ep")
+    assert resumed.dataset.loaded == COUNT - 16  # type: ignore[attr-defined]
+
+
+class Running(Noisy):
+    """Points that depend on how many were loaded before."""
+
+    loaded = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.loaded += 1
+        inputs, target, number = super().__getitem__(index)
+        return inputs + self.loaded, target, number
+
+
+def test_a_data_set_that_remembers_is_replayed_if_the_user_says_so(tmp_path: Path) -> None:
+    """``replay_on_resume=True``: what a data set in a worker keeps from item to item is there again."""
+    kind = lambda: DataSpec(
+        DataLoader(Running(COUNT), batch_size=4, shuffle=True, num_workers=2), replay_on_resume=True
+    )
+    steps, end = run(kind(), save_folder=tmp_path, save_interval=at_batch(8))
+    rest, end_of_rest = run(kind(), load_path=checkpoints(tmp_path)[0][1])
+    assert rest == steps[8:]
+    assert same(end_of_rest, end)
+
+
+def test_spin_dataloaders_false_starts_the_data_of_the_epoch_afresh(tmp_path: Path) -> None:
+    """As documented: nothing is skipped, even where the position could not be restored at all."""
+    in_order = lambda: DataLoader(Points(COUNT), batch_size=4)
+    run(in_order(), save_folder=tmp_path, save_interval=at_batch(3))
+    rest, _ = run(list(in_order()), load_path=checkpoints(tmp_path)[0][1], spin_dataloaders=False)
+    of_the_epoch = [list(range(first, min(first + 4, COUNT))) for first in range(0, COUNT, 4)]
+    assert [batch[2] for _, batch in rest] == of_the_epoch * 3
+
+
+def test_the_bare_state_of_a_streaming_data_set_is_understood(tmp_path: Path) -> None:
+    """What Composer saves under ``dataset_state`` is the data set's own state, with nothing around it."""
+
+    def as_composer_saves_it(contents: dict[str, Any]) -> None:
+        dataset_state = contents["state"]["dataset_state"]
+        dataset_state["train"] = dataset_state["train"]["loader"]
+
+    steps, _ = run(KINDS["streaming"](), save_folder=tmp_path, save_interval=at_batch(8))
+    checkpoint = checkpoints(tmp_path)[0][1]
+    rest, _ = run(KINDS["streaming"](), load_path=checkpoint, load_ignore_keys=as_composer_saves_it)
+    assert rest == steps[8:]
+
+
+# ── what cannot be restored is said ──────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda: DataLoader(Noisy(COUNT + 4), batch_size=4, shuffle=True),
+        lambda: DataLoader(Noisy(COUNT - 8), batch_size=4, shuffle=True),
+        lambda: DataLoader(Noisy(4), batch_size=4, shuffle=True),
+        lambda: DataLoader(Noisy(COUNT), batch_size=3, shuffle=True),
+        lambda: DataLoader(Noisy(COUNT), batch_size=4),
+        lambda: DataLoader(Noisy(COUNT), batch_sampler=BatchSampler(SequentialSampler(range(COUNT)), 4, False)),
+    ],
+    ids=["more points", "fewer points", "far fewer points", "batch size", "not shuffled", "batch sampler"],
+)
+def test_other_data_is_not_trained_on_in_silence(changed: Any, tmp_path: Path) -> None:
+    """A resume in the middle of an epoch whose batches are not those it had: an error that says what may be wrong."""
+    run(shuffled(), save_folder=tmp_path, save_interval=at_batch(8))
+    with pytest.raises(IncompatibleCheckpointError, match=r"another order of samples.*epoch 1, first 3 batches"):
+        run(changed(), load_path=checkpoints(tmp_path)[0][1])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_that_shares_trainings_generator_is_found_out(workers: int, tmp_path: Path) -> None:
+    """It draws index by index in between training's own draws, which no resume can repeat: an error, with the cure."""
+    kind = lambda: DataLoader(Points(40), batch_size=4, sampler=FromSharedGenerator(40), num_workers=workers)
+    run(kind(), save_folder=tmp_path, save_interval=at_batch(13), max_duration="2ep")
+    with pytest.raises(IncompatibleCheckpointError, match="give it a generator of its own"):
+        run(kind(), load_path=checkpoints(tmp_path)[0][1])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("shuffled", "a list of batches"),
+        ("a list of batches", "shuffled"),
+        ("shuffled", "StatefulDataLoader"),
+        ("streaming", "iterable"),
+        ("shuffled", "replayed because the user says so"),
+    ],
+)
+def test_another_kind_of_loader_is_an_error(before: str, after: str, tmp_path: Path) -> None:
+    """Its position says nothing about this one."""
+    run(KINDS[before](), save_folder=tmp_path, save_interval=at_batch(3), max_duration="1ep")
+    with pytest.raises(IncompatibleCheckpointError, match="is not that of a"):
+        run(KINDS[after](), load_path=checkpoints(tmp_path)[0][1])
+
+
+def test_a_loader_with_fewer_generators_is_an_error(tmp_path: Path) -> None:
+    """The state of the generator that the loader had then has no place to go to."""
+    run(shuffled(generator=seeded()), save_folder=tmp_path, save_interval=at_batch(3), max_duration="1ep")
+    with pytest.raises(IncompatibleCheckpointError, match="1 generators of its own and this one has 0"):
+        run(shuffled(), load_path=checkpoints(tmp_path)[0][1])
+
+
+def test_an_iterable_that_has_become_shorter_is_an_error(tmp_path: Path) -> None:
+    """It ends before the place that the interrupted run had reached."""
+    batches = list(DataLoader(Points(COUNT), batch_size=4))
+    run(iter_anew(batches), save_folder=tmp_path, save_interval=at_batch(4), max_duration="1ep")
+    with pytest.raises(IncompatibleCheckpointError, match="ended after 3 batches, before the 4"):
+        run(iter_anew(batches[:3]), load_path=checkpoints(tmp_path)[0][1], max_duration="1ep")
+
+
+class iter_anew:  # noqa: N801 - reads as a function
+    """An iterable over ``items`` that knows nothing but to iterate."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Any:
+        return iter(self.items)
+
+
+def test_a_stateful_loader_must_understand_its_state(tmp_path: Path) -> None:
+    """What a loader says about a state that is not its own is what the user gets."""
+    run(KINDS["StatefulDataLoader"](), save_folder=tmp_path, save_interval=at_batch(3), max_duration="1ep")
+    other = StatefulDataLoader(Points(COUNT), batch_size=4, shuffle=True, num_workers=1)
+    with pytest.raises(AssertionError, match="expected for multi"):
+        run(other, load_path=checkpoints(tmp_path)[0][1])

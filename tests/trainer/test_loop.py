@@ -311,7 +311,7 @@ def plain_loop(epochs: int, schedule: bool = False) -> tuple[Net, list[torch.Ten
 
 @pytest.mark.parametrize("schedule", [False, True], ids=["", "StepLR"])
 def test_training_computes_what_a_plain_loop_computes(schedule: bool) -> None:
-    """Shuffled data, dropout, momentum, a schedule per epoch: weights, optimizer, losses and generators, bit for bit."""
+    """Shuffled data, dropout, momentum, a schedule: weights, optimizer, losses and generators, bit for bit."""
     model, state, losses, drawn = plain_loop(3, schedule)
     logged = InMemoryLogger()
     torch.manual_seed(7)
@@ -454,7 +454,10 @@ def broken(state: State) -> None:
 def test_an_exception_leaves_fit_and_everything_is_closed() -> None:
     """What a callback raises is what the user gets; every callback is closed, once."""
     parts = [Closing(), Closing()]
-    with pytest.raises(Broken, match="at batch 0"), build(callbacks=[parts[0], At(Event.AFTER_LOSS, broken), parts[1]]) as t:
+    with (
+        pytest.raises(Broken, match="at batch 0"),
+        build(callbacks=[parts[0], At(Event.AFTER_LOSS, broken), parts[1]]) as t,
+    ):
         t.fit()
     assert [part.closed for part in parts] == [1, 1]
 

@@ -87,18 +87,19 @@ class Streamed:
         return iter(DataLoader(Points(), batch_size=4))
 
 
-def loader(count: int = 20, *, shuffle: bool = True, **arguments: Any) -> DataLoader[Any]:
+def loader(count: int = 20, *, batch_size: int = 4, shuffle: bool = True, **arguments: Any) -> DataLoader[Any]:
     """Batches of four points: five an epoch."""
-    return DataLoader(Points(count), **{"batch_size": 4, "shuffle": shuffle, **arguments})
+    return DataLoader(Points(count), batch_size=batch_size, shuffle=shuffle, **arguments)
 
 
 def build(*, model: ComposerModel | None = None, dropout: float = 0.0, **arguments: Any) -> Trainer:
     """A trainer from scratch, as a new process would build it: two epochs of five batches unless told otherwise."""
     torch.manual_seed(7)
     model = Net(dropout) if model is None else model
+    if "optimizers" not in arguments:
+        arguments["optimizers"] = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     defaults: dict[str, Any] = {
         "train_dataloader": loader(),
-        "optimizers": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         "max_duration": "2ep",
         "device": "cpu",
         "seed": 3,

@@ -1,0 +1,212 @@
+"""Arguments of the trainer that can be wrong, each with the rule it breaks."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from composerlite.core import (
+    MAX_SEED,
+    AlgorithmPass,
+    DataSpec,
+    Evaluator,
+    SchedulePredicate,
+    TimeInput,
+    create_interval_scheduler,
+)
+from composerlite.errors import ConfigError, UnknownArgumentError, did_you_mean
+from composerlite.models import ComposerModel
+
+__all__ = [
+    "as_list",
+    "check_compile_config",
+    "check_flags",
+    "check_interval",
+    "check_log_level",
+    "check_model",
+    "check_names",
+    "check_passes",
+    "check_ratio",
+    "check_seed",
+    "check_subset",
+    "is_several",
+    "microbatch_size",
+]
+
+T = TypeVar("T")
+
+
+def as_list(value: T | Iterable[T] | None, *kinds: type[Any], argument: str) -> list[T]:
+    """``value`` as a list: nothing, one thing, or several.
+
+    Raises:
+        ConfigError: something in it is of none of the ``kinds``.
+    """
+    if value is None:
+        return []
+    items = list(value) if isinstance(value, list | tuple | set | frozenset) else [value]
+    for item in items:
+        if isinstance(item, type) or not isinstance(item, kinds):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            hint = " Did you pass the class instead of an object of it?" if isinstance(item, type) else ""
+            raise ConfigError(f"{argument}: {item!r} is not of type {names}.{hint}")
+    return items  # type: ignore[return-value]
+
+
+def is_several(eval_dataloader: Any) -> bool:
+    """Whether a list of what to evaluate on was passed, rather than a list of batches."""
+    kinds = (Evaluator, DataSpec, DataLoader)
+    return isinstance(eval_dataloader, list | tuple) and any(isinstance(item, kinds) for item in eval_dataloader)
+
+
+def check_model(model: nn.Module) -> ComposerModel:
+    """``model`` if the trainer can train it.
+
+    Raises:
+        ConfigError: it is not a ComposerModel.
+    """
+    if not isinstance(model, ComposerModel):
+        name = model.__name__ if isinstance(model, type) else type(model).__name__
+        hint = " Did you pass the class instead of an object of it?" if isinstance(model, type) else ""
+        raise ConfigError(
+            f"model={name} is not a ComposerModel: the trainer needs its loss.{hint} Subclass ComposerModel "
+            "(forward(batch), loss(outputs, batch)), or wrap a classifier: ComposerClassifier(module, num_classes=…)."
+        )
+    return model
+
+
+def check_flags(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Check the ``arguments`` of ``function`` that are true or false by default.
+
+    Raises:
+        ConfigError: one is neither: the text 'false' would count as true.
+    """
+    for name, parameter in inspect.signature(function).parameters.items():
+        if isinstance(parameter.default, bool) and not isinstance(arguments[name], bool):
+            raise ConfigError(f"{name}={arguments[name]!r}: want True or False.")
+
+
+def check_subset(value: int, *, argument: str) -> int:
+    """``value`` if it limits a number of batches: positive, or -1 for all.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if not _is_int(value) or value == 0 or value < -1:
+        raise ConfigError(f"{argument}={value!r}: want a positive number of batches, or -1 for all.")
+    return value
+
+
+def check_interval(value: TimeInput | SchedulePredicate, *, argument: str) -> TimeInput | SchedulePredicate:
+    """``value`` if it says when something happens.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        create_interval_scheduler(value)
+    except ConfigError as e:
+        raise ConfigError(f"{argument}={value!r}: {e}") from e
+    return value
+
+
+def check_ratio(value: float) -> float:
+    """``value`` if it can scale a schedule.
+
+    Raises:
+        ConfigError: not a positive number.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"scale_schedule_ratio={value!r}: want a positive number.")
+    return value
+
+
+def check_seed(value: int) -> int:
+    """``value`` if it can seed every generator.
+
+    Raises:
+        ConfigError: not a whole number that numpy takes as a seed.
+    """
+    if not _is_int(value) or not 0 <= value <= MAX_SEED:
+        raise ConfigError(f"seed={value!r}: want a whole number from 0 to {MAX_SEED}.")
+    return value
+
+
+def check_names(value: Sequence[str] | None, *, argument: str) -> list[str]:
+    """``value`` as a list of names.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if value is None:
+        return []
+    if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(n, str) for n in value):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"{argument}={value!r}: want a list of names.")
+    return list(value)
+
+
+def check_passes(value: AlgorithmPass | Sequence[AlgorithmPass] | None) -> list[AlgorithmPass]:
+    """Algorithm passes as a list.
+
+    Raises:
+        ConfigError: one cannot be called.
+    """
+    passes = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    for one in passes:
+        if not callable(one):
+            raise ConfigError(f"algorithm_passes: {one!r} is not a function (algorithms, event) -> algorithms.")
+    return passes  # type: ignore[return-value]
+
+
+def check_log_level(value: str) -> str:
+    """The name of a level of ``logging``.
+
+    Raises:
+        ConfigError: there is no such level.
+    """
+    levels = [name for name in logging.getLevelNamesMapping() if name != "NOTSET"]
+    if str(value).upper() not in levels:
+        raise ConfigError(f"python_log_level={value!r} does not exist.{did_you_mean(str(value).upper(), levels)}")
+    return value.upper()
+
+
+def check_compile_config(value: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Arguments for ``torch.compile``.
+
+    Raises:
+        ConfigError: not a dict, or one with a key that is no argument.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f"compile_config={value!r}: want a dict of arguments of torch.compile, {{}} for its defaults."
+        )
+    known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    for name in value:
+        if name not in known:
+            raise UnknownArgumentError(f"compile_config: torch.compile has no {name!r}.{did_you_mean(name, known)}")
+    return dict(value)
+
+
+def microbatch_size(value: int | str | None) -> tuple[int | None, bool]:
+    """(samples per forward pass or ``None`` for all, whether to find the size automatically).
+
+    Raises:
+        ConfigError: neither a positive number nor ``'auto'``.
+    """
+    if value == "auto":
+        return None, True
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value, False
+    raise ConfigError(f"device_train_microbatch_size={value!r}: want a positive number of samples, 'auto' or None.")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
