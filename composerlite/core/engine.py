@@ -40,6 +40,9 @@ class Trace:
     run: bool = False
 
 
+Handler: TypeAlias = "Callable[[State, Logger], object]"
+"""What is called at an event."""
+
 Traces: TypeAlias = Mapping[str, Trace]
 """Traces by ``'<algorithm>/<event>'``."""
 
@@ -76,6 +79,11 @@ class Engine:
         logger: the logger that handlers get.
         algorithm_passes: each may reorder the algorithms that matched; they run after the built-in pass, which reverses
             the order at ``AFTER_`` events.
+
+    Attributes:
+        handlers: for loops that run an event many times a second: calling each of ``handlers[event]`` with state and
+            logger is what :meth:`run_event` does, without the cost of the call where nobody listens. Not for events
+            that begin something, such as ``FIT_START``.
     """
 
     def __init__(
@@ -88,8 +96,8 @@ class Engine:
         elif callable(algorithm_passes):
             algorithm_passes = (algorithm_passes,)
         self._passes: list[AlgorithmPass] = [last_in_first_out, *algorithm_passes]
-        self._handlers: dict[Event, tuple[Callable[[State, Logger], None], ...]] = {}
-        self._quick: dict[Event, tuple[Callable[[State, Logger], None], ...]] = {}
+        self._handlers: dict[Event, tuple[Handler, ...]] = {}
+        self.handlers: dict[Event, tuple[Handler, ...]] = {}
         self._closed = False
         self._resolve()
 
@@ -103,15 +111,7 @@ class Engine:
         Raises:
             RuntimeError: the engine is closed.
         """
-        # Runs about twenty times per training step: where only callbacks take part it is one dict lookup and the calls.
-        handlers = self._quick.get(event)  # type: ignore[arg-type]
-        if handlers is None:
-            return self._run_in_full(Event(event))
-        for handler in handlers:
-            handler(self.state, self.logger)
-        return _NO_TRACES
-
-    def _run_in_full(self, event: Event) -> Traces:
+        event = Event(event)
         if event in _RESOLVE_AT or self._closed:
             self._resolve()
         if event is Event.INIT:
@@ -143,7 +143,7 @@ class Engine:
                 callback.post_close()
             except Exception as e:  # noqa: BLE001 - collected and raised below
                 errors.append(e)
-        self._quick = {}
+        self.handlers = {}
         self._handlers = {}
         self._algorithms = ()
         if len(errors) == 1:
@@ -163,8 +163,12 @@ class Engine:
         for event in Event:
             order = loggers + others if event is Event.INIT else others + loggers
             self._handlers[event] = tuple(h for h in (_handler(c, event) for c in order) if h is not None)
-        in_full = set(Event) if self._algorithms else _RESOLVE_AT
-        self._quick = {event: handlers for event, handlers in self._handlers.items() if event not in in_full}
+        self.handlers = self._handlers
+        if self._algorithms:
+            self.handlers = {event: (functools.partial(self._run_for, event),) for event in Event}
+
+    def _run_for(self, event: Event, state: State, logger: Logger) -> None:
+        self.run_event(event)
 
     def _run_callbacks(self, event: Event) -> None:
         for handler in self._handlers[event]:
@@ -186,7 +190,7 @@ class Engine:
         return traces
 
 
-def _handler(callback: Callback, event: Event) -> Callable[[State, Logger], None] | None:
+def _handler(callback: Callback, event: Event) -> Handler | None:
     """What to call on ``callback`` at ``event``; ``None`` if it does nothing then."""
     if type(callback).run_event is not Callback.run_event:
         return functools.partial(callback.run_event, event)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -35,6 +35,7 @@ class Loop:
         step_schedulers_every_batch: when learning rates change; else once per epoch.
         spin_dataloaders: in the first epoch after a resume leave out what was seen of it.
         rng_states: the generators' states to start from, one per rank; ``None`` to go on from where they are.
+        moves_batches: whether batches go to another device than the CPU.
     """
 
     state: State
@@ -48,6 +49,10 @@ class Loop:
     step_schedulers_every_batch: bool = True
     spin_dataloaders: bool = True
     rng_states: list[dict[str, object]] | None = None
+    moves_batches: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.moves_batches = self.state.device.type != "cpu"
 
 
 def run(loop: Loop) -> None:
@@ -107,15 +112,17 @@ def _epoch(loop: Loop) -> tuple[bool, bool]:
 
 def _batch(loop: Loop, batch: Batch, clock: int) -> int:
     """Train on one batch and do what follows it; the time at its end, in microseconds."""
-    state, engine, spec = loop.state, loop.engine, loop.spec
+    state, spec, on, logger = loop.state, loop.spec, loop.engine.handlers, loop.logger
     state.batch = batch
     samples, tokens = spec.get_num_samples_in_batch(batch), spec.get_num_tokens_in_batch(batch)
-    engine.run_event(Event.AFTER_DATALOADER)
-    if state.device.type != "cpu":
+    for handler in on[Event.AFTER_DATALOADER]:
+        handler(state, logger)
+    if loop.moves_batches:
         state.batch = move_to_device(state.batch, state.device)
     if spec.batch_transforms is not None:
         state.batch = spec.batch_transforms(state.batch)
-    engine.run_event(Event.BATCH_START)
+    for handler in on[Event.BATCH_START]:
+        handler(state, logger)
 
     loop.step.run(samples)
 
@@ -125,12 +132,14 @@ def _batch(loop: Loop, batch: Batch, clock: int) -> int:
     if loop.step_schedulers_every_batch:  # they look at the timestamp: the rate of the next batch is that of now
         for scheduler in state.schedulers:
             scheduler.step()
-    if loop.logger.destinations:
+    if logger.destinations:
         _log_batch(loop)
-    engine.run_event(Event.BATCH_END)
+    for handler in on[Event.BATCH_END]:
+        handler(state, logger)
     if state.evaluators and loop.evaluation.run_due(Event.BATCH_END):
         now = time.perf_counter_ns() // 1000  # evaluation is not training time; saving a checkpoint is
-    engine.run_event(Event.BATCH_CHECKPOINT)
+    for handler in on[Event.BATCH_CHECKPOINT]:
+        handler(state, logger)
     return now
 
 

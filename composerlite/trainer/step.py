@@ -113,7 +113,7 @@ class TrainStep:
 
     def _microbatch(self, weight: float | None) -> None:
         """Forward, loss and backward on ``state.batch``; ``weight`` is its share of the batch, ``None`` for all."""
-        state, engine, spec = self._state, self._engine, self._spec
+        state, spec, on, logger = self._state, self._spec, self._engine.handlers, self._engine.logger
         model: Any = state.model
         if spec.microbatch_transforms is not None:
             state.batch = spec.microbatch_transforms(state.batch)
@@ -122,26 +122,32 @@ class TrainStep:
         forward, loss = model, model.loss
         if state.precision is not Precision.FP32:
             forward, loss = _in_precision(state, model), _in_precision(state, model.loss)
-        engine.run_event(Event.BEFORE_FORWARD)
+        for handler in on[Event.BEFORE_FORWARD]:
+            handler(state, logger)
         state.outputs = forward(state.batch)
-        engine.run_event(Event.AFTER_FORWARD)
+        for handler in on[Event.AFTER_FORWARD]:
+            handler(state, logger)
 
-        engine.run_event(Event.BEFORE_LOSS)
+        for handler in on[Event.BEFORE_LOSS]:
+            handler(state, logger)
         state.loss = loss(state.outputs, state.batch)
-        engine.run_event(Event.AFTER_LOSS)
+        for handler in on[Event.AFTER_LOSS]:
+            handler(state, logger)
 
         total = state.loss
         if type(total) is torch.Tensor:
             state.total_loss_dict = {"loss/train/total": total.detach()}
         else:
             total, state.total_loss_dict = _total_loss(total)
-        engine.run_event(Event.BEFORE_BACKWARD)
+        for handler in on[Event.BEFORE_BACKWARD]:
+            handler(state, logger)
         if weight is not None:
             total = total * weight
         if state.scaler is not None:
             total = state.scaler.scale(total)
         total.backward()
-        engine.run_event(Event.AFTER_BACKWARD)
+        for handler in on[Event.AFTER_BACKWARD]:
+            handler(state, logger)
 
         if state.train_metrics:
             with torch.no_grad():
