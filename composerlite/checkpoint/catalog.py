@@ -43,7 +43,7 @@ class Catalog:
                 log.warning("left out: %s", e)
             except FileNotFoundError:  # another process deleted it since we listed the folder
                 continue
-        return sorted(found, key=lambda manifest: (manifest.batch, manifest.saved_at))
+        return sorted(found, key=lambda manifest: manifest.order)
 
     def manifest_of(self, name: str) -> Manifest | None:
         """The manifest of the checkpoint ``name``; ``None`` if it has none.

@@ -40,6 +40,8 @@ class Manifest:
         template: the file name template it was named by; tells the savers of one folder apart.
         run_name: the run it belongs to.
         timestamp: the fourteen fields of the timestamp; clocks in seconds.
+        fit_calls: calls of ``fit`` in the run so far. Counts of one run only grow together with it: ``reset_time``
+            sets the timestamp back.
         world_size: number of ranks that saved.
         files: the data.
         left_out: globs of what was ignored when saving; ``['<function>']`` where a function chose.
@@ -54,6 +56,7 @@ class Manifest:
     run_name: str
     timestamp: Mapping[str, int | float]
     files: tuple[FileRecord, ...]
+    fit_calls: int = 0
     world_size: int = 1
     left_out: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -65,6 +68,11 @@ class Manifest:
     def batch(self) -> int:
         """Optimizer steps done when it was saved."""
         return int(self.timestamp["batch"])
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        """What checkpoints of one run are sorted by, the oldest first."""
+        return self.fit_calls, self.batch, self.saved_at
 
     @property
     def size_bytes(self) -> int:

@@ -68,6 +68,7 @@ def save(
             template=template,
             run_name=state.run_name,
             timestamp=plain_timestamp(state.timestamp.state_dict()),
+            fit_calls=len(state.fit_starts),
             world_size=dist.get_world_size(),
             files=(FileRecord(path=name, size_bytes=size_bytes, xxh3_128=digest),),
             left_out=("<function>",) if callable(ignore_keys) else tuple(ignore_keys or ()),

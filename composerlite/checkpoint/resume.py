@@ -24,12 +24,12 @@ def newest_good(catalogs: Sequence[Catalog], run_name: str) -> Path | None:
         OSError: a folder cannot be read for any other reason than that it does not exist.
     """
     candidates = [
-        (manifest.batch, manifest.saved_at, catalog, manifest)
+        (manifest.order, catalog, manifest)
         for catalog in catalogs
         for manifest in catalog.manifests()
         if manifest.run_name == run_name and manifest.kind == "monolithic"
     ]
-    for _, _, catalog, manifest in sorted(candidates, key=lambda candidate: candidate[:2], reverse=True):
+    for _, catalog, manifest in sorted(candidates, key=lambda candidate: candidate[0], reverse=True):
         try:
             catalog.verify(manifest)
         except CorruptCheckpointError as e:

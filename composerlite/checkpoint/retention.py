@@ -59,6 +59,6 @@ def retention_policy(num_checkpoints_to_keep: int) -> RetentionPolicy:
 
 def deletions(manifests: Sequence[Manifest], policy: RetentionPolicy) -> list[Manifest]:
     """What ``policy`` gives up of ``manifests``, oldest first. The newest is never among them."""
-    ordered = sorted(manifests, key=lambda manifest: (manifest.batch, manifest.saved_at))
+    ordered = sorted(manifests, key=lambda manifest: manifest.order)
     keep = policy.keep(ordered)
     return [manifest for manifest, stays in zip(ordered[:-1], keep, strict=False) if not stays]

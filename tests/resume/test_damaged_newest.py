@@ -38,3 +38,13 @@ def test_a_run_with_damaged_checkpoints_goes_on_from_the_one_before(
         assert int(trainer.state.timestamp.batch) == BATCHES
     assert caplog.text.count("are not those that were saved") == damaged
     assert len(list(folder.glob("*.damaged"))) == damaged
+
+
+def test_a_run_whose_time_was_reset_goes_on_from_its_newest_training(tmp_path: Path) -> None:
+    """After ``fit(reset_time=True)`` the newest checkpoint has a smaller batch count than older ones."""
+    arguments = {"save_folder": tmp_path, "save_interval": "2ba", "run_name": "reset", "autoresume": True}
+    with build(Cell(), save_overwrite=True, **arguments) as trainer:
+        trainer.fit(duration="9ba")
+        trainer.fit(duration="5ba", reset_time=True)
+    with build(Cell(), save_overwrite=True, **arguments) as trainer:
+        assert int(trainer.state.timestamp.batch) == 5
