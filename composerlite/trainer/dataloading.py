@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 
 from composerlite.checkpoint import rng
 from composerlite.core import DataSpec, Timestamp
@@ -206,7 +206,7 @@ class IndexedPosition(DataPosition):
             # A loader draws a seed when it starts its workers. Those that persist start in the first epoch, or wherever
             # a resume finds itself; what training sees must not depend on it.
             torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
-        batches = iter(self._own)
+        batches = _fetched(self._own) if _loads_in_process(self._own) else iter(self._own)
         if skip:
             digest = self._sampler.draw_again()
             if digest != drawn.get("indices", digest):
@@ -222,6 +222,28 @@ class IndexedPosition(DataPosition):
         if int(self._timestamp().batch_in_epoch) == 0 or self._sampler.drawn == 0:
             return {}
         return {"drawn": self._sampler.drawn, "indices": self._sampler.digest}
+
+
+def _loads_in_process(loader: DataLoader[Any]) -> bool:
+    standard = type(loader)._get_iterator is DataLoader._get_iterator  # pyright: ignore[reportPrivateUsage]
+    sharded = isinstance(loader.dataset, MapDataPipe)  # by the loader's iterator
+    return loader.num_workers == 0 and not loader.pin_memory and standard and not sharded
+
+
+def _fetched(loader: DataLoader[Any]) -> Iterator[Batch]:
+    """What ``iter(loader)`` gives of a map-style data set, without the profiler's record around each batch.
+
+    That record costs more than a step of the training loop itself, and is made whether or not anyone profiles.
+    """
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # the workers' seed, drawn without workers
+    dataset: Any = loader.dataset
+    collate = loader.collate_fn
+    batch_sampler = loader.batch_sampler
+    if batch_sampler is None:
+        return (collate(dataset[index]) for index in loader.sampler)
+    if fetch := getattr(dataset, "__getitems__", None):
+        return (collate(fetch(indices)) for indices in batch_sampler)
+    return (collate([dataset[index] for index in indices]) for indices in batch_sampler)
 
 
 @final

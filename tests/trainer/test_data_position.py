@@ -353,3 +353,36 @@ def test_a_stateful_loader_must_understand_its_state(tmp_path: Path) -> None:
     other = StatefulDataLoader(Points(COUNT), batch_size=4, shuffle=True, num_workers=1)
     with pytest.raises(AssertionError, match="expected for multi"):
         run(other, load_path=checkpoints(tmp_path)[0][1])
+
+
+# ── in process ───────────────────────────────────────────────────────────────────────────────────────────────────────
+class InBatches(Points):
+    """Points that are fetched a batch at a time, and say so in their features."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [(torch.full((4,), float(len(indices))), self.targets[i], torch.tensor(i)) for i in indices]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"batch_size": 4, "shuffle": True, "drop_last": True},
+        {"batch_size": 3, "collate_fn": lambda items: tuple(map(torch.stack, zip(*items, strict=True)))},
+        {"batch_size": None, "collate_fn": lambda item: tuple(part.unsqueeze(0) for part in item)},
+        {"batch_sampler": BatchSampler(SequentialSampler(range(20)), 6, drop_last=False)},
+    ],
+)
+@pytest.mark.parametrize("dataset", [Points, InBatches])
+def test_training_gets_the_batches_that_the_loader_gives(dataset: type[Points], arguments: dict[str, Any]) -> None:
+    """Without workers we fetch ourselves: the batches, and the random numbers drawn for them, are the loader's."""
+    loader = DataLoader(dataset(), **arguments)
+    seed_all(5)
+    expected = [[part.tolist() for part in batch] for _ in range(2) for batch in loader]
+    drawn_after = torch.rand(1)
+
+    seen = Seen()
+    with build(train_dataloader=loader, callbacks=seen, max_duration="2ep", dropout=0.0) as trainer:
+        seed_all(5)
+        trainer.fit()
+        assert torch.equal(torch.rand(1), drawn_after)
+    assert [batch for _, batch in seen.steps] == expected

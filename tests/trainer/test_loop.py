@@ -495,3 +495,22 @@ def test_a_fresh_state_stands_at_zero() -> None:
     with build(train_dataloader=DataLoader(Points(), batch_size=4)) as trainer:
         assert trainer.state.timestamp == Timestamp()
         assert trainer.state.batch is None
+
+
+class CountsZeroing(torch.optim.SGD):
+    """Zeroes gradients in its own way."""
+
+    zeroed = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.zeroed += 1
+        super().zero_grad(set_to_none)
+
+
+def test_an_optimizer_that_zeroes_gradients_in_its_own_way_is_asked() -> None:
+    """``zero_grad`` of a user's class is called once per batch; torch's own is done without the call."""
+    model = Net()
+    optimizer = CountsZeroing(model.parameters(), lr=0.1)
+    with build(model=model, optimizers=optimizer, max_duration="3ba") as trainer:
+        trainer.fit()
+    assert optimizer.zeroed == 3
