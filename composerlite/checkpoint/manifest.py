@@ -12,6 +12,7 @@ from typing import Any, final
 import xxhash
 
 from composerlite.errors import CorruptCheckpointError
+from composerlite.storage import FileDigest
 
 __all__ = ["SCHEMA", "FileRecord", "Manifest", "plain_timestamp"]
 
@@ -22,11 +23,21 @@ SCHEMA = 1
 @final
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of a checkpoint: its path below the folder of checkpoints, size, and XXH3-128."""
+    """One file of a checkpoint: its path below the folder of checkpoints, and what it must contain.
+
+    The rest is as in :class:`composerlite.storage.FileDigest`.
+    """
 
     path: str
     size_bytes: int
     xxh3_128: str
+    chunk_bytes: int = 0
+    chunks: str = ""
+
+    @property
+    def digest(self) -> FileDigest:
+        """What the file must contain."""
+        return FileDigest(self.size_bytes, self.xxh3_128, self.chunk_bytes, self.chunks)
 
 
 @final
@@ -46,6 +57,8 @@ class Manifest:
         files: the data.
         left_out: globs of what was ignored when saving; ``['<function>']`` where a function chose.
         metrics: metric values at the save, by name.
+        ephemeral: it goes as soon as a newer one is committed.
+        timings: what the save cost, in seconds by name: see ``SaveReport``.
         versions: of composerlite, torch and python.
         saved_at: time of the save, ISO 8601 in UTC.
     """
@@ -60,6 +73,8 @@ class Manifest:
     world_size: int = 1
     left_out: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    ephemeral: bool = False
+    timings: Mapping[str, float] = field(default_factory=dict[str, float])
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
     saved_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
     schema: int = SCHEMA

@@ -1,0 +1,91 @@
+"""Digests of files: one of the whole, and one of each chunk, so that a part can be verified as it is read."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from typing import final
+
+import xxhash
+
+__all__ = ["Digester", "FileDigest", "chunk_bytes_for"]
+
+_SMALLEST_CHUNK_BYTES = 1 << 20
+_MOST_CHUNKS = 2048
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """What a file must contain.
+
+    Attributes:
+        size_bytes: of the file.
+        xxh3_128: of the whole file, in hexadecimal.
+        chunk_bytes: size of a chunk; the last one is what is left. 0: there are no digests of chunks.
+        chunks: XXH3-64 of each chunk, 8 bytes each, big-endian, in base 64.
+    """
+
+    size_bytes: int
+    xxh3_128: str
+    chunk_bytes: int = 0
+    chunks: str = ""
+
+    def chunk_digests(self) -> list[bytes]:
+        """The 8 bytes of each chunk.
+
+        Raises:
+            ValueError: they are not those of a file of this size.
+        """
+        if not self.chunk_bytes:
+            return []
+        digests = base64.b64decode(self.chunks, validate=True)
+        if self.chunk_bytes < 0 or len(digests) != 8 * -(-self.size_bytes // self.chunk_bytes):
+            raise ValueError(f"{len(digests)} bytes of digests for {self.size_bytes} bytes of {self.chunk_bytes} each")
+        return [digests[at : at + 8] for at in range(0, len(digests), 8)]
+
+
+def chunk_bytes_for(size_bytes: int) -> int:
+    """The size of a chunk in a file of at most ``size_bytes``: 1 MiB, and more where that makes too many."""
+    chunk_bytes = _SMALLEST_CHUNK_BYTES
+    while size_bytes > chunk_bytes * _MOST_CHUNKS:
+        chunk_bytes *= 2
+    return chunk_bytes
+
+
+@final
+class Digester:
+    """Digests a file from front to back, the whole and every chunk of ``chunk_bytes``, in one pass."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._whole = xxhash.xxh3_128()
+        self._chunk = xxhash.xxh3_64()
+        self._chunk_bytes = chunk_bytes
+        self._left = chunk_bytes
+        self._chunks = bytearray()
+        self._size = 0
+
+    def update(self, data: memoryview | bytes) -> None:
+        """What comes next."""
+        self._whole.update(data)
+        view = memoryview(data)
+        self._size += len(view)
+        while len(view) >= self._left:
+            self._chunk.update(view[: self._left])
+            view = view[self._left :]
+            self._end_chunk()
+        if view:
+            self._chunk.update(view)
+            self._left -= len(view)
+
+    def finish(self) -> FileDigest:
+        """The digests of all that came."""
+        if self._left < self._chunk_bytes:
+            self._end_chunk()
+        chunks = base64.b64encode(self._chunks).decode()
+        return FileDigest(self._size, self._whole.hexdigest(), self._chunk_bytes, chunks)
+
+    def _end_chunk(self) -> None:
+        self._chunks += self._chunk.digest()
+        self._chunk.reset()
+        self._left = self._chunk_bytes
