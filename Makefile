@@ -10,7 +10,7 @@ BENCH := benchmarks/.venv
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak lint fmt types docs bench clean install
+.PHONY: help demo test soak chaos lint fmt types docs bench clean install
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -23,6 +23,9 @@ test: $(VENV)/.installed ## the test suite
 
 soak: $(VENV)/.installed ## the long form of the tests: every kill, every combination
 	$(BIN)/pytest -n 2 -m soak --timeout 7200
+
+chaos: $(VENV)/.installed ## kill a run at every file event of its saves, resume it, compare (the tool ckpt-chaos)
+	$(BIN)/python tests/reliability/chaos.py
 
 lint: $(VENV)/.installed ## ruff, pyright and the import contracts
 	$(BIN)/ruff check

@@ -35,8 +35,8 @@ PUBLIC = {
     "composerlite.algorithms": "GradientClipping EMA LabelSmoothing BlurPool SWA NoOpModel",
     "composerlite.utils": """save_checkpoint load_checkpoint get_save_filename safe_torch_load PartialFilePath
         glob_filter format_name_with_dist format_name_with_dist_and_time create_interval_scheduler dist
-        reproducibility""",
-    "composerlite.utils.checkpoint": "save_checkpoint load_checkpoint safe_torch_load",
+        reproducibility download_checkpoint get_file is_tar get_compressor is_compressed_pt KNOWN_COMPRESSORS""",
+    "composerlite.utils.checkpoint": "save_checkpoint load_checkpoint safe_torch_load download_checkpoint",
 }
 """The documented import paths: scripts written for Composer use them under the name of its package."""
 

@@ -2,6 +2,7 @@
 
 from composerlite.callbacks.checkpoint_saver import CheckpointSaver
 from composerlite.callbacks.early_stopper import EarlyStopper
+from composerlite.callbacks.goodput_monitor import GoodputMonitor
 from composerlite.callbacks.load_checkpoint import LoadCheckpoint
 from composerlite.callbacks.lr_monitor import LRMonitor
 from composerlite.callbacks.memory_monitor import MemoryMonitor
@@ -13,6 +14,7 @@ from composerlite.callbacks.speed_monitor import SpeedMonitor
 __all__ = [
     "CheckpointSaver",
     "EarlyStopper",
+    "GoodputMonitor",
     "LRMonitor",
     "LoadCheckpoint",
     "MemoryMonitor",

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
+from composerlite.callbacks.load_checkpoint import LoadCheckpoint
 from composerlite.checkpoint import (
     Catalog,
     IgnoreKeys,
     Manifest,
     PartialFilePath,
+    PendingSave,
+    Pipeline,
+    SaveReport,
     check_ignore_keys,
     check_template,
     deletions,
@@ -19,14 +27,28 @@ from composerlite.checkpoint import (
     format_name_with_dist,
     format_name_with_dist_and_time,
     retention_policy,
-    save,
 )
-from composerlite.core import Callback, Event, Logger, SchedulePredicate, State, TimeInput, create_interval_scheduler
-from composerlite.errors import ConfigError, checked_arguments
+from composerlite.core import (
+    AutoInterval,
+    Callback,
+    Event,
+    Logger,
+    MeasuredMetrics,
+    SchedulePredicate,
+    State,
+    Time,
+    TimeInput,
+    TimeUnit,
+    check_metric_exists,
+    create_interval_scheduler,
+)
+from composerlite.errors import CheckpointError, ConfigError, checked_arguments
+from composerlite.storage import make_folder
 
 __all__ = ["CheckpointSaver"]
 
 log = logging.getLogger(__name__)
+_REPORTS = 100
 
 
 @final
@@ -34,8 +56,10 @@ class CheckpointSaver(Callback):
     """Saves checkpoints during training.
 
     A save happens when ``save_interval`` says so, at most once per batch count; a built-in interval also saves at the
-    end of training. When a save returns, the checkpoint is durable and verified on load; a kill at any moment leaves
-    every older one as it was. Several savers may run side by side, in one folder if their names differ.
+    end of training. Training goes on as soon as what is saved was copied; one save is in flight at a time, and the end
+    of ``fit`` waits for it. A checkpoint appears when it is durable, and is verified on load; a kill at any moment
+    leaves every older one as it was. A save that fails ends training at the next batch, unless failures are tolerated.
+    Several savers may run side by side, in one folder if their names differ.
 
     Args:
         folder: a local folder; ``{run_name}`` and the variables of ranks are filled in.
@@ -48,6 +72,16 @@ class CheckpointSaver(Callback):
         num_checkpoints_to_keep: -1 for all, or how many of the newest stay. Those saved before a resume count.
         weights_only: save the model alone.
         ignore_keys: globs over ``state/model/…`` paths, or a function of the dict, of what is not saved.
+        asynchronous: write behind training; else each save keeps training until it is durable.
+        staging_bytes: memory for the copy of what is saved; ``None`` takes what a checkpoint needs if that is at most
+            half of what is free. With less, training waits while the rest is written.
+        lazy: training goes on before weights and optimizer state are copied, and the optimizer's next step waits for
+            what is left. ``None`` does so where nothing else can change them: no algorithms, and no callbacks but those
+            of composerlite.
+        failure_limit: so many saves in a row may fail, with a warning each.
+        ephemeral_interval: save at these times too, and delete such a checkpoint as soon as there is a newer one.
+        keep_every: the first checkpoint at or after each multiple of this interval stays for ever.
+        best_k: the best so many by ``best_metric`` stay, ``best_mode`` being ``'max'`` or ``'min'``.
 
     Raises:
         ConfigError: a name, interval or number that cannot be used, at construction.
@@ -66,6 +100,15 @@ class CheckpointSaver(Callback):
         num_checkpoints_to_keep: int = -1,
         weights_only: bool = False,
         ignore_keys: IgnoreKeys = None,
+        asynchronous: bool = True,
+        staging_bytes: int | None = None,
+        lazy: bool | None = None,
+        failure_limit: int = 0,
+        ephemeral_interval: TimeInput | SchedulePredicate | None = None,
+        keep_every: TimeInput | None = None,
+        best_k: int | None = None,
+        best_metric: str | None = None,
+        best_mode: str = "max",
     ) -> None:
         folder, filename = str(folder), str(filename)
         if "://" in folder:
@@ -76,18 +119,41 @@ class CheckpointSaver(Callback):
         if latest_filename is not None:
             name = check_template(str(latest_filename), argument="save_latest_filename")
             self.latest_filename = PartialFilePath(name, folder)
-        try:
-            self.save_interval = create_interval_scheduler(save_interval)
-        except ConfigError as e:
-            raise ConfigError(f"save_interval={save_interval!r}: {e}") from e
+        self.save_interval = _interval(save_interval, argument="save_interval", allow_auto=True)
+        self.ephemeral_interval: SchedulePredicate | None = None
+        if ephemeral_interval is not None:
+            self.ephemeral_interval = _interval(ephemeral_interval, argument="save_ephemeral_interval")
         self.folder = self._folder_template = folder
         self.overwrite = overwrite
         self.num_checkpoints_to_keep = num_checkpoints_to_keep
         self.weights_only = weights_only
         self.ignore_keys = check_ignore_keys(ignore_keys, argument="save_ignore_keys")
+        self.asynchronous = asynchronous
+        self.lazy = lazy
+        self.failure_limit = _whole(failure_limit, argument="save_failure_limit", least=0)
+        self.best_metric = best_metric
         self.saved_checkpoints: list[str] = []
         self.last_checkpoint_batch: int | None = None
-        self._retention = retention_policy(num_checkpoints_to_keep)
+        self.blocked_seconds = 0.0
+        self.reports: deque[SaveReport] = deque(maxlen=_REPORTS)
+        self._last_was_ephemeral = False
+        self._failures = 0
+        self._warned = False
+        self._measured = MeasuredMetrics()
+        self._pending: PendingSave | None = None
+        self._prepared = False
+        self._pipeline = Pipeline(
+            None if staging_bytes is None else _whole(staging_bytes, argument="save_staging_bytes", least=0)
+        )
+        self._retention = retention_policy(
+            num_checkpoints_to_keep,
+            keep_every=None if keep_every is None else _time(keep_every, argument="save_keep_every"),
+            best_k=best_k,
+            best_metric=best_metric,
+            best_mode=best_mode,
+        )
+        rules = keep_every is not None or best_k is not None or num_checkpoints_to_keep != -1
+        self._deletes = rules or ephemeral_interval is not None
 
     # ── when ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def init(self, state: State, logger: Logger) -> None:
@@ -99,7 +165,7 @@ class CheckpointSaver(Callback):
         self.folder = format_name_with_dist(self._folder_template, state.run_name)
         folder = Path(self.folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             with tempfile.TemporaryFile(dir=folder):
                 pass  # it can be written to
         except OSError as e:
@@ -108,7 +174,9 @@ class CheckpointSaver(Callback):
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Know the checkpoints of this run that are behind it."""
-        self.saved_checkpoints = [self._path(manifest.name) for manifest in self._manifests(state)]
+        manifests = self._manifests(state.run_name, _moment(state))
+        self.saved_checkpoints = [self._path(manifest.name) for manifest in manifests]
+        self._deletes |= any(manifest.ephemeral for manifest in manifests)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Refuse to start where this run would overwrite a checkpoint that is ahead of it."""
@@ -120,63 +188,198 @@ class CheckpointSaver(Callback):
                 timestamp=state.timestamp,
                 folder=self.folder,
             )
+        if self.best_metric is not None:
+            check_metric_exists(self.best_metric, state, argument="save_best_metric")
         now = int(state.timestamp.batch)
         if self.last_checkpoint_batch is not None and self.last_checkpoint_batch > now:
             self.last_checkpoint_batch = None  # time was reset: what was saved then says nothing about now
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save if the interval says so."""
-        if self.save_interval(state, Event.BATCH_CHECKPOINT):
-            self._save_once(state)
+        """See how the save in flight went; save if an interval says so."""
+        if self._pending is not None and self._pending.done:
+            self._collect(logger)
+        self._save_if_due(state, logger, Event.BATCH_CHECKPOINT)
+        if self.asynchronous and not self._prepared:  # after the first step: optimizers have their state now
+            self._prepared = True
+            self._pipeline.prepare(state, weights_only=self.weights_only, ignore_keys=self.ignore_keys)
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Keep what was measured for the manifest."""
+        self._measured.after_evaluation(state)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Keep what was measured for the manifest."""
+        self._measured.after_epoch(state)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save if the interval says so."""
-        if self.save_interval(state, Event.EPOCH_CHECKPOINT):
-            self._save_once(state)
+        """Save if an interval says so."""
+        self._save_if_due(state, logger, Event.EPOCH_CHECKPOINT)
 
     def iteration_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save if the interval says so."""
-        if self.save_interval(state, Event.ITERATION_CHECKPOINT):
-            self._save_once(state)
+        """Save if an interval says so."""
+        self._save_if_due(state, logger, Event.ITERATION_CHECKPOINT)
 
-    def _save_once(self, state: State) -> None:
-        if self.last_checkpoint_batch != int(state.timestamp.batch):
-            self.save(state)
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Wait for the save in flight.
+
+        Raises:
+            Exception: what made it fail.
+        """
+        self._collect(logger)
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Wait for the save in flight, whatever ended training.
+
+        Raises:
+            Exception: what made it fail.
+        """
+        try:
+            self._collect(logger)
+        finally:
+            self._pipeline.close()
+
+    def _save_if_due(self, state: State, logger: Logger, event: Event) -> None:
+        due = self.save_interval(state, event)
+        ephemeral = self.ephemeral_interval is not None and self.ephemeral_interval(state, event) and not due
+        if not due and not ephemeral:
+            return
+        saved_already = self.last_checkpoint_batch == int(state.timestamp.batch)
+        if not saved_already or (due and self._last_was_ephemeral):
+            self._start(state, logger, ephemeral=ephemeral)
 
     # ── what ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def save(self, state: State) -> str:
-        """Save a checkpoint now, move ``latest``, delete what is not to be kept; the path of the checkpoint."""
+        """Save a checkpoint now, move ``latest``, delete what is not to be kept; its path, when it is committed."""
+        pending = self._start(state, None, ephemeral=False)
+        self._collect(None)
+        if pending is None:  # it failed and is tolerated; who asks for a path wants to know
+            raise CheckpointError("the checkpoint could not be saved: see the warning in the log.")
+        return self._path_of(pending.wait())
+
+    def _start(self, state: State, logger: Logger | None, *, ephemeral: bool) -> PendingSave | None:
+        """Begin a save. Failures so far are raised, or counted where that is tolerated."""
         # Set first: the checkpoint that is being written counts as saved in its own state.
-        self.last_checkpoint_batch = int(state.timestamp.batch)
+        self.last_checkpoint_batch, self._last_was_ephemeral = int(state.timestamp.batch), ephemeral
         # A name that this run has given before, such as 'ep{epoch}.pt' within one epoch, is its own to give again.
         name = format_name_with_dist_and_time(self.filename.filename, state.run_name, state.timestamp)
-        own = self._path(name) in self.saved_checkpoints
-        saved = save(
-            state,
-            catalog=self.catalog,
-            template=self.filename.filename,
-            weights_only=self.weights_only,
-            ignore_keys=self.ignore_keys,
-            overwrite=self.overwrite or own,
-            latest=None if self.latest_filename is None else self.latest_filename.filename,
-        )
-        path = self._path(str(saved.relative_to(self.folder)))
+        previous = self._pending
+        own = self._path(name) in self.saved_checkpoints or (previous is not None and previous.name == name)
+        if isinstance(self.save_interval, AutoInterval):
+            self.save_interval.save_began(state)
+        metrics = self._measured.now(state)
+        if self.best_metric is not None and self.best_metric not in metrics and not ephemeral:
+            self._warn_of_missing_metric(name)
+        try:
+            pending = self._pipeline.save(
+                state,
+                catalog=self.catalog,
+                template=self.filename.filename,
+                weights_only=self.weights_only,
+                ignore_keys=self.ignore_keys,
+                overwrite=self.overwrite or own,
+                latest=None if self.latest_filename is None else self.latest_filename.filename,
+                asynchronous=self.asynchronous,
+                lazy=self._may_copy_late(state),
+                ephemeral=ephemeral,
+                metrics=metrics,
+                give_up=functools.partial(self._given_up, state.run_name, _moment(state)) if self._deletes else None,
+            )
+        except (OSError, CheckpointError) as e:
+            self._collect(logger)  # the one before it
+            self._failed(e, logger)
+            return None
+        self._pending = pending
+        if previous is not None:  # it has ended: the pipeline saves one after the other
+            self._note(previous, logger)
+        if not self.asynchronous:
+            self._collect(logger)
+        return pending
+
+    def _collect(self, logger: Logger | None) -> None:
+        """Wait for the save in flight and take note of how it went.
+
+        Raises:
+            Exception: what made it fail, unless that is tolerated.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        started = time.perf_counter()
+        if not pending.done:
+            pending.join()
+            self.blocked_seconds += time.perf_counter() - started
+        self._note(pending, logger)
+
+    def _note(self, pending: PendingSave, logger: Logger | None) -> None:
+        """Take note of how a save went that has ended."""
+        try:
+            report = pending.wait()
+        except (OSError, CheckpointError) as e:
+            self._failed(e, logger)
+            return
+        self._failures = 0
+        self.reports.append(report)
+        self.blocked_seconds += report.seconds["stall"]
+        if isinstance(self.save_interval, AutoInterval):
+            self.save_interval.record_save(report.seconds["stall"], report.seconds["total"])
+        for gone in map(self._path, report.deleted):
+            if gone in self.saved_checkpoints:
+                self.saved_checkpoints.remove(gone)
+        path = self._path_of(report)
         if path in self.saved_checkpoints:
             self.saved_checkpoints.remove(path)
         self.saved_checkpoints.append(path)
-        if self.num_checkpoints_to_keep != -1:
-            for manifest in deletions(self._manifests(state), self._retention):
-                self.catalog.delete(manifest)
-                if (gone := self._path(manifest.name)) in self.saved_checkpoints:
-                    self.saved_checkpoints.remove(gone)
-        return path
+        if logger is not None:
+            metrics = {f"checkpoint/{name}_seconds": seconds for name, seconds in report.seconds.items()}
+            logger.log_metrics({**metrics, "checkpoint/bytes": report.size_bytes, "checkpoint/batch": report.batch})
+
+    def _failed(self, error: Exception, logger: Logger | None) -> None:
+        self._failures += 1
+        if isinstance(self.save_interval, AutoInterval):
+            self.save_interval.record_failure()
+        if self._failures > self.failure_limit:
+            raise error
+        log.warning(
+            "a checkpoint could not be saved (%d in a row, save_failure_limit=%d): %s: %s",
+            self._failures,
+            self.failure_limit,
+            type(error).__name__,
+            error,
+        )
+        if logger is not None:
+            logger.log_metrics({"checkpoint/failures_in_a_row": self._failures})
+
+    def _may_copy_late(self, state: State) -> bool:
+        """Whether only optimizers change weights from here to their next step."""
+        if self.lazy is not None:
+            return self.lazy
+        ours = all(
+            type(callback).__module__.startswith("composerlite.") and not isinstance(callback, LoadCheckpoint)
+            for callback in state.callbacks
+        )
+        return ours and not state.algorithms
+
+    def _warn_of_missing_metric(self, name: str) -> None:
+        """Once: it is the same at every save."""
+        if not self._warned:
+            log.warning(
+                "checkpoint %s has no %r: nothing was evaluated at that batch before the save. It is none of the best. "
+                "Give save_interval and eval_interval the same value.",
+                name,
+                self.best_metric,
+            )
+        self._warned = True
+
+    def _given_up(self, run_name: str, moment: tuple[int, int]) -> Sequence[Manifest]:
+        """What is to be deleted after the save at ``moment``; called behind training."""
+        return deletions(self._manifests(run_name, moment), self._retention)
 
     @property
     def catalog(self) -> Catalog:
         """The folder's checkpoints."""
         return Catalog(self.folder)
 
-    def _manifests(self, state: State) -> list[Manifest]:
+    def _manifests(self, run_name: str, moment: tuple[int, int]) -> list[Manifest]:
         """The checkpoints that this saver wrote, in this process or before a resume.
 
         Those ahead of the run are not among them: they are left from before it was started over, and would count as
@@ -185,10 +388,13 @@ class CheckpointSaver(Callback):
         return [
             manifest
             for manifest in self.catalog.manifests()
-            if manifest.run_name == state.run_name
+            if manifest.run_name == run_name
             and manifest.template == self.filename.filename
-            and manifest.batch <= int(state.timestamp.batch)
+            and manifest.order[:2] <= moment
         ]
+
+    def _path_of(self, report: SaveReport) -> str:
+        return self._path(str(report.path.relative_to(self.folder)))
 
     def _path(self, name: str) -> str:
         """The folder as the user wrote it, with its './' if it has one, and the name."""
@@ -197,8 +403,41 @@ class CheckpointSaver(Callback):
     # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────
     def state_dict(self) -> dict[str, Any]:
         """The batch count of the last save, so that a resume does not save the same batch again."""
-        return {"last_checkpoint_batch": self.last_checkpoint_batch}
+        saved: dict[str, Any] = {"last_checkpoint_batch": self.last_checkpoint_batch}
+        if self._last_was_ephemeral:
+            saved["ephemeral"] = True
+        if isinstance(self.save_interval, AutoInterval):
+            saved["interval"] = self.save_interval.state_dict()
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back the batch count of the last save. Composer's state, a list of paths, holds none."""
         self.last_checkpoint_batch = state_dict.get("last_checkpoint_batch")
+        self._last_was_ephemeral = bool(state_dict.get("ephemeral", False))
+        if isinstance(self.save_interval, AutoInterval) and "interval" in state_dict:
+            self.save_interval.load_state_dict(state_dict["interval"])
+
+
+def _moment(state: State) -> tuple[int, int]:
+    """Where the run stands, as ``Manifest.order`` counts."""
+    return len(state.fit_starts), int(state.timestamp.batch)
+
+
+def _interval(value: Any, *, argument: str, allow_auto: bool = False) -> SchedulePredicate:
+    try:
+        return create_interval_scheduler(value, allow_auto=allow_auto)
+    except ConfigError as e:
+        raise ConfigError(f"{argument}={value!r}: {e}") from e
+
+
+def _time(value: TimeInput, *, argument: str) -> Time:
+    try:
+        return Time.from_input(value, TimeUnit.EPOCH)
+    except ConfigError as e:
+        raise ConfigError(f"{argument}={value!r}: {e}") from e
+
+
+def _whole(value: Any, *, argument: str, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{argument}={value!r}: want a whole number, {least} or more.")
+    return value

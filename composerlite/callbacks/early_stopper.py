@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 
-from composerlite.core import Callback, TimeInput, TimeUnit, ensure_time
+from composerlite.core import Callback, TimeInput, TimeUnit, ensure_time, gives_one_value
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric
-
     from composerlite.core import Logger, State
 
 __all__ = ["EarlyStopper"]
@@ -153,7 +151,7 @@ class EarlyStopper(Callback):
             )
         is_train = self.dataloader_label == state.dataloader_label
         metrics = state.train_metrics if is_train else state.eval_metrics.get(self.dataloader_label, {})
-        if all(_gives_one_value(metric) for metric in metrics.values()):
+        if all(gives_one_value(metric) for metric in metrics.values()):
             self._check_metric(metrics)
 
     def _check_metric(self, metrics: Mapping[str, object]) -> None:
@@ -162,9 +160,3 @@ class EarlyStopper(Callback):
             raise ConfigError(
                 f"EarlyStopper(monitor={self.monitor!r}): {self.dataloader_label!r} has no such metric.{known}"
             )
-
-
-def _gives_one_value(metric: Metric) -> bool:
-    """Whether ``metric`` says that it computes a tensor. Others may give a dict, whose keys are known once computed."""
-    returns = getattr(type(metric).compute, "__annotations__", {}).get("return")
-    return returns in (torch.Tensor, "Tensor", "torch.Tensor")

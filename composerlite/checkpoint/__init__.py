@@ -13,10 +13,11 @@ from composerlite.checkpoint.naming import (
     format_name_with_dist_and_time,
     get_save_filename,
 )
-from composerlite.checkpoint.pipeline import save, save_checkpoint
+from composerlite.checkpoint.pipeline import PendingSave, Pipeline, save, save_checkpoint
+from composerlite.checkpoint.reading import safe_torch_load
 from composerlite.checkpoint.resume import newest_good
 from composerlite.checkpoint.retention import RetentionPolicy, deletions, retention_policy
-from composerlite.checkpoint.trusted import safe_torch_load
+from composerlite.checkpoint.save_job import SaveReport
 
 __all__ = [
     "Catalog",
@@ -24,7 +25,10 @@ __all__ = [
     "IgnoreKeys",
     "Manifest",
     "PartialFilePath",
+    "PendingSave",
+    "Pipeline",
     "RetentionPolicy",
+    "SaveReport",
     "TrainingState",
     "check_ignore_keys",
     "check_template",

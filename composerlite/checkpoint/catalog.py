@@ -12,7 +12,14 @@ from typing import final
 
 from composerlite.checkpoint.manifest import Manifest
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
-from composerlite.storage import StagedFile, abandoned_temporaries, digest_file, fsync_folder, replace_symlink
+from composerlite.storage import (
+    StagedFile,
+    abandoned_temporaries,
+    fsync_folder,
+    make_folder,
+    replace_symlink,
+    verify_file,
+)
 
 __all__ = ["Catalog"]
 
@@ -73,19 +80,11 @@ class Catalog:
         for record in manifest.files:
             path = self.folder / record.path
             try:
-                size = path.stat().st_size
-                found = (size, "") if size != record.size_bytes else digest_file(path, progress)
+                verify_file(path, record.digest, progress)
             except FileNotFoundError as e:
                 raise CorruptCheckpointError(f"checkpoint {manifest.name!r}: its file {str(path)!r} is gone.") from e
-            if found[0] != record.size_bytes:
-                raise CorruptCheckpointError(
-                    f"checkpoint {manifest.name!r}: {str(path)!r} has {found[0]} bytes and was saved with "
-                    f"{record.size_bytes}."
-                )
-            if found[1] != record.xxh3_128:
-                raise CorruptCheckpointError(
-                    f"checkpoint {manifest.name!r}: the bytes of {str(path)!r} are not those that were saved."
-                )
+            except CorruptCheckpointError as e:
+                raise CorruptCheckpointError(f"checkpoint {manifest.name!r}: {e}") from e
 
     def is_replaced(self, manifest: Manifest) -> bool:
         """Whether the data of the checkpoint is, whole, that of a newer one that takes its place.
@@ -113,8 +112,8 @@ class Catalog:
                 f"checkpoint {str(path)!r} exists. Give names that differ, as with '{{batch}}' in them, delete it, or "
                 "pass overwrite=True (save_overwrite=True in the Trainer)."
             )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._manifest_path(name).parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
+        make_folder(self._manifest_path(name).parent)
         return path
 
     def commit(self, manifest: Manifest, data: StagedFile) -> None:
@@ -129,13 +128,14 @@ class Catalog:
             intention.file.write(manifest.to_json())
             intention.flush()
             fsync_folder(path.parent)
+            intention.leave_behind()  # if the disk fails from here on, the next start completes what can be completed
             data.publish()
             intention.publish()
 
     def point_latest(self, link: str, name: str) -> None:
         """Make the symbolic link ``link`` point to the checkpoint ``name``. There is always one or the other."""
         path = self.folder / link
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         up = "../" * (len(Path(link).parts) - 1)
         replace_symlink(path, up + name)
 

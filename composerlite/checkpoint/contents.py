@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
+from torch.optim import Optimizer
+
 from composerlite.checkpoint import rng
 from composerlite.checkpoint.naming import TimestampLike
 from composerlite.errors import ConfigError
@@ -31,9 +33,30 @@ class TrainingState(Protocol):
     @property
     def fit_starts(self) -> Sequence[TimestampLike]: ...
 
+    @property
+    def optimizers(self) -> Sequence[Optimizer]: ...
+
     def state_dict(self) -> StateDict: ...
 
     def weights_state_dict(self) -> StateDict: ...
+
+    def places_for(
+        self,
+        state_dict: StateDict,
+        *,
+        weights_only: bool,
+        strict: bool,
+        exclude_algorithms: Sequence[str],
+        source: str,
+    ) -> StateDict:
+        """The live tensors that ``state_dict`` is to be loaded into, by the same keys, for those that are there.
+
+        They are filled in the place of the tensors in ``state_dict``, and then given to ``load_state_dict``.
+
+        Raises:
+            IncompatibleCheckpointError: ``state_dict`` does not fit; all that differs is in the message.
+        """
+        ...
 
     def load_state_dict(
         self, state_dict: StateDict, *, strict: bool, exclude_algorithms: Sequence[str], source: str

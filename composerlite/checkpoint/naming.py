@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from composerlite import dist
+from composerlite.checkpoint.formats import format_of
 from composerlite.errors import CheckpointExistsError, ConfigError, did_you_mean
 
 __all__ = [
@@ -33,9 +34,6 @@ _WITHIN = ("batch_in_epoch", "sample_in_epoch", "token_in_epoch")
 _CLOCKS = ("total_wct", "epoch_wct", "batch_wct")
 TIME_VARIABLES = (*_TOTALS, *_WITHIN, *_CLOCKS)
 """What a file name may contain besides."""
-
-_NOT_YET = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.lzma")
-_COMPRESSED = (".pt.gz", ".pt.bz2", ".pt.xz", ".pt.lzma", ".pt.lz4", ".pt.zst", ".pt.lzo")
 
 
 class TimestampLike(Protocol):
@@ -64,8 +62,9 @@ def check_template(template: str, *, argument: str, allow_time: bool = True) -> 
     """``template`` if it can be formatted and, where it may contain a time, names a file below its folder.
 
     Raises:
-        ConfigError: a variable or its format does not exist, the name leaves its folder, or the suffix asks for a
-            format of checkpoints that does not exist. ``argument`` is named in the message.
+        ConfigError: a variable or its format does not exist, the name leaves its folder, the suffix asks for a format
+            of checkpoints that does not exist, or what compresses it is not installed. ``argument`` is named in the
+            message.
     """
     source = f"{argument}={template!r}"
     known = (*DIST_VARIABLES, *(TIME_VARIABLES if allow_time else ()))
@@ -78,11 +77,15 @@ def check_template(template: str, *, argument: str, allow_time: bool = True) -> 
         raise ConfigError(
             f"{source} cannot be formatted: {e}. Formats are those of python, as in {{epoch:04d}}."
         ) from e
-    if template.endswith((*_NOT_YET, *_COMPRESSED)):
-        raise ConfigError(f"{source}: archives and compressed checkpoints are not written yet; end it in .pt")
+    if not allow_time:
+        return template
     path = Path(template)
-    if allow_time and (not path.name or template.endswith("/") or path.is_absolute() or ".." in path.parts):
+    if not path.name or template.endswith("/") or path.is_absolute() or ".." in path.parts:
         raise ConfigError(f"{source}: want the name of a file below the folder of checkpoints, without '..'.")
+    try:
+        format_of(template).check()
+    except ConfigError as e:
+        raise ConfigError(f"{source}: {e}") from e
     return template
 
 

@@ -1,91 +1,260 @@
-"""One save: write, commit, point ``latest``."""
+"""Saves checkpoints one after the other: snapshot → write → commit → publish.
+
+The training thread takes the snapshot and goes on; everything else happens behind it. Where there is no memory for a
+snapshot, the same bytes stream to the file through a ring of buffers, and the training thread waits until the last of
+them is in the ring.
+"""
 
 from __future__ import annotations
 
 import logging
 import pickle
 import platform
+import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, final
 
 import torch
 
 from composerlite import dist
 from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, gather
-from composerlite.checkpoint.formats import torch_file
-from composerlite.checkpoint.manifest import FileRecord, Manifest, plain_timestamp
+from composerlite.checkpoint.formats.torch_file import TorchImage
+from composerlite.checkpoint.manifest import Manifest, plain_timestamp
 from composerlite.checkpoint.naming import check_template, format_name_with_dist_and_time
+from composerlite.checkpoint.save_job import SaveJob, SaveReport
+from composerlite.checkpoint.snapshot import Staging
 from composerlite.errors import SaveError
-from composerlite.storage import StagedFile
+from composerlite.types import StateDict
 
-__all__ = ["save", "save_checkpoint"]
+__all__ = ["PendingSave", "Pipeline", "save", "save_checkpoint"]
 
 log = logging.getLogger(__name__)
+_PREVIOUS_SECONDS = 3600.0
+"""How long a save waits for the one before it. A disk that takes longer hangs."""
 
 
-def save(
-    state: TrainingState,
-    *,
-    catalog: Catalog,
-    template: str,
-    weights_only: bool = False,
-    ignore_keys: IgnoreKeys = None,
-    overwrite: bool = False,
-    latest: str | None = None,
-) -> Path:
-    """Save a checkpoint of ``state`` and return its path.
+@final
+class PendingSave:
+    """A save that goes on behind training.
 
-    When this returns the checkpoint is durable and committed. After an exception or a kill at any point there is either
-    the whole checkpoint or none of it, and ``latest`` points to the newest whole one.
+    Attributes:
+        name: of the checkpoint to come, below its folder.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._future: Future[SaveReport] = Future()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = _PREVIOUS_SECONDS) -> SaveReport:
+        """Wait until the checkpoint is committed, at most ``timeout`` seconds.
+
+        Raises:
+            TimeoutError: it is not.
+            SaveError: its contents could not be written.
+            OSError: no space, no permission, and the like.
+        """
+        if not self.join(timeout):
+            raise TimeoutError(f"checkpoint {self.name!r} is not written after {timeout} s: does the disk hang?")
+        return self._future.result()
+
+    def join(self, timeout: float | None = _PREVIOUS_SECONDS) -> bool:
+        """Wait until it has ended, well or not; whether it has."""
+        try:
+            self._future.exception(timeout)
+        except TimeoutError:
+            return self._future.done()
+        return True
+
+    def settle(self, run: Callable[[], SaveReport]) -> None:
+        """Run what is left of the save, and keep what comes of it for who waits."""
+        try:
+            report = run()
+        except BaseException as e:  # noqa: BLE001 - wait() raises it, in the thread that can do something about it
+            self._future.set_exception(e)
+        else:
+            self._future.set_result(report)
+
+
+@final
+class Pipeline:
+    """Saves checkpoints one after the other, each behind training.
 
     Args:
-        catalog: the folder it goes to.
-        template: its name, with format variables.
-        weights_only: leave out everything but the model.
-        ignore_keys: leave out these keys.
-        overwrite: replace a checkpoint of the same name.
-        latest: name of the symbolic link to point to it, with format variables.
-
-    Raises:
-        CheckpointExistsError: there is one of that name and ``overwrite`` is false.
-        SaveError: its contents cannot be written.
-        OSError: no space, no permission, and the like.
+        staging_bytes: memory for the copy of what is saved, kept from save to save. ``None`` takes what a checkpoint
+            needs if that is at most half of what is free. Where it does not suffice, the training thread waits while
+            the bytes go through a ring of that size.
     """
-    start = time.perf_counter()
-    name = format_name_with_dist_and_time(template, state.run_name, state.timestamp)
-    path = catalog.reserve(name, overwrite=overwrite)
-    contents = gather(state, weights_only=weights_only, ignore_keys=ignore_keys)
-    with StagedFile(path) as data:
-        try:
-            size_bytes, digest = torch_file.write(contents, data.temporary)
-        except (pickle.PickleError, AttributeError, TypeError, ValueError) as e:  # what cannot be pickled raises any
-            raise SaveError(f"checkpoint {str(path)!r}: its contents cannot be written: {e}") from e
-        manifest = Manifest(
-            name=name,
-            kind="weights" if weights_only else "monolithic",
-            template=template,
-            run_name=state.run_name,
-            timestamp=plain_timestamp(state.timestamp.state_dict()),
-            fit_calls=len(state.fit_starts),
-            world_size=dist.get_world_size(),
-            files=(FileRecord(path=name, size_bytes=size_bytes, xxh3_128=digest),),
-            left_out=("<function>",) if callable(ignore_keys) else tuple(ignore_keys or ()),
-            versions={
-                "composerlite": version("composerlite"),
-                "torch": str(torch.__version__),
-                "python": platform.python_version(),
-            },
+
+    def __init__(self, staging_bytes: int | None = None) -> None:
+        self._staging = Staging(staging_bytes)
+        self._pending: PendingSave | None = None
+        self._previous: dict[str, SaveReport] = {}
+
+    def prepare(self, state: TrainingState, *, weights_only: bool = False, ignore_keys: IgnoreKeys = None) -> None:
+        """Get the memory for checkpoints of ``state`` ready, in the background, so that the first costs no more.
+
+        Raises:
+            SaveError: the contents of its checkpoints cannot be pickled.
+        """
+        self._wait_for_previous()
+        contents = gather(state, weights_only=weights_only, ignore_keys=ignore_keys)
+        self._staging.prepare(_image(contents, "checkpoint").size_bytes)
+
+    def prepared(self, timeout: float = 60.0) -> bool:
+        """Wait for :meth:`prepare`; whether it is done."""
+        return self._staging.prepared(timeout)
+
+    def save(
+        self,
+        state: TrainingState,
+        *,
+        catalog: Catalog,
+        template: str,
+        weights_only: bool = False,
+        ignore_keys: IgnoreKeys = None,
+        overwrite: bool = False,
+        latest: str | None = None,
+        asynchronous: bool = True,
+        lazy: bool = False,
+        ephemeral: bool = False,
+        metrics: Mapping[str, float] | None = None,
+        give_up: Callable[[], Sequence[Manifest]] | None = None,
+    ) -> PendingSave:
+        """Save a checkpoint of ``state``; training may go on when this returns.
+
+        After an exception or a kill at any point there is either the whole checkpoint or none of it, and ``latest``
+        points to the newest whole one.
+
+        Args:
+            state: what to save.
+            catalog: the folder it goes to.
+            template: its name, with format variables.
+            weights_only: leave out everything but the model.
+            ignore_keys: leave out these keys.
+            overwrite: replace a checkpoint of the same name.
+            latest: name of the symbolic link to point to it, with format variables.
+            asynchronous: return when the snapshot is taken; otherwise when the checkpoint is committed.
+            lazy: return before weights and optimizer state are copied: the next step of an optimizer waits for that.
+                Nothing but optimizers may change them in between.
+            ephemeral: it is given up as soon as a newer one is committed.
+            metrics: metric values to keep with it, by name.
+            give_up: called after the commit, perhaps on another thread: which checkpoints to delete.
+
+        Raises:
+            CheckpointExistsError: there is one of that name and ``overwrite`` is false.
+            SaveError: its contents cannot be pickled.
+            OSError: no space, no permission, and the like. What goes wrong in the background, and all that goes wrong
+                after the snapshot, comes out of :meth:`PendingSave.wait`.
+        """
+        started = time.perf_counter()
+        waiting = self._wait_for_previous()
+        name = format_name_with_dist_and_time(template, state.run_name, state.timestamp)
+        path = catalog.reserve(name, overwrite=overwrite)
+        contents = gather(state, weights_only=weights_only, ignore_keys=ignore_keys)
+        image = _image(contents, f"checkpoint {str(path)!r}")
+        job = SaveJob(
+            manifest=Manifest(
+                name=name,
+                kind="weights" if weights_only else "monolithic",
+                template=template,
+                run_name=state.run_name,
+                timestamp=plain_timestamp(state.timestamp.state_dict()),
+                fit_calls=len(state.fit_starts),
+                world_size=dist.get_world_size(),
+                files=(),
+                left_out=("<function>",) if callable(ignore_keys) else tuple(ignore_keys or ()),
+                metrics=dict(metrics or {}),
+                ephemeral=ephemeral,
+                versions={
+                    "composerlite": version("composerlite"),
+                    "torch": str(torch.__version__),
+                    "python": platform.python_version(),
+                },
+            ),
+            catalog=catalog,
+            path=path,
+            image=image,
+            weights=image.numbers_of(contents.get("state", {}).get("model", {}).values()),
+            started=started,
+            waiting_seconds=waiting,
+            ring_bytes=self._staging.ring_bytes,
+            latest=None if latest is None else format_name_with_dist_and_time(latest, state.run_name, state.timestamp),
+            give_up=give_up,
+            blocking=not asynchronous,
         )
-        catalog.commit(manifest, data)
-    if latest is not None:
-        link = format_name_with_dist_and_time(latest, state.run_name, state.timestamp)
-        if link != name:
-            catalog.point_latest(link, name)
-    seconds = time.perf_counter() - start
-    log.info("saved checkpoint %s (%.1f MB in %.2f s)", path, size_bytes / 1e6, seconds)
-    return path
+        if asynchronous and self._staging.fits(image.size_bytes):
+            job.memory, job.snapshot = self._staging.take(image, state.optimizers if lazy else ())
+        elif asynchronous:
+            log.info("no memory for a copy of %s: training waits while it is written", path)
+            job.write()
+        pending = self._pending = PendingSave(name)
+        job.stall_seconds = time.perf_counter() - started
+        if job.snapshot is not None:  # it counts its own, later ones too
+            job.stall_seconds -= job.snapshot.stall_seconds
+        if asynchronous:
+            # Not a daemon: a program that ends waits until its last checkpoint is committed.
+            threading.Thread(target=pending.settle, args=(lambda: self._finish(job),), name="checkpoint-save").start()
+        else:
+            pending.settle(lambda: self._finish(job))
+        return pending
+
+    def close(self) -> None:
+        """Wait for the save that goes on and give the memory back. Errors of the save are left to who waits for it."""
+        self._wait_for_previous()
+        self._staging.close()
+
+    def _finish(self, job: SaveJob) -> SaveReport:
+        report = job.run()
+        before = self._previous.get(job.manifest.template)
+        if (
+            before is not None
+            and report.batch > before.batch
+            and len(report.weights_crc) > 0
+            and (list(before.weights_crc) == list(report.weights_crc))
+        ):
+            log.warning(
+                "checkpoint %s holds exactly the weights of %s, %d steps before it: is the model trained? Look at the "
+                "learning rate, at requires_grad, and whether the optimizer has the model's parameters.",
+                report.path,
+                before.path.name,
+                report.batch - before.batch,
+            )
+        self._previous[job.manifest.template] = report
+        return report
+
+    def _wait_for_previous(self) -> float:
+        """Wait until the save before has ended, well or not; the seconds it took."""
+        pending = self._pending
+        if pending is None or pending.done:
+            return 0.0
+        started = time.perf_counter()
+        if not pending.join():
+            raise SaveError(f"checkpoint {pending.name!r} is not written after {_PREVIOUS_SECONDS} s: the disk hangs.")
+        seconds = time.perf_counter() - started
+        log.info("waited %.2f s for the save of %s to end", seconds, pending.name)
+        return seconds
+
+
+def _image(contents: StateDict, what: str) -> TorchImage:
+    try:
+        return TorchImage(contents)
+    except (pickle.PickleError, AttributeError, TypeError, ValueError) as e:  # what cannot be pickled raises any
+        raise SaveError(f"{what}: its contents cannot be written: {e}") from e
+
+
+def save(state: TrainingState, **arguments: Any) -> Path:
+    """Save a checkpoint of ``state`` and return its path when it is committed. Arguments as :meth:`Pipeline.save`."""
+    return Pipeline().save(state, **arguments, asynchronous=False).wait().path
 
 
 def save_checkpoint(
@@ -97,8 +266,8 @@ def save_checkpoint(
 ) -> str:
     """Save a checkpoint of ``state`` to ``filename``, replacing what is there, and return its path.
 
-    ``filename`` may contain the format variables ``{run_name} {rank} {epoch} {batch}`` … and folders.
-    See :func:`save` for what is guaranteed and raised.
+    When this returns, the checkpoint is durable and committed. ``filename`` may contain the format variables
+    ``{run_name} {rank} {epoch} {batch}`` … and folders. See :meth:`Pipeline.save` for what is guaranteed and raised.
     """
     template = check_template(Path(filename).name, argument="filename")
     folder = format_name_with_dist_and_time(str(Path(filename).parent), state.run_name, state.timestamp)

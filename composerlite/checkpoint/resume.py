@@ -18,23 +18,28 @@ def newest_good(catalogs: Sequence[Catalog], run_name: str) -> Path | None:
     """The newest checkpoint of ``run_name`` whose bytes are those that were saved; ``None`` if there is none.
 
     A damaged one is passed over and set aside, which is logged with the reason. Weights-only checkpoints cannot be
-    resumed from.
+    resumed from. One that was saved without some of its keys is taken only if there is no whole one: what it lacks
+    would start afresh in the middle of the run.
 
     Raises:
         OSError: a folder cannot be read for any other reason than that it does not exist.
     """
     candidates = [
-        (manifest.order, catalog, manifest)
+        (not manifest.left_out, manifest.order, catalog, manifest)
         for catalog in catalogs
         for manifest in catalog.manifests()
         if manifest.run_name == run_name and manifest.kind == "monolithic"
     ]
-    for _, catalog, manifest in sorted(candidates, key=lambda candidate: candidate[0], reverse=True):
+    for whole, order, catalog, manifest in sorted(candidates, key=lambda candidate: candidate[:2], reverse=True):
         try:
             catalog.verify(manifest)
         except CorruptCheckpointError as e:
             log.warning("passed over: %s", e)
             catalog.set_aside(manifest)  # the run will come to write a checkpoint of that name again
             continue
+        if not whole:
+            log.warning("%s is all there is to resume from; it was saved without %s", manifest.name, manifest.left_out)
+        elif any(not w and o > order for w, o, _, _ in candidates):
+            log.info("%s is not the newest: newer ones were saved without some of their keys", manifest.name)
         return catalog.folder / manifest.name
     return None

@@ -65,6 +65,15 @@ class TrainerArguments:
     save_ignore_keys: list[str] | None = None
     save_num_checkpoints_to_keep: int = -1
     save_metrics: bool = False
+    save_async: bool = True
+    save_staging_bytes: int | None = None
+    save_lazy: bool | None = None
+    save_failure_limit: int = 0
+    save_ephemeral_interval: int | str | None = None
+    save_keep_every: int | str | None = None
+    save_best_k: int | None = None
+    save_best_metric: str | None = None
+    save_best_mode: str = "max"
     autoresume: bool = False
     device: str | None = None
     precision: str | None = None

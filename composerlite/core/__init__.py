@@ -1,6 +1,7 @@
 """The vocabulary of training: time, events, state, and what takes part in it."""
 
 from composerlite.core.algorithm import Algorithm
+from composerlite.core.auto_interval import AutoInterval
 from composerlite.core.callback import Callback
 from composerlite.core.data import DataSpec, count_samples, count_tokens, ensure_data_spec, move_to_device, split_batch
 from composerlite.core.engine import AlgorithmPass, Engine, Trace, Traces
@@ -8,6 +9,7 @@ from composerlite.core.evaluator import Evaluator, ensure_evaluator
 from composerlite.core.event import Event
 from composerlite.core.interval import IntervalScheduler, SchedulePredicate, create_interval_scheduler
 from composerlite.core.logger import Logger, LoggerDestination
+from composerlite.core.measured import MeasuredMetrics, check_metric_exists, gives_one_value, metric_values
 from composerlite.core.optimizer_state import clean_name
 from composerlite.core.precision import Precision, ensure_precision, get_precision_context
 from composerlite.core.reproducibility import (
@@ -27,6 +29,7 @@ __all__ = [
     "MAX_SEED",
     "Algorithm",
     "AlgorithmPass",
+    "AutoInterval",
     "Batch",
     "Callback",
     "DataSpec",
@@ -36,6 +39,7 @@ __all__ = [
     "IntervalScheduler",
     "Logger",
     "LoggerDestination",
+    "MeasuredMetrics",
     "Precision",
     "SchedulePredicate",
     "Serializable",
@@ -46,6 +50,7 @@ __all__ = [
     "Timestamp",
     "Trace",
     "Traces",
+    "check_metric_exists",
     "clean_name",
     "configure_deterministic_mode",
     "count_samples",
@@ -57,6 +62,8 @@ __all__ = [
     "ensure_time",
     "get_precision_context",
     "get_random_seed",
+    "gives_one_value",
+    "metric_values",
     "move_to_device",
     "seed_all",
     "seed_context",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import TYPE_CHECKING, TypeAlias, final
 
+from composerlite.core.auto_interval import AutoInterval
 from composerlite.core.event import Event
 from composerlite.core.time import Time, TimeInput, Timestamp, TimeUnit
 from composerlite.errors import ConfigError
@@ -89,15 +90,28 @@ class IntervalScheduler:
 
 
 def create_interval_scheduler(
-    interval: TimeInput | SchedulePredicate, include_end_of_training: bool = True, checkpoint_events: bool = True
+    interval: TimeInput | SchedulePredicate,
+    include_end_of_training: bool = True,
+    checkpoint_events: bool = True,
+    *,
+    allow_auto: bool = False,
 ) -> SchedulePredicate:
     """``interval`` as a function ``(state, event) -> bool``; a function is returned as it is.
+
+    With ``allow_auto``, ``'auto:1%'`` gives an :class:`AutoInterval`; whoever asks it must tell it of each save.
 
     Raises:
         ConfigError: the interval cannot be read.
     """
     if callable(interval):
         return interval
+    if isinstance(interval, str) and interval.strip().lower().startswith("auto"):
+        if not allow_auto:
+            raise ConfigError(
+                f"interval {interval!r}: only the interval of checkpoints (save_interval) can be found by what they "
+                "cost. Give a count and a unit here, as in '100ba' or '1ep'."
+            )
+        return AutoInterval.from_string(interval, include_end_of_training=include_end_of_training)
     return IntervalScheduler(
         interval, include_end_of_training=include_end_of_training, checkpoint_events=checkpoint_events
     )

@@ -9,7 +9,13 @@ from torch import nn
 
 from composerlite.errors import IncompatibleCheckpointError
 
-__all__ = ["clean_name", "load_named_optimizer_state", "named_optimizer_state"]
+__all__ = [
+    "clean_name",
+    "load_named_optimizer_state",
+    "named_optimizer_state",
+    "optimizer_places",
+    "optimizer_problems",
+]
 
 
 def clean_name(name: str) -> str:
@@ -42,22 +48,16 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
     }
 
 
-def load_named_optimizer_state(
+def optimizer_problems(
     optimizer: torch.optim.Optimizer, model: nn.Module, state_dict: dict[str, Any], *, source: str
-) -> None:
-    """Load what :func:`named_optimizer_state` gave, whatever the order of parameters is now.
-
-    Raises:
-        IncompatibleCheckpointError: the groups, or the parameters in a group, differ. Nothing was changed.
-    """
+) -> list[str]:
+    """Why ``state_dict`` cannot be loaded: the groups, the parameters in a group, or shapes of state differ."""
     names = _names(optimizer, model)
     saved = state_dict["param_groups"]
     way_out = "Pass the optimizer of that run, or load_ignore_keys=['state/optimizers'] to start with a fresh one."
     kind = type(optimizer).__qualname__
     if len(saved) != len(names):
-        raise IncompatibleCheckpointError(
-            f"{source}: {kind} was saved with {len(saved)} parameter groups and has {len(names)} now. {way_out}"
-        )
+        return [f"{source}: {kind} was saved with {len(saved)} parameter groups and has {len(names)} now. {way_out}"]
     problems: list[str] = []
     for index, (group, group_names) in enumerate(zip(saved, names, strict=True)):
         missing = sorted(set(group_names) - set(group["params"]))
@@ -66,8 +66,45 @@ def load_named_optimizer_state(
             problems.append(f"group {index} has no saved state for: {', '.join(missing)}")
         if unexpected:
             problems.append(f"group {index} was saved with, and has not: {', '.join(unexpected)}")
-    if problems:
-        raise IncompatibleCheckpointError(f"{source}: {kind} does not fit. {'; '.join(problems)}. {way_out}")
+    known = {name for group_names in names for name in group_names}
+    if not problems and (foreign := sorted(state_dict["state"].keys() - known)):
+        problems.append(f"it was saved with state of what is in no group: {', '.join(foreign)}")
+    for name, live in optimizer_places(optimizer, model).items():
+        for key, value in state_dict["state"].get(name, {}).items():
+            if key in live and isinstance(value, torch.Tensor) and value.shape != live[key].shape:
+                shapes = f"{tuple(value.shape)} in the checkpoint, {tuple(live[key].shape)} now"
+                problems.append(f"{key} of {name} has another shape: {shapes}")
+    return [f"{source}: {kind} does not fit. {'; '.join(problems)}. {way_out}"] if problems else []
+
+
+def optimizer_places(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors that ``optimizer`` keeps, by parameter name and key, for those parameters that it has stepped.
+
+    None for an optimizer that takes back its state in a way of its own: what it does with a tensor is not known.
+    """
+    own_way = type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
+    if own_way or optimizer._optimizer_load_state_dict_pre_hooks:  # pyright: ignore[reportPrivateUsage]
+        return {}
+    places: dict[str, dict[str, torch.Tensor]] = {}
+    for group, names in zip(optimizer.param_groups, _names(optimizer, model), strict=True):
+        for parameter, name in zip(group["params"], names, strict=True):
+            if parameter in optimizer.state:  # to read what is not there would make it
+                state = optimizer.state[parameter]
+                places[name] = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    return places
+
+
+def load_named_optimizer_state(
+    optimizer: torch.optim.Optimizer, model: nn.Module, state_dict: dict[str, Any], *, source: str
+) -> None:
+    """Load what :func:`named_optimizer_state` gave, whatever the order of parameters is now.
+
+    Raises:
+        IncompatibleCheckpointError: see :func:`optimizer_problems`. Nothing was changed.
+    """
+    if problems := optimizer_problems(optimizer, model, state_dict, source=source):
+        raise IncompatibleCheckpointError("\n".join(problems))
+    names, saved = _names(optimizer, model), state_dict["param_groups"]
     number_of = {name: number for number, name in enumerate(name for group in names for name in group)}
     optimizer.load_state_dict(
         {

@@ -8,8 +8,9 @@ class name (``EarlyStopper``, ``EarlyStopper:1``, …). Only plain types and ten
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,9 +21,15 @@ from torch.nn.parameter import is_lazy
 from composerlite.core.algorithm import Algorithm
 from composerlite.core.event import Event
 from composerlite.core.logger import Logger
-from composerlite.core.optimizer_state import clean_name, load_named_optimizer_state, named_optimizer_state
+from composerlite.core.optimizer_state import (
+    clean_name,
+    load_named_optimizer_state,
+    named_optimizer_state,
+    optimizer_places,
+    optimizer_problems,
+)
 from composerlite.core.time import Timestamp
-from composerlite.errors import IncompatibleCheckpointError
+from composerlite.errors import CheckpointError, IncompatibleCheckpointError
 from composerlite.types import StateDict
 
 if TYPE_CHECKING:
@@ -30,7 +37,7 @@ if TYPE_CHECKING:
 
     from composerlite.core.state import State
 
-__all__ = ["full_state", "load_full_state", "load_weights", "stable_names", "weights_state"]
+__all__ = ["full_state", "load_full_state", "load_weights", "places_for", "stable_names", "weights_state"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -129,6 +136,45 @@ def _metric_states(metrics: Mapping[str, Metric]) -> StateDict:
 
 
 # ── restoring ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def places_for(
+    state: State,
+    contents: StateDict,
+    *,
+    weights_only: bool,
+    strict: bool,
+    exclude_algorithms: Sequence[str],
+    source: str,
+) -> StateDict:
+    """Say everything that keeps ``contents`` from being loaded, or give the tensors that they are to be loaded into.
+
+    Those are found under the same keys as in ``contents``. The numbers in the tensors of ``contents`` are not looked
+    at. Algorithms that changed the structure of the saved model are applied; nothing else is changed.
+
+    Raises:
+        IncompatibleCheckpointError: names, shapes, kinds or groups of parameters differ, or the contents have another
+            form than a checkpoint's; all of it is in the message.
+    """
+    _check_form(contents, source)
+    with _restoring("algorithms", source):
+        _apply_required_algorithms(state, contents, exclude_algorithms)
+    problems: list[str] = []
+    places: StateDict = {}
+    if "model" in contents:
+        problems += _model_problems(state.model, contents["model"], strict=strict, source=source)
+        places["model"] = _model_places(state.model, contents["model"])
+    if not weights_only and "optimizers" in contents:
+        problems += _kind_problems(state, contents, source)
+        places["optimizers"] = {}
+        for name, optimizer in _by_class(state.optimizers).items():
+            saved = contents["optimizers"].get(name)
+            if saved is not None:
+                problems += optimizer_problems(optimizer, state.model, saved, source=source)
+                places["optimizers"][name] = {"state": optimizer_places(optimizer, state.model)}
+    if problems:
+        raise IncompatibleCheckpointError("\n".join(problems))
+    return places
+
+
 def load_weights(
     state: State, contents: StateDict, *, strict: bool, exclude_algorithms: Sequence[str], source: str
 ) -> None:
@@ -138,13 +184,16 @@ def load_weights(
         IncompatibleCheckpointError: names or shapes differ; all differences are in the message. With ``strict=False``
             only shapes must agree.
     """
-    _apply_required_algorithms(state, contents, exclude_algorithms)
+    _check_form(contents, source)
+    with _restoring("algorithms", source):
+        _apply_required_algorithms(state, contents, exclude_algorithms)
     if "model" not in contents:
         log.warning(
             "%s holds no model weights, or load_ignore_keys leaves them all out: the model stays as it is", source
         )
         return
-    _load_model(state.model, contents["model"], strict=strict, source=source)
+    with _restoring("model", source):
+        _load_model(state.model, contents["model"], strict=strict, source=source)
 
 
 def load_full_state(
@@ -159,23 +208,44 @@ def load_full_state(
     """
     load_weights(state, contents, strict=strict, exclude_algorithms=exclude_algorithms, source=source)
 
-    _check_optimizers(state, contents, source)
+    if problems := _kind_problems(state, contents, source):
+        raise IncompatibleCheckpointError("\n".join(problems))
+    if "optimizers" not in contents and state.optimizers:
+        log.warning("%s holds no optimizer state: the optimizer starts fresh", source)
     for name, optimizer in _by_class(state.optimizers).items():
         if "optimizers" in contents:
-            load_named_optimizer_state(optimizer, state.model, contents["optimizers"][name], source=source)
+            with _restoring(f"optimizers/{name}", source):
+                load_named_optimizer_state(optimizer, state.model, contents["optimizers"][name], source=source)
+    _load_parts(state, contents, exclude_algorithms, source)
+    with _restoring("timestamp", source):
+        _load_time(state, contents)
+    with _restoring("train_metrics", source):
+        _load_metrics(state, contents)
+
+
+def _load_parts(state: State, contents: StateDict, exclude_algorithms: Sequence[str], source: str) -> None:
+    """Schedulers, algorithms, callbacks, scaler: whatever keeps a state of its own."""
     for saved, scheduler in _matching(_by_class(state.schedulers), contents, "schedulers", source):
-        scheduler.load_state_dict(saved)
+        with _restoring(f"schedulers/{type(scheduler).__qualname__}", source):
+            scheduler.load_state_dict(saved)
     algorithms = {
         name: saved for name, saved in contents.get("algorithms", ()) if name.split(":")[0] not in exclude_algorithms
     }
     own_algorithms = stable_names((a.state_key, a) for a in state.algorithms)
     for saved, algorithm in _matching(own_algorithms, {"algorithms": algorithms}, "algorithms", source):
-        algorithm.load_state_dict(saved.get("state", saved))  # Composer stores the state itself
+        with _restoring(f"algorithms/{algorithm.state_key}", source):
+            algorithm.load_state_dict(saved.get("state", saved))  # Composer stores the state itself
     own_callbacks = stable_names((c.state_key, c) for c in state.callbacks)
     for saved, callback in _matching(own_callbacks, contents, "callbacks", source):
-        callback.load_state_dict(saved)
+        with _restoring(f"callbacks/{callback.state_key}", source):
+            callback.load_state_dict(saved)
     if state.scaler is not None and contents.get("scaler"):
-        state.scaler.load_state_dict(next(iter(contents["scaler"].values())))
+        with _restoring("scaler", source):
+            state.scaler.load_state_dict(next(iter(contents["scaler"].values())))
+
+
+def _load_time(state: State, contents: StateDict) -> None:
+    """Where the run stands, and what belongs to that."""
     if "timestamp" in contents:
         state.timestamp = Timestamp.from_state_dict(contents["timestamp"]["Timestamp"])
         state.previous_timestamp = None
@@ -188,23 +258,74 @@ def load_full_state(
         state.dataset_state = contents["dataset_state"]
     if state.auto_microbatching and (size := contents.get("metadata", {}).get("device_train_microbatch_size")):
         state.device_train_microbatch_size = size
-    _load_metrics(state, contents)
 
 
-def _load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str) -> None:
-    """Load ``saved`` or say everything that does not fit, before a single weight is changed."""
-    own = {clean_name(name): (name, value) for name, value in model.state_dict().items()}
+@contextlib.contextmanager
+def _restoring(part: str, source: str) -> Generator[None]:
+    """Within it, an error that the saved ``part`` leads to names the part."""
+    try:
+        yield
+    except (CheckpointError, OSError, MemoryError):
+        raise
+    except Exception as e:
+        raise IncompatibleCheckpointError(
+            f"{source}: its {part!r} cannot be restored: {type(e).__name__}: {e} It is damaged or of another version; "
+            f"load_ignore_keys=['state/{part}'] leaves it out."
+        ) from e
+
+
+def _check_form(contents: StateDict, source: str) -> None:
+    """That the parts which are read here are what they are in every checkpoint."""
+    mappings = ("model", "optimizers", "schedulers", "callbacks", "scaler", "timestamp", "metadata")
+    wrong = [part for part in mappings if not isinstance(contents.get(part, {}), Mapping)]
+    if not wrong:
+        wrong += [f"optimizers/{n}" for n, saved in contents.get("optimizers", {}).items() if not _is_optimizer(saved)]
+        wrong += ["model" for name in contents.get("model", ()) if not isinstance(name, str)][:1]
+    algorithms: Any = contents.get("algorithms", ())
+    if not isinstance(algorithms, list | tuple) or not all(map(_is_named_state, algorithms)):  # pyright: ignore[reportUnknownArgumentType]
+        wrong.append("algorithms")
+    if wrong:
+        raise IncompatibleCheckpointError(
+            f"{source} is damaged or of another kind: {', '.join(wrong)} in it is not what it is in a checkpoint."
+        )
+
+
+def _is_optimizer(saved: Any) -> bool:
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None  # pyright: ignore
+    return (
+        isinstance(groups, list)
+        and isinstance(saved.get("state"), Mapping)
+        and all(isinstance(group, dict) and _are_names(group.get("params")) for group in groups)  # pyright: ignore
+        and _are_names(list(saved["state"]))
+        and all(isinstance(value, Mapping) for value in saved["state"].values())
+    )
+
+
+def _are_names(names: Any) -> bool:
+    return isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)  # pyright: ignore[reportUnknownVariableType]
+
+
+def _is_named_state(item: Any) -> bool:
+    return (
+        isinstance(item, list | tuple)
+        and len(item) == 2  # pyright: ignore[reportUnknownArgumentType]
+        and isinstance(item[0], str)
+        and isinstance(item[1], Mapping)
+    )
+
+
+def _model_problems(model: nn.Module, saved: StateDict, *, strict: bool, source: str) -> list[str]:
+    """Why ``saved`` cannot be loaded into ``model``."""
+    own = {clean_name(name): value for name, value in model.state_dict().items()}
     saved = {clean_name(name): value for name, value in saved.items()}
     missing = [name for name in own if name not in saved]
     unexpected = [name for name in saved if name not in own]
+    both = [(name, value, own[name]) for name, value in saved.items() if isinstance(own.get(name), torch.Tensor)]
+    no_tensors = [name for name, value, _ in both if not isinstance(value, torch.Tensor)]
     shapes = [
-        f"{name}: {tuple(value.shape)} in the checkpoint, {tuple(own[name][1].shape)} in the model"
-        for name, value in saved.items()
-        if name in own
-        and isinstance(value, torch.Tensor)
-        and isinstance(own[name][1], torch.Tensor)
-        and value.shape != own[name][1].shape
-        and not is_lazy(own[name][1])
+        f"{name}: {tuple(value.shape)} in the checkpoint, {tuple(tensor.shape)} in the model"
+        for name, value, tensor in both
+        if isinstance(value, torch.Tensor) and not is_lazy(tensor) and value.shape != tensor.shape
     ]
     problems: list[str] = []
     if missing and strict:
@@ -213,14 +334,35 @@ def _load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str
         problems.append(f"not in the model ({len(unexpected)}): {', '.join(unexpected)}")
     if shapes:
         problems.append(f"of another shape ({len(shapes)}): {'; '.join(shapes)}")
-    if problems:
-        way_out = (
-            "Build the model of that run, or pass load_strict_model_weights=False to load the names that agree."
-            if strict and not shapes
-            else "Build the model of that run, or leave keys out with load_ignore_keys=['state/model/<name>'] and "
-            "load_strict_model_weights=False."
-        )
-        raise IncompatibleCheckpointError(f"{source} does not fit the model.\n  {chr(10).join(problems)}\n{way_out}")
+    if no_tensors:
+        problems.append(f"no tensors ({len(no_tensors)}): {', '.join(no_tensors)}")
+    if not problems:
+        return []
+    way_out = (
+        "Build the model of that run, or pass load_strict_model_weights=False to load the names that agree."
+        if strict and not shapes
+        else "Build the model of that run, or leave keys out with load_ignore_keys=['state/model/<name>'] and "
+        "load_strict_model_weights=False."
+    )
+    return [f"{source} does not fit the model.\n  {chr(10).join(problems)}\n{way_out}"]
+
+
+def _model_places(model: nn.Module, saved: StateDict) -> StateDict:
+    """The tensors of ``model`` by their names in ``saved``; none where a hook of the model changes what is loaded."""
+    if any(module._load_state_dict_pre_hooks for module in model.modules()):  # pyright: ignore[reportPrivateUsage]
+        return {}
+    own = {clean_name(name): value for name, value in model.state_dict().items()}
+    return {name: own[clean_name(name)] for name in saved if clean_name(name) in own}
+
+
+def _load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str) -> None:
+    """Load ``saved`` or say everything that does not fit, before a single weight is changed."""
+    if problems := _model_problems(model, saved, strict=strict, source=source):
+        raise IncompatibleCheckpointError("\n".join(problems))
+    own = {clean_name(name): (name, value) for name, value in model.state_dict().items()}
+    saved = {clean_name(name): value for name, value in saved.items()}
+    missing = [name for name in own if name not in saved]
+    unexpected = [name for name in saved if name not in own]
     if missing or unexpected:
         log.warning(
             "%s: loaded without strictness; stays as it is: %s; not used: %s",
@@ -228,21 +370,27 @@ def _load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str
             ", ".join(missing) or "nothing",
             ", ".join(unexpected) or "nothing",
         )
+    cast = [
+        f"{name} from {value.dtype} to {own[name][1].dtype}"
+        for name, value in saved.items()
+        if isinstance(value, torch.Tensor) and name in own and value.dtype != own[name][1].dtype
+    ]
+    if cast:
+        log.warning("%s: saved in another precision and converted (%d): %s", source, len(cast), ", ".join(cast))
     model.load_state_dict({own[name][0]: value for name, value in saved.items() if name in own}, strict=False)
 
 
-def _check_optimizers(state: State, contents: StateDict, source: str) -> None:
+def _kind_problems(state: State, contents: StateDict, source: str) -> list[str]:
     """An optimizer of another kind has nothing to take from the checkpoint's: say so rather than train on without."""
-    if "optimizers" not in contents:
-        if state.optimizers:
-            log.warning("%s holds no optimizer state: the optimizer starts fresh", source)
-        return
-    have, saved = list(_by_class(state.optimizers)), list(contents["optimizers"])
-    if missing := [name for name in have if name not in saved]:
-        raise IncompatibleCheckpointError(
-            f"{source} was saved with the optimizer {', '.join(saved) or 'none'} and the run has {', '.join(missing)}. "
-            "Use that optimizer, or load_ignore_keys=['state/optimizers', 'state/schedulers'] to start fresh."
-        )
+    have, saved = list(_by_class(state.optimizers)), list(contents.get("optimizers", ()))
+    missing = [name for name in have if name not in saved]
+    if "optimizers" not in contents or not missing:
+        return []
+    return [
+        f"{source} was saved with the optimizer {', '.join(map(str, saved)) or 'none'} and the run has "
+        f"{', '.join(missing)}. Use that optimizer, or load_ignore_keys=['state/optimizers', 'state/schedulers'] to "
+        "start fresh."
+    ]
 
 
 def _matching(own: Mapping[str, T], contents: StateDict, part: str, source: str) -> Iterable[tuple[Any, T]]:

@@ -237,6 +237,28 @@ class State:
         """What a weights-only checkpoint holds: model, integrations, metadata. Tensors are not copied."""
         return serialization.weights_state(self)
 
+    def places_for(
+        self,
+        state_dict: StateDict,
+        *,
+        weights_only: bool = False,
+        strict: bool = True,
+        exclude_algorithms: Sequence[str] = (),
+        source: str = "state",
+    ) -> StateDict:
+        """The tensors that ``state_dict`` is to be loaded into, after all that does not fit has been said.
+
+        See :func:`composerlite.core.serialization.places_for`.
+        """
+        return serialization.places_for(
+            self,
+            state_dict,
+            weights_only=weights_only,
+            strict=strict,
+            exclude_algorithms=exclude_algorithms,
+            source=source,
+        )
+
     def load_state_dict(
         self,
         state_dict: StateDict,

@@ -12,6 +12,7 @@ __all__ = ["Digester", "FileDigest", "chunk_bytes_for"]
 
 _SMALLEST_CHUNK_BYTES = 1 << 20
 _MOST_CHUNKS = 2048
+_PIECE_BYTES = 256 << 10
 
 
 @final
@@ -67,16 +68,16 @@ class Digester:
 
     def update(self, data: memoryview | bytes) -> None:
         """What comes next."""
-        self._whole.update(data)
         view = memoryview(data)
         self._size += len(view)
-        while len(view) >= self._left:
-            self._chunk.update(view[: self._left])
-            view = view[self._left :]
-            self._end_chunk()
-        if view:
-            self._chunk.update(view)
-            self._left -= len(view)
+        while view:
+            piece = view[: min(self._left, _PIECE_BYTES)]  # both digests of it while it is in the cache
+            self._whole.update(piece)
+            self._chunk.update(piece)
+            self._left -= len(piece)
+            view = view[len(piece) :]
+            if not self._left:
+                self._end_chunk()
 
     def finish(self) -> FileDigest:
         """The digests of all that came."""

@@ -19,6 +19,7 @@ __all__ = [
     "atomic_write",
     "digest_file",
     "fsync_folder",
+    "make_folder",
     "replace_symlink",
 ]
 
@@ -43,8 +44,19 @@ def fsync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, str(folder)) from e  # the system's own names no file
     finally:
         os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Make ``folder`` and those above it that are not there, and make their names durable."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    fsync_folder(folder.parent)
 
 
 @final
@@ -60,6 +72,7 @@ class StagedFile:
         self.path = path
         self.temporary, self.file = _create_locked(path)
         self._published = False
+        self._stays = False
 
     def __enter__(self) -> StagedFile:
         return self
@@ -68,6 +81,10 @@ class StagedFile:
         """Make the bytes durable, under the temporary name."""
         self.file.flush()
         os.fsync(self.file.fileno())
+
+    def leave_behind(self) -> None:
+        """From now on the temporary stays if it is not published, for :func:`abandoned_temporaries` to find."""
+        self._stays = True
 
     def publish(self) -> None:
         """Rename to ``path``, replacing what is there, and make the name durable. Call after :meth:`flush`."""
@@ -79,7 +96,7 @@ class StagedFile:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(self.temporary)):
             error.filename = str(self.path)  # a write that fails does not say of which file
-        if self._published:
+        if self._published or self._stays:
             self.file.close()
             return
         try:

@@ -2,109 +2,139 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 import queue
 import threading
-from collections.abc import Iterator
+import time
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
-import xxhash
+from isal import isal_zlib
+
+from composerlite.storage.addresses import move
+from composerlite.storage.digests import Digester, FileDigest, chunk_bytes_for
+from composerlite.storage.memory import HostMemory
 
 __all__ = ["StreamWriter"]
 
-_BLOCK = 4096
-_SLOT_BYTES, _SLOTS = 8 << 20, 4
-_COPY_BYTES = 1 << 20  # larger copies are slower: libc changes its method
+_BLOCK_BYTES = 4096  # what O_DIRECT wants sizes and places in the file to be multiples of
+_SMALL_FILE_BYTES = 8 << 20
+_WINDOW_BYTES = 4 << 20
+_LEAST_WINDOW_BYTES = 1 << 20
+_RING_WINDOWS = 16
+_PIECE_BYTES = 512 << 10  # copied, then summed while it is in the cache
+_WRITERS = 3  # one alone leaves the disk idle between two writes, and longer where the processors are busy
+
+
+class _Window(NamedTuple):
+    """A part of the file that is in memory and is to be written."""
+
+    number: int
+    view: memoryview
+    position: int
+    size: int
 
 
 @final
 class StreamWriter:
-    """Writes one file from front to back: the caller fills a ring of buffers, a thread behind writes them out.
+    """Writes one file from front to back: the caller fills windows of memory, threads behind write them out.
 
-    Memory is bounded by the ring (32 MiB). Everything is digested (XXH3-128) on its way. Blocks are written with
-    O_DIRECT where the file system takes it, else through the page cache; which one is found by trying. Used as a
-    context manager: leaving the block without :meth:`finish` stops the thread and closes the file.
+    The windows are those of a ring, which bounds the memory, or of a memory that has room for the whole file. All is
+    digested on its way. Blocks are written with O_DIRECT where the file system takes it, else through the page cache;
+    which one is found by trying. A small file is written through the page cache by the caller. Used as a context
+    manager: leaving the block without :meth:`finish` ends the threads and closes the file.
 
     Args:
         path: an existing file, empty.
         size_bytes: what will be written, if known: space is reserved first, so that a full disk is an error at once.
+        memory: at least as large as the file. What is appended is put into it at its place in the file; what is there
+            already stays where it is. Nothing else may change it until :meth:`finish` returns.
+        ring_bytes: size of the ring, where there is no ``memory``.
+
+    Attributes:
+        size_bytes: taken so far.
+        seconds: by name. ``hash``: the caller summed. ``wait``: the caller waited for a window of the ring. ``write``:
+            what the threads took to write, together. ``flush``: from the last write until the file was durable.
 
     Raises:
         OSError: the space cannot be reserved.
     """
 
-    def __init__(self, path: Path, size_bytes: int) -> None:
+    def __init__(
+        self, path: Path, size_bytes: int, *, memory: HostMemory | None = None, ring_bytes: int = 32 << 20
+    ) -> None:
+        if memory is not None and memory.size_bytes < size_bytes:
+            raise ValueError(f"memory={memory.size_bytes} bytes for a file of {size_bytes}: want at least as many")
+        self.size_bytes = 0
+        self.seconds = {"hash": 0.0, "write": 0.0, "wait": 0.0, "flush": 0.0}
         self._path = path
-        self._digest = xxhash.xxh3_128()
+        self._digester = Digester(chunk_bytes_for(size_bytes))
+        self._small = size_bytes <= _SMALL_FILE_BYTES
+        self._in_place = memory is not None
+        self._window_bytes = _WINDOW_BYTES if memory is not None or self._small else _ring_window(ring_bytes)
         self._plain = os.open(path, os.O_WRONLY)
         self._direct: int | None = None
-        self._error: OSError | None = None
-        self._closed = False
-        self._reserved = size_bytes > _SLOT_BYTES
-        self._position = 0
-        self.size_bytes = 0
         try:
-            if self._reserved:  # below that the page cache is quicker: fewer changes to make durable
+            if not self._small:
                 _reserve(self._plain, size_bytes, path)
                 self._direct = _open_direct(path)
+            self._memory = memory or HostMemory(self._ring_bytes(ring_bytes))
         except BaseException:
-            os.close(self._plain)
+            self._close_file()
             raise
-        self._free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
-        self._full: queue.SimpleQueue[tuple[mmap.mmap, int, int] | None] = queue.SimpleQueue()
-        for _ in range(_SLOTS):
-            self._free.put(mmap.mmap(-1, _SLOT_BYTES))
-        self._slot, self._filled = self._free.get(), 0
-        self._address = _address(self._slot)
-        self._thread = threading.Thread(target=self._write_out, name="checkpoint-writer", daemon=True)
-        self._thread.start()
+        self._used = 0  # windows of the memory that were filled at least once
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[_Window | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._given_up = False
+        self._lock = threading.Lock()
+        self._next_window()
+        self._threads = [] if self._small else self._start_threads()
 
     def write(self, data: bytes) -> None:
         """Append ``data``."""
-        address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
-        assert address is not None
-        for _ in self.copy(address, len(data)):
-            pass
+        left = memoryview(data)
+        while left:
+            room = self._room()
+            piece, left = left[:room], left[room:]
+            self._view[self._filled : self._filled + len(piece)] = piece
+            self._advance(len(piece))
 
-    def copy(self, address: int, size: int) -> Iterator[tuple[int, int]]:
-        """Append ``size`` bytes of memory at ``address``; after each piece, where it is now, for a checksum of it."""
+    def copy(self, address: int, size: int) -> int:
+        """Append ``size`` bytes of memory at ``address``; their CRC-32. The memory may change when this returns."""
+        crc = 0
         while size:
-            if self._filled == _SLOT_BYTES:
-                self._hand_over()
-            piece = min(size, _SLOT_BYTES - self._filled, _COPY_BYTES)
-            target = self._address + self._filled
-            ctypes.memmove(target, address, piece)
-            self._digest.update(memoryview(self._slot)[self._filled : self._filled + piece])
-            yield self._filled, piece
-            self._filled += piece
-            self.size_bytes += piece
-            address += piece
-            size -= piece
+            length = min(size, self._room(), _PIECE_BYTES)
+            if address != self._address + self._filled:
+                move(self._address + self._filled, address, length)
+            started = time.perf_counter()
+            crc = isal_zlib.crc32(self._view[self._filled : self._filled + length], crc)
+            self.seconds["hash"] += time.perf_counter() - started
+            self._advance(length)
+            address += length
+            size -= length
+        return crc
 
-    def view(self, offset: int, size: int) -> memoryview:
-        """The bytes of a piece that :meth:`copy` has just given."""
-        return memoryview(self._slot)[offset : offset + size]
-
-    def finish(self) -> str:
-        """Wait until everything is written and durable; its XXH3-128.
+    def finish(self) -> FileDigest:
+        """Wait until everything is written and durable; what the file contains.
 
         Raises:
             OSError: something could not be written.
         """
-        if self._filled:
-            self._hand_over()
-        for _ in range(_SLOTS - 1):  # all buffers but the one at hand come back when they are written
-            self._free.get()
+        self._hand_over()
+        self._end_threads()
         self._raise_if_failed()
-        if self._reserved:
-            os.ftruncate(self._plain, self.size_bytes)  # the last block was written whole, or less than was reserved
-        os.fsync(self._plain)
+        started = time.perf_counter()
+        try:
+            if not self._small:
+                os.ftruncate(self._plain, self.size_bytes)  # the last block was written whole, or too much reserved
+            os.fsync(self._plain)
+        except OSError as e:
+            raise OSError(e.errno, e.strerror, str(self._path)) from e
+        self.seconds["flush"] = time.perf_counter() - started
         self._close()
-        return self._digest.hexdigest()
+        return self._digester.finish()
 
     def __enter__(self) -> StreamWriter:
         return self
@@ -112,58 +142,129 @@ class StreamWriter:
     def __exit__(self, *exception: object) -> None:
         self._close()
 
-    def _close(self) -> None:
-        if self._closed:
+    # ── the caller's side ────────────────────────────────────────────────────────────────────────────────────────
+    def _room(self) -> int:
+        """How much the window at hand still takes; if nothing, it is handed over and the next one taken."""
+        if self._filled == len(self._view):
+            self._hand_over()
+            self._next_window()
+        return len(self._view) - self._filled
+
+    def _advance(self, size: int) -> None:
+        self._filled += size
+        self.size_bytes += size
+        if self._filled - self._digested >= _PIECE_BYTES:
+            self._digest()
+
+    def _digest(self) -> None:
+        """Digest what was appended since the last time: many small things at once, large ones piece by piece."""
+        started = time.perf_counter()
+        self._digester.update(self._view[self._digested : self._filled])
+        self._digested = self._filled
+        self.seconds["hash"] += time.perf_counter() - started
+
+    def _hand_over(self) -> None:
+        """Have the window at hand written."""
+        self._raise_if_failed()
+        if not self._filled:
             return
-        self._closed = True
-        self._full.put(None)
-        self._thread.join()
-        os.close(self._plain)
-        if self._direct is not None:
-            os.close(self._direct)
+        self._digest()
+        window = _Window(self._number, self._view, self.size_bytes - self._filled, self._filled)
+        if self._threads:
+            self._full.put(window)
+        else:
+            self._write_window(window)
+            self._raise_if_failed()
+
+    def _next_window(self) -> None:
+        start = self._used * self._window_bytes
+        if start < self._memory.size_bytes:
+            self._number = self._used
+            self._used += 1
+        else:
+            assert not self._in_place, f"more than the {self._memory.size_bytes} bytes that were promised"
+            started = time.perf_counter()
+            self._number = self._free.get()  # it comes back written or not
+            self.seconds["wait"] += time.perf_counter() - started
+            self._raise_if_failed()
+        start = self._number * self._window_bytes
+        self._address = self._memory.address + start
+        self._view = self._memory.view(start, min(self._window_bytes, self._memory.size_bytes - start))
+        self._filled = self._digested = 0
+
+    def _ring_bytes(self, ring_bytes: int) -> int:
+        return self._window_bytes if self._small else max(2, ring_bytes // self._window_bytes) * self._window_bytes
 
     def _raise_if_failed(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _hand_over(self) -> None:
-        self._raise_if_failed()
-        self._full.put((self._slot, self._filled, self._position))
-        self._position += self._filled
-        self._slot, self._filled = self._free.get(), 0
-        self._address = _address(self._slot)
+    # ── the threads behind ───────────────────────────────────────────────────────────────────────────────────────
+    def _start_threads(self) -> list[threading.Thread]:
+        threads = [threading.Thread(target=self._run, name="checkpoint-writer", daemon=True) for _ in range(_WRITERS)]
+        for thread in threads:
+            thread.start()
+        return threads
 
-    def _write_out(self) -> None:
-        while (item := self._full.get()) is not None:
-            slot, size, position = item
-            if self._error is None:
-                try:
-                    self._write_block(slot, size, position)
-                except OSError as e:
-                    self._error = OSError(e.errno, e.strerror, str(self._path))  # raised at the next write or finish
-            self._free.put(slot)
+    def _run(self) -> None:
+        while (window := self._full.get()) is not None:
+            self._write_window(window)
 
-    def _write_block(self, slot: mmap.mmap, size: int, position: int) -> None:
+    def _write_window(self, window: _Window) -> None:
+        """Write a window and give it back, also where it cannot be written: nobody waits for it for ever."""
+        started = time.perf_counter()
+        try:
+            if self._error is None and not self._given_up:
+                self._write_blocks(window)
+        except OSError as e:
+            self._error = OSError(e.errno, e.strerror, str(self._path))  # raised at the next write, copy or finish
+        except BaseException as e:  # noqa: BLE001 - raised there, too: a part of the file is missing
+            self._error = e
+        finally:
+            with self._lock:
+                self.seconds["write"] += time.perf_counter() - started
+            self._free.put(window.number)
+
+    def _write_blocks(self, window: _Window) -> None:
+        _, view, position, size = window
         if self._direct is not None:
-            padded = size + -size % _BLOCK
             try:
-                _write_all(self._direct, memoryview(slot)[:padded], position)
+                _write_all(self._direct, view[: size + -size % _BLOCK_BYTES], position)
                 return
             except OSError as e:
-                if e.errno != errno.EINVAL:
+                if e.errno != errno.EINVAL:  # opened with O_DIRECT and refused at the write: some file systems do
                     raise
-                os.close(self._direct)  # opened with O_DIRECT and refused at the first write: some file systems do
-                self._direct = None
-        _write_all(self._plain, memoryview(slot)[:size], position)
+        _write_all(self._plain, view[:size], position)
+
+    def _end_threads(self) -> None:
+        for _ in self._threads:
+            self._full.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def _close(self) -> None:
+        self._given_up = True  # if there is anything left to write
+        self._end_threads()
+        self._close_file()
+        self._view = memoryview(b"")
+        if not self._in_place:
+            self._memory.close()
+
+    def _close_file(self) -> None:
+        descriptors, self._plain, self._direct = (self._plain, self._direct), -1, None
+        for descriptor in descriptors:
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
 
 
-def _address(slot: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(slot))
+def _ring_window(ring_bytes: int) -> int:
+    """The size of a ring's windows: many small ones keep all threads busy."""
+    even = ring_bytes // _RING_WINDOWS // _BLOCK_BYTES * _BLOCK_BYTES
+    return min(_WINDOW_BYTES, max(_LEAST_WINDOW_BYTES, even))
 
 
 def _reserve(descriptor: int, size: int, path: Path) -> None:
-    if size == 0:
-        return
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as e:

@@ -20,6 +20,7 @@ from composerlite.core import (
     State,
     Timestamp,
     get_precision_context,
+    metric_values,
     move_to_device,
 )
 from composerlite.types import Batch
@@ -122,21 +123,8 @@ def _evaluate_one(state: State, engine: Engine, logger: Logger, evaluator: Evalu
 
 
 def log_metrics(logger: Logger, metrics: dict[str, Any], label: str) -> dict[str, float]:
-    """Compute ``metrics``, log them as ``metrics/<label>/<name>`` and return them by name.
-
-    A metric that computes a dict gives one value per key, one that computes a vector ``<name>/0``, ``<name>/1``, …; one
-    that has seen no batch gives none.
-    """
-    values: dict[str, float] = {}
-    for name, metric in metrics.items():
-        if metric.update_count == 0:  # resumed behind the last batch of an epoch, or an empty loader
-            continue
-        computed = metric.compute()
-        for key, value in computed.items() if isinstance(computed, dict) else [(name, computed)]:
-            if isinstance(value, torch.Tensor) and value.numel() != 1:  # one value per class, say
-                values.update({f"{key}/{i}": float(item) for i, item in enumerate(value.flatten())})
-            else:
-                values[str(key)] = float(value)
+    """Compute ``metrics``, log them as ``metrics/<label>/<name>`` and return them by name."""
+    values = metric_values(metrics)
     logger.log_metrics({f"metrics/{label}/{name}": value for name, value in values.items()})
     return values
 

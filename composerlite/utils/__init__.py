@@ -16,18 +16,26 @@ if TYPE_CHECKING:
         safe_torch_load,
         save_checkpoint,
     )
+    from composerlite.checkpoint.download import download_checkpoint, get_file
+    from composerlite.checkpoint.formats import KNOWN_COMPRESSORS, get_compressor, is_compressed_pt, is_tar
     from composerlite.core import create_interval_scheduler
     from composerlite.utils import checkpoint, dist, reproducibility
 
 __all__ = [
+    "KNOWN_COMPRESSORS",
     "PartialFilePath",
     "checkpoint",
     "create_interval_scheduler",
     "dist",
+    "download_checkpoint",
     "format_name_with_dist",
     "format_name_with_dist_and_time",
+    "get_compressor",
+    "get_file",
     "get_save_filename",
     "glob_filter",
+    "is_compressed_pt",
+    "is_tar",
     "load_checkpoint",
     "reproducibility",
     "safe_torch_load",
@@ -35,6 +43,14 @@ __all__ = [
 ]
 
 _MODULES = ("checkpoint", "dist", "reproducibility")
+_HOMES = {
+    "create_interval_scheduler": "composerlite.core",
+    **dict.fromkeys(("download_checkpoint", "get_file"), "composerlite.checkpoint.download"),
+    **dict.fromkeys(
+        ("KNOWN_COMPRESSORS", "get_compressor", "is_compressed_pt", "is_tar"), "composerlite.checkpoint.formats"
+    ),
+}
+"""Where a name lives that is not in ``composerlite.checkpoint``."""
 
 
 def __getattr__(name: str) -> Any:
@@ -42,8 +58,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"composerlite.utils.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'composerlite.utils' has no attribute {name!r}")
-    home = "composerlite.core" if name == "create_interval_scheduler" else "composerlite.checkpoint"
-    return getattr(importlib.import_module(home), name)
+    return getattr(importlib.import_module(_HOMES.get(name, "composerlite.checkpoint")), name)
 
 
 def __dir__() -> list[str]:

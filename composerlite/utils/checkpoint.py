@@ -8,9 +8,11 @@ from composerlite.checkpoint import (
     safe_torch_load,
     save_checkpoint,
 )
+from composerlite.checkpoint.download import download_checkpoint
 
 __all__ = [
     "PartialFilePath",
+    "download_checkpoint",
     "get_save_filename",
     "glob_filter",
     "load_checkpoint",

@@ -97,8 +97,9 @@ def test_an_unknown_variable_lists_the_known_ones() -> None:
         "/tmp/ep{epoch}.pt",
         "",
         "ep{epoch}/",
-        "ep{epoch}.tar",
-        "ep{epoch}.pt.gz",
+        "ep{epoch}.zip",
+        "ep{epoch}.pt.foo",
+        "ep{epoch}.tar.zst",
     ],
 )
 def test_names_that_cannot_be_used_are_refused_at_once(template: str) -> None:

@@ -45,3 +45,14 @@ def test_there_may_be_none(tmp_path: Path) -> None:
     assert newest_good([Catalog(tmp_path), Catalog(tmp_path / "none")], "run") is None
     save_batch(tmp_path, 1).unlink()
     assert newest_good([Catalog(tmp_path)], "run") is None
+
+
+def test_a_whole_one_comes_before_newer_parts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What was saved without its optimizer would start that afresh: it is taken only where there is nothing else."""
+    part = save_batch(tmp_path, 2, ignore_keys=["state/optimizers"])
+    assert newest_good([Catalog(tmp_path)], "run") == part
+    assert "saved without ('state/optimizers',)" in caplog.text
+    whole = save_batch(tmp_path, 1)
+    assert newest_good([Catalog(tmp_path)], "run") == whole
+    whole.unlink()
+    assert newest_good([Catalog(tmp_path)], "run") == part

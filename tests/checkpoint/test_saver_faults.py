@@ -23,6 +23,7 @@ from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, read_checkpoint, save
 from composerlite.core import Logger
 from composerlite.errors import CheckpointExistsError, ConfigError, SaveError
+from composerlite.storage import StagedFile
 
 Mount = Callable[[str], Path]
 
@@ -39,8 +40,9 @@ def test_a_full_disk_stops_the_training_and_harms_nothing(mount: Mount) -> None:
     assert str(e.value.filename).startswith(str(disk))
 
     kept = saved_batches(disk)
-    assert kept == record.batches[:-1]
     assert len(kept) >= 2
+    assert kept == record.batches[: len(kept)]
+    assert len(record.batches) <= len(kept) + 2, "training went on for more than a batch after a save had failed"
     assert f"ba{kept[-1]}-" in str((disk / "latest-rank0.pt").readlink())
     assert temporaries(disk) == []
     files = sum(-(-path.stat().st_size // 4096) * 4096 for path in disk.rglob("*") if path.is_file())
@@ -225,19 +227,22 @@ def test_what_cannot_be_saved_stops_the_training(tmp_path: Path) -> None:
 
 
 KILLED = """
-import os, signal, sys
+import os, pathlib, signal, sys, threading
 sys.path.insert(0, sys.argv[2])
+import torch
 from tiny_training import trainer
 from parts import Remember
 
-class Kill:
-    def __init__(self, remember): self.remember = remember
-    def __reduce__(self): os.kill(os.getpid(), signal.SIGKILL)
+def kill_in_the_middle():
+    while not any(pathlib.Path(sys.argv[1]).glob(".*.tmp-*")):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
 
 class At8(Remember):
     def batch_end(self, state, logger):
         if int(state.timestamp.batch) == 8:
-            self.what = Kill(self)
+            self.what = torch.zeros(100_000_000)
+            threading.Thread(target=kill_in_the_middle).start()
 
 trainer(callbacks=[At8()], save_folder=sys.argv[1], save_interval="4ba").fit()
 """
@@ -260,18 +265,10 @@ def test_the_next_start_clears_up_after_a_kill(tmp_path: Path, caplog: pytest.Lo
 
 def test_a_run_in_the_same_folder_does_not_touch_a_save_in_progress(tmp_path: Path) -> None:
     """Another run starts, trains and saves there while a checkpoint of this one is being written."""
-
-    class AnotherRun:
-        def __reduce__(self) -> tuple[type, tuple[()]]:
-            assert len(temporaries(tmp_path)) == 1
-            train(run_name="another", save_folder=tmp_path, save_filename="another{batch}.pt")
-            assert len(temporaries(tmp_path)) == 1
-            return dict, ()
-
-    state = new_state(1, callbacks=[Remember(AnotherRun())])
-    save(state, catalog=Catalog(tmp_path), template="this.pt")
-    assert temporaries(tmp_path) == []
-    assert saved_batches(tmp_path) == [1, 4, 8, 12]
+    with StagedFile(tmp_path / "this.pt") as in_progress:
+        train(run_name="another", save_folder=tmp_path, save_filename="another{batch}.pt")
+        assert temporaries(tmp_path) == [in_progress.temporary.name]
+    assert saved_batches(tmp_path) == [4, 8, 12]
 
 
 def test_training_is_the_same_with_and_without_checkpoints(tmp_path: Path) -> None:

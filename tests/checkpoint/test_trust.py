@@ -208,13 +208,12 @@ def test_a_type_of_the_users_is_refused_by_name_until_allowed(tmp_path: Path, wh
     assert read_checkpoint(path, trust_checkpoint=True)["state"]["mine"] == what
 
 
-def test_a_container_in_the_form_of_others_is_named(tmp_path: Path) -> None:
-    """torch.save writes deques in a form that cannot be read safely: that is no damage, and is not called so."""
-    torch.save({"state": {"last": collections.deque([1, 2])}}, tmp_path / "theirs.pt")
-    with pytest.raises(UntrustedCheckpointError, match=r"holds collections\.deque"):
-        read_checkpoint(tmp_path / "theirs.pt")
-    trusted = read_checkpoint(tmp_path / "theirs.pt", trust_checkpoint=True)
-    assert trusted["state"]["last"] == collections.deque([1, 2])
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_containers_in_the_form_of_others_are_restored(tmp_path: Path, protocol: int) -> None:
+    """``torch.save`` writes deques and defaultdicts element by element, and may use any protocol."""
+    what = list(ORDINARY.values())
+    torch.save({"state": {"last": what}}, tmp_path / "theirs.pt", pickle_protocol=protocol)
+    assert read_checkpoint(tmp_path / "theirs.pt")["state"]["last"] == what
 
 
 def test_what_will_not_load_is_said_when_saving(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

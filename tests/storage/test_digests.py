@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
+import pytest
 import xxhash
 
-from composerlite.storage import digest_file
+from composerlite.storage import Digester, chunk_bytes_for, digest_file
 
 
 def test_a_file_is_read_whole(tmp_path: Path) -> None:
@@ -17,3 +19,30 @@ def test_a_file_is_read_whole(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     assert digest_file(tmp_path / "large") == (len(data), xxhash.xxh3_128_hexdigest(data))
     assert digest_file(tmp_path / "empty") == (0, xxhash.xxh3_128_hexdigest(b""))
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 4096, 1 << 20, 5 << 20])
+def test_digests_do_not_depend_on_how_the_bytes_come(chunk_bytes: int) -> None:
+    """All at once, one by one, in pieces of any size: one of the whole and one of each chunk, as plain means give."""
+    data = random.Random(chunk_bytes).randbytes(min((2 << 20) + 17, chunk_bytes * 3000 + 3))
+    expected = [xxhash.xxh3_64_digest(data[at : at + chunk_bytes]) for at in range(0, len(data), chunk_bytes)]
+    for pieces in ([data], cut(data, 1 << 18), cut(data, 100_003), [*cut(data[:999], 1), data[999:], b""]):
+        digester = Digester(chunk_bytes)
+        for piece in pieces:
+            digester.update(piece)
+        digest = digester.finish()
+        assert (digest.size_bytes, digest.xxh3_128) == (len(data), xxhash.xxh3_128_hexdigest(data))
+        assert digest.chunk_digests() == expected
+
+
+def cut(data: bytes, size: int) -> list[bytes]:
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
+@pytest.mark.parametrize(
+    ("size", "chunk"), [(0, 1 << 20), (2048 << 20, 1 << 20), ((2048 << 20) + 1, 2 << 20), (10**12, 512 << 20)]
+)
+def test_a_file_has_at_most_two_thousand_chunks(size: int, chunk: int) -> None:
+    """Of 1 MiB, or so much larger that a manifest stays small."""
+    assert chunk_bytes_for(size) == chunk
+    assert -(-size // chunk) <= 2048

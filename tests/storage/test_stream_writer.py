@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import ctypes
+import base64
 import errno
 import os
 import random
 import subprocess
+import sys
+import threading
+import zlib
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import xxhash
 
-from composerlite.storage.stream_writer import StreamWriter
+from composerlite.storage import FileDigest, HostMemory, StreamWriter
+from composerlite.storage.addresses import address_of
 
 MiB = 1 << 20
 
 
-def write(path: Path, pieces: list[bytes], reserve: int = 0) -> str:
+def write(path: Path, pieces: list[bytes], reserve: int = 0) -> FileDigest:
     """Write ``pieces`` one after the other; the digest that the writer gives."""
     path.touch()
     with StreamWriter(path, reserve) as writer:
@@ -45,7 +50,7 @@ def test_the_file_is_what_was_written(sizes: list[int], tmp_path: Path) -> None:
     pieces = pieces_of(sizes)
     digest = write(tmp_path / "file", pieces, reserve=sum(sizes))
     assert (tmp_path / "file").read_bytes() == b"".join(pieces)
-    assert digest == xxhash.xxh3_128_hexdigest(b"".join(pieces))
+    assert digest == digest_of(b"".join(pieces), MiB)
 
 
 def test_too_much_reserved_is_given_back(tmp_path: Path) -> None:
@@ -54,18 +59,102 @@ def test_too_much_reserved_is_given_back(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"abc"
 
 
-def test_memory_is_copied_from_where_it_is(tmp_path: Path) -> None:
-    """``copy`` takes memory by address and shows each piece on its way, all of it once."""
-    data = random.Random(1).randbytes(3 * MiB + 17)
-    source = ctypes.create_string_buffer(data, len(data))
+def digest_of(data: bytes, chunk_bytes: int) -> FileDigest:
+    """The digest of ``data``, by plain means."""
+    chunks = [xxhash.xxh3_64_digest(data[at : at + chunk_bytes]) for at in range(0, len(data), chunk_bytes)]
+    text = base64.b64encode(b"".join(chunks)).decode()
+    return FileDigest(len(data), xxhash.xxh3_128_hexdigest(data), chunk_bytes, text)
+
+
+@pytest.mark.parametrize("size", [3 * MiB + 17, 20 * MiB + 17], ids=["small", "large"])
+def test_memory_is_copied_from_where_it_is(size: int, tmp_path: Path) -> None:
+    """``copy`` takes memory by address and gives the CRC-32 of it; what happens to it afterwards does not matter."""
+    data = random.Random(1).randbytes(size)
+    source = bytearray(data)
     path = tmp_path / "file"
     path.touch()
-    seen = b""
-    with StreamWriter(path, len(data)) as writer:
-        for offset, size in writer.copy(ctypes.addressof(source), len(data)):
-            seen += bytes(writer.view(offset, size))
+    with StreamWriter(path, size) as writer:
+        writer.write(b"before")
+        assert writer.copy(address_of(source), size) == zlib.crc32(data)
+        source[:] = bytes(size)
+        digest = writer.finish()
+    assert path.read_bytes() == b"before" + data
+    assert digest == digest_of(b"before" + data, MiB)
+
+
+@pytest.mark.parametrize("size", [0, 1, 5 * MiB, 8 * MiB, 8 * MiB + 1, 20 * MiB + 17])
+def test_what_lies_in_memory_as_in_the_file_is_written_from_there(size: int, tmp_path: Path) -> None:
+    """Parts that are in place, parts from elsewhere and headers give one file; the memory then holds its image."""
+    data = random.Random(size).randbytes(size)
+    path = tmp_path / "file"
+    path.touch()
+    with closing(HostMemory(size)) as memory, StreamWriter(path, size, memory=memory) as writer:
+        memory.view(0, size)[:] = data
+        memory.view(0, size)[: size // 7] = bytes(size // 7)
+        writer.write(data[: size // 7])
+        middle = data[size // 7 : size // 2]
+        assert writer.copy(memory.address + size // 7, len(middle)) == zlib.crc32(middle)
+        end = bytearray(data[size // 2 :])
+        memory.view(0, size)[size // 2 :] = bytes(len(end))
+        assert writer.copy(address_of(end) if end else 0, len(end)) == zlib.crc32(end)
+        digest = writer.finish()
+        assert bytes(memory.view(0, size)) == data
+    assert path.read_bytes() == data
+    assert digest == digest_of(data, MiB)
+
+
+def test_memory_that_is_too_small_is_refused(tmp_path: Path) -> None:
+    """At once, with both numbers, and nothing stays open."""
+    path = tmp_path / "file"
+    path.touch()
+    before = open_files()
+    with closing(HostMemory(MiB)) as memory, pytest.raises(ValueError, match="want at least as many"):
+        StreamWriter(path, MiB + 1, memory=memory)
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("ring_bytes", [1, 3 * MiB, 32 * MiB, 64 * MiB])
+def test_a_ring_of_any_size_will_do(ring_bytes: int, tmp_path: Path) -> None:
+    """Memory is what a ring costs, the file is the same."""
+    data = random.Random(5).randbytes(30 * MiB + 5)
+    path = tmp_path / "file"
+    path.touch()
+    with StreamWriter(path, len(data), ring_bytes=ring_bytes) as writer:
+        writer.write(data)
+        assert writer.finish() == digest_of(data, MiB)
+    assert path.read_bytes() == data
+
+
+def test_the_memory_of_a_large_file_is_that_of_the_ring(tmp_path: Path) -> None:
+    """400 MiB go through 16 MiB: the process does not grow by more than that and a little."""
+    done = subprocess.run([sys.executable, "-c", GROWTH, str(tmp_path / "file")], check=True, capture_output=True)
+    assert int(done.stdout) < 24 * MiB
+
+
+GROWTH = """
+import resource, sys
+from pathlib import Path
+from composerlite.storage import StreamWriter
+path, piece = Path(sys.argv[1]), bytes(4 << 20)
+path.touch()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with StreamWriter(path, 400 << 20, ring_bytes=16 << 20) as writer:
+    for _ in range(100):
+        writer.write(piece)
+    writer.finish()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
+"""
+
+
+def test_seconds_say_what_took_how_long(tmp_path: Path) -> None:
+    """Hashing, writing and making durable each took some time; all names are there from the start."""
+    path = tmp_path / "file"
+    path.touch()
+    with StreamWriter(path, 20 * MiB) as writer:
+        assert writer.seconds == {"hash": 0.0, "write": 0.0, "wait": 0.0, "flush": 0.0}
+        writer.write(bytes(20 * MiB))
         writer.finish()
-    assert seen == data == path.read_bytes()
+    assert min(writer.seconds[name] for name in ("hash", "write", "flush")) > 0
 
 
 def test_leaving_without_finishing_leaves_no_thread(tmp_path: Path) -> None:
@@ -119,9 +208,58 @@ def test_a_full_disk_is_known_before_a_byte_is_written(mounted: Path) -> None:
 
 
 @pytest.mark.parametrize("mounted", [("tmpfs", "size=12m")], indirect=True, ids=["12MiB"])
-def test_a_disk_that_fills_up_while_writing_is_an_error(mounted: Path) -> None:
-    """Without a reservation the write that fails is raised to the caller, with the path."""
+@pytest.mark.parametrize(
+    ("reserve", "ring_bytes"), [(0, 0), (11 * MiB, 64 * MiB), (11 * MiB, 0)], ids=["small", "threads", "little-ring"]
+)
+def test_a_disk_that_fills_up_while_writing_is_an_error(mounted: Path, reserve: int, ring_bytes: int) -> None:
+    """Without enough reserved the write that fails is raised to the caller, with the path; nobody waits for ever."""
+    path = mounted / "file"
+    path.touch()
+    threads, files = threading.active_count(), open_files()
+
+    def fill() -> None:
+        with StreamWriter(path, reserve, ring_bytes=ring_bytes) as writer:
+            for _ in range(100):
+                writer.write(bytes(MiB))
+
     with pytest.raises(OSError) as caught:
-        write(mounted / "file", [bytes(MiB)] * 60)
-    assert caught.value.errno == errno.ENOSPC
-    assert caught.value.filename == str(mounted / "file")
+        fill()
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
+    assert (threading.active_count(), open_files()) == (threads, files)
+
+
+def fill_up(folder: Path) -> None:
+    """Leave no space in the file system of ``folder``."""
+    left = os.statvfs(folder)
+    (folder / "filler").write_bytes(bytes(left.f_bavail * left.f_frsize))
+
+
+@pytest.mark.parametrize("mounted", [("tmpfs", "size=12m")], indirect=True, ids=["12MiB"])
+def test_a_failed_write_is_raised_by_finish_if_by_nothing_before(mounted: Path) -> None:
+    """The last bytes do not fit: whoever finishes the file is told."""
+    path = mounted / "file"
+    path.touch()
+    with StreamWriter(path, 10 * MiB) as writer:
+        writer.write(bytes(10 * MiB))
+        fill_up(mounted)
+        writer.write(bytes(3 * MiB))
+        with pytest.raises(OSError) as caught:
+            writer.finish()
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
+
+
+@pytest.mark.parametrize("mounted", [("tmpfs", "size=12m")], indirect=True, ids=["12MiB"])
+def test_giving_up_on_a_full_disk_does_not_wait(mounted: Path) -> None:
+    """An exception of the caller's own while the threads fail: it is what is raised, and nothing stays open."""
+    path = mounted / "file"
+    path.touch()
+    before = open_files()
+
+    def give_up() -> None:
+        with StreamWriter(path, 11 * MiB, ring_bytes=64 * MiB) as writer:
+            writer.write(bytes(20 * MiB))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        give_up()
+    assert open_files() == before

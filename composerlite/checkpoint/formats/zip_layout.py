@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-__all__ = ["Layout", "Record", "trailer"]
+__all__ = ["Layout", "Record", "trailer", "trailer_bytes"]
 
 ROOT = "archive"
 _LARGE_BYTES = 64 << 10
@@ -114,3 +114,8 @@ def trailer(records: Sequence[Record], crcs: Sequence[int], start: int) -> bytes
     short = min(count, 0xFFFF)
     tail = _END.pack(b"PK\x05\x06", 0, 0, short, short, min(size, _MAX_32), min(start, _MAX_32), 0)
     return directory + wide + tail
+
+
+def trailer_bytes(records: Sequence[Record], start: int) -> int:
+    """The size of :func:`trailer`, which does not depend on the data."""
+    return len(trailer(records, [0] * len(records), start))

@@ -1,0 +1,234 @@
+"""What the machine can do with the bytes of a checkpoint: the limits that saves and resumes are measured against.
+
+Every probe moves the same bytes as a checkpoint of the same tensors and nothing else: no names, no digests, no commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["Limits", "forget_cached", "make_cached"]
+
+_BLOCK_BYTES = 16 << 20
+_THREADS = 2
+
+
+class Limits:
+    """The probes, for a state of ``tensors`` and files in ``folder``. Each returns the seconds that it took.
+
+    Args:
+        tensors: of the state. :meth:`page_cache_read` puts the bytes of the last :meth:`memcpy` into them.
+        folder: on the disk that is measured; its file system must take O_DIRECT.
+
+    Attributes:
+        state_bytes: of all tensors.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], folder: Path) -> None:
+        self._tensors = [tensor.detach() for tensor in tensors]
+        sizes = [tensor.nbytes for tensor in tensors]
+        self.state_bytes = sum(sizes)
+        ends = list(itertools.accumulate(-(-size // 64) * 64 for size in sizes))
+        self._offsets = [0, *ends[:-1]]
+        self._file_bytes = -(-ends[-1] // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._memory = _memory(self._file_bytes)
+        self._copies = [
+            torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset).view(tensor.shape)
+            for tensor, offset in zip(self._tensors, self._offsets, strict=True)
+        ]
+        self._bounce = [_memory(_BLOCK_BYTES) for _ in range(_THREADS)]
+        self._path = folder / "limits.bin"
+
+    # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def memcpy(self) -> float:
+        """Every tensor into memory that was touched before; the best of one and two threads, torch's and Python's."""
+        threads = torch.get_num_threads()
+        seconds: list[float] = []
+        for count in (1, _THREADS):
+            torch.set_num_threads(count)
+            seconds += [_seconds(self._copy) for _ in range(2)]
+        torch.set_num_threads(threads)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            halves = [range(part, len(self._tensors), _THREADS) for part in range(_THREADS)]
+            seconds += [_seconds(lambda: list(pool.map(self._move, halves))) for _ in range(2)]
+        return min(seconds)
+
+    def _copy(self) -> None:
+        for copy, tensor in zip(self._copies, self._tensors, strict=True):
+            copy.copy_(tensor)
+
+    def _move(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            source = self._tensors[number]
+            ctypes.memmove(self._copies[number].data_ptr(), source.data_ptr(), source.nbytes)
+
+    def clone(self) -> float:
+        """Every tensor into memory that is allocated for it, as ``copy.deepcopy`` of a state dict does."""
+        return _seconds(lambda: [tensor.clone() for tensor in self._tensors])
+
+    # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def disk_write(self) -> float:
+        """Past the page cache, from memory that was touched before, until it is durable."""
+        view = memoryview(self._memory)
+
+        def write(file: int, offset: int, _: int) -> None:
+            _all_written(file, view[offset : offset + _BLOCK_BYTES][: self._file_bytes - offset], offset)
+
+        seconds = self._write(write, os.O_DIRECT, threads=_THREADS)
+        self._path.unlink()
+        return seconds
+
+    def bounce(self) -> float:
+        """The same through one small buffer, one thread: copy, write, copy, write."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        to = ctypes.addressof(ctypes.c_char.from_buffer(self._bounce[0]))
+        view = memoryview(self._bounce[0])
+
+        def write(file: int, offset: int, _: int) -> None:
+            size = min(_BLOCK_BYTES, self._file_bytes - offset)
+            ctypes.memmove(to, address + offset, size)
+            _all_written(file, view[:size], offset)
+
+        seconds = self._write(write, os.O_DIRECT, threads=1)
+        self._path.unlink()
+        return seconds
+
+    def buffered_write(self) -> float:
+        """Into the page cache, then fsync. Leaves the file to the probes that read."""
+        view = memoryview(self._memory)
+
+        def write(file: int, offset: int, _: int) -> None:
+            _all_written(file, view[offset : offset + _BLOCK_BYTES][: self._file_bytes - offset], offset)
+
+        return self._write(write, 0, threads=1)
+
+    def _write(self, write: Callable[[int, int, int], None], flags: int, *, threads: int) -> float:
+        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags)
+        try:
+            start = time.perf_counter()
+            os.posix_fallocate(file, 0, self._file_bytes)
+            _in_blocks(file, self._file_bytes, write, _BLOCK_BYTES, threads)
+            os.fsync(file)
+            return time.perf_counter() - start
+        finally:
+            os.close(file)
+
+    # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def page_cache_read(self) -> float:
+        """From the page cache into the tensors of the state; the best of one and two threads."""
+        arrays = [memoryview(tensor.view(-1).numpy()).cast("B") for tensor in self._tensors]
+        make_cached(self._path)
+        file = os.open(self._path, os.O_RDONLY)
+
+        def read(numbers: Sequence[int]) -> None:
+            for number in numbers:
+                _all_read(file, arrays[number], self._offsets[number])
+
+        everything = range(len(arrays))
+        try:
+            with ThreadPoolExecutor(_THREADS) as pool:
+                halves = [everything[part::_THREADS] for part in range(_THREADS)]
+                seconds = [_seconds(lambda: read(everything)), _seconds(lambda: list(pool.map(read, halves)))]
+                return min(*seconds, _seconds(lambda: list(pool.map(read, halves))))
+        finally:
+            os.close(file)
+
+    def disk_read(self) -> float:
+        """Past the page cache into small buffers; the best of two shapes."""
+        forget_cached(self._path)
+        return min(self._read_direct(_BLOCK_BYTES, _THREADS), self._read_direct(_BLOCK_BYTES // 4, 2 * _THREADS))
+
+    def _read_direct(self, block_bytes: int, threads: int) -> float:
+        per_buffer = threads // _THREADS
+        views = [
+            memoryview(self._bounce[thread // per_buffer])[thread % per_buffer * block_bytes :][:block_bytes]
+            for thread in range(threads)
+        ]
+
+        def read(file: int, offset: int, thread: int) -> None:
+            _all_read(file, views[thread][: self._file_bytes - offset], offset)
+
+        file = os.open(self._path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            return _seconds(lambda: _in_blocks(file, self._file_bytes, read, block_bytes, threads))
+        finally:
+            os.close(file)
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._path.unlink(missing_ok=True)
+
+
+def make_cached(path: Path) -> None:
+    """Read the file ``path``, or all files below it, so that the page cache holds them: systems drop what idles."""
+    buffer = bytearray(1 << 20)
+    for file in _files(path):
+        with file.open("rb", buffering=0) as opened:
+            while opened.readinto(buffer):
+                pass
+
+
+def forget_cached(path: Path) -> None:
+    """Drop the file ``path``, or all files below it, from the page cache."""
+    for file in _files(path):
+        with file.open("rb", buffering=0) as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _files(path: Path) -> Iterator[Path]:
+    yield from (file for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
+
+
+def _memory(size: int) -> mmap.mmap:
+    """Memory of whole pages, huge ones where there are any, that has been written to."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 1, size)
+    return memory
+
+
+def _in_blocks(file: int, size: int, do: Callable[[int, int, int], None], block_bytes: int, threads: int) -> None:
+    """``do(file, offset, thread)`` for every block, each taken by the first of ``threads`` that is free."""
+    offsets = iter(range(0, size, block_bytes))  # a range's iterator gives each offset to one thread
+
+    def work(thread: int) -> None:
+        for offset in offsets:
+            do(file, offset, thread)
+
+    if threads == 1:
+        work(0)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, range(threads)))
+
+
+def _all_written(file: int, view: memoryview, offset: int) -> None:
+    while view:
+        done = os.pwrite(file, view, offset)
+        view, offset = view[done:], offset + done
+
+
+def _all_read(file: int, view: memoryview, offset: int) -> None:
+    while view:
+        done = os.preadv(file, [view], offset)
+        assert done, "the file is shorter than the state"
+        view, offset = view[done:], offset + done
+
+
+def _seconds(do: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    do()
+    return time.perf_counter() - start

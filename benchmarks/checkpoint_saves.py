@@ -1,0 +1,341 @@
+"""P1 to P5: what saving and resuming a training state costs, beside the limits of the machine and five other systems.
+
+Each measurement is a fresh process that trains one step, saves synchronously, saves behind, resumes, and trains with
+saves behind it. What is timed is set against a probe of the limit that is taken right before it, in the same process;
+the probe of a pair, and not an absolute time, is what a ratio is made with.
+
+Usage: ``python benchmarks/checkpoint_saves.py`` for all, with the name of a system for one measurement of it.
+``--layers 4`` makes the state smaller than the 1.5 GB of 30 layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoint_limits import Limits, forget_cached, make_cached
+from checkpoint_systems import SYSTEMS, Pending, Run, System
+from measure import OUT, ForeignCpu, MemoryPeak, Sample, interleaved, report, spread, undisturbed, write
+
+LAYERS = 30
+REPEATS = 5
+MOST_ROUNDS = 7
+SAVES = 3
+LOADS = 2
+WINDOWS = 2
+STEPS = 5
+MOST_STEPS = 50
+LIMITS = "limits"
+
+
+# ── one process: the parts of a measurement ──────────────────────────────────────────────────────────────────────
+class Bench:
+    """One system, one run, one folder. Its methods are the parts; each returns numbers by name, seconds mostly."""
+
+    def __init__(self, system: System, run: Run, limits: Limits, folder: Path) -> None:
+        self.system = system
+        self.run = run
+        self.limits = limits
+        self.folder = folder
+        self._saved = 0
+
+    def synchronous(self) -> dict[str, float]:
+        """P3, P5: saves that training waits for. The first is for the memory that it takes; it is not timed."""
+        with MemoryPeak() as peak:
+            self._save()
+        pairs: list[dict[str, float]] = []
+        for _ in range(SAVES - 1):
+            limits = {"memcpy_s": self.limits.memcpy(), "disk_write_s": self.limits.disk_write()}
+            blocked, durable = self._save()
+            pairs.append(
+                {
+                    **limits,
+                    "blocked_s": blocked,
+                    "durable_s": durable,
+                    "of_disk_write": limits["disk_write_s"] / durable,
+                    "memcpys": blocked / limits["memcpy_s"],
+                }
+            )
+        return {**medians(pairs), "extra_memory": peak.extra_bytes / self.limits.state_bytes}
+
+    def asynchronous(self, way: str) -> dict[str, float]:
+        """P1, P5: saves behind training. Memory counts from before the first was prepared until it was durable."""
+        with MemoryPeak() as peak:
+            self.system.prepare(way)
+            memcpy = self.limits.memcpy()
+            first, _ = self._start(way)
+        pairs: list[dict[str, float]] = []
+        for _ in range(SAVES):
+            limits = {"memcpy_s": self.limits.memcpy()}
+            blocked, durable = self._start(way)
+            pairs.append(
+                {
+                    **limits,
+                    "blocked_s": blocked,
+                    "durable_s": durable,
+                    "memcpys": blocked / limits["memcpy_s"],
+                }
+            )
+        self.system.release()
+        return {
+            **medians(pairs),
+            "first_blocked_s": first,
+            "first_memcpys": first / memcpy,
+            "extra_memory": peak.extra_bytes / self.limits.state_bytes,
+        }
+
+    def resume(self) -> dict[str, float]:
+        """P4: loads into the live model and optimizer, from the page cache and from the disk."""
+        path = self._path()
+        self.system.save(path)
+        self.system.flush(path)
+        self.limits.memcpy()
+        self.limits.buffered_write()
+        pairs: list[dict[str, float]] = []
+        for _ in range(LOADS):
+            limit = self.limits.page_cache_read()
+            make_cached(path)
+            warm = self._load(path)
+            limits = {"page_cache_read_s": limit, "disk_read_s": self.limits.disk_read()}
+            forget_cached(path)
+            cold = self._load(path)
+            pairs.append(
+                {
+                    **limits,
+                    "warm_s": warm,
+                    "cold_s": cold,
+                    "of_page_cache_read": limit / warm,
+                    "of_disk_read": limits["disk_read_s"] / cold,
+                }
+            )
+        self._remove(path)
+        self.limits.close()
+        return medians(pairs)
+
+    def training(self, way: str) -> dict[str, float]:
+        """P1b, P2: windows of steps, every second with a save at its start, until that is durable at least.
+
+        What a save costs in all is the time of its window beyond that of as many steps in the windows beside it.
+        """
+        threads = torch.get_num_threads()
+        self.system.prepare(way)
+        self._first_in_training(way)
+        torch.set_num_threads(1)
+        plain = [self._window(None)[0]]
+        saving: list[tuple[float, int]] = []
+        stalls: list[float] = []
+        memcpys: list[float] = []
+        for _ in range(WINDOWS):
+            memcpys.append(self.limits.memcpy())
+            seconds, steps, stall = self._window(way)
+            saving.append((seconds, steps))
+            stalls.append(stall)
+            plain.append(self._window(None)[0])
+        self.system.release()
+        self.run.free_gradients()
+        torch.set_num_threads(threads)
+        windows: list[dict[str, float]] = []
+        for number, (seconds, steps) in enumerate(saving):
+            step = (plain[number] + plain[number + 1]) / 2 / STEPS
+            lost = seconds - steps * step
+            windows.append(
+                {
+                    "memcpy_s": memcpys[number],
+                    "step_s": step,
+                    "lost_s": lost,
+                    "lost_memcpys": lost / memcpys[number],
+                    "stall_s": stalls[number],
+                    "stall_memcpys": stalls[number] / memcpys[number],
+                    "steps_per_s": 1 / step,
+                    "steps_per_s_saving": steps / seconds,
+                }
+            )
+        return medians(windows)
+
+    def _window(self, way: str | None) -> tuple[float, int, float]:
+        """Seconds, steps, and the seconds that training was stopped in them."""
+        path = self._path()
+        pending: Pending | None = None
+        guard = self.system.step_guard
+        start = time.perf_counter()
+        if way is not None:
+            pending = self.system.start(path, way)
+        stall = time.perf_counter() - start
+        self.run.watch_step()
+        steps = 0
+        while steps < STEPS or (pending is not None and not pending.done() and steps < MOST_STEPS):
+            self.run.step(guard())
+            stall += self.run.waited_seconds
+            steps += 1
+        seconds = time.perf_counter() - start
+        if pending is not None:
+            pending.wait()
+            self.system.flush(path)
+            self._remove(path)
+        return seconds, steps, stall
+
+    def _first_in_training(self, way: str) -> None:
+        path = self._path()
+        pending = self.system.start(path, way)
+        self.run.step(self.system.step_guard())
+        pending.wait()
+        self._remove(path)
+
+    def _save(self) -> tuple[float, float]:
+        """Seconds until the system returned, and until the files were durable."""
+        path = self._path()
+        start = time.perf_counter()
+        self.system.save(path)
+        blocked = time.perf_counter() - start
+        self.system.flush(path)
+        durable = time.perf_counter() - start
+        self._remove(path)
+        return blocked, durable
+
+    def _start(self, way: str) -> tuple[float, float]:
+        """Seconds until training could go on, and until the files were durable."""
+        path = self._path()
+        start = time.perf_counter()
+        pending = self.system.start(path, way)
+        blocked = time.perf_counter() - start
+        pending.wait()
+        self.system.flush(path)
+        durable = time.perf_counter() - start
+        self._remove(path)
+        return blocked, durable
+
+    def _load(self, path: Path) -> float:
+        check = self.run.spoil()
+        start = time.perf_counter()
+        self.system.load(path)
+        seconds = time.perf_counter() - start
+        check()
+        return seconds
+
+    def _path(self) -> Path:
+        self._saved += 1
+        return self.folder / f"save{self._saved}"
+
+    def _remove(self, path: Path) -> None:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def medians(found: list[dict[str, float]]) -> dict[str, float]:
+    """The median of each number."""
+    return {name: statistics.median(each[name] for each in found) for name in found[0]}
+
+
+def limits_alone(limits: Limits) -> dict[str, float]:
+    """Each probe, as the median of three."""
+    probes = ("memcpy", "clone", "disk_write", "bounce", "buffered_write", "page_cache_read", "disk_read")
+    values = {f"{name}_s": statistics.median(getattr(limits, name)() for _ in range(SAVES)) for name in probes}
+    limits.close()
+    return values
+
+
+def measure(name: str, layers: int) -> None:
+    """One measurement of the system ``name``, part by part."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(os.cpu_count() or 1)
+    with tempfile.TemporaryDirectory(dir=checkpoints(), prefix="bench-") as folder:
+        run = Run(layers)
+        run.free_gradients()
+        limits = Limits(run.tensors(), Path(folder))
+        if name == LIMITS:
+            part("limits", lambda: limits_alone(limits))
+            return
+        bench = Bench(SYSTEMS[name](run), run, limits, Path(folder))
+        part("sync", bench.synchronous)
+        if bench.system.asynchronous:
+            part("async", lambda: bench.asynchronous("async"))
+        part("resume", bench.resume)
+        for way in bench.system.asynchronous:
+            part(f"training, {way}", lambda way=way: bench.training(way))
+
+
+def part(name: str, do: Callable[[], dict[str, float]]) -> None:
+    """Measure one part and report it."""
+    ctypes.CDLL(None).malloc_trim(0)  # what the part before left in the heap is not this one's
+    with ForeignCpu() as foreign:
+        values = do()
+    report(values, foreign.share, name)
+
+
+def checkpoints() -> Path:
+    """Where the checkpoints go: on the disk of the repository, because /tmp may be memory."""
+    folder = OUT / "checkpoints"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+# ── all of them ──────────────────────────────────────────────────────────────────────────────────────────────────
+def main(layers: int, repeats: int) -> None:
+    """All systems in turn; writes ``out/checkpoint_saves.json``."""
+    shutil.rmtree(checkpoints())
+    samples, rounds = interleaved(
+        __file__,
+        [LIMITS, *SYSTEMS],
+        repeats=repeats,
+        most_rounds=max(repeats, MOST_ROUNDS),
+        warm_up_rounds=0,
+        arguments=["--layers", str(layers)],
+    )
+    shutil.rmtree(checkpoints())
+    run = Run(layers)
+    results: dict[str, Any] = {
+        "state_bytes": sum(tensor.nbytes for tensor in run.tensors()),
+        "rounds": rounds,
+        "limits": summary(samples.pop(LIMITS))["limits"],
+        "systems": {
+            name: {
+                "version": version(SYSTEMS[name].distribution),
+                "flushes": SYSTEMS[name].flushes,
+                "parts": summary(found),
+            }
+            for name, found in samples.items()
+        },
+    }
+    write("checkpoint_saves", results)
+
+
+def summary(found: list[Sample]) -> dict[str, Any]:
+    """Median, minimum and maximum of every number, part by part, over the undisturbed repeats."""
+    parts: dict[str, Any] = {}
+    for name in dict.fromkeys(sample.part for sample in found):
+        mine = [sample for sample in found if sample.part == name]
+        kept = undisturbed(mine)
+        parts[name] = {
+            "repeats": len(kept),
+            "dropped": len(mine) - len(kept),
+            **{value: spread([sample.values[value] for sample in kept]) for value in mine[0].values},
+            "samples": [{**sample.values, "foreign_cpu": sample.foreign_cpu} for sample in mine],
+        }
+    return parts
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("system", nargs="?", choices=[LIMITS, *SYSTEMS], help="one measurement of it; all by default")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of 2048×2048 weights: 50 MB of state each")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="undisturbed ones of each system")
+    given = parser.parse_args()
+    if given.system is None:
+        main(given.layers, given.repeats)
+    else:
+        measure(given.system, given.layers)

@@ -1,0 +1,125 @@
+"""A command-line compressor that bytes are sent through, with bounded memory and no thread."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn, final
+
+from composerlite.errors import CheckpointError
+
+__all__ = ["ToolPipe"]
+
+_PIECE_BYTES = 64 << 10
+_EXIT_SECONDS = 10.0
+
+
+@final
+class ToolPipe:
+    """A program that reads standard input and writes standard output.
+
+    The program starts with the first byte, at the priority of the thread that sends it. It has a session of its own:
+    what the user types in the terminal does not end it.
+
+    Args:
+        command: the program and its arguments.
+        error: raised when the program says that it failed. One that was killed is a plain
+            :class:`~composerlite.errors.CheckpointError`, which says nothing against the bytes.
+    """
+
+    def __init__(self, command: Sequence[str], error: type[CheckpointError]) -> None:
+        self._command = command
+        self._error = error
+        self._selector = selectors.DefaultSelector()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the pipe
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def exchange(self, data: memoryview | bytes) -> Iterator[bytes]:
+        """Send ``data`` while it is iterated over; what the program gives meanwhile, in pieces of 64 KiB at most."""
+        process = self._running()
+        assert process.stdin is not None
+        left = memoryview(data)
+        while left:
+            for key, _ in self._selector.select():
+                if key.fileobj is process.stdin:
+                    left = left[self._send(process, left) :]
+                    if not left:
+                        break
+                else:
+                    if not (piece := self._receive(process)):
+                        self._fail(process)
+                    yield piece
+
+    def end(self) -> Iterator[bytes]:
+        """Close the program's input; the rest of what it gives.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        process = self._running()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._selector.unregister(process.stdin)
+        process.stdin.close()
+        while piece := self._receive(process):
+            yield piece
+        if process.wait(_EXIT_SECONDS) != 0:
+            self._fail(process)
+
+    def close(self) -> None:
+        """End the program if it still runs. May be called at any time, from any thread, twice."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                assert pipe is not None
+                pipe.close()
+        self._selector.close()
+        self._said.close()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            process = subprocess.Popen(
+                self._command,
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                env={**os.environ, "LC_ALL": "C"},
+                start_new_session=True,
+            )
+            assert process.stdin is not None
+            assert process.stdout is not None
+            self._process = process
+            os.set_blocking(process.stdin.fileno(), False)
+            self._selector.register(process.stdin, selectors.EVENT_WRITE)
+            self._selector.register(process.stdout, selectors.EVENT_READ)
+        return self._process
+
+    def _send(self, process: subprocess.Popen[bytes], data: memoryview) -> int:
+        assert process.stdin is not None
+        try:
+            return os.write(process.stdin.fileno(), data[:_PIECE_BYTES])
+        except BlockingIOError:
+            return 0
+        except BrokenPipeError:
+            self._fail(process)
+
+    def _receive(self, process: subprocess.Popen[bytes]) -> bytes:
+        assert process.stdout is not None
+        return os.read(process.stdout.fileno(), _PIECE_BYTES)
+
+    def _fail(self, process: subprocess.Popen[bytes]) -> NoReturn:
+        """The program ended before it should have."""
+        code = process.wait(_EXIT_SECONDS)
+        name = Path(self._command[0]).name
+        if code < 0:
+            raise CheckpointError(f"the program {name!r} was killed by {signal.Signals(-code).name}")
+        self._said.seek(0)
+        said = self._said.read(1000).decode(errors="replace").strip()
+        raise self._error(f"the program {name!r} ended with exit code {code}: {said or 'it did not say why'}")

@@ -1,0 +1,228 @@
+"""Opening a checkpoint file: what it must contain, who vouches for it, and how its bytes are reached."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import IO, Any, cast
+
+from composerlite.checkpoint.catalog import Catalog
+from composerlite.checkpoint.formats import is_packed, unpacked
+from composerlite.checkpoint.formats.torch_reader import ByteSource, FileSource, MapLocation, TorchFile
+from composerlite.checkpoint.manifest import Manifest
+from composerlite.checkpoint.trusted import RefusedError
+from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, UntrustedCheckpointError
+from composerlite.storage import FileDigest, ParallelReader
+
+__all__ = ["opened", "readable", "safe_torch_load"]
+
+log = logging.getLogger(__name__)
+_VALIDATION = "CHECKPOINT_VALIDATION_FUNCTION"
+_LARGE_BYTES = 1 << 28
+Progress = Callable[[int], object]
+
+
+@contextlib.contextmanager
+def opened(
+    path: Path, *, map_location: MapLocation = "cpu", trust: bool = False, progress_bar: bool = False
+) -> Generator[tuple[TorchFile, Progress]]:
+    """The checkpoint file ``path``, and what is to be told of the bytes that are read of it.
+
+    What has a manifest is verified: by chunks as they are read, or before that where the manifest is an old one or the
+    file is compressed. What has none is compared with its own checksums, and a warning says that this is all. The
+    function that the environment variable ``CHECKPOINT_VALIDATION_FUNCTION`` names is asked first.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file; the message lists what the folder has.
+        CorruptCheckpointError: the bytes are not those that were saved, or the function says so.
+        UntrustedCheckpointError: it holds a type that is not known to be safe.
+        ConfigError: the function cannot be imported.
+    """
+    if not path.is_file():
+        raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{_what_is_there(path)}")
+    path = path.resolve()
+    _validate(path)
+    catalog, name = _home(path)
+    manifest = catalog.manifest_of(name)
+    with _progress(f"reading {path.name}", path.stat().st_size, progress_bar) as progress, readable(path):
+        if is_packed(path):
+            _check_whole(catalog, manifest, path)
+            with unpacked(path) as file:
+                yield _torch_file(FileSource(file), file, map_location, trust, check_sums=manifest is None), progress
+            return
+        with contextlib.ExitStack() as stack:
+            yield _verified(stack, path, catalog, manifest, map_location, trust), progress
+
+
+def _verified(
+    stack: contextlib.ExitStack,
+    path: Path,
+    catalog: Catalog,
+    manifest: Manifest | None,
+    map_location: MapLocation,
+    trust: bool,
+) -> TorchFile:
+    """The file, whose bytes are compared with the manifest as they are read."""
+    file = stack.enter_context(path.open("rb", buffering=0))
+
+    def torch_file(digest: FileDigest | None, *, check_sums: bool = False) -> TorchFile:
+        reader = stack.enter_context(ParallelReader(path, digest))
+        return _torch_file(reader, file, map_location, trust, check_sums=check_sums)
+
+    if manifest is None:
+        log.warning("checkpoint %s has no manifest: it is loaded unverified", path)
+        return torch_file(None, check_sums=True)
+    try:
+        return torch_file(_digest(catalog, manifest, path))
+    except CorruptCheckpointError:
+        if not catalog.is_replaced(manifest):
+            raise
+        return torch_file(None)
+
+
+def _torch_file(
+    source: ByteSource, file: IO[bytes], map_location: MapLocation, trust: bool, *, check_sums: bool = False
+) -> TorchFile:
+    return TorchFile(
+        source,
+        file.seek(0, os.SEEK_END),
+        peek=FileSource(file).read,
+        map_location=map_location,
+        trust=trust,
+        check_sums=check_sums,
+    )
+
+
+def _digest(catalog: Catalog, manifest: Manifest, path: Path) -> FileDigest:
+    """What ``path`` must contain."""
+    for record in manifest.files:
+        if (catalog.folder / record.path).resolve() == path:
+            return record.digest
+    raise CorruptCheckpointError(f"the manifest of checkpoint {str(path)!r} does not have it among its files.")
+
+
+def _check_whole(catalog: Catalog, manifest: Manifest | None, path: Path) -> None:
+    """Compare all bytes with the manifest before one of them is used."""
+    if manifest is None:
+        log.warning("checkpoint %s has no manifest: it is loaded unverified", path)
+        return
+    try:
+        catalog.verify(manifest)
+    except CorruptCheckpointError:
+        if not catalog.is_replaced(manifest):
+            raise
+
+
+# ── the user's own check ─────────────────────────────────────────────────────────────────────────────────────────────
+def _validate(path: Path) -> None:
+    """Ask the function of the environment variable whether ``path`` may be read."""
+    name = os.environ.get(_VALIDATION)
+    if name and not _function(name)(path, None):  # None: the file as a whole, as Composer calls it
+        raise CorruptCheckpointError(f"checkpoint {str(path)!r} was refused by {name}, which {_VALIDATION} names.")
+
+
+@functools.cache
+def _function(name: str) -> Callable[[Path, None], bool]:
+    module, _, attribute = name.rpartition(".")
+    try:
+        found: Any = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise ConfigError(
+            f"{_VALIDATION}={name!r} cannot be imported: {e}. Want 'package.module.function', a function of "
+            "(path, specs) that returns whether the file may be read."
+        ) from e
+    if not callable(found):
+        raise ConfigError(f"{_VALIDATION}={name!r} is {type(found).__name__} and no function.")
+    return cast("Callable[[Path, None], bool]", found)
+
+
+# ── finding it ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def _home(path: Path) -> tuple[Catalog, str]:
+    """The catalog that knows ``path`` and the name it has there: its folder, or one above for names with folders."""
+    for folder in path.parents:
+        if (folder / ".manifest" / f"{path.relative_to(folder)}.json").is_file():
+            return Catalog(folder), str(path.relative_to(folder))
+    return Catalog(path.parent), path.name
+
+
+def _what_is_there(path: Path) -> str:
+    folder = path if path.is_dir() else path.parent
+    if not folder.is_dir():
+        return f" The folder {str(folder)!r} does not exist either."
+    names = [manifest.name for manifest in Catalog(folder).manifests()]
+    if not names:
+        return f" The folder {str(folder)!r} holds no checkpoint."
+    kind = "is a folder that holds" if path.is_dir() else "does not exist; the folder holds"
+    return f" {str(path)!r} {kind}: {', '.join(names[-8:])}. Give one of these files."
+
+
+@contextlib.contextmanager
+def _progress(what: str, total_bytes: int, wanted: bool) -> Generator[Progress]:
+    if not wanted or total_bytes < _LARGE_BYTES or not sys.stderr.isatty():
+        yield int
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total_bytes)
+        yield lambda done: bar.advance(task, done)
+
+
+def safe_torch_load(path: str | Path, map_location: MapLocation = "cpu", *, trust_checkpoint: bool = False) -> Any:
+    """The contents of the torch file ``path``, checkpoint or not, compared with nothing but its own checksums.
+
+    Args:
+        path: a local file.
+        map_location: where tensors go, as ``torch.load`` takes it.
+        trust_checkpoint: load any type, **running whatever code the file holds**. Only for files you made yourself.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        UntrustedCheckpointError: it holds a type that is not known to be safe.
+        CorruptCheckpointError: it is damaged, or no torch file at all.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointNotFoundError(f"there is no checkpoint {str(path)!r}.")
+    with readable(path), path.open("rb", buffering=0) as raw:
+        source = FileSource(raw)
+        size = raw.seek(0, 2)
+        file = TorchFile(
+            source, size, peek=source.read, map_location=map_location, trust=trust_checkpoint, check_sums=True
+        )
+        file.read()
+        return file.contents
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Generator[None]:
+    """Within it, whatever damaged bytes make the reader raise says that ``path`` is damaged, or what it refuses."""
+    try:
+        yield
+    except RefusedError as e:
+        raise UntrustedCheckpointError(
+            f"checkpoint {str(path)!r} holds {e.name}, {_way_out(e)}load with trust_checkpoint=True, which runs "
+            "whatever code the file holds."
+        ) from e
+    except CorruptCheckpointError as e:
+        if str(path) in str(e):
+            raise
+        raise CorruptCheckpointError(f"checkpoint {str(path)!r} cannot be read, it is damaged or foreign: {e}") from e
+
+
+def _way_out(refused: RefusedError) -> str:
+    """What to do about it, up to the word "or"."""
+    if refused.allowable:
+        kind = refused.name.rsplit(".", 1)[-1]
+        return (
+            "which is not known to be safe to load. If it is yours, allow the type with "
+            f"torch.serialization.add_safe_globals([{kind}]), or "
+        )
+    return "which is not known to be safe to load in that form. Only if the file is yours "

@@ -1,0 +1,101 @@
+"""Metric values by the names they are logged under, and of which moment they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from composerlite.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+    from composerlite.core.state import State
+
+__all__ = ["MeasuredMetrics", "check_metric_exists", "gives_one_value", "metric_values"]
+
+_TRAIN = "train"
+
+
+def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The values of ``metrics`` by name.
+
+    A metric that computes a dict gives one value per key, one that computes a vector ``<name>/0``, ``<name>/1``, …; one
+    that has seen no batch gives none.
+    """
+    values: dict[str, float] = {}
+    for name, metric in metrics.items():
+        if metric.update_count == 0:  # resumed behind the last batch of an epoch, or an empty loader
+            continue
+        computed: Any = metric.compute()
+        for key, value in computed.items() if isinstance(computed, dict) else [(name, computed)]:
+            if isinstance(value, torch.Tensor) and value.numel() != 1:  # one value per class, say
+                values.update({f"{key}/{i}": float(item) for i, item in enumerate(value.flatten())})
+            else:
+                values[str(key)] = float(value)
+    return values
+
+
+def gives_one_value(metric: Metric) -> bool:
+    """Whether ``metric`` says that it computes a tensor. Others may give a dict, whose keys are known once computed."""
+    returns = getattr(type(metric).compute, "__annotations__", {}).get("return")
+    return returns in (torch.Tensor, "Tensor", "torch.Tensor")
+
+
+@final
+class MeasuredMetrics:
+    """The metric values of the model as it stands: those measured since the last optimizer step.
+
+    What was measured some batches ago is true of another model; a checkpoint that is judged by it is judged wrongly.
+    Names are ``<label>/<name>``: what the loggers show, without ``metrics/``.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+        self._moment = (-1, -1)
+
+    def after_evaluation(self, state: State) -> None:
+        """Take up the values of an evaluator. Call it at ``EVAL_END``."""
+        label = str(state.dataloader_label)
+        self._add(state, label, state.eval_metrics.get(label, {}))
+
+    def after_epoch(self, state: State) -> None:
+        """Take up the values of training in this epoch. Call it at ``EPOCH_END``."""
+        self._add(state, _TRAIN, state.train_metrics)
+
+    def now(self, state: State) -> dict[str, float]:
+        """The values measured at this batch count; none if the last evaluation was at another."""
+        return dict(self._values) if self._moment == _moment(state) else {}
+
+    def _add(self, state: State, label: str, metrics: Mapping[str, Metric]) -> None:
+        if self._moment != _moment(state):
+            self._values, self._moment = {}, _moment(state)
+        self._values.update({f"{label}/{name}": value for name, value in metric_values(metrics).items()})
+
+
+def check_metric_exists(name: str, state: State, *, argument: str) -> None:
+    """Check that evaluation or training will measure ``name``, as far as that can be told before it does.
+
+    Args:
+        name: ``<label>/<name>``, such as ``'eval/MulticlassAccuracy'``; ``'<label>/<name>/3'`` of a vector.
+        argument: what the user gave it as.
+
+    Raises:
+        ConfigError: there is no such metric. The message lists those that exist.
+    """
+    groups = {evaluator.label: state.eval_metrics.get(evaluator.label, {}) for evaluator in state.evaluators}
+    groups[_TRAIN] = state.train_metrics
+    known = [f"{label}/{metric}" for label, metrics in groups.items() for metric in metrics]
+    if any(name == one or name.startswith(f"{one}/") for one in known):
+        return
+    for label, metrics in groups.items():  # keys of a dict are known once it was computed
+        if name.startswith(f"{label}/") and not all(gives_one_value(metric) for metric in metrics.values()):
+            return
+    hint = did_you_mean(name, known) if known else " There are none: give an eval_dataloader and Model.get_metrics()."
+    raise ConfigError(f"{argument}={name!r}: nothing measures that.{hint}")
+
+
+def _moment(state: State) -> tuple[int, int]:
+    return len(state.fit_starts), int(state.timestamp.batch)

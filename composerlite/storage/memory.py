@@ -1,0 +1,258 @@
+"""Memory that is taken once and used again, and copies into it that leave the interpreter to others."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import final
+
+from composerlite.storage.addresses import move, move_small
+
+__all__ = ["Copier", "Copying", "HostMemory", "available_memory"]
+
+_HUGE_PAGE_BYTES = 2 << 20
+_HUGE_PAGES, _WIPE_ON_FORK, _POPULATE_WRITE = 14, 18, 23  # what madvise(2) can be told
+_FAULT_BYTES = 64 << 20
+_PIECE_BYTES = 1000 << 10  # from 1 MiB on libc moves memory in a slower way
+_SMALL_BYTES = 16 << 10
+_WAIT_SECONDS = 600.0
+
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+Job = tuple[int, int, int]
+"""Address to copy to, address to copy from, bytes."""
+
+
+@final
+class HostMemory:
+    """Memory of this machine, in huge pages where the system has them. It is given back by :meth:`close`.
+
+    Forked processes find it empty. If they inherited it, as the workers of a data loader would, every page of it would
+    be copied at its next use.
+
+    Args:
+        size_bytes: at least so many.
+
+    Attributes:
+        address: of its first byte; a multiple of 2 MiB.
+        size_bytes: whole pages.
+
+    Raises:
+        OSError: the system does not give that much.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = max(1, -(-size_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+        self._map = mmap.mmap(-1, self.size_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._skipped = -start % _HUGE_PAGE_BYTES
+        self.address = start + self._skipped
+        for advice in (_HUGE_PAGES, _WIPE_ON_FORK):
+            _madvise(self.address, self.size_bytes, advice)  # a kernel that does not know it goes without
+        self._lock = threading.Lock()
+        self._open = True
+
+    def view(self, offset: int, size: int) -> memoryview:
+        """``size`` bytes from ``offset`` on, writable."""
+        return memoryview(self._map)[self._skipped + offset : self._skipped + offset + size]
+
+    def fault_in(self) -> None:
+        """Have the system provide all pages now: the first use of memory is what costs most.
+
+        Other threads run meanwhile; :meth:`close` in one of them ends it early. What was in the memory may be lost.
+        """
+        for offset in range(0, self.size_bytes, _FAULT_BYTES):
+            with self._lock:
+                if not self._open:
+                    return
+                _populate(self.address + offset, min(_FAULT_BYTES, self.size_bytes - offset))
+
+    def close(self) -> None:
+        """Give it back; twice is fine. Nothing may use the address then; a view that is left keeps it for itself."""
+        with self._lock:
+            if self._open:
+                self._open = False
+                with contextlib.suppress(BufferError):
+                    self._map.close()
+
+
+def _populate(address: int, size: int) -> None:
+    if _madvise(address, size, _POPULATE_WRITE) == 0:
+        return
+    code = ctypes.get_errno()
+    if code != errno.EINVAL:  # that is a kernel before 5.14
+        raise OSError(code, f"{os.strerror(code)}: {size} bytes of memory")
+    ctypes.memset(address, 0, size)
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process can still take: what is free in the machine, or what its control groups leave it.
+
+    ``root`` is where the files of the system are.
+    """
+    return max(0, min([_free_memory(root), *_left_in_groups(root)]))
+
+
+def _free_memory(root: Path) -> int:
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name == "MemAvailable":
+                return int(rest.split()[0]) << 10
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """What the control groups that this process is in leave it, those of both versions."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            yield from _left_in(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _left_in(root / "sys/fs/cgroup/memory", path, *names)
+
+
+def _left_in(mount: Path, path: str, limit: str, used: str, cache: str) -> Iterator[int]:
+    """What the group ``path`` and each above it leave. In a container only its own group is there, as the uppermost."""
+    group = mount / path.strip("/")
+    for folder in (group, *group.parents):
+        with contextlib.suppress(OSError, ValueError):  # there is no such group, or no limit: 'max'
+            left = int((folder / limit).read_text()) - int((folder / used).read_text())
+            yield left + _cached_files(folder, cache)
+        if folder == mount:
+            return
+
+
+def _cached_files(group: Path, name: str) -> int:
+    """Bytes of files in memory, which count as used and which the system gives up first."""
+    with contextlib.suppress(OSError):
+        for line in (group / "memory.stat").read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    return 0
+
+
+@final
+class Copying:
+    """Copies that go on in other threads: see :meth:`Copier.start`.
+
+    Attributes:
+        seconds: from the start until everything was copied.
+    """
+
+    def __init__(self, jobs: Iterable[Job]) -> None:
+        self.seconds = 0.0
+        self._started = time.perf_counter()
+        small, pieces = _cut(jobs)
+        self.parts = len(pieces)
+        self._small, self._pieces = iter(small), iter(pieces)  # a list's iterator gives each element to one thread
+        self._lock = threading.Lock()
+        self._running = 0
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: float = _WAIT_SECONDS) -> None:
+        """Wait until everything is copied, at most ``timeout`` seconds.
+
+        Raises:
+            TimeoutError: it is not by then.
+        """
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"memory is not copied after {timeout} s")
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> None:
+        """Copy in this thread too, until everything is copied."""
+        self.help()
+        self.wait()
+
+    def help(self) -> None:
+        """Copy until nothing is left to begin with. Raises nothing."""
+        with self._lock:
+            self._running += 1
+        try:
+            for to, source, size in self._pieces:
+                move(to, source, size)
+            for to, source, size in self._small:
+                move_small(to, source, size)
+        except BaseException as e:  # noqa: BLE001 - raised by wait
+            self._error = e
+        with self._lock:
+            self._running -= 1
+            if not self._running and not self._done.is_set():
+                self.seconds = time.perf_counter() - self._started
+                self._done.set()
+
+
+def _cut(jobs: Iterable[Job]) -> tuple[list[Job], list[Job]]:
+    """Jobs that are not worth a change of threads, and pieces of the others."""
+    small: list[Job] = []
+    pieces: list[Job] = []
+    for job in jobs:
+        to, source, size = job
+        if size <= _SMALL_BYTES:
+            small.append(job)
+        elif size <= _PIECE_BYTES:
+            pieces.append(job)
+        else:
+            pieces += [(to + at, source + at, min(_PIECE_BYTES, size - at)) for at in range(0, size, _PIECE_BYTES)]
+    return small, pieces
+
+
+@final
+class Copier:
+    """Copies memory with the help of threads of its own, which wait for the next copies.
+
+    Pieces are dealt out one by one: a thread that is held up by another program takes fewer of them.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Copying | None] = queue.SimpleQueue()
+        count = max(1, min(4, len(os.sched_getaffinity(0))) - 1)  # more do not make memory faster
+        self._helpers = [
+            threading.Thread(target=self._run, name="checkpoint-copier", daemon=True) for _ in range(count)
+        ]
+        for helper in self._helpers:
+            helper.start()
+
+    def copy(self, jobs: Iterable[Job]) -> None:
+        """Copy memory: for each job the address to copy to, that to copy from, and how many bytes."""
+        copying = Copying(jobs)
+        for _ in self._helpers[: copying.parts - 1]:
+            self._queue.put(copying)
+        copying.finish()
+
+    def start(self, jobs: Iterable[Job]) -> Copying:
+        """The same behind this thread, with one of the others; :meth:`Copying.finish` has this one help."""
+        copying = Copying(jobs)
+        self._queue.put(copying)
+        return copying
+
+    def close(self) -> None:
+        """End the threads when they are done with what was started; twice is fine."""
+        for _ in self._helpers:
+            self._queue.put(None)
+        for helper in self._helpers:
+            helper.join()
+        self._helpers = []
+
+    def _run(self) -> None:
+        while (copying := self._queue.get()) is not None:
+            copying.help()

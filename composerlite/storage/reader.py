@@ -1,0 +1,191 @@
+"""Reading parts of a large file into memory: by several threads, straight into place, verified on the way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import final
+
+import xxhash
+
+from composerlite.errors import CorruptCheckpointError
+from composerlite.storage.addresses import address_of
+from composerlite.storage.digests import FileDigest
+from composerlite.storage.read_plan import Places, Target, Unit, all_chunks, apart, runs, touched_chunks
+from composerlite.storage.read_work import OpenFile, Work, cached_share
+
+__all__ = ["ParallelReader", "verify_file"]
+
+_PIECE_BYTES = 1 << 20
+
+
+@final
+class ParallelReader:
+    """Reads parts of one file. Used as a context manager, or until :meth:`close`.
+
+    With a digest that has chunks, every chunk that is touched is read whole and verified as it passes. With one that
+    has none the whole file is verified before the first part is read. What is in the page cache is read from there,
+    the rest past it (O_DIRECT) where the file system takes that.
+
+    Args:
+        path: the file.
+        digest: what it must contain; ``None``: it is read unverified.
+        threads: that read at the same time, the caller's included; twice as many where the disk is waited for.
+
+    Attributes:
+        size_bytes: of the file.
+
+    Raises:
+        CorruptCheckpointError: it is no file, or has another size than it was saved with.
+        OSError: it is not there or cannot be read.
+    """
+
+    def __init__(self, path: Path, digest: FileDigest | None = None, *, threads: int = 2) -> None:
+        self._path = path
+        self._threads = threads
+        self._unverified = digest if digest is not None and not digest.chunk_bytes else None
+        self._buffered = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would keep us waiting
+        self._direct: int | None = None
+        try:
+            self._file = self._checked(digest)
+        except BaseException:
+            self.close()
+            raise
+        self.size_bytes = self._file.size_bytes
+
+    def read(self, offset: int, size: int) -> bytes:
+        """The bytes from ``offset`` to ``offset + size``.
+
+        Raises:
+            CorruptCheckpointError: the file ends before, or the bytes are not those that were saved.
+        """
+        self._check_range(offset, size)
+        data = bytearray(size)
+        self.read_into([(offset, address_of(data), size)] if size else [])
+        return bytes(data)
+
+    def read_into(self, targets: Sequence[tuple[int, int, int]], progress: Callable[[int], object] = int) -> None:
+        """Fill memory.
+
+        Args:
+            targets: an offset in the file, an address in memory and a number of bytes each, in any order. The memory
+                must be there until this returns.
+            progress: is told, in this thread, of each so many bytes read. Whole chunks are more than the targets.
+
+        Raises:
+            CorruptCheckpointError: the file ends before, or the bytes are not those that were saved; the message says
+                which. Memory may have been filled with them.
+        """
+        for offset, _, size in targets:
+            self._check_range(offset, size)
+        self._verify_whole(progress)
+        left = sorted(Target(*target) for target in targets if target[2])
+        while left:
+            layer, left = apart(left)
+            chunk_bytes = self._file.chunk_bytes
+            units = touched_chunks(layer, chunk_bytes, self.size_bytes) if chunk_bytes else runs(layer)
+            self._run(Places(layer), units, progress)
+
+    def verify(self, progress: Callable[[int], object] = int) -> None:
+        """Read everything there is a digest of. ``progress`` is told, in this thread, of each so many bytes read.
+
+        Raises:
+            CorruptCheckpointError: the bytes are not those that were saved; the message says which.
+        """
+        self._verify_whole(progress)
+        if self._file.chunk_bytes:
+            self._run(Places([]), all_chunks(self._file.chunk_bytes, self.size_bytes), progress)
+
+    def close(self) -> None:
+        """Close the file; twice is fine."""
+        descriptors, self._buffered, self._direct = (self._buffered, self._direct), -1, None
+        for descriptor in descriptors:
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
+
+    def __enter__(self) -> ParallelReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _checked(self, digest: FileDigest | None) -> OpenFile:
+        """The file, if it can be the one that ``digest`` is of."""
+        status = os.fstat(self._buffered)
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptCheckpointError(f"{str(self._path)!r} is not a file.")
+        size = status.st_size
+        if digest is not None and digest.size_bytes != size:
+            raise CorruptCheckpointError(
+                f"{str(self._path)!r} has {size} bytes and was saved with {digest.size_bytes}."
+            )
+        try:
+            chunks = [] if digest is None else digest.chunk_digests()
+        except ValueError as e:
+            raise CorruptCheckpointError(f"the digests of {str(self._path)!r} are not those of a file: {e}.") from e
+        self._direct = _open_direct(self._buffered)
+        chunk_bytes = digest.chunk_bytes if chunks and digest is not None else 0
+        return OpenFile(self._path, size, self._buffered, self._direct, chunk_bytes, chunks)
+
+    def _check_range(self, offset: int, size: int) -> None:
+        if offset < 0 or size < 0 or offset + size > self.size_bytes:
+            raise CorruptCheckpointError(
+                f"{str(self._path)!r} has {self.size_bytes} bytes; there are no bytes {offset} to {offset + size}."
+            )
+
+    def _verify_whole(self, progress: Callable[[int], object]) -> None:
+        """Verify a file that has no digests of chunks, once."""
+        if self._unverified is None:
+            return
+        digest, piece, position = xxhash.xxh3_128(), bytearray(_PIECE_BYTES), 0
+        while count := os.preadv(self._buffered, [piece], position):
+            digest.update(memoryview(piece)[:count])
+            position += count
+            progress(count)
+        if digest.hexdigest() != self._unverified.xxh3_128:
+            raise CorruptCheckpointError(f"the bytes of {str(self._path)!r} are not those that were saved.")
+        self._unverified = None
+
+    def _run(self, places: Places, units: Sequence[Unit], progress: Callable[[int], object]) -> None:
+        """Read ``units`` with several threads, this one included."""
+        waits = self._direct is not None and cached_share(self._buffered, 0, self.size_bytes) < 0.9
+        count = min(len(units), 2 * self._threads if waits else self._threads)
+        work = Work(self._file, places, units)
+        helpers = [threading.Thread(target=work.run, name="checkpoint-reader", daemon=True) for _ in range(1, count)]
+        for helper in helpers:
+            helper.start()
+        work.run(progress)
+        try:
+            for helper in helpers:
+                helper.join()
+        except BaseException:  # an interrupt: the memory is the caller's again only when nobody fills it any more
+            work.stopped = True
+            for helper in helpers:
+                helper.join()
+            raise
+        work.end(progress)
+
+
+def verify_file(path: Path, digest: FileDigest, progress: Callable[[int], object] = int, *, threads: int = 2) -> None:
+    """Compare the file ``path`` with ``digest``. ``progress`` is told of each so many bytes read.
+
+    Raises:
+        CorruptCheckpointError: it has another size or other bytes.
+        OSError: it is not there or cannot be read.
+    """
+    with ParallelReader(path, digest, threads=threads) as reader:
+        reader.verify(progress)
+
+
+def _open_direct(descriptor: int) -> int | None:
+    """The same file, whatever has its name by now, for reading past the page cache."""
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_DIRECT)
+    except OSError as e:
+        if e.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOENT):
+            return None
+        raise

@@ -1,0 +1,723 @@
+"""Compressed checkpoints and those in archives: written by a save, read by others, and the other way round."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from packing import ARCHIVES, MEMBER, SUFFIXES, TOOLS, children, fill, independent_read, need, pack, tool_output
+from packing import torch_bytes as make_torch_bytes
+
+from composerlite.checkpoint.formats import format_of, is_packed, unpacked
+from composerlite.checkpoint.naming import check_template
+from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError
+from composerlite.storage import StagedFile, digest_file
+from composerlite.utils import (
+    KNOWN_COMPRESSORS,
+    download_checkpoint,
+    get_compressor,
+    get_file,
+    is_compressed_pt,
+    is_tar,
+    safe_torch_load,
+)
+
+Mount = Callable[[str], Path]
+PACKED = SUFFIXES[1:]
+WITH_CHECKSUM = [suffix for suffix in PACKED if suffix not in (".tar", ".pt.lzma")]
+
+
+@pytest.fixture(scope="module")
+def data() -> bytes:
+    """A checkpoint of more than one block of any codec."""
+    return make_torch_bytes(megabytes=4.6)
+
+
+@pytest.fixture(scope="module")
+def small() -> bytes:
+    """A checkpoint of one block."""
+    return make_torch_bytes(megabytes=0.3)
+
+
+def read(path: Path, **options: int) -> bytes:
+    """The ``.pt`` bytes, as they are read on load."""
+    with unpacked(path, **options) as file:
+        return file.read()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    """No test leaves a thread or a program behind."""
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("checkpoint")] == []
+    assert children() == []
+
+
+# ── written here, read by others ─────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_what_a_save_writes_is_read_by_the_tools_of_the_format(tmp_path: Path, data: bytes, suffix: str) -> None:
+    """The same bytes come out, torch opens them, and the digest is that of the file."""
+    path = tmp_path / f"ep1{suffix}"
+    digest = pack(path, data)
+    assert digest_file(path) == (digest.size_bytes, digest.xxh3_128)
+    assert len(digest.chunk_digests()) == -(-digest.size_bytes // digest.chunk_bytes)
+    assert independent_read(path) == data
+    with unpacked(path) as file:
+        loaded = torch.load(file, weights_only=True)
+    assert len(loaded["zeros"]) == 7 * len(loaded["state"]["model"]["weight"])
+    assert is_packed(path) == (suffix != ".pt")
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("suffix", TOOLS)
+def test_the_programs_find_the_files_good(tmp_path: Path, small: bytes, suffix: str) -> None:
+    """``gzip -t`` and its like accept them and unpack them."""
+    path = tmp_path / f"ep1{suffix}"
+    pack(path, small)
+    tool_output(TOOLS[suffix], "-t", path)
+    assert tool_output(TOOLS[suffix], "-d", "-c", path) == small
+
+
+@pytest.mark.parametrize("suffix", ARCHIVES)
+def test_tar_lists_and_extracts_the_archives(tmp_path: Path, small: bytes, suffix: str) -> None:
+    """The program tar, told nothing of the compression."""
+    path = tmp_path / f"ep1{suffix}"
+    pack(path, small)
+    assert tool_output("tar", "tf", path) == f"{MEMBER}\n".encode()
+    assert tool_output("tar", "xOf", path, MEMBER) == small
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_sink_gives_the_checksum_of_what_it_copies(tmp_path: Path, data: bytes, suffix: str) -> None:
+    """CRC-32 of the bytes before compression, and their count."""
+    need(suffix)
+    path = tmp_path / f"ep1{suffix}"
+    path.touch()
+    with format_of(path).open_sink(path, len(data)) as sink:
+        assert fill(sink, data) == zlib.crc32(data[1000:-1000])
+        assert sink.size_bytes == len(data)
+        sink.finish()
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_file_that_is_not_finished_leaves_nothing_running(tmp_path: Path, suffix: str) -> None:
+    """An error in the middle of a save ends threads and programs, and the file is gone."""
+    need(suffix)
+    path = tmp_path / f"ep1{suffix}"
+    with (  # noqa: PT012
+        pytest.raises(ZeroDivisionError),
+        StagedFile(path) as staged,
+        format_of(path).open_sink(staged.temporary, 10 << 20) as sink,
+    ):
+        fill(sink, bytes(9 << 20))
+        _ = 1 / 0
+    assert list(tmp_path.iterdir()) == []
+
+
+# ── written by others, read here ─────────────────────────────────────────────────────────────────────────────────────
+OPTIONS = {
+    ".pt.bz2": ["-1", "-9"],
+    ".pt.gz": ["-1", "-9"],
+    ".pt.lz4": ["-1", "-9", "-BD", "--content-size"],
+    ".pt.lzma": ["-0", "-9"],
+    ".pt.lzo": ["-1", "-9"],
+    ".pt.xz": ["-0", "-9", "-T2", "--check=none"],
+    ".pt.zst": ["-1", "-19", "--long=27", "--no-check"],
+}
+
+
+@pytest.mark.parametrize(("suffix", "option"), [(suffix, option) for suffix in OPTIONS for option in OPTIONS[suffix]])
+def test_files_of_the_programs_are_read(tmp_path: Path, small: bytes, suffix: str, option: str) -> None:
+    """Composer sends its checkpoints through these programs. Any of their options may have been used."""
+    path = tmp_path / f"ep1{suffix}"
+    path.write_bytes(tool_output(TOOLS[suffix], option, "-c", stdin=small))
+    assert read(path) == small
+
+
+@pytest.mark.parametrize("suffix", [".pt.bz2", ".pt.gz", ".pt.lz4", ".pt.xz", ".pt.zst"])
+def test_streams_one_after_the_other_are_one_file(tmp_path: Path, small: bytes, suffix: str) -> None:
+    """As ``cat`` and parallel compressors make them, with zeros up to a block at the end."""
+    path = tmp_path / f"ep1{suffix}"
+    first, second = (tool_output(TOOLS[suffix], "-c", stdin=part) for part in (small[:70_000], small[70_000:]))
+    path.write_bytes(first + second + bytes(512))
+    assert read(path) == small
+
+
+@pytest.mark.parametrize(
+    ("suffix", "mode"),
+    [(".tar", "w"), (".tar.gz", "w:gz"), (".tgz", "w:gz"), (".tar.bz2", "w:bz2"), (".tar.lzma", "w:xz")],
+)
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_archives_of_composer_are_read(tmp_path: Path, small: bytes, suffix: str, mode: str, form: int) -> None:
+    """A folder packed by Python's tarfile, in these modes."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / MEMBER).write_bytes(small)
+    path = tmp_path / f"ep1{suffix}"
+    with tarfile.open(path, mode, format=form) as archive:  # type: ignore[call-overload]
+        archive.add(folder, arcname="")
+    assert read(path) == small
+
+
+@pytest.mark.parametrize("option", ["--gzip", "--bzip2", "--xz", "--lzma", "--zstd", "--format=v7", "--format=pax"])
+@pytest.mark.parametrize("what", [".", MEMBER, f"./{MEMBER}"])
+def test_archives_of_tar_are_read(tmp_path: Path, small: bytes, option: str, what: str) -> None:
+    """Whatever compression tar was told, the name of the file does not matter."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / MEMBER).write_bytes(small)
+    path = tmp_path / "ep1.tar"
+    tool_output("tar", "-c", option, "-f", path, "-C", tmp_path / "folder", what)
+    assert read(path) == small
+
+
+def test_the_content_decides_and_not_the_name(tmp_path: Path, small: bytes) -> None:
+    """A copy of what ``latest-rank0.pt`` points to has a name that says nothing of compression."""
+    pack(tmp_path / "ep1.tar.gz", small)
+    path = (tmp_path / "ep1.tar.gz").rename(tmp_path / "latest-rank0.pt")
+    assert is_packed(path)
+    assert read(path) == small
+
+
+def test_a_plain_file_is_opened_as_it_is(tmp_path: Path, small: bytes) -> None:
+    """Not copied: the file at hand is the one on the disk. Also one of before torch 1.6."""
+    path = tmp_path / "ep1.pt.gz"
+    path.write_bytes(small)
+    with unpacked(path) as file:
+        assert os.fstat(file.fileno()).st_ino == path.stat().st_ino
+    torch.save({"a": torch.ones(9)}, path, _use_new_zipfile_serialization=False)
+    with unpacked(path) as file:
+        assert torch.load(file, weights_only=True)["a"].sum() == 9
+
+
+def test_progress_is_told_of_every_byte_read(tmp_path: Path, small: bytes) -> None:
+    """Of the file, not of what is in it."""
+    pack(path := tmp_path / "ep1.tar.gz", small)
+    seen: list[int] = []
+    with unpacked(path, progress=seen.append):
+        assert sum(seen) == path.stat().st_size
+
+
+# ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    "name", ["ep1", "ep1.pt", "ep1.ckpt", "ep{epoch}-{total_wct}", "a.tar/ep1.pt", "v1.2/ep1", "pt"]
+)
+def test_names_of_no_known_kind_are_plain_files(name: str) -> None:
+    """As they were before there were formats."""
+    chosen = format_of(name)
+    assert (chosen.compressor, chosen.archive) == (None, False)
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [".zip", ".pt.foo", ".pt.zip", ".pt.{rank}", ".tar.zst", ".tar.xz", ".gz", ".zst", ".7z", ".safetensors", ".PT.BR"],
+)
+def test_an_ending_that_promises_another_format_is_refused(ending: str) -> None:
+    """At construction, with the endings that there are."""
+    with pytest.raises(ConfigError, match="save_filename='ep") as e:
+        check_template(f"ep{{epoch}}{ending}", argument="save_filename")
+    assert [suffix for suffix in SUFFIXES if suffix not in str(e.value)] == []
+
+
+@pytest.mark.parametrize("suffix", [suffix for suffix in SUFFIXES if suffix != ".pt.lzo"])
+def test_every_documented_ending_is_taken(suffix: str) -> None:
+    """In any case of letters."""
+    for name in (f"ep{{epoch}}{suffix}", f"EP{{epoch}}{suffix.upper()}"):
+        assert check_template(name, argument="save_filename") == name
+        assert format_of(name).suffix == suffix
+
+
+WITHOUT_LIBRARIES = """
+import os, sys
+from pathlib import Path
+from packing import SUFFIXES, pack
+from composerlite.checkpoint.formats import unpacked
+from composerlite.checkpoint.naming import check_template
+from composerlite.errors import ConfigError
+
+programs, os.environ["PATH"] = os.environ["PATH"], sys.argv[1]
+for suffix in SUFFIXES:
+    try:
+        check_template("ep1" + suffix, argument="save_filename")
+    except ConfigError as e:
+        print(suffix, "|", e)
+
+os.environ["PATH"] = programs
+data = sys.stdin.buffer.read()
+for path in map(Path, sys.argv[2:]):
+    pack(path, data)
+    with unpacked(path) as file:
+        assert file.read() == data
+"""
+
+
+def test_what_is_not_installed_is_replaced_or_named(tmp_path: Path, data: bytes) -> None:
+    """Programs do what libraries would. Where both are missing, construction fails and says how to get them.
+
+    In a Python that has what a plain installation has: neither of the optional libraries.
+    """
+    for tool in ("lz4", "zstd"):
+        tool_output(tool, "--version")
+    packages, empty = tmp_path / "packages", tmp_path / "empty"
+    packages.mkdir()
+    empty.mkdir()
+    for entry in Path(torch.__file__).parents[1].iterdir():
+        if not entry.name.startswith(("lz4", "backports")):
+            (packages / entry.name).symlink_to(entry)
+    roots = [packages, Path(__file__).parents[2], Path(__file__).parent]
+    written = [tmp_path / "ep1.pt.lz4", tmp_path / "ep1.pt.zst"]
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", WITHOUT_LIBRARIES, str(empty), *map(str, written)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots))},
+        input=data,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    lines = done.stdout.decode().splitlines()
+    assert [line.split(" | ")[0] for line in lines] == [".pt.lz4", ".pt.lzo", ".pt.zst"]
+    lz4, lzo, zst = lines
+    assert "save_filename='ep1.pt.lz4': checkpoints that end in '.pt.lz4' need" in lz4
+    assert "the Python package 'lz4' (pip install 'composerlite[compression]'), or the program 'lz4'" in lz4
+    assert "'backports.zstd'" in zst
+    assert "the program 'lzop', which is not on the PATH" in lzo
+    assert ".pt.gz" in lzo
+    assert [read(path) == data for path in written] == [True, True]
+
+
+# ── beside training ──────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("suffix", [".pt.gz", ".pt.zst", ".pt.lzo"])
+def test_training_goes_before_compression(tmp_path: Path, suffix: str) -> None:
+    """Threads and programs that compress have a low priority; the thread that writes keeps its own."""
+    need(suffix)
+    path = tmp_path / f"ep1{suffix}"
+    path.touch()
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    before = {task.name for task in Path("/proc/self/task").iterdir()}
+    with format_of(path).open_sink(path, 9 << 20) as sink:
+        sink.write(bytes(9 << 20))
+        tasks = [int(task.name) for task in Path("/proc/self/task").iterdir() if task.name not in before]
+        assert len(tasks) >= 1
+        assert {os.getpriority(os.PRIO_PROCESS, task) for task in [*tasks, *children()]} == {min(own + 5, 19)}
+        sink.finish()
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
+# ── a disk that is full, a program that dies ─────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    ("suffix", "size"), [*((suffix, 600_000) for suffix in SUFFIXES), (".pt.gz", 18 << 20), (".tar.gz", 18 << 20)]
+)
+def test_a_disk_that_becomes_full_is_the_systems_error(mount: Mount, suffix: str, size: int) -> None:
+    """With the file, at the end or in the middle; the disk is as it was, and nothing runs on."""
+    need(suffix)
+    disk = mount("size=256k")
+    with pytest.raises(OSError, match="No space left on device") as e:
+        pack(disk / f"ep1{suffix}", os.urandom(size))
+    assert e.value.errno == errno.ENOSPC
+    assert str(e.value.filename) == str(disk / f"ep1{suffix}")
+    assert list(disk.iterdir()) == []
+
+
+def test_a_program_that_is_killed_is_an_error(tmp_path: Path) -> None:
+    """Whoever kills it: half a file never counts as one."""
+    need(".pt.lzo")
+    path = tmp_path / "ep1.pt.lzo"
+    with (  # noqa: PT012
+        pytest.raises(CheckpointError, match="'lzop' was killed by SIGKILL"),
+        StagedFile(path) as staged,
+        format_of(path).open_sink(staged.temporary, 64 << 20) as sink,
+    ):
+        for number in range(16):
+            sink.write(os.urandom(4 << 20))
+            if number == 8:
+                (pid,) = children()
+                os.kill(pid, signal.SIGKILL)
+        sink.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("reads", ["", "head -c 100000 > /dev/null; "])
+def test_a_program_that_fails_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, reads: str
+) -> None:
+    """Its exit code and what it wrote to standard error are in the message, whether it read its input or not."""
+    program = tmp_path / "lzop"
+    program.write_text(f"#!/bin/sh\n{reads}echo no memory >&2\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(CheckpointError, match="'lzop' ended with exit code 3: no memory"):
+        pack(tmp_path / "ep1.pt.lzo", data)
+
+
+# ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+PEAK = """
+import ctypes, resource, sys
+from pathlib import Path
+from composerlite.checkpoint.formats import format_of, unpacked
+folder, megabytes = Path(sys.argv[1]), int(sys.argv[2])
+memory = ctypes.create_string_buffer(bytes(range(256)) * 4096, 1 << 20)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for suffix in sys.argv[3:]:
+    path = folder / f"ep1{suffix}"
+    path.touch()
+    with format_of(path).open_sink(path, megabytes << 20) as sink:
+        for number in range(megabytes):
+            memory[number] = bytes([number % 256])
+            sink.copy(ctypes.addressof(memory), 1 << 20)
+        sink.finish()
+    with unpacked(path, size_bytes=megabytes << 20) as file:
+        path.unlink()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+def peak_megabytes(folder: Path, megabytes: int, *suffixes: str) -> int:
+    """What writing and reading files of so many megabytes takes at most, besides what was there."""
+    command = [sys.executable, "-c", PEAK, str(folder), str(megabytes), *suffixes]
+    return int(subprocess.run(command, check=True, capture_output=True).stdout)
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    """Less than a third of a file is in memory while it is written and while it is read."""
+    assert peak_megabytes(tmp_path, 200, ".tar", ".pt.gz", ".pt.zst", ".pt.lz4") < 66
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("suffix", [".tar.gz", ".tar.bz2", ".tar.lzma", ".pt.bz2", ".pt.xz", ".pt.lzma", ".pt.lzo"])
+def test_memory_does_not_grow_with_the_file_of_slow_codecs(tmp_path: Path, suffix: str) -> None:
+    """The same of the codecs that take their time."""
+    need(suffix)
+    assert peak_megabytes(tmp_path, 200, suffix) < 66
+
+
+# ── damage ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("suffix", PACKED)
+def test_a_file_that_is_cut_off_is_corrupt(tmp_path: Path, small: bytes, suffix: str) -> None:
+    """Wherever it is cut. The message has the path; no error of a codec comes through."""
+    pack(whole := tmp_path / f"whole{suffix}", small)
+    packed = whole.read_bytes()
+    path = tmp_path / f"ep1{suffix}"
+    for size in [600, len(packed) // 3, len(packed) - 8000 if suffix == ".tar" else len(packed) - 3]:
+        path.write_bytes(packed[:size] if suffix != ".tar" or size < len(small) else packed[: len(small)])
+        with pytest.raises(CorruptCheckpointError, match=f"checkpoint '.*ep1{suffix}' cannot be unpacked: "):
+            read(path)
+
+
+def check_flips(folder: Path, data: bytes, suffix: str, count: int) -> int:
+    """Flip one bit at ``count`` places of a file; how many were found. None gives other bytes than were saved."""
+    pack(whole := folder / f"whole{suffix}", data)
+    packed = whole.read_bytes()
+    found = 0
+    path = folder / f"ep1{suffix}"
+    for number in range(count):
+        bit = (number * 2654435761) % (8 * len(packed)) if number > 80 else number
+        damaged = bytearray(packed)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            with unpacked(path) as file:
+                loaded = file.read()
+        except CorruptCheckpointError:
+            found += 1
+        else:
+            assert loaded in (data, damaged)  # a flip in a name or a time does no harm; one in the magic makes no codec
+    return found
+
+
+@pytest.mark.parametrize("suffix", [suffix for suffix in WITH_CHECKSUM if suffix not in (".tgz", ".pt.lzo")])
+def test_a_flipped_bit_gives_no_other_bytes(tmp_path: Path, suffix: str) -> None:
+    """It is found, or the bytes are those that were saved, or the file is no longer taken for compressed."""
+    assert check_flips(tmp_path, make_torch_bytes(megabytes=0.02), suffix, 160) > 80
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("suffix", WITH_CHECKSUM)
+def test_a_flipped_bit_gives_no_other_bytes_wherever_it_is(tmp_path: Path, suffix: str) -> None:
+    """At five thousand places of a larger file."""
+    count = 500 if suffix == ".pt.lzo" else 5000
+    assert check_flips(tmp_path, make_torch_bytes(megabytes=0.1), suffix, count) > count // 2
+
+
+@given(
+    magic=st.sampled_from([known.magic for known in KNOWN_COMPRESSORS if known.extension != "lzo"]),
+    rest=st.binary(max_size=3000),
+)
+def test_anything_may_follow_the_first_bytes(magic: bytes, rest: bytes) -> None:
+    """Garbage is a corrupt checkpoint, never another error."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ep1.pt"
+        path.write_bytes(magic + rest)
+        with pytest.raises(CorruptCheckpointError):
+            read(path)
+
+
+def test_something_behind_the_end_is_corrupt(tmp_path: Path, small: bytes) -> None:
+    """Of a compressed file and of an archive: a program that ignores it would show the user something else."""
+    for suffix in (".pt.gz", ".pt.bz2", ".pt.xz", ".pt.zst", ".pt.lzma", ".pt.lz4", ".tar"):
+        path = tmp_path / f"ep1{suffix}"
+        pack(path, small)
+        with path.open("ab") as file:
+            file.write(b"something")
+        with pytest.raises(CorruptCheckpointError):
+            read(path)
+
+
+# ── attacks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def member(name: str = MEMBER, kind: bytes = tarfile.REGTYPE, **fields: str | int) -> tarfile.TarInfo:
+    """A member of an archive."""
+    info = tarfile.TarInfo(name)
+    info.type = kind
+    for field, value in fields.items():
+        setattr(info, field, value)
+    return info
+
+
+def archive_of(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
+    """An archive of these members, whatever they say."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for info, content in members:
+            info.size = len(content) if info.isreg() else 0
+            archive.addfile(info, io.BytesIO(content))
+    return out.getvalue()
+
+
+def with_pax(records: bytes, content: bytes) -> bytes:
+    """An archive of one file whose extended header is ``records``."""
+    header = member("header", tarfile.XHDTYPE, size=len(records)).tobuf()
+    body = member(size=len(content)).tobuf() + content + bytes(-len(content) % 512)
+    return header + records + bytes(-len(records) % 512) + body + bytes(1024)
+
+
+GOOD = b"PK\x03\x04 the checkpoint"
+HOSTILE = {
+    "a symbolic link": archive_of((member(kind=tarfile.SYMTYPE, linkname="/etc/passwd"), b"")),
+    "a hard link": archive_of((member(kind=tarfile.LNKTYPE, linkname="/etc/passwd"), b"")),
+    "a device": archive_of((member(kind=tarfile.CHRTYPE, devmajor=1, devminor=5), b"")),
+    "a block device": archive_of((member(kind=tarfile.BLKTYPE), b"")),
+    "a pipe": archive_of((member(kind=tarfile.FIFOTYPE), b"")),
+    "a folder of that name": archive_of((member(kind=tarfile.DIRTYPE), b"")),
+    "a sparse file": archive_of((member(kind=tarfile.GNUTYPE_SPARSE), b"")),
+    "an absolute name": archive_of((member(f"/{MEMBER}"), GOOD)),
+    "a name that leaves the folder": archive_of((member(f"../{MEMBER}"), GOOD)),
+    "a name in a folder": archive_of((member(f"a/{MEMBER}"), GOOD)),
+    "another name": archive_of((member("states.pt"), GOOD)),
+    "another file first": archive_of((member("x"), b"1"), (member(), GOOD)),
+    "another file last": archive_of((member(), GOOD), (member("x"), b"1")),
+    "a link last": archive_of((member(), GOOD), (member("x", tarfile.SYMTYPE, linkname="/"), b"")),
+    "a folder elsewhere": archive_of((member("../x", tarfile.DIRTYPE), b""), (member(), GOOD)),
+    "the same twice": archive_of((member(), GOOD), (member(), GOOD)),
+    "the same twice, written otherwise": archive_of((member(), GOOD), (member(f"./{MEMBER}"), GOOD)),
+    "a folder only": archive_of((member(".", tarfile.DIRTYPE), b"")),
+    "another name in the extended header": with_pax(b"22 path=/etc/passwd12\n", GOOD),
+    "more bytes than there are": member(size=1 << 40).tobuf(tarfile.GNU_FORMAT) + GOOD,
+    "more bytes in the extended header": with_pax(b"22 size=9999999999999\n", GOOD),
+    "an extended header without end": member("h", tarfile.XHDTYPE, size=1 << 40).tobuf(tarfile.GNU_FORMAT) + GOOD,
+    "an extended header of nonsense": with_pax(b"nonsense", GOOD),
+    "an extended header of length 0": with_pax(b"0 a=b\n", GOOD),
+    "an extended header that is short": with_pax(b"999 a=b\n", GOOD),
+    "a sparse file in the extended header": with_pax(b"22 GNU.sparse.major=1\n", GOOD),
+    "a size that is no number": with_pax(b"13 size=-100\n", GOOD),
+    "a size that is huge": with_pax(b"30 size=99999999999999999999\n", GOOD),
+    "a long name without end": member("h", tarfile.GNUTYPE_LONGNAME, size=1 << 40).tobuf(tarfile.GNU_FORMAT) + GOOD,
+    "a size below 0": member(size=-5).tobuf(tarfile.GNU_FORMAT) + GOOD,
+    "a long name that leaves the folder": archive_of((member("a/" * 200 + MEMBER), GOOD)),
+    "a long extended header": with_pax(b"100015 comment=" + b"x" * 99_999 + b"\n", GOOD),
+    "no end": archive_of((member(), GOOD))[:1024],
+    "a second archive behind it": archive_of((member(), GOOD)) * 2,
+    "an archive of DeepSpeed": archive_of((member(), GOOD), (member("deepspeed/mp_rank_00.pt"), b"1")),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_archives_are_refused(tmp_path: Path, what: str) -> None:
+    """None writes a file anywhere, takes memory that it asks for, or is loaded in part."""
+    path = tmp_path / "ep1.tar"
+    path.write_bytes(HOSTILE[what])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match=r"checkpoint '.*ep1\.tar' cannot be unpacked"):
+        read(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+    assert [entry.name for entry in tmp_path.iterdir()] == ["ep1.tar"]
+
+
+def test_a_member_of_less_than_nothing_is_refused(tmp_path: Path) -> None:
+    """At its header, before anything is read of it."""
+    path = tmp_path / "ep1.tar"
+    path.write_bytes(HOSTILE["a size below 0"])
+    with pytest.raises(CorruptCheckpointError, match="a member of less than 0 bytes"):
+        read(path)
+
+
+def test_the_archives_above_are_refused_for_what_is_wrong_with_them(tmp_path: Path) -> None:
+    """One that is made in the same way, with nothing wrong, is read."""
+    path = tmp_path / "ep1.tar"
+    for good in (archive_of((member(), GOOD)), with_pax(b"16 comment=abcd\n", GOOD)):
+        path.write_bytes(good)
+        assert read(path) == GOOD
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".pt.gz", ".pt.zst"])
+def test_unpacking_stops_where_it_is_too_much(tmp_path: Path, suffix: str) -> None:
+    """The rest of the file is not even read."""
+    path = tmp_path / f"ep1{suffix}"
+    pack(path, os.urandom(6 << 20))
+    seen: list[int] = []
+    with (
+        pytest.raises(CorruptCheckpointError, match="unpacks to more than"),
+        unpacked(path, size_bytes=1 << 20, progress=seen.append),
+    ):
+        pass
+    assert sum(seen) < 4 << 20
+
+
+def test_memory_that_a_file_asks_for_is_not_given(tmp_path: Path, small: bytes) -> None:
+    """A header may name a dictionary of 3 GB; no program writes such a one by its presets."""
+    path = tmp_path / "ep1.pt.lzma"
+    pack(path, small)
+    packed = bytearray(path.read_bytes())
+    packed[1:5] = (3 << 30).to_bytes(4, "little")
+    path.write_bytes(packed)
+    with pytest.raises(CorruptCheckpointError, match=r"[Mm]emory"):
+        read(path)
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_a_file_that_unpacks_to_more_than_was_saved_is_refused(tmp_path: Path, suffix: str) -> None:
+    """Where the size is known, the rest is not unpacked."""
+    path = tmp_path / f"ep1{suffix}"
+    pack(path, bytes(6 << 20))
+    read(path, size_bytes=6 << 20)
+    for wrong in (2 << 20, (6 << 20) - 1, (6 << 20) + 1):
+        with pytest.raises(CorruptCheckpointError, match="unpacks to"):
+            read(path, size_bytes=wrong)
+
+
+@pytest.mark.parametrize("suffix", [".pt.gz", ".pt.lzo", ".tar.bz2"])
+def test_a_bomb_does_not_fill_the_disk(
+    tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """It stops before, says that there is no space and how to name another disk, and gives back what it took."""
+    monkeypatch.delenv("TMPDIR", raising=False)
+    disk = mount("size=8m")
+    path = tmp_path / f"ep1{suffix}"
+    pack(path, bytes(30 << 20))
+    path = Path(shutil.copy(path, disk))
+    with pytest.raises(OSError, match="TMPDIR") as e:
+        read(path)
+    assert e.value.errno == errno.ENOSPC
+    assert [entry.name for entry in disk.iterdir()] == [path.name]
+    assert shutil.disk_usage(disk).used < 1 << 20
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("suffix", [".pt.gz", ".pt.xz", ".pt.zst", ".pt.bz2"])
+def test_a_bomb_stops_at_a_gigabyte(tmp_path: Path, suffix: str) -> None:
+    """Where nothing says how large the checkpoint is, a hundred times the file and a gigabyte are the limit."""
+    path = tmp_path / f"ep1{suffix}"
+    path.touch()
+    block = bytes(16 << 20)
+    with format_of(path).open_sink(path, 1200 << 20) as sink:
+        for _ in range(75):
+            sink.write(block)
+        sink.finish()
+    with pytest.raises(CorruptCheckpointError, match="unpacks to more than 1073741824 bytes"):
+        read(path)
+
+
+# ── where it is unpacked ─────────────────────────────────────────────────────────────────────────────────────────────
+def test_it_is_unpacked_beside_the_checkpoint_or_where_the_user_says(
+    mount: Mount, monkeypatch: pytest.MonkeyPatch, small: bytes
+) -> None:
+    """TMPDIR, if it is set; else the checkpoint's disk; else, if that is read-only, where the system has its files."""
+    disk, other = mount("size=4m"), mount("size=4m")
+    pack(disk / "ep1.pt.gz", small)
+
+    def device() -> int:
+        with unpacked(disk / "ep1.pt.gz") as file:
+            status = os.fstat(file.fileno())
+        assert status.st_nlink == 0  # it has no name
+        return status.st_dev
+
+    monkeypatch.setenv("TMPDIR", str(other))
+    assert device() == other.stat().st_dev
+    monkeypatch.delenv("TMPDIR")
+    assert device() == disk.stat().st_dev
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    assert device() == Path(tempfile.gettempdir()).stat().st_dev
+
+
+# ── the functions that scripts use ───────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("suffix", TOOLS)
+def test_a_compressor_writes_and_reads_files(tmp_path: Path, small: bytes, suffix: str) -> None:
+    """Composer's way to use one by hand."""
+    need(suffix)
+    path = tmp_path / f"notes{suffix}"
+    compressor = get_compressor(str(path))
+    assert compressor.exists
+    with compressor.compress(path) as file:
+        torch.save({"a": torch.ones(3)}, file)
+    with compressor.decompress(path) as file:
+        content = file.read()
+    assert torch.equal(torch.load(io.BytesIO(content), weights_only=True)["a"], torch.ones(3))
+    assert read(path) == content
+
+
+def test_which_names_are_compressed_files_and_archives() -> None:
+    """``.pt`` and one more; an error lists what is known."""
+    assert is_compressed_pt("ep1.pt.gz")
+    assert is_compressed_pt("a.b/ep1.pt.unknown")
+    assert not is_compressed_pt("ep1.pt")
+    assert not is_compressed_pt("ep1.tar.gz")
+    assert not is_compressed_pt("ep1.pt.symlink")
+    assert [is_tar(f"x{suffix}") for suffix in SUFFIXES] == [suffix in ARCHIVES for suffix in SUFFIXES]
+    assert sorted(known.extension for known in KNOWN_COMPRESSORS) == sorted(suffix[4:] for suffix in TOOLS)
+    with pytest.raises(ConfigError, match=r"'ep1\.pt\.foo'.*\.pt\.bz2"):
+        get_compressor("ep1.pt.foo")
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pt.xz", ".tar.gz"])
+def test_a_checkpoint_is_brought_to_a_folder(tmp_path: Path, small: bytes, suffix: str) -> None:
+    """As a file that ``safe_torch_load`` takes; the second time, too."""
+    path, folder = tmp_path / f"ep1{suffix}", tmp_path / "node"
+    pack(path, small)
+    folder.mkdir()
+    for _ in range(2):
+        states, extracted, other_rank = download_checkpoint(str(path), str(folder), None, progress_bar=False)
+        assert Path(states).read_bytes() == small
+        assert extracted == (str(folder / "checkpoint") if suffix == ".tar.gz" else None)
+        assert other_rank is False
+        assert "state" in safe_torch_load(states)
+
+
+def test_a_file_is_linked(tmp_path: Path) -> None:
+    """There is nothing to copy on one machine; what is there is replaced only when asked for."""
+    (tmp_path / "a").write_text("a")
+    (tmp_path / "b").write_text("b")
+    get_file(tmp_path / "a", tmp_path / "link")
+    assert (tmp_path / "link").read_text() == "a"
+    with pytest.raises(FileExistsError):
+        get_file(tmp_path / "b", tmp_path / "link")
+    get_file(tmp_path / "b", tmp_path / "link", overwrite=True)
+    assert (tmp_path / "link").read_text() == "b"
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        get_file(tmp_path / "c", tmp_path / "link2")
+    with pytest.raises(ConfigError, match="object stores are not read yet"):
+        get_file("s3://bucket/c", tmp_path / "link2")
+    with pytest.raises(ConfigError, match="object stores are not read yet"):
+        download_checkpoint("ep1.pt", tmp_path, object_store=object())

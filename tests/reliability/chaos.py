@@ -1,0 +1,113 @@
+"""Has the public tool ckpt-chaos kill runs of twelve batches at every file event of their saves, and resume them.
+
+``chaos.py [--max-points N] [--work FOLDER]``. Four runs: saves that wait and saves that do not, with all checkpoints
+kept and with two; three modes: death before the event, death with the file cut in half, and SIGTERM. Prints a table and
+fails if there is any verdict but PASS, a run that did not die, or one that died elsewhere than planned.
+
+The tool compares file names between runs; ours end in a random number, which it reports as PLAN DRIFT. What is compared
+here is the event and the name without that number. It cannot know which of the checkpoints that retention deletes were
+complete: there, the run itself refuses to start from an older one than the newest (see ``twelve_batches``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_chaos.runner import rejudge
+
+PROGRAM = Path(__file__).with_name("twelve_batches.py")
+CRASHES = ("before", "torn", "term")
+MODES = ("sync", "async")
+KEEP = (-1, 2)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One death: where it was to be and where it was, how the process ended, and the verdict on its resume."""
+
+    crash: str
+    planned: str
+    happened: str
+    code: int
+    verdict: str
+
+
+def run_tool(work: Path, mode: str, keep: int, max_points: int) -> None:
+    """Let the tool do its work; what it found is in ``work``."""
+    command = [sys.executable, "-m", "ckpt_chaos", "run", "--work", str(work), "--jobs", "2", "--timeout", "120"]
+    command += ["--checkpoint-glob", "{out}/checkpoints/ba*.pt", "--ckpt-ignore-size"]  # clocks vary in size
+    command += ["--step-regex", r"resumed from step (\d+)", "--result-file", "{out}/final"]
+    command += ["--modes", ",".join(CRASHES), "--max-points", str(max_points), "--fail-on", "NONE"]
+    command += ["--", sys.executable, str(PROGRAM), "{out}", mode, str(keep)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(done.stdout + done.stderr)
+
+
+def points(work: Path) -> Iterator[Point]:
+    """Every death, and the control, which did not die."""
+    records = sorted((json.loads(path.read_text()) for path in work.glob("pt_*/result.json")), key=lambda r: r["order"])
+    for record, row in zip(records, rejudge(work), strict=True):
+        assert record["label"] == row.label
+        if "point" not in record:
+            yield Point("none", "", "", record["rc"], row.verdict)
+            continue
+        number, crash = record["point"]
+        log = (work / f"pt_{record['order']:03d}" / "events.log.rank0").read_text().splitlines()
+        seen = {int(line.split("\t")[0]): line.split("\t")[1:3] for line in log}
+        planned, happened = (anonymous(" ".join(event)) for event in (record["event"], seen.get(number, ["none"])))
+        yield Point(crash, planned, happened, record["rc"], row.verdict)
+
+
+def anonymous(event: str) -> str:
+    """An event without the random number in the names of temporaries."""
+    return re.sub(r"\.tmp-[0-9a-f]+", ".tmp", event)
+
+
+def complaints(found: list[Point]) -> list[str]:
+    """What is not as it should be."""
+    wrong = [f"{point}" for point in found if point.verdict != "PASS"]
+    wrong += [f"did not die: {point}" for point in found if point.crash != "none" and point.code == 0]
+    return wrong + [f"died elsewhere: {point}" for point in found if point.planned != point.happened]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--max-points", type=int, default=1_000_000, help="deaths for each of the four runs")
+    parser.add_argument("--work", type=Path, help="keep what was run in this new folder")
+    arguments = parser.parse_args()
+    wrong: list[str] = []
+    rows: list[str] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        work: Path = (arguments.work or Path(temporary) / "chaos").resolve()
+        for mode in MODES:
+            for keep in KEEP:
+                folder = work / f"{mode}-{'all' if keep == -1 else keep}"
+                run_tool(folder, mode, keep, arguments.max_points)
+                found = list(points(folder))
+                wrong += complaints(found)
+                crashes = Counter(point.crash for point in found)
+                passed = sum(point.verdict == "PASS" for point in found)
+                lost = sum(point.verdict == "LOST_WORK" for point in found)
+                counts = " | ".join(str(crashes[crash]) for crash in (*CRASHES, "none"))
+                kept = "all" if keep == -1 else keep
+                rows.append(f"| {mode} | {kept} | {counts} | {passed} of {len(found)} | {lost} |")
+                sys.stdout.write(f"{rows[-1]}\n")
+                sys.stdout.flush()
+    header = f"| saves | kept | {' | '.join(CRASHES)} | control | PASS | LOST_WORK |"
+    sys.stdout.write("\n".join(["", header, "|---" * 8 + "|", *rows, "", *wrong, ""]))
+    if wrong:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
