@@ -46,6 +46,7 @@ docs: $(VENV)/.installed ## run every code block of README.md and docs/
 bench: $(BENCH)/.installed ## time composerlite beside its peers: benchmarks/out, docs/images
 	$(BENCH)/bin/python benchmarks/step_overhead.py
 	$(BENCH)/bin/python benchmarks/import_time.py
+	$(BENCH)/bin/python benchmarks/checkpoint_saves.py
 	$(BENCH)/bin/python benchmarks/report.py
 
 clean: ## remove what the targets made, the environments included

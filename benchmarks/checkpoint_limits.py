@@ -127,7 +127,7 @@ class Limits:
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def page_cache_read(self) -> float:
         """From the page cache into the tensors of the state; the best of one and two threads."""
-        arrays = [memoryview(tensor.view(-1).numpy()).cast("B") for tensor in self._tensors]
+        arrays = [tensor.view(-1).numpy().data.cast("B") for tensor in self._tensors]
         make_cached(self._path)
         file = os.open(self._path, os.O_RDONLY)
 

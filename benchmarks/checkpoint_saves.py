@@ -31,7 +31,7 @@ from measure import OUT, ForeignCpu, MemoryPeak, Sample, interleaved, report, sp
 
 LAYERS = 30
 REPEATS = 5
-MOST_ROUNDS = 7
+MORE_ROUNDS = 2
 SAVES = 3
 LOADS = 2
 WINDOWS = 2
@@ -262,10 +262,10 @@ def measure(name: str, layers: int) -> None:
             return
         bench = Bench(SYSTEMS[name](run), run, limits, Path(folder))
         part("sync", bench.synchronous)
-        if bench.system.asynchronous:
+        if bench.system.in_training:
             part("async", lambda: bench.asynchronous("async"))
         part("resume", bench.resume)
-        for way in bench.system.asynchronous:
+        for way in bench.system.in_training:
             part(f"training, {way}", lambda way=way: bench.training(way))
 
 
@@ -292,7 +292,7 @@ def main(layers: int, repeats: int) -> None:
         __file__,
         [LIMITS, *SYSTEMS],
         repeats=repeats,
-        most_rounds=max(repeats, MOST_ROUNDS),
+        most_rounds=repeats + MORE_ROUNDS,
         warm_up_rounds=0,
         arguments=["--layers", str(layers)],
     )
@@ -315,7 +315,7 @@ def main(layers: int, repeats: int) -> None:
 
 
 def summary(found: list[Sample]) -> dict[str, Any]:
-    """Median, minimum and maximum of every number, part by part, over the undisturbed repeats."""
+    """Median, minimum and maximum of every number, part by part, over the undisturbed repeats; of memory, over all."""
     parts: dict[str, Any] = {}
     for name in dict.fromkeys(sample.part for sample in found):
         mine = [sample for sample in found if sample.part == name]
@@ -323,7 +323,10 @@ def summary(found: list[Sample]) -> dict[str, Any]:
         parts[name] = {
             "repeats": len(kept),
             "dropped": len(mine) - len(kept),
-            **{value: spread([sample.values[value] for sample in kept]) for value in mine[0].values},
+            **{
+                value: spread([sample.values[value] for sample in (mine if value == "extra_memory" else kept)])
+                for value in mine[0].values
+            },
             "samples": [{**sample.values, "foreign_cpu": sample.foreign_cpu} for sample in mine],
         }
     return parts

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 __all__ = ["SYSTEMS", "Pending", "Run", "System"]
 
@@ -125,14 +125,13 @@ class System(ABC):
 
     Attributes:
         distribution: name of its package.
-        synchronous: whether it has a way of saving that training waits for.
-        asynchronous: its ways of saving behind training.
+        in_training: its ways of saving behind training, the usual one last. ``async``: the state is copied before
+            training goes on. ``lazy``: while it does, until the optimizer's next step.
         flushes: whether a save that has ended is on the disk. Where not, the benchmark flushes its files.
     """
 
     distribution: ClassVar[str]
-    synchronous: ClassVar[bool] = True
-    asynchronous: ClassVar[tuple[str, ...]] = ()
+    in_training: ClassVar[tuple[str, ...]] = ()
     flushes: ClassVar[bool] = False
 
     def __init__(self, run: Run) -> None:
@@ -150,7 +149,7 @@ class System(ABC):
         """Get ready what can be got ready before the first save that is ``way``."""
 
     def start(self, path: Path, way: str) -> Pending:
-        """Save to ``path`` behind training, in one of the :attr:`asynchronous` ways."""
+        """Save to ``path`` behind training, in one of its ways."""
         raise NotImplementedError
 
     def step_guard(self) -> AbstractContextManager[Any]:
@@ -174,7 +173,7 @@ class Composerlite(System):
     """A Pipeline, as Trainer uses it."""
 
     distribution = "composerlite"
-    asynchronous = ("async", "lazy")
+    in_training = ("async", "lazy")
     flushes = True
     template = "ba{batch}.pt"
 
@@ -188,20 +187,22 @@ class Composerlite(System):
         )
         self.pipeline = Pipeline()
 
-    def _save(self, path: Path, **how: bool) -> Any:
+    def _save(self, path: Path, *, asynchronous: bool, lazy: bool) -> Any:
         from composerlite.checkpoint import Catalog
 
-        return self.pipeline.save(self.state, catalog=Catalog(path), template=self.template, **how)
+        return self.pipeline.save(
+            self.state, catalog=Catalog(path), template=self.template, asynchronous=asynchronous, lazy=lazy
+        )
 
     def save(self, path: Path) -> None:
-        self._save(path, asynchronous=False).wait(TIMEOUT)
+        self._save(path, asynchronous=False, lazy=False).wait(TIMEOUT)
 
     def prepare(self, way: str) -> None:
         self.pipeline.prepare(self.state)
         assert self.pipeline.prepared(TIMEOUT)
 
     def start(self, path: Path, way: str) -> Pending:
-        saved = self._save(path, lazy=way == "lazy")
+        saved = self._save(path, asynchronous=True, lazy=way == "lazy")
         return Pending(lambda: saved.done, lambda: saved.wait(TIMEOUT))
 
     def load(self, path: Path) -> None:
@@ -239,7 +240,7 @@ class Lightning(System):
                 self.model = run.model
 
             def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-                return self.model(batch).square().mean()
+                return self.model(batch[0]).square().mean()
 
             def configure_optimizers(self) -> torch.optim.Optimizer:
                 return run.optimizer
@@ -253,7 +254,7 @@ class Lightning(System):
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        self.trainer.fit(Module(), DataLoader([run.batch], batch_size=None))
+        self.trainer.fit(Module(), DataLoader(TensorDataset(run.batch[None]), batch_size=None))
 
     def save(self, path: Path) -> None:
         self.trainer.save_checkpoint(path)
@@ -268,7 +269,7 @@ class TorchDcp(System):
     """``torch.distributed.checkpoint`` in one process."""
 
     distribution = "torch"
-    asynchronous = ("async",)
+    in_training = ("async",)
     flushes = True
 
     def __init__(self, run: Run) -> None:
@@ -304,7 +305,7 @@ class OlmoCore(System):
     """``save_model_and_optim_state`` and its asynchronous sister, in one process."""
 
     distribution = "ai2-olmo-core"
-    asynchronous = ("async",)
+    in_training = ("async",)
     flushes = True
 
     def __init__(self, run: Run) -> None:
@@ -331,7 +332,7 @@ class TorchCheckpointing(System):
     """
 
     distribution = "torch_checkpointing"
-    asynchronous = ("async", "lazy")
+    in_training = ("lazy",)
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

@@ -35,8 +35,8 @@ _KERNEL_THREAD = 0x00200000  # PF_KTHREAD of include/linux/sched.h
 class ForeignCpu:
     """Measures, over a ``with`` block, how much of one core other programs used: 1.0 is a whole core.
 
-    All busy time of the machine, stolen time included, less that of this process, of its descendants and of the kernel's
-    own threads, which write to the disk what programs left in the page cache. 0.0 where there is no /proc/stat.
+    All busy time of the machine, stolen time included, less that of this process, of its descendants and of threads of
+    the kernel, which write to the disk what programs left in the page cache. 0.0 where there is no /proc/stat.
     """
 
     share = 0.0

@@ -1,51 +1,18 @@
-"""Prints what the benchmarks wrote to ``benchmarks/out`` and draws it: ``docs/images/benchmarks.svg``."""
+"""Prints what the benchmarks wrote to ``benchmarks/out`` and draws it: ``docs/images/*.svg``."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
+import checkpoint_report
 import matplotlib as mpl
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from measure import OUT
+from tables import Spread, draw, print_table, read, text, verdict
 
-CHART = Path(__file__).parent.parent / "docs" / "images" / "benchmarks.svg"
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
 TARGET_US = 10
 TARGET_S = 0.15
-OURS, PEER, BASE = "#c8553d", "#8d99ae", "#2b2d42"
-
-Spread = dict[str, float]
-
-
-def read(name: str) -> dict[str, Any]:
-    """What the benchmark ``name`` wrote."""
-    return json.loads((OUT / f"{name}.json").read_text())
-
-
-def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    """A Markdown table with aligned columns."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    print(f"\n{title}\n")
-    for row in [header, ["-" * width for width in widths], *rows]:
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
-
-
-def text(spread: Spread | None, digits: int) -> str:
-    """Median, and minimum and maximum in brackets."""
-    if spread is None:
-        return "disturbed"
-    return f"{spread['median']:.{digits}f} ({spread['min']:.{digits}f}–{spread['max']:.{digits}f})"
-
-
-def verdict(target: str, wall: Spread | None, cpu: Spread, limit: float, unit: str) -> str:
-    """Whether a target is met, by the median."""
-    digits = 3 if limit < 1 else 1
-    if wall is None:
-        return f"{target} not measured, other jobs disturbed every repeat; processor time {text(cpu, digits)} {unit}"
-    word = "met" if wall["median"] <= limit else "MISSED"
-    return f"{target} {word}: {text(wall, digits)} {unit}, at most {limit}"
 
 
 def comparable(wall: dict[str, Spread | None], cpu: dict[str, Spread]) -> tuple[dict[str, Spread], str]:
@@ -54,30 +21,7 @@ def comparable(wall: dict[str, Spread | None], cpu: dict[str, Spread]) -> tuple[
     return (measured, "") if len(measured) == len(wall) else (cpu, " of processor time")
 
 
-def draw(axes: Axes, systems: dict[str, Spread], title: str, unit: str, digits: int) -> None:
-    """A bar for each system's median, with a line from minimum to maximum."""
-    names = list(systems)
-    colours = [OURS if name.startswith("composerlite") else BASE if i == 0 else PEER for i, name in enumerate(names)]
-    medians = [systems[name]["median"] for name in names]
-    below = [systems[name]["median"] - systems[name]["min"] for name in names]
-    above = [systems[name]["max"] - systems[name]["median"] for name in names]
-    axes.barh(names, medians, xerr=[below, above], color=colours, error_kw={"ecolor": "#555555", "capsize": 3})
-    for row, name in enumerate(names):
-        axes.annotate(
-            f"{medians[row]:.{digits}f}",
-            (systems[name]["max"], row),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-        )
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.set_xlabel(unit)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def main() -> None:
+def steps_and_imports() -> Figure:
     """Both tables, whether the targets are met, and the chart."""
     step, imports = read("step_overhead"), read("import_time")
 
@@ -108,12 +52,13 @@ def main() -> None:
     print_table("Import, fresh interpreter, warm caches", header, rows)
 
     print()
-    ours = step["systems"]["composerlite"]
-    print(verdict("P6", ours["us_over_raw"], ours["cpu_us_over_raw"], TARGET_US, "µs per step over the raw loop"))
-    ours = imports["systems"]["composerlite"]
-    print(verdict("P7", ours["over_torch_s"], ours["cpu_s"], TARGET_S, "s over import torch"))
+    for target, system, wall, cpu, unit, limit in (
+        ("P6", step["systems"]["composerlite"], "us_over_raw", "cpu_us_over_raw", "µs over the raw loop", TARGET_US),
+        ("P7", imports["systems"]["composerlite"], "over_torch_s", "cpu_s", "s over import torch", TARGET_S),
+    ):
+        otherwise = f"; processor time {text(system[cpu], 3)} {unit}"
+        print(verdict(target, system[wall], unit, at_most=limit, otherwise=otherwise))
 
-    mpl.rcParams["svg.hashsalt"] = "composerlite"  # the same numbers give the same file
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     systems = step["systems"]
@@ -128,9 +73,23 @@ def main() -> None:
         {name: system["cpu_s"] for name, system in systems.items()},
     )
     draw(right, shown, "Import: torch, and on top of it", f"s{which}", 2)
-    CHART.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(CHART, metadata={"Date": None})
-    print(f"\nWrote {CHART.relative_to(CHART.parents[2])}")
+    return figure
+
+
+def main() -> None:
+    """Report on every benchmark that was run."""
+    mpl.rcParams["svg.hashsalt"] = "composerlite"  # the same numbers give the same file
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    for needed, show, image in (
+        (("step_overhead", "import_time"), steps_and_imports, "benchmarks.svg"),
+        (("checkpoint_saves",), checkpoint_report.show, "checkpoints.svg"),
+    ):
+        missing = [name for name in needed if not (OUT / f"{name}.json").exists()]
+        if missing:
+            print(f"\nNo {image}: run {', '.join(f'benchmarks/{name}.py' for name in missing)} first")
+            continue
+        show().savefig(IMAGES / image, metadata={"Date": None})
+        print(f"\nWrote docs/images/{image}")
 
 
 if __name__ == "__main__":

@@ -39,13 +39,17 @@ class Catalog:
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def manifests(self) -> list[Manifest]:
-        """Every committed checkpoint, oldest first. A damaged manifest is logged and left out."""
+        """Every committed checkpoint, oldest first. A damaged manifest is logged and left out.
+
+        Raises:
+            IncompatibleCheckpointError: one was written by a newer version.
+        """
         found: list[Manifest] = []
         for path in _files(self.folder / _MANIFESTS):
             if path.suffix != ".json":
                 continue
             try:
-                found.append(Manifest.from_json(path.read_bytes(), str(path)))
+                found.append(self._read(path))
             except CorruptCheckpointError as e:
                 log.warning("left out: %s", e)
             except FileNotFoundError:  # another process deleted it since we listed the folder
@@ -58,11 +62,16 @@ class Catalog:
         Raises:
             CorruptCheckpointError: it has a damaged one.
         """
-        path = self._manifest_path(name)
         try:
-            return Manifest.from_json(path.read_bytes(), str(path))
+            return self._read(self._manifest_path(name))
         except FileNotFoundError:
             return None
+
+    def _read(self, path: Path) -> Manifest:
+        manifest = Manifest.from_json(path.read_bytes(), str(path))
+        if self._manifest_path(manifest.name) != path:
+            raise CorruptCheckpointError(f"manifest {str(path)!r} is that of another checkpoint, {manifest.name!r}.")
+        return manifest
 
     def files(self) -> Iterator[str]:
         """Paths below the folder of all files that may be checkpoints, with a manifest or without."""
@@ -150,10 +159,37 @@ class Catalog:
         """Take a damaged checkpoint out of the way: its data stay as ``<name>.damaged``, its manifest goes."""
         self._remove_manifest(manifest.name)
         for record in manifest.files:
-            path = self.folder / record.path
-            with contextlib.suppress(FileNotFoundError):
-                path.replace(path.with_name(f"{path.name}.damaged"))
+            self._rename_damaged(self.folder / record.path)
         log.warning("set aside the damaged checkpoint %s as %s.damaged", self.folder / manifest.name, manifest.name)
+
+    def set_aside_unreadable(self) -> None:
+        """Take checkpoints out of the way whose manifest is damaged or that of another, and the manifest with them."""
+        for path in list(_files(self.folder / _MANIFESTS)):
+            if path.suffix != ".json":
+                continue
+            try:
+                self._read(path)
+            except CorruptCheckpointError as e:
+                name = str(path.relative_to(self.folder / _MANIFESTS)).removesuffix(".json")
+                self._rename_damaged(path)
+                self._rename_damaged(self.folder / name)
+                log.warning("set aside %s as %s.damaged: %s", self.folder / name, name, e)
+            except FileNotFoundError:
+                continue
+
+    def mend_links(self, name: str | None) -> None:
+        """Point the links whose checkpoint is gone to the checkpoint ``name``; remove them if there is none."""
+        for folder in list(_folders(self.folder)):
+            for path in list(folder.iterdir()):
+                if path.is_symlink() and not path.exists():
+                    if name is None:
+                        path.unlink()
+                    else:
+                        self.point_latest(str(path.relative_to(self.folder)), name)
+
+    def _rename_damaged(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            path.replace(path.with_name(f"{path.name}.damaged"))
 
     def recover(self) -> None:
         """Complete or remove what dead processes left unfinished. What a live one is writing stays.

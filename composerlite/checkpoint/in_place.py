@@ -77,7 +77,6 @@ def _fits(pair: _Pair, first: _Pair, record: Record) -> bool:
         and _strides(live) == _strides(saved) == _strides(first.saved)
         and live.data_ptr() == first.live.data_ptr()
         and saved.dtype is first.saved.dtype
-        and saved.storage_offset() == 0
         and saved.numel() * saved.itemsize == record.size > 0
         and _is_dense(saved)
         and not (live.is_conj() or live.is_neg() or saved.is_conj() or saved.is_neg())

@@ -11,7 +11,7 @@ from typing import Any, final
 
 import xxhash
 
-from composerlite.errors import CorruptCheckpointError
+from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest
 
 __all__ = ["SCHEMA", "FileRecord", "Manifest", "plain_timestamp"]
@@ -57,6 +57,7 @@ class Manifest:
         files: the data.
         left_out: globs of what was ignored when saving; ``['<function>']`` where a function chose.
         metrics: metric values at the save, by name.
+        unpacked_bytes: size of the file inside, where the data are compressed or in an archive; 0: not known.
         ephemeral: it goes as soon as a newer one is committed.
         timings: what the save cost, in seconds by name: see ``SaveReport``.
         versions: of composerlite, torch and python.
@@ -73,6 +74,7 @@ class Manifest:
     world_size: int = 1
     left_out: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    unpacked_bytes: int = 0
     ephemeral: bool = False
     timings: Mapping[str, float] = field(default_factory=dict[str, float])
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -104,18 +106,19 @@ class Manifest:
         """The record that :meth:`to_json` wrote.
 
         Raises:
-            CorruptCheckpointError: it is damaged, edited, or of a newer schema. ``source`` names it in the message.
+            CorruptCheckpointError: it is damaged or edited. ``source`` names it in the message.
+            IncompatibleCheckpointError: it is of a newer schema.
         """
         try:
             fields: dict[str, Any] = json.loads(data)
             digest = fields.pop("digest")
+            if digest != _digest(fields):
+                raise CorruptCheckpointError(f"manifest {source!r} is damaged: its digest does not match.")
             if fields["schema"] > SCHEMA:
-                raise CorruptCheckpointError(
+                raise IncompatibleCheckpointError(
                     f"manifest {source!r} has schema {fields['schema']}, this version reads up to {SCHEMA}: update "
                     "composerlite."
                 )
-            if digest != _digest(fields):
-                raise CorruptCheckpointError(f"manifest {source!r} is damaged: its digest does not match.")
             files = tuple(FileRecord(**file) for file in fields.pop("files"))
             return cls(files=files, left_out=tuple(fields.pop("left_out")), **fields)
         except (ValueError, KeyError, TypeError, AttributeError) as e:

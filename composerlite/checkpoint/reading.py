@@ -53,7 +53,8 @@ def opened(
     with _progress(f"reading {path.name}", path.stat().st_size, progress_bar) as progress, readable(path):
         if is_packed(path):
             _check_whole(catalog, manifest, path)
-            with unpacked(path) as file:
+            size_bytes = manifest.unpacked_bytes if manifest is not None and manifest.unpacked_bytes else None
+            with unpacked(path, size_bytes=size_bytes) as file:
                 yield _torch_file(FileSource(file), file, map_location, trust, check_sums=manifest is None), progress
             return
         with contextlib.ExitStack() as stack:

@@ -22,8 +22,11 @@ def newest_good(catalogs: Sequence[Catalog], run_name: str) -> Path | None:
     would start afresh in the middle of the run.
 
     Raises:
+        IncompatibleCheckpointError: there is a checkpoint of a newer version, which may be the newest.
         OSError: a folder cannot be read for any other reason than that it does not exist.
     """
+    for catalog in catalogs:
+        catalog.set_aside_unreadable()
     candidates = [
         (not manifest.left_out, manifest.order, catalog, manifest)
         for catalog in catalogs
@@ -41,5 +44,8 @@ def newest_good(catalogs: Sequence[Catalog], run_name: str) -> Path | None:
             log.warning("%s is all there is to resume from; it was saved without %s", manifest.name, manifest.left_out)
         elif any(not w and o > order for w, o, _, _ in candidates):
             log.info("%s is not the newest: newer ones were saved without some of their keys", manifest.name)
+        catalog.mend_links(manifest.name)
         return catalog.folder / manifest.name
+    for catalog in catalogs:
+        catalog.mend_links(None)
     return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -16,6 +16,7 @@ from composerlite.checkpoint.formats import format_of
 from composerlite.checkpoint.formats.torch_file import TorchImage
 from composerlite.checkpoint.manifest import FileRecord, Manifest
 from composerlite.checkpoint.snapshot import Snapshot
+from composerlite.errors import SaveError
 from composerlite.storage import FileDigest, HostMemory, Sink, StagedFile
 
 __all__ = ["SaveJob", "SaveReport"]
@@ -94,13 +95,14 @@ class SaveJob:
         """
         with ExitStack() as stack:
             self._data = stack.enter_context(StagedFile(self.path))
-            file_format = format_of(self.manifest.name)
+            file_format = format_of(self.manifest.template)
             self._sink = stack.enter_context(
                 file_format.open_sink(
                     self._data.temporary, self.image.size_bytes, memory=self.memory, ring_bytes=self.ring_bytes
                 )
             )
-            self._crcs = self.image.write(self._sink)
+            with _named(self.path):
+                self._crcs = self.image.write(self._sink)
             self._stack = stack.pop_all()
 
     def run(self) -> SaveReport:
@@ -117,11 +119,14 @@ class SaveJob:
         assert self._sink is not None
         assert self._data is not None
         with self._stack:
-            digest = self._sink.finish()
+            with _named(self.path):
+                digest = self._sink.finish()
             seconds = self._seconds()
             before_commit = time.perf_counter()
             record = _record(self.manifest.name, digest)
-            manifest = dataclasses.replace(self.manifest, files=(record,), timings=seconds)
+            manifest = dataclasses.replace(
+                self.manifest, files=(record,), timings=seconds, unpacked_bytes=self.image.size_bytes
+            )
             self.catalog.commit(manifest, self._data)
         if self.latest is not None and self.latest != manifest.name:
             self.catalog.point_latest(self.latest, manifest.name)
@@ -151,7 +156,16 @@ class SaveJob:
             "snapshot": 0.0 if snapshot is None else snapshot.seconds,
             "waiting": self.waiting_seconds,
         }
-        return {**seconds, **getattr(self._sink, "seconds", {})}
+        return {**seconds, **({} if self._sink is None else self._sink.seconds)}
+
+
+@contextmanager
+def _named(path: Path) -> Generator[None]:
+    """Name the checkpoint in an error of what compresses it."""
+    try:
+        yield
+    except SaveError as e:
+        raise SaveError(f"checkpoint {str(path)!r}: {e}") from e
 
 
 def _record(name: str, digest: FileDigest) -> FileRecord:

@@ -154,6 +154,7 @@ class Copying:
 
     Attributes:
         seconds: from the start until everything was copied.
+        parts: how many pieces are dealt out to the threads.
     """
 
     def __init__(self, jobs: Iterable[Job]) -> None:

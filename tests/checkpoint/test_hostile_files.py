@@ -168,7 +168,8 @@ def test_a_dtype_cannot_lie_about_what_it_holds(tmp_path: Path) -> None:
 # ── memory and time ──────────────────────────────────────────────────────────────────────────────────────────────────
 def bomb(start: bytes, step: bytes, times: int) -> bytes:
     """A value that is made from the one before, again and again."""
-    return start + P.BINPUT + b"\1" + (step + P.BINPUT + b"\1") * times
+    keep = P.BINPUT + b"\1" + P.POP
+    return start + keep + (step + keep) * times + P.BINGET + b"\1"
 
 
 GET = P.BINGET + b"\1"
@@ -180,8 +181,9 @@ BOMBS = {
     "a deep list": P.EMPTY_LIST * 300_000 + P.APPEND * 299_999,
     "a list that holds itself": P.EMPTY_LIST + P.BINPUT + b"\1" + GET + P.APPEND,
     "a dict that holds itself": P.EMPTY_DICT + P.BINPUT + b"\1" + text("a") + GET + P.SETITEM,
-    "copies of a list": bomb(P.EMPTY_LIST + P.MARK + P.NONE * 100_000 + P.APPENDS, call("collections.deque", GET), 2)
-    + (GET + P.MARK + b"ccollections\ndeque\n" + GET + P.TUPLE1 + P.REDUCE) * 1000,
+    "copies of a list": bomb(P.EMPTY_LIST + P.MARK + P.NONE * 100_000 + P.APPENDS, b"", 0)
+    + P.POP
+    + (P.EMPTY_LIST + P.MARK + call("collections.deque", GET) * 1000 + P.APPENDS),
     "doubled bytes": bomb(text("a" * 1000), call("_codecs.encode", GET, text("hex")), 50),
     "doubled text": bomb(text("a" * 1000), call("builtins.str", P.EMPTY_LIST + GET + P.APPEND + GET + P.APPEND), 50),
     "doubled paths": bomb(call("pathlib.PosixPath", text("a" * 1000)), call("pathlib.PosixPath", GET, GET), 50),
@@ -295,6 +297,16 @@ def overlapping(data: bytearray, entry: int, end: int) -> None:
     data[last + 42 : last + 46] = data[entry + 42 : entry + 46]
 
 
+def reaching_over(data: bytearray, entry: int, end: int) -> None:
+    """The first record goes on over the next one, and there are no checksums that could tell."""
+    (size,) = struct.unpack_from("<I", data, entry + 20)
+    struct.pack_into("<2I", data, entry + 20, size + 40, size + 40)
+    place = entry
+    while place >= 0:
+        struct.pack_into("<I", data, place + 16, 0)
+        place = data.find(b"PK\1\2", place + 1)
+
+
 def twice(data: bytearray, entry: int, end: int) -> None:
     """Every record has the name of the first."""
     for name in (b"archive/version", b"archive/data/0\0"):
@@ -304,6 +316,7 @@ def twice(data: bytearray, entry: int, end: int) -> None:
 
 ARCHIVES = {
     "entries over each other": overlapping,
+    "a record over the next": reaching_over,
     "names twice": twice,
     "a directory elsewhere": put("<I", "end", 16, 7),
     "a directory beyond the end": put("<I", "end", 16, 0x7FFFFFFF),
@@ -374,7 +387,7 @@ def test_a_part_of_another_form_is_an_error_of_ours(tmp_path: Path, part: str) -
         torch.save({"state": {**new_state(3, value=2.0).state_dict(), part: form}, "rng": []}, tmp_path / "form.pt")
         error = refusal(tmp_path / "form.pt", state)
         if error is not None and part in ("model", "optimizers", "algorithms"):
-            assert "form.pt" in error
+            assert "form.pt" in error or "algorithm" in error
             assert state.model.get_parameter("weight").unique().tolist() == [0.5]
 
 

@@ -15,6 +15,7 @@ from parts import new_state, save_batch
 from torch import nn
 
 from composerlite.checkpoint import Catalog, load_checkpoint, read_checkpoint, safe_torch_load, save
+from composerlite.checkpoint.formats.torch_reader import FileSource, TorchFile
 from composerlite.core import State
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
 
@@ -216,12 +217,14 @@ def test_every_form_of_tensor_gets_its_numbers(
                 assert torch.equal(kept[key], tensor.to(kept[key].dtype)), key
 
 
-def test_weights_that_share_memory_here_and_did_not_there(tmp_path: Path) -> None:
-    """The last one wins, as with ``load_state_dict``; not a mixture of both."""
-    path = saved_now(state_of(Tied(tied=False)), tmp_path)
+@pytest.mark.parametrize("order", [("one", "two"), ("two", "one")])
+def test_weights_that_share_memory_here_and_did_not_there(tmp_path: Path, order: tuple[str, str]) -> None:
+    """The last of the model wins, as with ``load_state_dict``, in whatever order they are in the file."""
+    source = nn.ModuleDict({name: nn.Linear(3, 3) for name in order})
+    path = saved_now(state_of(source), tmp_path)
     target, expected = state_of(Tied(tied=True)), Tied(tied=True)
     load_checkpoint(path, target, load_weights_only=True)
-    expected.load_state_dict(torch.load(path)["state"]["model"])
+    expected.load_state_dict(source.state_dict())
     for name, tensor in expected.state_dict().items():
         assert torch.equal(target.model.state_dict()[name], tensor), name
 
@@ -237,13 +240,13 @@ def test_a_model_that_changes_what_it_loads_gets_it_to_change(tmp_path: Path) ->
     """A hook that leaves a weight out keeps that weight: nothing was read into it."""
 
     def leave_out(_: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        state_dict[f"{prefix}weight"] = torch.full((2, 2), 9.0)
+        del state_dict[f"{prefix}weight"]
 
     path = save_batch(tmp_path, 3)
     target = new_state(value=1.0)
     target.model.register_load_state_dict_pre_hook(leave_out)
     load_checkpoint(path, target)
-    assert target.model.get_parameter("weight").unique().tolist() == [9.0]
+    assert target.model.get_parameter("weight").unique().tolist() == [1.0]
     assert target.model.get_parameter("bias").unique().tolist() == [3.0]
 
 
@@ -328,6 +331,22 @@ def test_compressed_files_are_loaded_and_verified(tmp_path: Path, ending: str) -
     path.write_bytes(damaged)
     with pytest.raises(CorruptCheckpointError, match="are not those that were saved"):
         load_checkpoint(path, new_state())
+
+
+def test_headers_that_were_not_those_of_the_file_are_seen(tmp_path: Path) -> None:
+    """They say where data begin, and are read before they can be verified: what they said is compared later."""
+    path = foreign(tmp_path)
+    with path.open("rb") as file:
+        source = FileSource(file)
+
+        def peek(offset: int, size: int) -> bytes:
+            data = bytearray(source.read(offset, size))
+            if data.startswith(b"PK\3\4") and size >= 30 and data[26] == len("theirs/data/0"):
+                data[28] ^= 1
+            return bytes(data)
+
+        with pytest.raises(CorruptCheckpointError, match="changed while it was read"):
+            TorchFile(source, path.stat().st_size, peek=peek).read()
 
 
 # ── the user's own check ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -7,13 +7,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from composerlite.checkpoint import FileRecord, Manifest
 from composerlite.checkpoint.manifest import SCHEMA, plain_timestamp
 from composerlite.core import Timestamp
-from composerlite.errors import CorruptCheckpointError
+from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 
 NAMES = st.text(min_size=1, max_size=20)
 NUMBERS = st.integers(0, 2**63) | st.floats(allow_nan=False)
@@ -60,7 +61,8 @@ def test_a_manifest_is_read_as_it_was_written(manifest: Manifest) -> None:
 def test_a_manifest_is_json_for_everybody() -> None:
     """Other programs read it without composerlite: plain names and numbers, its digest among them."""
     fields = json.loads(EXAMPLE.to_json())
-    assert fields["files"][0] == {"path": "ep1-ba42-rank0.pt", "size_bytes": 1000, "xxh3_128": "0" * 32}
+    file = {"path": "ep1-ba42-rank0.pt", "size_bytes": 1000, "xxh3_128": "0" * 32, "chunk_bytes": 0, "chunks": ""}
+    assert fields["files"][0] == file
     assert (fields["schema"], fields["timestamp"]["batch"], len(fields["digest"])) == (SCHEMA, 42, 32)
     assert datetime.fromisoformat(fields["saved_at"]) <= datetime.now(UTC)
     assert (EXAMPLE.batch, EXAMPLE.size_bytes) == (42, 1024)
@@ -77,6 +79,9 @@ CHANGES: dict[str, Any] = {
     "world_size": 2,
     "left_out": [],
     "metrics": {"accuracy": 0.9},
+    "ephemeral": True,
+    "unpacked_bytes": 2000,
+    "timings": {"stall": 0.1},
     "versions": {"torch": "2.14"},
     "saved_at": "2000-01-01",
     "schema": 0,
@@ -123,9 +128,14 @@ def test_what_is_no_manifest_is_not_believed(data: bytes | str) -> None:
 
 
 def test_a_manifest_of_a_newer_version_says_so() -> None:
-    """It is not called damaged: the way out is to update."""
+    """It is not called damaged: the way out is to update. One that is damaged is not called newer."""
     fields = {**json.loads(EXAMPLE.to_json()), "schema": SCHEMA + 1, "a_field_of_the_future": 1}
-    with pytest.raises(CorruptCheckpointError, match=rf"schema {SCHEMA + 1}.*update"):
+    with pytest.raises(CorruptCheckpointError, match="damaged"):
+        Manifest.from_json(json.dumps(fields).encode(), "source")
+    del fields["digest"]
+    plain = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    fields["digest"] = xxhash.xxh3_128_hexdigest(plain)
+    with pytest.raises(IncompatibleCheckpointError, match=rf"schema {SCHEMA + 1}.*update"):
         Manifest.from_json(json.dumps(fields).encode(), "source")
 
 

@@ -20,7 +20,7 @@ from parts import Remember, new_state, save_batch, temporaries, tree
 from tiny_training import Classifier, CrashError, Record, StopAt, saved_batches, train, trainer
 
 from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint import Catalog, read_checkpoint, save
+from composerlite.checkpoint import Catalog, read_checkpoint
 from composerlite.core import Logger
 from composerlite.errors import CheckpointExistsError, ConfigError, SaveError
 from composerlite.storage import StagedFile

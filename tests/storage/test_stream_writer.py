@@ -242,7 +242,7 @@ def test_a_failed_write_is_raised_by_finish_if_by_nothing_before(mounted: Path) 
     with StreamWriter(path, 10 * MiB) as writer:
         writer.write(bytes(10 * MiB))
         fill_up(mounted)
-        writer.write(bytes(3 * MiB))
+        writer.write(bytes(MiB))
         with pytest.raises(OSError) as caught:
             writer.finish()
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
