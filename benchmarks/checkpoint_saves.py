@@ -38,6 +38,7 @@ WINDOWS = 2
 STEPS = 5
 MOST_STEPS = 50
 LIMITS = "limits"
+LAYER_BYTES, FILES = 2048 * 2049 * 4 * 3, 4
 
 
 # ── one process: the parts of a measurement ──────────────────────────────────────────────────────────────────────
@@ -288,6 +289,9 @@ def checkpoints() -> Path:
 def main(layers: int, repeats: int) -> None:
     """All systems in turn; writes ``out/checkpoint_saves.json``."""
     shutil.rmtree(checkpoints())
+    wanted = FILES * layers * LAYER_BYTES
+    if (free := shutil.disk_usage(checkpoints()).free) < wanted:
+        raise SystemExit(f"{OUT} has {free / 1e9:.1f} GB free and this needs {wanted / 1e9:.1f}: clean up, or --layers")
     samples, rounds = interleaved(
         __file__,
         [LIMITS, *SYSTEMS],

@@ -171,13 +171,10 @@ def check_cuts(recording: Recording, folder: Path, *, random_ones: int, share: f
 SMALL = [scenario for scenario in SCENARIOS if scenario != LARGE]
 
 
-@pytest.mark.parametrize(
-    ("mode", "scenarios"), [("sync", SMALL), ("async", SMALL), ("async", [LARGE])], ids=["sync", "async", "large"]
-)
-def test_what_was_saved_survives_a_power_cut(recorder: Path, mode: str, scenarios: list[str], tmp_path: Path) -> None:
+def test_what_was_saved_survives_a_power_cut(recorder: Path, tmp_path: Path) -> None:
     """A sample of the moments and ways; the rest is whole or not seen, and ``latest`` is there."""
-    for scenario, recording in record(recorder, tmp_path / "recorded", mode, *scenarios):
-        found = check_cuts(recording, tmp_path, random_ones=1, share=0.2 if scenario == LARGE else 0.4, seed=scenario)
+    for scenario, recording in record(recorder, tmp_path / "recorded", "async", *SMALL):
+        found = check_cuts(recording, tmp_path, random_ones=1, share=0.4, seed=scenario)
         assert len(found) >= 2, scenario  # the power was cut at different stages
 
 
