@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import tempfile
 import time
 from collections import deque
@@ -177,6 +178,19 @@ class CheckpointSaver(Callback):
         manifests = self._manifests(state.run_name, _moment(state))
         self.saved_checkpoints = [self._path(manifest.name) for manifest in manifests]
         self._deletes |= any(manifest.ephemeral for manifest in manifests)
+        if manifests and self.latest_filename is not None:
+            self._catch_up(manifests[-1], state)
+
+    def _catch_up(self, newest: Manifest, state: State) -> None:
+        """Point ``latest`` to ``newest`` if a kill came between its commit and that."""
+        assert self.latest_filename is not None
+        name = format_name_with_dist_and_time(self.latest_filename.filename, state.run_name, state.timestamp)
+        link = Path(self.folder) / name
+        if link.is_symlink():
+            target = os.path.relpath(link.resolve(), Path(self.folder).resolve())
+            order = {manifest.name: manifest.order for manifest in self.catalog.manifests()}.get(target)
+            if order is not None and order < newest.order:
+                self.catalog.point_latest(name, newest.name)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Refuse to start where this run would overwrite a checkpoint that is ahead of it."""

@@ -7,6 +7,7 @@ them is in the ring.
 
 from __future__ import annotations
 
+import functools
 import logging
 import pickle
 import platform
@@ -175,11 +176,7 @@ class Pipeline:
                 left_out=("<function>",) if callable(ignore_keys) else tuple(ignore_keys or ()),
                 metrics=dict(metrics or {}),
                 ephemeral=ephemeral,
-                versions={
-                    "composerlite": version("composerlite"),
-                    "torch": str(torch.__version__),
-                    "python": platform.python_version(),
-                },
+                versions=_versions(),
             ),
             catalog=catalog,
             path=path,
@@ -243,6 +240,15 @@ class Pipeline:
         seconds = time.perf_counter() - started
         log.info("waited %.2f s for the save of %s to end", seconds, pending.name)
         return seconds
+
+
+@functools.cache
+def _versions() -> Mapping[str, str]:
+    return {
+        "composerlite": version("composerlite"),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
 
 
 def _image(contents: StateDict, what: str) -> TorchImage:

@@ -186,6 +186,18 @@ def test_latest_leads_to_a_committed_checkpoint_while_others_are_written(tmp_pat
     assert watch.seen == sorted(set(watch.seen))
 
 
+def test_a_resume_moves_latest_where_a_kill_had_left_it_behind(tmp_path: Path) -> None:
+    """Between the commit of a checkpoint and its link: also where the run had ended and saves nothing more."""
+    with trainer(save_folder=tmp_path, save_interval="1ba") as run:
+        run.fit()
+    link = tmp_path / "latest-rank0.pt"
+    newest = link.readlink()
+    Catalog(tmp_path).point_latest(link.name, Catalog(tmp_path).manifests()[-2].name)
+    with trainer(save_folder=tmp_path, save_interval="1ba", autoresume=True) as run:
+        run.fit()
+    assert link.readlink() == newest
+
+
 def test_the_link_is_named_as_one_likes(tmp_path: Path) -> None:
     """With variables, in a folder, or not at all."""
     train(tmp_path / "a", save_latest_filename="links/{run_name}")
