@@ -271,13 +271,15 @@ class CheckpointSaver(Callback):
         return self._path_of(pending.wait())
 
     def _start(self, state: State, logger: Logger | None, *, ephemeral: bool) -> PendingSave | None:
-        """Begin a save. Failures so far are raised, or counted where that is tolerated."""
+        """Begin a save. Failures so far are raised first, or counted where that is tolerated."""
+        if self._pending is not None:
+            self._pipeline.wait_for_previous()
+            self._collect(logger)
         # Set first: the checkpoint that is being written counts as saved in its own state.
         self.last_checkpoint_batch, self._last_was_ephemeral = int(state.timestamp.batch), ephemeral
         # A name that this run has given before, such as 'ep{epoch}.pt' within one epoch, is its own to give again.
         name = format_name_with_dist_and_time(self.filename.filename, state.run_name, state.timestamp)
-        previous = self._pending
-        own = self._path(name) in self.saved_checkpoints or (previous is not None and previous.name == name)
+        own = self._path(name) in self.saved_checkpoints
         if isinstance(self.save_interval, AutoInterval):
             self.save_interval.save_began(state)
         metrics = self._measured.now(state)
@@ -299,12 +301,9 @@ class CheckpointSaver(Callback):
                 give_up=functools.partial(self._given_up, state.run_name, _moment(state)) if self._deletes else None,
             )
         except (OSError, CheckpointError) as e:
-            self._collect(logger)  # the one before it
             self._failed(e, logger)
             return None
         self._pending = pending
-        if previous is not None:  # it has ended: the pipeline saves one after the other
-            self._note(previous, logger)
         if not self.asynchronous:
             self._collect(logger)
         return pending

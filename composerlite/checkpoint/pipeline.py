@@ -100,6 +100,7 @@ class Pipeline:
         self._staging = Staging(staging_bytes)
         self._pending: PendingSave | None = None
         self._previous: dict[str, SaveReport] = {}
+        self._waited = 0.0
 
     def prepare(self, state: TrainingState, *, weights_only: bool = False, ignore_keys: IgnoreKeys = None) -> None:
         """Get the memory for checkpoints of ``state`` ready, in the background, so that the first costs no more.
@@ -107,7 +108,7 @@ class Pipeline:
         Raises:
             SaveError: the contents of its checkpoints cannot be pickled.
         """
-        self._wait_for_previous()
+        self.wait_for_previous()
         contents = gather(state, weights_only=weights_only, ignore_keys=ignore_keys)
         self._staging.prepare(_image(contents, "checkpoint").size_bytes)
 
@@ -157,8 +158,9 @@ class Pipeline:
             OSError: no space, no permission, and the like. What goes wrong in the background, and all that goes wrong
                 after the snapshot, comes out of :meth:`PendingSave.wait`.
         """
-        started = time.perf_counter()
-        waiting = self._wait_for_previous()
+        self.wait_for_previous()
+        waiting, self._waited = self._waited, 0.0
+        started = time.perf_counter() - waiting
         name = format_name_with_dist_and_time(template, state.run_name, state.timestamp)
         path = catalog.reserve(name, overwrite=overwrite)
         contents = gather(state, weights_only=weights_only, ignore_keys=ignore_keys)
@@ -207,7 +209,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Wait for the save that goes on and give the memory back. Errors of the save are left to who waits for it."""
-        self._wait_for_previous()
+        self.wait_for_previous()
         self._staging.close()
 
     def _finish(self, job: SaveJob) -> SaveReport:
@@ -229,17 +231,21 @@ class Pipeline:
         self._previous[job.manifest.template] = report
         return report
 
-    def _wait_for_previous(self) -> float:
-        """Wait until the save before has ended, well or not; the seconds it took."""
+    def wait_for_previous(self) -> None:
+        """Wait until the save before has ended, well or not. The next one counts the time as its own.
+
+        Raises:
+            SaveError: it does not end.
+        """
         pending = self._pending
         if pending is None or pending.done:
-            return 0.0
+            return
         started = time.perf_counter()
         if not pending.join():
             raise SaveError(f"checkpoint {pending.name!r} is not written after {_PREVIOUS_SECONDS} s: the disk hangs.")
         seconds = time.perf_counter() - started
+        self._waited += seconds
         log.info("waited %.2f s for the save of %s to end", seconds, pending.name)
-        return seconds
 
 
 @functools.cache
