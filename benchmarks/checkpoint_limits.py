@@ -171,7 +171,11 @@ class Limits:
 
 
 def make_cached(path: Path) -> None:
-    """Read the file ``path``, or all files below it, so that the page cache holds them: systems drop what idles."""
+    """Have the page cache hold the file ``path``, or all files below it, as one reading from front to back leaves it.
+
+    What parts of a file were cached before decides in how large pages the rest is, and so how fast it is read.
+    """
+    forget_cached(path)
     buffer = bytearray(1 << 20)
     for file in _files(path):
         with file.open("rb", buffering=0) as opened:

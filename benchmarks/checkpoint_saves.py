@@ -31,11 +31,9 @@ from measure import OUT, ForeignCpu, MemoryPeak, Sample, interleaved, report, sp
 
 LAYERS = 30
 REPEATS = 5
-MORE_ROUNDS = 2
-SAVES = 3
-LOADS = 2
-WINDOWS = 2
-STEPS = 5
+MOST_ROUNDS = 4
+PAIRS = 3
+STEPS = 2
 MOST_STEPS = 50
 LIMITS = "limits"
 LAYER_BYTES, FILES = 2048 * 2049 * 4 * 3, 4
@@ -43,7 +41,10 @@ LAYER_BYTES, FILES = 2048 * 2049 * 4 * 3, 4
 
 # ── one process: the parts of a measurement ──────────────────────────────────────────────────────────────────────
 class Bench:
-    """One system, one run, one folder. Its methods are the parts; each returns numbers by name, seconds mostly."""
+    """One system, one run, one folder. Its methods are the parts.
+
+    Each returns its repeats: numbers by name, seconds mostly, each set against a probe that was taken right before it.
+    """
 
     def __init__(self, system: System, run: Run, limits: Limits, folder: Path) -> None:
         self.system = system
@@ -52,12 +53,12 @@ class Bench:
         self.folder = folder
         self._saved = 0
 
-    def synchronous(self) -> dict[str, float]:
+    def synchronous(self) -> list[dict[str, float]]:
         """P3, P5: saves that training waits for. The first is for the memory that it takes; it is not timed."""
         with MemoryPeak() as peak:
             self._save()
         pairs: list[dict[str, float]] = []
-        for _ in range(SAVES - 1):
+        for _ in range(PAIRS):
             limits = {"memcpy_s": self.limits.memcpy(), "disk_write_s": self.limits.disk_write()}
             blocked, durable = self._save()
             pairs.append(
@@ -69,16 +70,17 @@ class Bench:
                     "memcpys": blocked / limits["memcpy_s"],
                 }
             )
-        return {**medians(pairs), "extra_memory": peak.extra_bytes / self.limits.state_bytes}
+        extra = {"extra_memory": peak.extra_bytes / self.limits.state_bytes}
+        return [{**pair, **extra} for pair in pairs]
 
-    def asynchronous(self, way: str) -> dict[str, float]:
+    def asynchronous(self, way: str) -> list[dict[str, float]]:
         """P1, P5: saves behind training. Memory counts from before the first was prepared until it was durable."""
         with MemoryPeak() as peak:
             self.system.prepare(way)
             memcpy = self.limits.memcpy()
             first, _ = self._start(way)
         pairs: list[dict[str, float]] = []
-        for _ in range(SAVES):
+        for _ in range(PAIRS):
             limits = {"memcpy_s": self.limits.memcpy()}
             blocked, durable = self._start(way)
             pairs.append(
@@ -90,14 +92,14 @@ class Bench:
                 }
             )
         self.system.release()
-        return {
-            **medians(pairs),
+        once = {
             "first_blocked_s": first,
             "first_memcpys": first / memcpy,
             "extra_memory": peak.extra_bytes / self.limits.state_bytes,
         }
+        return [{**pair, **once} for pair in pairs]
 
-    def resume(self) -> dict[str, float]:
+    def resume(self) -> list[dict[str, float]]:
         """P4: loads into the live model and optimizer, from the page cache and from the disk."""
         path = self._path()
         self.system.save(path)
@@ -105,7 +107,7 @@ class Bench:
         self.limits.memcpy()
         self.limits.buffered_write()
         pairs: list[dict[str, float]] = []
-        for _ in range(LOADS):
+        for _ in range(PAIRS):
             limit = self.limits.page_cache_read()
             make_cached(path)
             warm = self._load(path)
@@ -123,47 +125,41 @@ class Bench:
             )
         self._remove(path)
         self.limits.close()
-        return medians(pairs)
+        return pairs
 
-    def training(self, way: str) -> dict[str, float]:
+    def training(self, way: str) -> list[dict[str, float]]:
         """P1b, P2: windows of steps, every second with a save at its start, until that is durable at least.
 
-        What a save costs in all is the time of its window beyond that of as many steps in the windows beside it.
+        What a save costs in all is the time of its window beyond that of as many steps without one: the median of all
+        such, because one step differs from the next by more than a save may cost.
         """
         threads = torch.get_num_threads()
         self.system.prepare(way)
         self._first_in_training(way)
         torch.set_num_threads(1)
-        plain = [self._window(None)[0]]
-        saving: list[tuple[float, int]] = []
-        stalls: list[float] = []
-        memcpys: list[float] = []
-        for _ in range(WINDOWS):
-            memcpys.append(self.limits.memcpy())
-            seconds, steps, stall = self._window(way)
-            saving.append((seconds, steps))
-            stalls.append(stall)
-            plain.append(self._window(None)[0])
+        plain = [self._window(None)[0] / STEPS]
+        saving: list[tuple[float, float, int, float]] = []
+        for _ in range(PAIRS):
+            memcpy = self.limits.memcpy()
+            saving.append((memcpy, *self._window(way)))
+            plain.append(self._window(None)[0] / STEPS)
         self.system.release()
         self.run.free_gradients()
         torch.set_num_threads(threads)
-        windows: list[dict[str, float]] = []
-        for number, (seconds, steps) in enumerate(saving):
-            step = (plain[number] + plain[number + 1]) / 2 / STEPS
-            lost = seconds - steps * step
-            windows.append(
-                {
-                    "memcpy_s": memcpys[number],
-                    "step_s": step,
-                    "lost_s": lost,
-                    "lost_memcpys": lost / memcpys[number],
-                    "stall_s": stalls[number],
-                    "stall_memcpys": stalls[number] / memcpys[number],
-                    "steps_per_s": 1 / step,
-                    "steps_per_s_saving": steps / seconds,
-                }
-            )
-        return medians(windows)
+        step = statistics.median(plain)
+        return [
+            {
+                "memcpy_s": memcpy,
+                "step_s": step,
+                "lost_s": seconds - steps * step,
+                "lost_memcpys": (seconds - steps * step) / memcpy,
+                "stall_s": stall,
+                "stall_memcpys": stall / memcpy,
+                "steps_per_s": 1 / step,
+                "steps_per_s_saving": steps / seconds,
+            }
+            for memcpy, seconds, steps, stall in saving
+        ]
 
     def _window(self, way: str | None) -> tuple[float, int, float]:
         """Seconds, steps, and the seconds that training was stopped in them."""
@@ -236,17 +232,12 @@ class Bench:
             path.unlink()
 
 
-def medians(found: list[dict[str, float]]) -> dict[str, float]:
-    """The median of each number."""
-    return {name: statistics.median(each[name] for each in found) for name in found[0]}
-
-
-def limits_alone(limits: Limits) -> dict[str, float]:
-    """Each probe, as the median of three."""
+def limits_alone(limits: Limits) -> list[dict[str, float]]:
+    """Each probe, in turn."""
     probes = ("memcpy", "clone", "disk_write", "bounce", "buffered_write", "page_cache_read", "disk_read")
-    values = {f"{name}_s": statistics.median(getattr(limits, name)() for _ in range(SAVES)) for name in probes}
+    repeats = [{f"{name}_s": getattr(limits, name)() for name in probes} for _ in range(PAIRS)]
     limits.close()
-    return values
+    return repeats
 
 
 def measure(name: str, layers: int) -> None:
@@ -270,12 +261,13 @@ def measure(name: str, layers: int) -> None:
             part(f"training, {way}", lambda way=way: bench.training(way))
 
 
-def part(name: str, do: Callable[[], dict[str, float]]) -> None:
-    """Measure one part and report it."""
+def part(name: str, do: Callable[[], list[dict[str, float]]]) -> None:
+    """Measure one part and report its repeats."""
     ctypes.CDLL(None).malloc_trim(0)  # what the part before left in the heap is not this one's
     with ForeignCpu() as foreign:
-        values = do()
-    report(values, foreign.share, name)
+        repeats = do()
+    for values in repeats:
+        report(values, foreign.share, name)
 
 
 def checkpoints() -> Path:
@@ -296,7 +288,7 @@ def main(layers: int, repeats: int) -> None:
         __file__,
         [LIMITS, *SYSTEMS],
         repeats=repeats,
-        most_rounds=repeats + MORE_ROUNDS,
+        most_rounds=MOST_ROUNDS,
         warm_up_rounds=0,
         arguments=["--layers", str(layers)],
     )

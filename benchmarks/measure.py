@@ -177,7 +177,7 @@ def interleaved(
         script: the file to run, with a system's name and ``arguments``.
 
     Returns:
-        The samples of each system, one per round and part, and the number of rounds.
+        The samples of each system, one per round and part or several, and the number of rounds.
     """
     samples: dict[str, list[Sample]] = {system: [] for system in systems}
     rounds = 0
@@ -187,7 +187,7 @@ def interleaved(
             if number >= warm_up_rounds:
                 samples[system] += found
         rounds = max(0, number + 1 - warm_up_rounds)
-        if rounds >= repeats and min(map(_quiet_repeats, samples.values())) >= repeats:
+        if rounds and min(map(_quiet_repeats, samples.values())) >= repeats:
             break
         print(f"round {rounds} of at most {most_rounds}", file=sys.stderr)
     return samples, rounds
