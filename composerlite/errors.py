@@ -6,6 +6,8 @@
     ├── ConfigError (ValueError)               the user asked for something that cannot be done; raised before training
     │   └── UnknownArgumentError (TypeError)   an argument, key or name that does not exist; lists those that do
     ├── TrainingError (RuntimeError)           the training loop cannot go on
+    ├── ObjectStoreError (RuntimeError)        an object store failed: names the object, the operation and the cause
+    │   └── ObjectStoreTransientError          the same operation may succeed when it is tried again
     └── CheckpointError (RuntimeError)
         ├── CheckpointNotFoundError (FileNotFoundError)   there is no checkpoint under that name
         ├── CheckpointExistsError (FileExistsError)       saving would overwrite a checkpoint
@@ -14,7 +16,8 @@
         ├── UntrustedCheckpointError                      it contains a type that may run code
         └── SaveError                                     a checkpoint could not be written
 
-Errors of the operating system (no space, no permission) keep their own type, with the path in the message.
+Errors of the operating system (no space, no permission) keep their own type, with the path in the message. Object
+stores use those types too: ``FileNotFoundError``, ``FileExistsError`` and ``PermissionError``.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ __all__ = [
     "ConfigError",
     "CorruptCheckpointError",
     "IncompatibleCheckpointError",
+    "ObjectStoreError",
+    "ObjectStoreTransientError",
     "SaveError",
     "TrainingError",
     "UnknownArgumentError",
@@ -59,6 +64,14 @@ class UnknownArgumentError(ConfigError, TypeError):
 
 class TrainingError(ComposerliteError, RuntimeError):
     """The training loop cannot go on."""
+
+
+class ObjectStoreError(ComposerliteError, RuntimeError):
+    """An object store failed. The message names the object, the operation and the cause."""
+
+
+class ObjectStoreTransientError(ObjectStoreError):
+    """An object store failed in a way that may pass: too many requests, a lost connection, a time out."""
 
 
 class CheckpointError(ComposerliteError, RuntimeError):

@@ -14,6 +14,14 @@ import torch
 
 from composerlite.core import seed_all
 
+# Real services on loopback, started for the tests that name them.
+pytest_plugins = [
+    "storage.servers.gcs",
+    "storage.servers.oci",
+    "storage.servers.seaweedfs",
+    "storage.servers.sftp",
+]
+
 # The same examples in every run, and no deadline: the machine may be busy.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("repeatable")

@@ -25,7 +25,7 @@ PUBLIC = {
     "composerlite.callbacks": """CheckpointSaver LoadCheckpoint EarlyStopper SpeedMonitor LRMonitor MemoryMonitor
         NaNMonitor OptimizerMonitor RuntimeEstimator""",
     "composerlite.loggers": """Logger LoggerDestination ProgressBarLogger ConsoleLogger FileLogger InMemoryLogger
-        TensorboardLogger""",
+        TensorboardLogger RemoteUploaderDownloader""",
     "composerlite.models": "ComposerModel ComposerClassifier",
     "composerlite.optim": """DecoupledSGDW DecoupledAdamW ComposerScheduler StepScheduler MultiStepScheduler
         ConstantScheduler LinearScheduler ExponentialScheduler CosineAnnealingScheduler
@@ -35,7 +35,11 @@ PUBLIC = {
     "composerlite.algorithms": "GradientClipping EMA LabelSmoothing BlurPool SWA NoOpModel",
     "composerlite.utils": """save_checkpoint load_checkpoint get_save_filename safe_torch_load PartialFilePath
         glob_filter format_name_with_dist format_name_with_dist_and_time create_interval_scheduler dist
-        reproducibility download_checkpoint get_file is_tar get_compressor is_compressed_pt KNOWN_COMPRESSORS""",
+        reproducibility download_checkpoint get_file is_tar get_compressor is_compressed_pt KNOWN_COMPRESSORS
+        parse_uri maybe_create_object_store_from_uri ObjectStore ObjectStoreTransientError S3ObjectStore GCSObjectStore
+        OCIObjectStore LibcloudObjectStore SFTPObjectStore retry""",
+    "composerlite.utils.object_store": """ObjectStore ObjectStoreTransientError S3ObjectStore GCSObjectStore
+        OCIObjectStore LibcloudObjectStore SFTPObjectStore""",
     "composerlite.utils.checkpoint": "save_checkpoint load_checkpoint safe_torch_load download_checkpoint",
 }
 """The documented import paths: scripts written for Composer use them under the name of its package."""

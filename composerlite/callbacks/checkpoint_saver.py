@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -14,12 +15,15 @@ from typing import Any, final
 
 from composerlite.callbacks.load_checkpoint import LoadCheckpoint
 from composerlite.checkpoint import (
+    Bucket,
     Catalog,
     IgnoreKeys,
     Manifest,
     PartialFilePath,
     PendingSave,
     Pipeline,
+    Publisher,
+    RemoteSaving,
     SaveReport,
     check_ignore_keys,
     check_template,
@@ -43,13 +47,15 @@ from composerlite.core import (
     check_metric_exists,
     create_interval_scheduler,
 )
-from composerlite.errors import CheckpointError, ConfigError, checked_arguments
+from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError, checked_arguments
 from composerlite.storage import make_folder
 
 __all__ = ["CheckpointSaver"]
 
 log = logging.getLogger(__name__)
 _REPORTS = 100
+_FAILURES = (OSError, CheckpointError, ObjectStoreError, ExceptionGroup)
+"""What makes a save fail and is not our own error."""
 
 
 @final
@@ -63,14 +69,19 @@ class CheckpointSaver(Callback):
     Several savers may run side by side, in one folder if their names differ.
 
     Args:
-        folder: a local folder; ``{run_name}`` and the variables of ranks are filled in.
+        folder: a local folder, or a URI such as ``'s3://bucket/{run_name}'``; ``{run_name}`` and the variables of
+            ranks are filled in. With a URI each checkpoint is saved to a local folder and published behind training.
         filename: the name of each checkpoint, with any of the format variables ``{run_name} {rank} {local_rank}
             {world_size} {local_world_size} {node_rank} {epoch} {batch} {batch_in_epoch} {sample} {sample_in_epoch}
             {token} {token_in_epoch} {total_wct} {epoch_wct} {batch_wct}``; may name subfolders.
+        remote_file_name: the name of each checkpoint in a bucket, with format variables: in those of the loggers that
+            upload, and in that of ``folder``, where it is ``filename`` below the URI's path if nothing is given.
         latest_filename: a symbolic link to the newest checkpoint; ``None`` for none.
+        latest_remote_file_name: the same in a bucket, as an object with ``.symlink`` after its name.
         save_interval: a number of epochs, a time string, or a function ``(state, event) -> bool``.
         overwrite: replace files that are there already; otherwise training does not start where it would have to.
-        num_checkpoints_to_keep: -1 for all, or how many of the newest stay. Those saved before a resume count.
+        num_checkpoints_to_keep: -1 for all, or how many of the newest stay. Those saved before a resume count. 0 for
+            none once they are in a bucket.
         weights_only: save the model alone.
         ignore_keys: globs over ``state/model/…`` paths, or a function of the dict, of what is not saved.
         asynchronous: write behind training; else each save keeps training until it is durable.
@@ -83,6 +94,10 @@ class CheckpointSaver(Callback):
         ephemeral_interval: save at these times too, and delete such a checkpoint as soon as there is a newer one.
         keep_every: the first checkpoint at or after each multiple of this interval stays for ever.
         best_k: the best so many by ``best_metric`` stay, ``best_mode`` being ``'max'`` or ``'min'``.
+        staging_folder: the local folder where ``folder`` is a URI; the path in the URI by default.
+        num_concurrent_uploads: checkpoints that are uploaded at the same time; each goes in several parts besides.
+        upload_timeout_in_seconds: how long to wait for uploads, at the end of training and where too many wait.
+        num_remote_checkpoints_to_keep: -1 for all, or how many of the newest stay in the bucket.
 
     Raises:
         ConfigError: a name, interval or number that cannot be used, at construction.
@@ -94,7 +109,9 @@ class CheckpointSaver(Callback):
         self,
         folder: str | Path = "{run_name}/checkpoints",
         filename: str | Path = "ep{epoch}-ba{batch}-rank{rank}.pt",
+        remote_file_name: str | Path | None = None,
         latest_filename: str | Path | None = "latest-rank{rank}.pt",
+        latest_remote_file_name: str | Path | None = None,
         save_interval: TimeInput | SchedulePredicate = "1ep",
         *,
         overwrite: bool = False,
@@ -110,14 +127,29 @@ class CheckpointSaver(Callback):
         best_k: int | None = None,
         best_metric: str | None = None,
         best_mode: str = "max",
+        staging_folder: str | Path | None = None,
+        num_concurrent_uploads: int = 1,
+        upload_timeout_in_seconds: float = 3600,
+        num_remote_checkpoints_to_keep: int = -1,
     ) -> None:
-        folder, filename = str(folder), str(filename)
-        if "://" in folder:
-            raise ConfigError(f"folder={folder!r}: checkpoints are saved to local folders; object stores come later.")
-        check_template(folder, argument="save_folder", allow_time=False)
+        filename = str(filename)
+        check_template(str(folder), argument="save_folder", allow_time=False)
+        self._remote = RemoteSaving(
+            folder=str(folder),
+            filename=filename,
+            remote_file_name=remote_file_name,
+            latest_filename=latest_filename,
+            latest_remote_file_name=latest_remote_file_name,
+            staging_folder=staging_folder,
+            num_concurrent_uploads=_whole(num_concurrent_uploads, argument="num_concurrent_uploads", least=1),
+            timeout=float(upload_timeout_in_seconds),
+            num_to_keep=num_remote_checkpoints_to_keep,
+        )
+        folder = self._remote.local_folder
+        self._keeps_none = num_checkpoints_to_keep == 0
         self.filename = PartialFilePath(check_template(filename, argument="save_filename"), folder)
         self.latest_filename: PartialFilePath | None = None
-        if latest_filename is not None:
+        if latest_filename is not None and not self._keeps_none:
             name = check_template(str(latest_filename), argument="save_latest_filename")
             self.latest_filename = PartialFilePath(name, folder)
         self.save_interval = _interval(save_interval, argument="save_interval", allow_auto=True)
@@ -146,14 +178,15 @@ class CheckpointSaver(Callback):
         self._pipeline = Pipeline(
             None if staging_bytes is None else _whole(staging_bytes, argument="save_staging_bytes", least=0)
         )
+        self._gone: deque[str] = deque()
         self._retention = retention_policy(
-            num_checkpoints_to_keep,
+            -1 if self._keeps_none else num_checkpoints_to_keep,
             keep_every=None if keep_every is None else _time(keep_every, argument="save_keep_every"),
             best_k=best_k,
             best_metric=best_metric,
             best_mode=best_mode,
         )
-        rules = keep_every is not None or best_k is not None or num_checkpoints_to_keep != -1
+        rules = keep_every is not None or best_k is not None or num_checkpoints_to_keep not in (-1, 0)
         self._deletes = rules or ephemeral_interval is not None
 
     # ── when ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -161,7 +194,8 @@ class CheckpointSaver(Callback):
         """Fill in the folder's name, make the folder, and finish or remove what a killed run left in it.
 
         Raises:
-            ConfigError: the folder cannot be made or written to.
+            ConfigError: the folder cannot be made or written to, or there is nowhere to keep checkpoints.
+            PermissionError: the bucket cannot be written to. FileNotFoundError: there is no such bucket.
         """
         self.folder = format_name_with_dist(self._folder_template, state.run_name)
         folder = Path(self.folder)
@@ -172,6 +206,12 @@ class CheckpointSaver(Callback):
         except OSError as e:
             raise ConfigError(f"save_folder={self.folder!r} cannot be written to: {e}. Choose another folder.") from e
         self.catalog.recover()
+        self._remote.open(state, logger)
+        if self._keeps_none and not self._remote.publishers:
+            raise ConfigError(
+                "num_checkpoints_to_keep=0 keeps none in the folder, and there is no bucket to keep them in: give "
+                "save_folder a URI, or the Trainer a RemoteUploaderDownloader, or keep 1 or more."
+            )
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Know the checkpoints of this run that are behind it."""
@@ -180,6 +220,10 @@ class CheckpointSaver(Callback):
         self._deletes |= any(manifest.ephemeral for manifest in manifests)
         if manifests and self.latest_filename is not None:
             self._catch_up(manifests[-1], state)
+        if manifests:
+            for publisher in self._remote.publishers:
+                if publisher.is_behind(manifests[-1]):  # a kill came between its commit and the end of its upload
+                    self._publish(publisher, state, manifests[-1])
 
     def _catch_up(self, newest: Manifest, state: State) -> None:
         """Point ``latest`` to ``newest`` if a kill came between its commit and that."""
@@ -202,6 +246,14 @@ class CheckpointSaver(Callback):
                 timestamp=state.timestamp,
                 folder=self.folder,
             )
+            for publisher in self._remote.publishers:
+                ensure_no_conflict(
+                    publisher.remote.names(),
+                    publisher.template,
+                    run_name=state.run_name,
+                    timestamp=state.timestamp,
+                    folder=publisher.remote.uri(),
+                )
         if self.best_metric is not None:
             check_metric_exists(self.best_metric, state, argument="save_best_metric")
         now = int(state.timestamp.batch)
@@ -212,6 +264,7 @@ class CheckpointSaver(Callback):
         """See how the save in flight went; save if an interval says so."""
         if self._pending is not None and self._pending.done:
             self._collect(logger)
+        self._note_uploads(logger)
         self._save_if_due(state, logger, Event.BATCH_CHECKPOINT)
         if self.asynchronous and not self._prepared:  # after the first step: optimizers have their state now
             self._prepared = True
@@ -234,23 +287,25 @@ class CheckpointSaver(Callback):
         self._save_if_due(state, logger, Event.ITERATION_CHECKPOINT)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Wait for the save in flight.
+        """Wait for the save in flight, and until all checkpoints are published.
 
         Raises:
-            Exception: what made it fail.
+            Exception: what made one fail.
         """
         self._collect(logger)
+        self._remote.wait()
+        self._note_uploads(logger)
 
     def close(self, state: State, logger: Logger) -> None:
-        """Wait for the save in flight, whatever ended training.
+        """Wait for the save in flight and for all uploads, whatever ended training.
 
         Raises:
-            Exception: what made it fail.
+            Exception: what made one fail.
         """
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._remote.close)
+            stack.callback(self._pipeline.close)
             self._collect(logger)
-        finally:
-            self._pipeline.close()
 
     def _save_if_due(self, state: State, logger: Logger, event: Event) -> None:
         due = self.save_interval(state, event)
@@ -298,9 +353,10 @@ class CheckpointSaver(Callback):
                 lazy=self._may_copy_late(state),
                 ephemeral=ephemeral,
                 metrics=metrics,
+                publish=functools.partial(self._publish_all, state) if self._remote.publishers else None,
                 give_up=functools.partial(self._given_up, state.run_name, _moment(state)) if self._deletes else None,
             )
-        except (OSError, CheckpointError) as e:
+        except _FAILURES as e:
             self._failed(e, logger)
             return None
         self._pending = pending
@@ -327,7 +383,7 @@ class CheckpointSaver(Callback):
         """Take note of how a save went that has ended."""
         try:
             report = pending.wait()
-        except (OSError, CheckpointError) as e:
+        except _FAILURES as e:
             self._failed(e, logger)
             return
         self._failures = 0
@@ -345,6 +401,42 @@ class CheckpointSaver(Callback):
         if logger is not None:
             metrics = {f"checkpoint/{name}_seconds": seconds for name, seconds in report.seconds.items()}
             logger.log_metrics({**metrics, "checkpoint/bytes": report.size_bytes, "checkpoint/batch": report.batch})
+
+    # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────
+    def _publish_all(self, state: State, manifest: Manifest) -> None:
+        """Hand a checkpoint that was committed to all uploaders; called behind training."""
+        for publisher in self._remote.publishers:
+            self._publish(publisher, state, manifest)
+
+    def _publish(self, publisher: Publisher, state: State, manifest: Manifest) -> None:
+        own = self._path(manifest.name) in self.saved_checkpoints
+        publisher.publish(
+            manifest,
+            self.catalog,
+            state.run_name,
+            overwrite=self.overwrite or own,
+            afterwards=functools.partial(self._delete_local, manifest) if self._keeps_none else None,
+        )
+
+    def _delete_local(self, manifest: Manifest) -> None:
+        """Called when a checkpoint is published of which nothing is to stay here."""
+        self.catalog.delete(manifest)
+        self._gone.append(self._path(manifest.name))
+
+    def _note_uploads(self, logger: Logger | None) -> None:
+        """Take note of how uploads went.
+
+        Raises:
+            Exception: what made one fail, unless that is tolerated.
+        """
+        while self._gone:
+            gone = self._gone.popleft()
+            if gone in self.saved_checkpoints:
+                self.saved_checkpoints.remove(gone)
+        try:
+            self._remote.raise_failures()
+        except _FAILURES as e:
+            self._failed(e, logger)
 
     def _failed(self, error: Exception, logger: Logger | None) -> None:
         self._failures += 1
@@ -391,6 +483,11 @@ class CheckpointSaver(Callback):
     def catalog(self) -> Catalog:
         """The folder's checkpoints."""
         return Catalog(self.folder)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Where else they are."""
+        return [Bucket(publisher.remote, publisher.link, self.catalog) for publisher in self._remote.publishers]
 
     def _manifests(self, run_name: str, moment: tuple[int, int]) -> list[Manifest]:
         """The checkpoints that this saver wrote, in this process or before a resume.

@@ -14,12 +14,15 @@ from composerlite.checkpoint.naming import (
     get_save_filename,
 )
 from composerlite.checkpoint.pipeline import PendingSave, Pipeline, save, save_checkpoint
+from composerlite.checkpoint.publishing import Publisher, RemoteSaving
 from composerlite.checkpoint.reading import safe_torch_load
-from composerlite.checkpoint.resume import newest_good
+from composerlite.checkpoint.remote import RemoteCatalog
+from composerlite.checkpoint.resume import Bucket, newest_good
 from composerlite.checkpoint.retention import RetentionPolicy, deletions, retention_policy
 from composerlite.checkpoint.save_job import SaveReport
 
 __all__ = [
+    "Bucket",
     "Catalog",
     "FileRecord",
     "IgnoreKeys",
@@ -27,6 +30,9 @@ __all__ = [
     "PartialFilePath",
     "PendingSave",
     "Pipeline",
+    "Publisher",
+    "RemoteCatalog",
+    "RemoteSaving",
     "RetentionPolicy",
     "SaveReport",
     "TrainingState",

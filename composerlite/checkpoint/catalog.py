@@ -15,6 +15,7 @@ from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 from composerlite.storage import (
     StagedFile,
     abandoned_temporaries,
+    atomic_write,
     fsync_folder,
     make_folder,
     replace_symlink,
@@ -140,6 +141,17 @@ class Catalog:
             intention.leave_behind()  # if the disk fails from here on, the next start completes what can be completed
             data.publish()
             intention.publish()
+
+    def vacate(self, name: str) -> Path:
+        """The path for data of the checkpoint ``name`` that come from elsewhere; there is none of that name now."""
+        path = self.reserve(name, overwrite=True)
+        self._remove_manifest(name)
+        return path
+
+    def adopt(self, manifest: Manifest) -> None:
+        """Make a checkpoint exist whose data are in the folder already, durable and whole, after :meth:`vacate`."""
+        with atomic_write(self._manifest_path(manifest.name)) as file:
+            file.write(manifest.to_json())
 
     def point_latest(self, link: str, name: str) -> None:
         """Make the symbolic link ``link`` point to the checkpoint ``name``. There is always one or the other."""

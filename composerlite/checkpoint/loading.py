@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, check_ignore_keys, without
+from composerlite.checkpoint.download import fetched
 from composerlite.checkpoint.formats.torch_reader import MapLocation, TorchFile
 from composerlite.checkpoint.in_place import placed
 from composerlite.checkpoint.naming import format_name_with_dist
-from composerlite.checkpoint.reading import Progress, opened, readable
+from composerlite.checkpoint.progress import Progress
+from composerlite.checkpoint.reading import opened, readable
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from composerlite.storage import ObjectStore
 from composerlite.types import StateDict
 
 __all__ = ["load_checkpoint", "read_checkpoint"]
@@ -59,6 +62,7 @@ def load_checkpoint(
     path: str | Path,
     state: TrainingState,
     logger: object = None,
+    object_store: ObjectStore | None = None,
     *,
     load_weights_only: bool = False,
     strict_model_weights: bool = True,
@@ -76,12 +80,14 @@ def load_checkpoint(
     ``state`` unusable, and the error says so. Autoresume verifies a file first.
 
     Args:
-        path: a file; format variables of ranks (``{run_name}``, ``{rank}``) are filled in, links are followed.
+        path: a file, a URI, or a name in ``object_store``; format variables of ranks (``{run_name}``, ``{rank}``) are
+            filled in, links are followed. What is elsewhere is downloaded first.
         state: what to restore.
         logger: not used; accepted because Composer's function has it.
+        object_store: the store that ``path`` is a name in.
         load_weights_only: restore the model alone.
         strict_model_weights: parameter names must agree exactly; shapes must agree in any case.
-        progress_bar: show one on a terminal while a large file is read.
+        progress_bar: show one on a terminal while a large file is downloaded or read.
         ignore_keys: leave these keys as they are in ``state``; the bytes of their tensors are not read.
         exclude_algorithms: names of algorithms whose state is not restored and which are not rebuilt.
         trust_checkpoint: load any type, **running whatever code the file holds**.
@@ -92,11 +98,36 @@ def load_checkpoint(
     Raises:
         CheckpointError: see :func:`read_checkpoint`; or the checkpoint does not fit, with all that differs.
     """
-    path = Path(format_name_with_dist(str(path), state.run_name))
+    name = format_name_with_dist(str(path), state.run_name)
     ignore_keys = check_ignore_keys(ignore_keys, argument="load_ignore_keys")
-    exclude = list(exclude_algorithms or ())
-    source = f"checkpoint {str(path)!r}"
-    with opened(path, trust=trust_checkpoint, progress_bar=progress_bar) as (file, progress):
+    with fetched(name, object_store, progress_bar=progress_bar) as file:
+        return _load(
+            file,
+            state,
+            load_weights_only=load_weights_only,
+            strict=strict_model_weights,
+            progress_bar=progress_bar,
+            ignore_keys=ignore_keys,
+            exclude_algorithms=list(exclude_algorithms or ()),
+            trust=trust_checkpoint,
+            source=f"checkpoint {name!r}",
+        )
+
+
+def _load(
+    path: Path,
+    state: TrainingState,
+    *,
+    load_weights_only: bool,
+    strict: bool,
+    progress_bar: bool,
+    ignore_keys: IgnoreKeys,
+    exclude_algorithms: Sequence[str],
+    trust: bool,
+    source: str,
+) -> list[dict[str, Any]] | None:
+    """Load a file of this machine."""
+    with opened(path, trust=trust, progress_bar=progress_bar) as (file, progress):
         _check_kind(file.contents, path)
         weights_only = load_weights_only or set(file.contents["state"]) <= _WEIGHTS_ONLY
         file.contents = without(file.contents, ignore_keys)
@@ -110,20 +141,18 @@ def load_checkpoint(
         live = state.places_for(
             file.contents["state"],
             weights_only=weights_only,
-            strict=strict_model_weights,
-            exclude_algorithms=exclude,
+            strict=strict,
+            exclude_algorithms=exclude_algorithms,
             source=source,
         )
         _read_in_place(file, {"state": live}, progress, path)
         contents = file.contents
     if weights_only:
-        state.load_model_state(
-            contents["state"], strict=strict_model_weights, exclude_algorithms=exclude, source=source
-        )
-        log.info("loaded the weights of %s", path)
+        state.load_model_state(contents["state"], strict=strict, exclude_algorithms=exclude_algorithms, source=source)
+        log.info("loaded the weights of %s", source)
         return None
-    state.load_state_dict(contents["state"], strict=strict_model_weights, exclude_algorithms=exclude, source=source)
-    log.info("loaded %s", path)
+    state.load_state_dict(contents["state"], strict=strict, exclude_algorithms=exclude_algorithms, source=source)
+    log.info("loaded %s", source)
     return contents["rng"]
 
 

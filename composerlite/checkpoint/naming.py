@@ -24,6 +24,7 @@ __all__ = [
     "format_name_with_dist",
     "format_name_with_dist_and_time",
     "get_save_filename",
+    "variables_in",
 ]
 
 DIST_VARIABLES = ("run_name", "rank", "local_rank", "world_size", "local_world_size", "node_rank")
@@ -51,7 +52,8 @@ class NamedState(Protocol):
     def timestamp(self) -> TimestampLike: ...
 
 
-def _variables_in(template: str, source: str) -> list[str]:
+def variables_in(template: str, source: str) -> list[str]:
+    """The format variables of ``template``; ``source`` names it in the error of one that cannot be read."""
     try:
         return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as e:
@@ -68,7 +70,7 @@ def check_template(template: str, *, argument: str, allow_time: bool = True) -> 
     """
     source = f"{argument}={template!r}"
     known = (*DIST_VARIABLES, *(TIME_VARIABLES if allow_time else ()))
-    for name in _variables_in(template, source):
+    for name in variables_in(template, source):
         if name not in known:
             raise ConfigError(f"{source}: {{{name}}} is not a variable.{did_you_mean(name, known)}")
     try:
@@ -125,7 +127,7 @@ def _seconds(clock: timedelta | float) -> float:
 
 
 def _fill(template: str, values: Mapping[str, Any]) -> str:
-    for name in _variables_in(template, f"name {template!r}"):
+    for name in variables_in(template, f"name {template!r}"):
         if name not in values:
             raise ConfigError(f"name {template!r}: {{{name}}} is not a variable.{did_you_mean(name, values)}")
     return template.format(**values)

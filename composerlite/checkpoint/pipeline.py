@@ -130,6 +130,7 @@ class Pipeline:
         lazy: bool = False,
         ephemeral: bool = False,
         metrics: Mapping[str, float] | None = None,
+        publish: Callable[[Manifest], object] | None = None,
         give_up: Callable[[], Sequence[Manifest]] | None = None,
     ) -> PendingSave:
         """Save a checkpoint of ``state``; training may go on when this returns.
@@ -150,7 +151,8 @@ class Pipeline:
                 Nothing but optimizers may change them in between.
             ephemeral: it is given up as soon as a newer one is committed.
             metrics: metric values to keep with it, by name.
-            give_up: called after the commit, perhaps on another thread: which checkpoints to delete.
+            publish: called with the manifest after the commit, perhaps on another thread.
+            give_up: called after that: which checkpoints to delete.
 
         Raises:
             CheckpointExistsError: there is one of that name and ``overwrite`` is false.
@@ -188,6 +190,7 @@ class Pipeline:
             waiting_seconds=waiting,
             ring_bytes=self._staging.ring_bytes,
             latest=None if latest is None else format_name_with_dist_and_time(latest, state.run_name, state.timestamp),
+            publish=publish,
             give_up=give_up,
             blocking=not asynchronous,
         )

@@ -7,7 +7,6 @@ import functools
 import importlib
 import logging
 import os
-import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import IO, Any, cast
@@ -16,6 +15,7 @@ from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.formats import is_packed, unpacked
 from composerlite.checkpoint.formats.torch_reader import ByteSource, FileSource, MapLocation, TorchFile
 from composerlite.checkpoint.manifest import Manifest
+from composerlite.checkpoint.progress import Progress, progress_of
 from composerlite.checkpoint.trusted import RefusedError
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, UntrustedCheckpointError
 from composerlite.storage import FileDigest, ParallelReader
@@ -24,8 +24,6 @@ __all__ = ["opened", "readable", "safe_torch_load"]
 
 log = logging.getLogger(__name__)
 _VALIDATION = "CHECKPOINT_VALIDATION_FUNCTION"
-_LARGE_BYTES = 1 << 28
-Progress = Callable[[int], object]
 
 
 @contextlib.contextmanager
@@ -50,7 +48,7 @@ def opened(
     _validate(path)
     catalog, name = _home(path)
     manifest = catalog.manifest_of(name)
-    with _progress(f"reading {path.name}", path.stat().st_size, progress_bar) as progress, readable(path):
+    with progress_of(f"reading {path.name}", path.stat().st_size, progress_bar) as progress, readable(path):
         if is_packed(path):
             _check_whole(catalog, manifest, path)
             size_bytes = manifest.unpacked_bytes if manifest is not None and manifest.unpacked_bytes else None
@@ -161,19 +159,6 @@ def _what_is_there(path: Path) -> str:
         return f" The folder {str(folder)!r} holds no checkpoint."
     kind = "is a folder that holds" if path.is_dir() else "does not exist; the folder holds"
     return f" {str(path)!r} {kind}: {', '.join(names[-8:])}. Give one of these files."
-
-
-@contextlib.contextmanager
-def _progress(what: str, total_bytes: int, wanted: bool) -> Generator[Progress]:
-    if not wanted or total_bytes < _LARGE_BYTES or not sys.stderr.isatty():
-        yield int
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total_bytes)
-        yield lambda done: bar.advance(task, done)
 
 
 def safe_torch_load(path: str | Path, map_location: MapLocation = "cpu", *, trust_checkpoint: bool = False) -> Any:

@@ -61,7 +61,8 @@ class SaveJob:
         snapshot: the copy.
         ring_bytes: memory to write with where there is no snapshot.
         latest: name of the link to point to it.
-        give_up: which checkpoints to delete after the commit.
+        publish: is given the manifest after the commit, before anything is given up.
+        give_up: which checkpoints to delete after that.
         started: when the save was called for. waiting_seconds: how long it waited for the one before it.
         stall_seconds: how long it has kept training besides the snapshot. blocking: training waits until the end.
     """
@@ -77,6 +78,7 @@ class SaveJob:
     snapshot: Snapshot | None = None
     ring_bytes: int = 32 << 20
     latest: str | None = None
+    publish: Callable[[Manifest], object] | None = None
     give_up: Callable[[], Sequence[Manifest]] | None = None
     stall_seconds: float = 0.0
     blocking: bool = False
@@ -135,6 +137,8 @@ class SaveJob:
         if self.blocking:
             seconds["stall"] = seconds["total"]
         log.info("saved checkpoint %s (%.1f MB in %.2f s)", self.path, digest.size_bytes / 1e6, seconds["total"])
+        if self.publish is not None:
+            self.publish(manifest)
         deleted: list[str] = []
         for old in self.give_up() if self.give_up is not None else ():
             self.catalog.delete(old)

@@ -58,6 +58,7 @@ class TrainerArguments:
     trust_checkpoint: bool = False
     save_folder: str | None = None
     save_filename: str = "ep{epoch}-ba{batch}-rank{rank}.pt"
+    save_remote_file_name: str | None = None
     save_latest_filename: str | None = "latest-rank{rank}.pt"
     save_overwrite: bool = False
     save_interval: int | str = "1ep"
@@ -74,6 +75,8 @@ class TrainerArguments:
     save_best_k: int | None = None
     save_best_metric: str | None = None
     save_best_mode: str = "max"
+    save_staging_folder: str | None = None
+    save_num_remote_checkpoints_to_keep: int = -1
     autoresume: bool = False
     device: str | None = None
     precision: str | None = None

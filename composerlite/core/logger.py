@@ -10,6 +10,7 @@ from composerlite.core.callback import Callback
 
 if TYPE_CHECKING:
     from composerlite.core.state import State
+    from composerlite.storage import Uploader
 
 __all__ = ["Logger", "LoggerDestination"]
 
@@ -45,6 +46,16 @@ class LoggerDestination(Callback):
     def can_upload_files(self) -> bool:
         """Whether :meth:`upload_file` does anything."""
         return False
+
+    @property
+    def uploader(self) -> Uploader | None:
+        """Uploads to an object store, if this is one: savers publish their checkpoints with it, in their own order."""
+        return None
+
+    @property
+    def checkpoint_prefix(self) -> str:
+        """What stands before the names of checkpoints in that store."""
+        return ""
 
 
 class Logger:

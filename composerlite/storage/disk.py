@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import IO, final
@@ -14,6 +16,7 @@ from typing import IO, final
 import xxhash
 
 __all__ = [
+    "SecondName",
     "StagedFile",
     "abandoned_temporaries",
     "atomic_write",
@@ -104,6 +107,41 @@ class StagedFile:
         finally:
             with contextlib.suppress(OSError):  # what a full disk did not take is thrown away: no second error
                 self.file.close()
+
+
+@final
+class SecondName:
+    """Another name for a file, by which it is there until :meth:`remove`, whatever becomes of the first.
+
+    The name is that of a temporary, locked as long as this process lives: :func:`abandoned_temporaries` finds it after
+    a kill. Where the file system has no second names it is a copy.
+
+    Attributes:
+        path: the name, in the same folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        while True:
+            self.path = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
+            try:
+                os.link(path, self.path)
+            except FileExistsError:
+                continue
+            except OSError as e:
+                if e.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV):
+                    raise
+                shutil.copyfile(path, self.path)
+            self._file = self.path.open("rb")
+            with contextlib.suppress(OSError):  # a file system without locks: nobody sweeps there
+                fcntl.flock(self._file, fcntl.LOCK_SH)
+            if self.path.exists():
+                return
+            self._file.close()  # a sweep was faster than our lock: take another name
+
+    def remove(self) -> None:
+        """The file is there by its first name only, if it still has that; twice is fine."""
+        self.path.unlink(missing_ok=True)
+        self._file.close()
 
 
 @contextlib.contextmanager

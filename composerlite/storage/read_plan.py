@@ -55,16 +55,16 @@ def touched_chunks(targets: Sequence[Target], chunk_bytes: int, size_bytes: int)
     return [*units, *_units(first, end, chunk_bytes, size_bytes)]
 
 
-def runs(targets: Sequence[Target]) -> list[Unit]:
+def runs(targets: Sequence[Target], *, gap_bytes: int = _GAP_BYTES, unit_bytes: int = UNIT_BYTES) -> list[Unit]:
     """The parts that hold ``targets``, which are in order, with the small gaps between them, cut into units."""
     units: list[Unit] = []
     start = end = targets[0].offset
     for target in targets:
-        if target.offset > end + _GAP_BYTES:
-            units += cut(start, end, UNIT_BYTES)
+        if target.offset > end + gap_bytes:
+            units += cut(start, end, unit_bytes)
             start = target.offset
         end = target.offset + target.size
-    return [*units, *cut(start, end, UNIT_BYTES)]
+    return [*units, *cut(start, end, unit_bytes)]
 
 
 def cut(start: int, end: int, step: int) -> Iterator[Unit]:

@@ -37,9 +37,10 @@ from composerlite.core import (
     seed_all,
 )
 from composerlite.errors import ConfigError, checked_arguments
-from composerlite.loggers import ConsoleLogger, ProgressBarLogger
+from composerlite.loggers import ConsoleLogger, ProgressBarLogger, RemoteUploaderDownloader
 from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler
+from composerlite.storage import ObjectStore
 from composerlite.trainer import build, checks
 from composerlite.trainer.dataloading import DataPosition, position_in
 from composerlite.trainer.evaluate import EvaluationSchedule, evaluate, predict
@@ -89,13 +90,16 @@ class Trainer:
         progress_bar: show one; a line per epoch where the output is no terminal.
         log_to_console: print metrics at ``console_log_interval`` to ``console_stream``.
         log_traces: log which algorithms ran. auto_log_hparams: log the plain arguments of this constructor.
-        load_path: a checkpoint to load, here and now. load_weights_only: load the model alone.
+        load_path: a checkpoint to load, here and now: a path, a URI such as ``'s3://bucket/run/ep1-ba10-rank0.pt'``, or
+            a name in ``load_object_store``, a store or the logger that uploads to it.
+        load_weights_only: load the model alone.
         load_strict_model_weights: parameter names must agree exactly; shapes must in any case.
-        load_progress_bar: show one on a terminal while a large checkpoint is verified.
+        load_progress_bar: show one on a terminal while a large checkpoint is downloaded or read.
         load_ignore_keys: globs over ``state/…`` paths, or a function of the dict, of what is not loaded.
         load_exclude_algorithms: names of algorithms that are not restored.
         trust_checkpoint: load checkpoints with any type in them, **running whatever code they hold**.
-        save_folder: save checkpoints there; the other ``save_…`` arguments are those of :class:`CheckpointSaver`.
+        save_folder: save checkpoints there: a folder or, as a URI, a bucket. The other ``save_…`` arguments are those of
+            :class:`CheckpointSaver`.
         save_metrics: put the state of metrics into checkpoints, so that those of an epoch survive a resume within it.
         autoresume: go on from the newest good checkpoint of this ``run_name``, if there is one. Needs a ``run_name``.
         device: ``'cpu'``, ``'gpu'`` or ``'mps'``; the GPU by default if there is one.
@@ -140,6 +144,7 @@ class Trainer:
         log_traces: bool = False,
         auto_log_hparams: bool = False,
         load_path: str | Path | None = None,
+        load_object_store: ObjectStore | RemoteUploaderDownloader | None = None,
         load_weights_only: bool = False,
         load_strict_model_weights: bool = True,
         load_progress_bar: bool = True,
@@ -148,6 +153,7 @@ class Trainer:
         trust_checkpoint: bool = False,
         save_folder: str | Path | None = None,
         save_filename: str | Path = "ep{epoch}-ba{batch}-rank{rank}.pt",
+        save_remote_file_name: str | Path | None = None,
         save_latest_filename: str | Path | None = "latest-rank{rank}.pt",
         save_overwrite: bool = False,
         save_interval: TimeInput | SchedulePredicate = "1ep",
@@ -164,6 +170,8 @@ class Trainer:
         save_best_k: int | None = None,
         save_best_metric: str | None = None,
         save_best_mode: str = "max",
+        save_staging_folder: str | Path | None = None,
+        save_num_remote_checkpoints_to_keep: int = -1,
         autoresume: bool = False,
         device: str | torch.device | None = None,
         precision: str | Precision | None = None,
@@ -242,6 +250,7 @@ class Trainer:
             saver = CheckpointSaver(
                 folder=save_folder,
                 filename=save_filename,
+                remote_file_name=save_remote_file_name,
                 latest_filename=save_latest_filename,
                 save_interval=save_interval,
                 overwrite=save_overwrite,
@@ -257,6 +266,8 @@ class Trainer:
                 best_k=save_best_k,
                 best_metric=save_best_metric,
                 best_mode=save_best_mode,
+                staging_folder=save_staging_folder,
+                num_remote_checkpoints_to_keep=save_num_remote_checkpoints_to_keep,
             )
             user_callbacks.append(saver)  # last: it saves what the other callbacks have done
         self.state.callbacks = [*user_loggers, *user_callbacks]
@@ -284,9 +295,13 @@ class Trainer:
             self._resumed = resume_from is not None
             if resume_from is not None or load_path is not None:
                 self.state.load_path = str(resume_from or load_path)
+                name, store = self.state.load_path, None if self._resumed else load_object_store
+                if isinstance(store, RemoteUploaderDownloader):
+                    name, store = store.object_name(name), store.object_store
                 self._rng_states = load_checkpoint(
-                    self.state.load_path,
+                    name,
                     self.state,
+                    object_store=store,
                     load_weights_only=load_weights_only and not self._resumed,
                     strict_model_weights=load_strict_model_weights,
                     progress_bar=load_progress_bar,
@@ -566,7 +581,11 @@ class Trainer:
                 "autoresume=True needs checkpoints to resume from: pass save_folder, or a CheckpointSaver that saves "
                 "more than weights."
             )
-        found = newest_good([saver.catalog for saver in savers], self.state.run_name)
+        found = newest_good(
+            [saver.catalog for saver in savers],
+            self.state.run_name,
+            buckets=[bucket for saver in savers for bucket in saver.buckets],
+        )
         if found is None:
             log.info("autoresume: run %r has no checkpoint yet", self.state.run_name)
         return found

@@ -19,11 +19,25 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.download import download_checkpoint, get_file
     from composerlite.checkpoint.formats import KNOWN_COMPRESSORS, get_compressor, is_compressed_pt, is_tar
     from composerlite.core import create_interval_scheduler
-    from composerlite.utils import checkpoint, dist, reproducibility
+    from composerlite.errors import ObjectStoreTransientError
+    from composerlite.storage import ObjectStore, maybe_create_object_store_from_uri, parse_uri, retry
+    from composerlite.storage.gcs import GCSObjectStore
+    from composerlite.storage.libcloud import LibcloudObjectStore
+    from composerlite.storage.oci import OCIObjectStore
+    from composerlite.storage.s3 import S3ObjectStore
+    from composerlite.storage.sftp import SFTPObjectStore
+    from composerlite.utils import checkpoint, dist, object_store, reproducibility
 
 __all__ = [
     "KNOWN_COMPRESSORS",
+    "GCSObjectStore",
+    "LibcloudObjectStore",
+    "OCIObjectStore",
+    "ObjectStore",
+    "ObjectStoreTransientError",
     "PartialFilePath",
+    "S3ObjectStore",
+    "SFTPObjectStore",
     "checkpoint",
     "create_interval_scheduler",
     "dist",
@@ -37,14 +51,27 @@ __all__ = [
     "is_compressed_pt",
     "is_tar",
     "load_checkpoint",
+    "maybe_create_object_store_from_uri",
+    "object_store",
+    "parse_uri",
     "reproducibility",
+    "retry",
     "safe_torch_load",
     "save_checkpoint",
 ]
 
-_MODULES = ("checkpoint", "dist", "reproducibility")
+_MODULES = ("checkpoint", "dist", "object_store", "reproducibility")
 _HOMES = {
     "create_interval_scheduler": "composerlite.core",
+    "ObjectStoreTransientError": "composerlite.errors",
+    "S3ObjectStore": "composerlite.storage.s3",
+    "GCSObjectStore": "composerlite.storage.gcs",
+    "OCIObjectStore": "composerlite.storage.oci",
+    "LibcloudObjectStore": "composerlite.storage.libcloud",
+    "SFTPObjectStore": "composerlite.storage.sftp",
+    **dict.fromkeys(
+        ("ObjectStore", "maybe_create_object_store_from_uri", "parse_uri", "retry"), "composerlite.storage"
+    ),
     **dict.fromkeys(("download_checkpoint", "get_file"), "composerlite.checkpoint.download"),
     **dict.fromkeys(
         ("KNOWN_COMPRESSORS", "get_compressor", "is_compressed_pt", "is_tar"), "composerlite.checkpoint.formats"

@@ -25,6 +25,7 @@ OBJECTS = {
     "algorithm_passes",  # functions: from Python only
     "callbacks",
     "loggers",
+    "load_object_store",  # an object: a URI as load_path says the same
 }
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
 

@@ -1,0 +1,190 @@
+"""RemoteUploaderDownloader: keeps the files of a run in an object store."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+from composerlite.checkpoint import format_name_with_dist
+from composerlite.core import Logger, LoggerDestination, State
+from composerlite.errors import ConfigError, checked_arguments
+from composerlite.storage import ObjectStore, RetryPolicy, Transfer, Uploader, check_name, open_store, parse_uri
+
+__all__ = ["RemoteUploaderDownloader"]
+
+log = logging.getLogger(__name__)
+_NAME = "{remote_file_name}"
+
+
+@final
+class RemoteUploaderDownloader(LoggerDestination):
+    """Uploads files in the background: what ``Logger.upload_file`` is given, and the checkpoints of every saver.
+
+    A file may change or go as soon as ``upload_file`` returns. Of one name the newest content wins, and an older one
+    never replaces it. What fails is raised in training at the next batch; ``close`` waits for the rest and raises what
+    did not arrive. Uploads run in threads of this process, which leave the interpreter to training while they wait.
+
+    Args:
+        bucket_uri: the bucket, and a folder in it if you like: ``'s3://bucket'``, ``'gs://bucket/runs'``,
+            ``'libcloud://container'``.
+        backend_kwargs: arguments of the store's class, such as ``{'provider': 's3', 'key_environ': 'KEY', …}``.
+        file_path_format_string: the name of each object, with ``{remote_file_name}``, ``{run_name}`` and the variables
+            of ranks. With checkpoints it has to end with ``{remote_file_name}``.
+        num_concurrent_uploads: files at the same time; each large one is sent in parts at the same time besides.
+        upload_staging_folder: where files wait that are to be uploaded; a temporary folder by default.
+        use_procs: accepted for scripts of Composer; no processes are started.
+        num_attempts: how often a request is made that fails in a way that may pass.
+
+    Attributes:
+        object_store: the store, from ``INIT`` on.
+        uploader: uploads to it, from ``INIT`` on.
+
+    Raises:
+        ConfigError: an argument is wrong, or the store's library is not installed.
+        PermissionError: at ``INIT``, if the bucket cannot be written to. FileNotFoundError: there is no such bucket.
+    """
+
+    @checked_arguments
+    def __init__(
+        self,
+        bucket_uri: str,
+        backend_kwargs: Mapping[str, Any] | None = None,
+        file_path_format_string: str = _NAME,
+        num_concurrent_uploads: int = 1,
+        upload_staging_folder: str | Path | None = None,
+        use_procs: bool = True,
+        num_attempts: int = 3,
+    ) -> None:
+        scheme, bucket, folder = parse_uri(bucket_uri)
+        if not scheme:
+            raise ConfigError(f"bucket_uri={bucket_uri!r}: want a bucket, as in 's3://bucket'.")
+        for name, value in (("num_concurrent_uploads", num_concurrent_uploads), ("num_attempts", num_attempts)):
+            if value < 1:
+                raise ConfigError(f"{name}={value!r}: want 1 or more.")
+        if _NAME not in file_path_format_string:
+            raise ConfigError(
+                f"file_path_format_string={file_path_format_string!r}: want {_NAME} in it, or all files have one name."
+            )
+        self.bucket_uri = bucket_uri
+        self.file_path_format_string = f"{folder.strip('/')}/{file_path_format_string}".lstrip("/")
+        self.object_store: ObjectStore = open_store(f"{scheme}://{bucket}", **dict(backend_kwargs or {}))
+        self._staging_folder = None if upload_staging_folder is None else str(upload_staging_folder)
+        self._staging: Path | None = None
+        self._retry = RetryPolicy(attempts=num_attempts)
+        self._uploader = Uploader(Transfer(self.object_store, retry=self._retry), num_concurrent=num_concurrent_uploads)
+        self._prefix = ""
+        self._run_name = ""
+        self._count = 0
+
+    @property
+    def uploader(self) -> Uploader:
+        """What uploads, for who has an order to keep."""
+        return self._uploader
+
+    @property
+    def checkpoint_prefix(self) -> str:
+        """What stands before the remote names of checkpoints.
+
+        Raises:
+            ConfigError: ``file_path_format_string`` puts something behind them.
+        """
+        if not self.file_path_format_string.endswith(_NAME):
+            raise ConfigError(
+                f"file_path_format_string={self.file_path_format_string!r}: with checkpoints it must end with {_NAME}: "
+                "what belongs to one is found by its name."
+            )
+        return format_name_with_dist(self.file_path_format_string.removesuffix(_NAME), self._run_name)
+
+    def can_upload_files(self) -> bool:
+        """Whether :meth:`upload_file` does anything: always."""
+        return True
+
+    def object_name(self, remote_file_name: str) -> str:
+        """The name that the object for ``remote_file_name`` gets."""
+        return check_name(
+            format_name_with_dist(self.file_path_format_string, self._run_name, remote_file_name=remote_file_name)
+        )
+
+    def init(self, state: State, logger: Logger) -> None:
+        """See that the bucket can be written to."""
+        self._run_name = state.run_name
+        name = self.object_name("file")
+        self._retry.run(
+            lambda: self.object_store.check_writable(name), f"checking that {self.bucket_uri} can be written to"
+        )
+
+    def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
+        """Upload the file ``file_path`` as ``remote_file_name``, in the background.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            Exception: what went wrong with an earlier upload.
+        """
+        self._uploader.raise_failures()
+        name = self.object_name(format_name_with_dist(remote_file_name, state.run_name))
+        staged = self._stage(file_path)
+
+        def upload(transfer: Transfer) -> None:
+            try:
+                if not overwrite and transfer.exists(name):
+                    raise FileExistsError(
+                        f"{self.object_store.get_uri(name)} exists: give another name, or overwrite=True."
+                    )
+                transfer.upload(name, staged)
+            finally:
+                staged.unlink(missing_ok=True)
+
+        self._uploader.submit(
+            name,
+            upload,
+            what=self.object_store.get_uri(name),
+            replaces=True,
+            dropped=lambda: staged.unlink(missing_ok=True),
+        )
+
+    def download_file(
+        self, remote_file_name: str, destination: str | Path, overwrite: bool = False, progress_bar: bool = True
+    ) -> None:
+        """Make the object for ``remote_file_name`` the file ``destination``.
+
+        Raises:
+            FileNotFoundError: there is no such object. FileExistsError: there is a file and ``overwrite`` is false.
+        """
+        self._uploader.transfer.download(self.object_name(remote_file_name), Path(destination), overwrite=overwrite)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Raise what went wrong with an upload."""
+        self._uploader.raise_failures()
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Raise what went wrong with an upload."""
+        self._uploader.raise_failures()
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Wait for all uploads.
+
+        Raises:
+            Exception: what did not arrive.
+        """
+        try:
+            self._uploader.close()
+        finally:
+            self.object_store.close()
+            if self._staging is not None:
+                shutil.rmtree(self._staging, ignore_errors=True)
+
+    def _stage(self, file: Path) -> Path:
+        """A copy of ``file`` that nobody else changes; a second name for it would follow what is written to it."""
+        if self._staging is None:
+            if self._staging_folder is not None:
+                Path(self._staging_folder).mkdir(parents=True, exist_ok=True)
+            self._staging = Path(tempfile.mkdtemp(prefix=f"upload-{os.getpid()}-", dir=self._staging_folder))
+        self._count += 1
+        staged = self._staging / f"{self._count}-{file.name}"
+        shutil.copyfile(file, staged)
+        return staged

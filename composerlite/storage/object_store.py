@@ -1,0 +1,201 @@
+"""ObjectStore: what every place that keeps objects by name can do, from a bucket to a folder."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, final
+
+from composerlite.errors import ConfigError
+
+__all__ = ["ObjectInfo", "ObjectStore", "PartUpload", "Progress", "check_name"]
+
+Progress = Callable[[int, int], object]
+"""Is told how many bytes of how many were moved so far."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """An object in a listing.
+
+    Attributes:
+        name: as the verbs take it.
+        size_bytes: of its content.
+    """
+
+    name: str
+    size_bytes: int
+
+
+class PartUpload(ABC):
+    """An object that is sent in parts and that nobody sees before :meth:`complete`.
+
+    Parts are numbered from 1, all of one size but the last, which may be smaller. Several threads may send at once.
+
+    Attributes:
+        name: of the object to come.
+        upload_id: how the store calls it.
+        started_at: when it was started, if the store tells; in UTC.
+    """
+
+    def __init__(self, name: str, upload_id: str, started_at: datetime | None = None) -> None:
+        self.name = name
+        self.upload_id = upload_id
+        self.started_at = started_at
+
+    @abstractmethod
+    def has(self, number: int, data: memoryview) -> bool:
+        """Whether the store has part ``number`` with exactly these bytes, from this process or from one before it."""
+
+    @abstractmethod
+    def send(self, number: int, data: memoryview) -> None:
+        """Send part ``number``; it replaces one of the same number.
+
+        Raises:
+            PermissionError: not allowed.
+            ObjectStoreTransientError: it may succeed when it is tried again.
+            ObjectStoreError: it will not.
+        """
+
+    @abstractmethod
+    def complete(self, *, count: int) -> None:
+        """Make the object exist, of the parts 1 to ``count``, in place of what had its name.
+
+        Raises as :meth:`send`, and FileNotFoundError where the store has forgotten the upload.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Have the store forget the parts. That it has none any more is fine."""
+
+
+class ObjectStore(ABC):
+    """Keeps objects, each a name and its bytes. Names look like paths: ``run/ep1.pt``.
+
+    An object is there whole or not at all: whoever reads a name gets the bytes of one single upload. Several threads
+    may use one store at the same time. No verb tries again what failed: :class:`~composerlite.storage.Transfer` does.
+
+    Every verb raises, with a message that names the object, the operation and the cause:
+
+    - FileNotFoundError: there is no such object, or no such bucket;
+    - PermissionError: the credentials are missing, wrong, expired, or do not allow it: never "not found";
+    - ObjectStoreTransientError: it may succeed when it is tried again;
+    - ObjectStoreError: anything else;
+    - ConfigError: ``name`` is none (see :func:`check_name`).
+    """
+
+    @abstractmethod
+    def get_uri(self, name: str) -> str:
+        """The URI of the object ``name``, whether it exists or not."""
+
+    @abstractmethod
+    def upload_object(self, name: str, filename: str | Path, callback: Progress | None = None) -> None:
+        """Make the file ``filename`` the content of the object ``name``, in place of what is there."""
+
+    @abstractmethod
+    def put_bytes(self, name: str, data: bytes, *, create_only: bool = False) -> None:
+        """Make ``data`` the content of the object ``name``, in place of what is there.
+
+        With ``create_only`` only if there is nothing, else FileExistsError. Of several processes that try at once
+        exactly one succeeds, if :attr:`creates_atomically`; where it is not, it is a check followed by a write.
+        """
+
+    @abstractmethod
+    def download_object(
+        self, name: str, filename: str | Path, overwrite: bool = False, callback: Progress | None = None
+    ) -> None:
+        """Make the content of the object ``name`` the file ``filename``, whose folder exists.
+
+        The file is there whole or not at all. FileExistsError: it is there already and ``overwrite`` is false.
+        """
+
+    @abstractmethod
+    def read_range(self, name: str, offset: int, size: int) -> bytes:
+        """The bytes from ``offset`` on, ``size`` of them, fewer only where the object ends before."""
+
+    @abstractmethod
+    def get_object_size(self, name: str) -> int:
+        """Bytes of the object ``name``."""
+
+    @abstractmethod
+    def list_objects(self, prefix: str = "", *, start_after: str = "") -> Sequence[ObjectInfo]:
+        """All objects whose name begins with ``prefix`` and comes after ``start_after``, in the order of their names.
+
+        An empty sequence where there are none, a missing bucket is FileNotFoundError.
+        """
+
+    @abstractmethod
+    def delete_object(self, name: str) -> None:
+        """Remove the object ``name``. That there is none is fine."""
+
+    @abstractmethod
+    def check_writable(self, prefix: str) -> None:
+        """See that objects whose names begin with ``prefix`` can be written, and leave nothing behind.
+
+        Called before training starts. Raises what writing would raise.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of connections; twice is fine."""
+
+    @classmethod
+    @abstractmethod
+    def at(cls, bucket: str, **backend_kwargs: Any) -> ObjectStore:
+        """The store of ``bucket``, which is what stands in a URI between the scheme and the next slash.
+
+        Raises:
+            ConfigError: its library is not installed (the message says which extra has it), or an argument is wrong.
+        """
+
+    # ── what not every store has ─────────────────────────────────────────────────────────────────────────────────
+    @property
+    def creates_atomically(self) -> bool:
+        """Whether ``put_bytes(create_only=True)`` lets exactly one of several processes succeed."""
+        return False
+
+    def start_parts(self, name: str) -> PartUpload | None:
+        """Begin to send an object in parts; ``None`` from a store that takes objects only as a whole."""
+        return None
+
+    def unfinished_parts(self, prefix: str) -> Sequence[PartUpload]:
+        """Uploads in parts that were started for names that begin with ``prefix`` and not ended, oldest first."""
+        return ()
+
+    @property
+    def least_part_bytes(self) -> int:
+        """The smallest part, but for the last one, that the store takes."""
+        return 1
+
+    @property
+    def most_parts(self) -> int:
+        """Into how many parts an object may be cut."""
+        return 10_000
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def check_name(name: str) -> str:
+    """``name`` if it can be that of an object.
+
+    Raises:
+        ConfigError: it is empty, begins or ends with a slash, has an empty part, ``.`` or ``..`` between slashes, or
+            is longer than the 1024 bytes that stores take.
+    """
+    parts = name.split("/")
+    if not name or any(part in ("", ".", "..") for part in parts) or "\0" in name:
+        raise ConfigError(
+            f"object name {name!r}: want parts between slashes, none of them empty, '.' or '..', as in 'run/ep1.pt'."
+        )
+    if len(name.encode()) > 1024:
+        raise ConfigError(f"object name {name[:40]!r}… has {len(name.encode())} bytes: stores take 1024.")
+    return name

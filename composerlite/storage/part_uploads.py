@@ -1,0 +1,351 @@
+"""Sending one object in parts: several at once, in bounded memory, and not again what the store has already."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Generator
+from functools import partial
+from typing import Protocol, final
+
+from composerlite.errors import ObjectStoreError, ObjectStoreTransientError
+from composerlite.storage.crew import Batch, Crew
+from composerlite.storage.memory import HostMemory
+from composerlite.storage.object_store import ObjectStore, PartUpload, Progress
+from composerlite.storage.retry import RetryPolicy
+
+__all__ = ["Buffers", "FileSource", "MemorySource", "PartSender", "Source", "part_bytes_for"]
+
+_MiB = 1 << 20
+_LEAST_PART_BYTES, _MOST_PART_BYTES = 8 * _MiB, 16 * _MiB
+_USUAL_PARTS = 64
+_DRAIN_SECONDS = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+def part_bytes_for(size_bytes: int, store: ObjectStore, wanted: int | None = None) -> int:
+    """How large the parts of an object are: the same for the same store and size, so that a restart finds them equal.
+
+    ``wanted`` or, where it is ``None``, 8 to 16 MiB; more where the store would otherwise get too many parts.
+    """
+    usual = min(_MOST_PART_BYTES, max(_LEAST_PART_BYTES, -(-size_bytes // _USUAL_PARTS)))
+    least = max(store.least_part_bytes, -(-size_bytes // store.most_parts))
+    size = max(least, usual if wanted is None else wanted)
+    return size if size == wanted else -(-size // _MiB) * _MiB
+
+
+class Source(Protocol):
+    """Where the bytes of an object come from."""
+
+    @property
+    def size_bytes(self) -> int:
+        """All of them."""
+        ...
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill ``view`` with the bytes from ``offset`` on."""
+        ...
+
+
+@final
+class FileSource:
+    """A file of this machine, open until :meth:`close`.
+
+    Raises:
+        OSError: it is not there or cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = os.fspath(path)
+        self._descriptor = os.open(path, os.O_RDONLY)
+        self.size_bytes = os.fstat(self._descriptor).st_size
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill ``view`` with the bytes from ``offset`` on. ObjectStoreError: the file has become shorter."""
+        got = 0
+        while got < view.nbytes:
+            count = os.preadv(self._descriptor, [view[got:]], offset + got)
+            if not count:
+                raise ObjectStoreError(
+                    f"upload of {self._path!r}: it had {self.size_bytes} bytes and now ends at {offset + got}. "
+                    "A file must not be changed while it is uploaded."
+                )
+            got += count
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def __enter__(self) -> FileSource:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+@final
+class MemorySource:
+    """Bytes in memory, which must stay as they are until the upload has returned."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data.cast("B")
+        self.size_bytes = data.nbytes
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill ``view`` with the bytes from ``offset`` on."""
+        for at in range(0, view.nbytes, _MiB):  # other threads get their turn in between
+            end = min(at + _MiB, view.nbytes)
+            view[at:end] = self._data[offset + at : offset + end]
+
+
+@final
+class Buffers:
+    """Memory for the parts that are on their way, used again and again. There are as many as are borrowed at once."""
+
+    def __init__(self) -> None:
+        self._free: list[HostMemory] = []
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def borrow(self, size: int) -> Generator[memoryview]:
+        """``size`` bytes for the time of the block."""
+        with self._lock:
+            memory = self._free.pop() if self._free else None
+        if memory is not None and memory.size_bytes < size:
+            memory.close()
+            memory = None
+        memory = memory or HostMemory(size)
+        try:
+            yield memory.view(0, size)
+        finally:
+            with self._lock:
+                self._free.append(memory)
+
+    def clear(self) -> None:
+        """Give back what is not borrowed."""
+        with self._lock:
+            free, self._free = self._free, []
+        for memory in free:
+            memory.close()
+
+
+@final
+class PartSender:
+    """The upload of one object in parts.
+
+    Args:
+        store: where to.
+        name: of the object.
+        source: its bytes, at least one.
+        part_bytes: of every part but the last.
+        crew: sends them.
+        buffers: memory for them.
+        retry: for every operation.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        name: str,
+        source: Source,
+        part_bytes: int,
+        *,
+        crew: Crew,
+        buffers: Buffers,
+        retry: RetryPolicy,
+    ) -> None:
+        self._store = store
+        self._name = name
+        self._source = source
+        self._part_bytes = part_bytes
+        self._count = -(-source.size_bytes // part_bytes)
+        self._crew = crew
+        self._buffers = buffers
+        self._retry = retry
+
+    def run(self, callback: Progress | None) -> bool:
+        """Send all parts and complete the object; ``False``, and nothing done, if the store takes no parts.
+
+        An unfinished upload of this name is gone on with, others of this name are aborted. What fails for good is
+        aborted; what may pass, and what is interrupted, is left for the next upload of this name.
+
+        Args:
+            callback: is told, in this thread, how many bytes the store has.
+
+        Raises:
+            ObjectStoreTransientError: an operation failed too often.
+            ObjectStoreError, PermissionError, OSError: as the verbs raise them.
+        """
+        found = self._unfinished()
+        if found is not None:
+            try:
+                self._send(found, callback, resumed=True)
+                return True
+            except ObjectStoreTransientError:
+                raise
+            except (FileNotFoundError, ObjectStoreError) as e:  # another upload may do what this one did not
+                _log.warning("upload of %r: the unfinished one is of no use; starting anew: %s", self._name, e)
+        if (upload := self._start()) is None:
+            return False
+        try:
+            self._send(upload, callback, resumed=False)
+        except FileNotFoundError as e:
+            raise ObjectStoreError(
+                f"upload of {self._name!r}: the store has forgotten it before it was complete: {e} "
+                "Does something else upload the same name, or remove unfinished uploads early?"
+            ) from e
+        return True
+
+    # ── beginning ────────────────────────────────────────────────────────────────────────────────────────────────
+    def _unfinished(self) -> PartUpload | None:
+        """The upload of this name to go on with: the newest. The others are aborted."""
+        try:
+            found = self._retry.run(lambda: self._store.unfinished_parts(self._name), self._what("look for parts"))
+        except ObjectStoreTransientError:
+            raise
+        except (PermissionError, ObjectStoreError) as e:  # not allowed or not offered: then all is sent
+            _log.info("upload of %r: not looking for an unfinished one: %s", self._name, e)
+            return None
+        ours = [upload for upload in found if upload.name == self._name]
+        for upload in ours[:-1]:
+            self._abort(upload)
+        return ours[-1] if ours else None
+
+    def _start(self) -> PartUpload | None:
+        tries: list[int] = []
+
+        def start() -> PartUpload | None:
+            tries.append(1)
+            return self._store.start_parts(self._name)
+
+        upload = self._retry.run(start, self._what("start"))
+        if upload is not None and len(tries) > 1:  # an answer that was lost may have started one, too
+            self._abort_others(upload)
+        return upload
+
+    def _abort_others(self, upload: PartUpload) -> None:
+        try:
+            found = self._retry.run(lambda: self._store.unfinished_parts(self._name), self._what("look for parts"))
+        except (ObjectStoreError, PermissionError) as e:  # they cost space, no more: abort_stale removes them
+            _log.warning("upload of %r: an unfinished one may be left: %s", self._name, e)
+            return
+        for other in found:
+            if other.name == self._name and other.upload_id != upload.upload_id:
+                self._abort(other)
+
+    # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _send(self, upload: PartUpload, callback: Progress | None, *, resumed: bool) -> None:
+        total, done = self._source.size_bytes, 0
+
+        def progress(count: int) -> None:
+            nonlocal done
+            done += count
+            if callback is not None:
+                callback(done, total)
+
+        numbers = range(1, self._count + 1)
+        batch = Batch(partial(self._send_part, upload, number, resumed=resumed) for number in numbers)
+        try:
+            self._crew.run(batch, progress)
+            self._complete(upload)
+        except (ObjectStoreTransientError, FileNotFoundError) as e:
+            _log.warning("upload of %r: failed; its parts are left for another try: %s", self._name, e)
+            raise
+        except Exception:
+            # A part that arrives after the abort would stay for ever.
+            if not batch.drain(_DRAIN_SECONDS):
+                _log.warning("upload of %r: a part is still on its way while the upload is aborted", self._name)
+            self._abort(upload)
+            raise
+
+    def _send_part(self, upload: PartUpload, number: int, batch: Batch, *, resumed: bool) -> int:
+        """Job of the crew: have the store have part ``number``."""
+        offset = (number - 1) * self._part_bytes
+        size = min(self._part_bytes, self._source.size_bytes - offset)
+        may_be_there = resumed
+
+        def send() -> None:
+            nonlocal may_be_there
+            if may_be_there and self._has(upload, number, view):
+                return
+            may_be_there = True  # if this fails: the answer only may have been lost
+            upload.send(number, view)
+
+        with self._buffers.borrow(size) as view:
+            with batch.touching():
+                self._source.read_into(view, offset)
+            self._retry.run(send, self._what(f"part {number} of {self._count}"), batch.stopped)
+        return size
+
+    def _has(self, upload: PartUpload, number: int, view: memoryview) -> bool:
+        try:
+            return upload.has(number, view)
+        except ObjectStoreTransientError:
+            raise
+        except (PermissionError, ObjectStoreError) as e:  # not allowed or not offered: then it is sent
+            _log.info("upload of %r: not asking for its parts: %s", self._name, e)
+            return False
+
+    # ── ending ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def _complete(self, upload: PartUpload) -> None:
+        tries: list[int] = []
+
+        def complete() -> None:
+            tries.append(1)
+            try:
+                upload.complete(count=self._count)
+            except FileNotFoundError:
+                if len(tries) == 1 or not self._is_there():
+                    raise  # else it was completed by an earlier try, whose answer was lost
+
+        self._retry.run(complete, self._what("completion"))
+        size = self._retry.run(lambda: self._store.get_object_size(self._name), self._what("look at the object"))
+        if size != self._source.size_bytes:
+            raise ObjectStoreError(
+                f"upload of {self._name!r}: {self._source.size_bytes} bytes were sent and the object has {size}. "
+                "Does something else write the same name?"
+            )
+
+    def _is_there(self) -> bool:
+        """Whether the object has the bytes of the source."""
+        try:
+            if self._store.get_object_size(self._name) != self._source.size_bytes:
+                return False
+        except FileNotFoundError:
+            return False
+        try:
+            self._crew.run(Batch(partial(self._compare, number) for number in range(self._count)), int)
+        except _DifferentError:
+            return False
+        return True
+
+    def _compare(self, index: int, batch: Batch) -> int:
+        """Job of the crew: compare one part of the object with the source."""
+        offset = index * self._part_bytes
+        size = min(self._part_bytes, self._source.size_bytes - offset)
+        data = self._retry.run(
+            lambda: self._store.read_range(self._name, offset, size), self._what("comparison"), batch.stopped
+        )
+        with self._buffers.borrow(size) as view:
+            with batch.touching():
+                self._source.read_into(view, offset)
+            if memoryview(data) != view:
+                raise _DifferentError
+        return size
+
+    def _abort(self, upload: PartUpload) -> None:
+        """Abort ``upload``. What cannot be aborted costs space, no more: it is logged."""
+        try:
+            self._retry.run(upload.abort, self._what("abort"))
+        except (ObjectStoreError, PermissionError, FileNotFoundError) as e:
+            _log.warning("upload of %r: upload %s was not aborted: %s", self._name, upload.upload_id, e)
+
+    def _what(self, step: str) -> str:
+        return f"upload of {self._name!r}, {step}"
+
+
+class _DifferentError(Exception):
+    """The object has other bytes than the source."""

@@ -1,0 +1,148 @@
+"""Trying again what may pass: one policy, for errors that say so themselves and for no others."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar, final
+
+from composerlite.errors import ConfigError, ObjectStoreTransientError
+
+__all__ = ["RetryPolicy", "retry"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+# The generator of the module random belongs to training: it is seeded, the same on every rank.
+_chance = random.SystemRandom()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often, and after which pauses, an operation of an object store is tried again.
+
+    Only an :class:`~composerlite.errors.ObjectStoreTransientError` is. The pause before the next attempt is anything
+    between none and a bound that doubles every time, so that many processes which failed together do not come back
+    together.
+
+    Args:
+        attempts: in all, the first one included.
+        first_delay_seconds: bound of the first pause.
+        longest_delay_seconds: bound of every pause.
+        budget_seconds: no attempt begins that long after the first one began.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    attempts: int = 10
+    first_delay_seconds: float = 0.25
+    longest_delay_seconds: float = 20.0
+    budget_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise ConfigError(f"attempts={self.attempts}: want 1 (never again) or more")
+        for name in ("first_delay_seconds", "longest_delay_seconds", "budget_seconds"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: want 0 or more")
+
+    def run(self, operation: Callable[[], T], what: str, stopped: threading.Event | None = None) -> T:
+        """What ``operation`` returns, once it succeeds. Every attempt that failed is logged as a warning.
+
+        Args:
+            operation: may be called again after an ObjectStoreTransientError.
+            what: is tried, for messages, as in ``"upload of 'run/ep1.pt'"``.
+            stopped: no further attempt begins when it is set, and a pause ends.
+
+        Raises:
+            ObjectStoreTransientError: it failed too often or for too long, or was stopped. The message says how often
+                it was tried.
+            Exception: any other that ``operation`` raises, at once.
+        """
+        began = time.monotonic()
+        for attempt in range(1, self.attempts + 1):
+            try:
+                return operation()
+            except ObjectStoreTransientError as e:
+                delay = self._delay(attempt)
+                left = began + self.budget_seconds - time.monotonic()
+                if attempt == self.attempts or delay >= left or (stopped is not None and stopped.is_set()):
+                    _log.warning("%s: attempt %d of %d failed, the last: %s", what, attempt, self.attempts, e)
+                    raise _given_up(e, attempt, time.monotonic() - began) from e
+                _log.warning(
+                    "%s: attempt %d of %d failed, the next in %.1f s: %s", what, attempt, self.attempts, delay, e
+                )
+                if _pause(delay, stopped):
+                    raise _given_up(e, attempt, time.monotonic() - began) from e
+        raise AssertionError("the last attempt returns or raises")
+
+    def _delay(self, attempt: int) -> float:
+        bound = min(self.longest_delay_seconds, self.first_delay_seconds * 2.0 ** min(attempt - 1, 60))
+        return _chance.uniform(0.0, bound)
+
+
+def _pause(seconds: float, stopped: threading.Event | None) -> bool:
+    """Wait; whether it was stopped."""
+    if stopped is not None:
+        return stopped.wait(seconds)
+    time.sleep(seconds)
+    return False
+
+
+def _given_up(error: ObjectStoreTransientError, attempts: int, seconds: float) -> ObjectStoreTransientError:
+    return ObjectStoreTransientError(f"{error} (attempts: {attempts}, in {seconds:.1f} s)")
+
+
+def retry(
+    exc_class: type[Exception] | Sequence[type[Exception]] = Exception,
+    num_attempts: int = 3,
+    initial_backoff: float = 0.5,
+    max_jitter: float = 0.5,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function so that it is called again when it raised an ``exc_class``; the last error is raised.
+
+    >>> @retry(OSError, num_attempts=2, initial_backoff=0.0, max_jitter=0.0)
+    ... def read(path):
+    ...     return open(path).read()
+
+    Args:
+        exc_class: one or several types of errors.
+        num_attempts: in all, the first one included.
+        initial_backoff: seconds before the second attempt, twice as long before each further one.
+        max_jitter: up to so many seconds are added to each, by chance.
+
+    Raises:
+        ConfigError: ``num_attempts`` is less than 1.
+    """
+    if num_attempts < 1:
+        raise ConfigError(f"num_attempts={num_attempts}: want 1 or more")
+    errors = (exc_class,) if isinstance(exc_class, type) else tuple(exc_class)
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+            for attempt in range(1, num_attempts):
+                try:
+                    return function(*args, **kwargs)
+                except errors as e:
+                    delay = initial_backoff * 2 ** (attempt - 1) + _chance.uniform(0.0, max_jitter)
+                    name = getattr(function, "__qualname__", repr(function))
+                    _log.warning(
+                        "%s: attempt %d of %d failed, the next in %.1f s: %s", name, attempt, num_attempts, delay, e
+                    )
+                    time.sleep(delay)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    return decorate

@@ -1,0 +1,336 @@
+"""Transfer: objects to and from a store, in parts, by several threads, again where it may help, and whole."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import final
+
+from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStoreError, ObjectStoreTransientError
+from composerlite.storage.addresses import address_of, memory_at
+from composerlite.storage.crew import Batch, Crew
+from composerlite.storage.disk import StagedFile
+from composerlite.storage.object_store import ObjectInfo, ObjectStore, Progress
+from composerlite.storage.part_uploads import Buffers, FileSource, MemorySource, PartSender, Source, part_bytes_for
+from composerlite.storage.read_plan import Places, Target, Unit, apart, cut, runs
+from composerlite.storage.retry import RetryPolicy
+
+__all__ = ["Transfer"]
+
+_MiB = 1 << 20
+_WHOLE_BYTES = 16 * _MiB  # up to that an object goes in one request
+_LEAST_RANGE_BYTES, _MOST_RANGE_BYTES = _MiB, 8 * _MiB
+_GAP_BYTES = 512 << 10  # a request costs about as long as reading over such a gap
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class Transfer:
+    """Moves objects to and from ``store``: large ones in parts at the same time, and what fails is tried again.
+
+    Used as a context manager, or until :meth:`close`; the store stays open. Several threads may use one transfer; they
+    share its threads. Its memory is at most ``threads`` parts. One name is uploaded by one process at a time: an
+    unfinished upload that is found is taken for that of a process that is dead.
+
+    Every method raises what the verbs of the store raise, an ObjectStoreTransientError only after the policy has given
+    up. After an error or an interrupt nothing touches a file or memory of the caller any more.
+
+    Args:
+        store: keeps the objects.
+        threads: parts on their way at the same time, of all transfers together.
+        retry: how often what may pass is tried again.
+        part_bytes: of uploads, if the store takes such; ``None``: 8 to 16 MiB.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        threads: int = 8,
+        retry: RetryPolicy = RetryPolicy(),  # noqa: B008 - it is frozen
+        part_bytes: int | None = None,
+    ) -> None:
+        if threads < 1:
+            raise ConfigError(f"threads={threads}: want 1 or more")
+        if part_bytes is not None and part_bytes < 1:
+            raise ConfigError(f"part_bytes={part_bytes}: want 1 or more")
+        self.store = store
+        self._threads = threads
+        self._retry = retry
+        self._part_bytes = part_bytes
+        self._crew = Crew(threads)
+        self._buffers = Buffers()
+
+    # ── uploads ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def upload(self, name: str, path: str | Path, callback: Progress | None = None) -> None:
+        """Make the file ``path`` the content of the object ``name``, in place of what is there.
+
+        A large file goes in parts, and those that an upload before this one has sent, with the same bytes, are not
+        sent again. If it fails for good the parts are removed; if it fails with what may pass, or is killed, they stay
+        for the next upload of the same name or for :meth:`abort_stale`.
+
+        Args:
+            name: of the object.
+            path: must not be changed meanwhile.
+            callback: is told how many bytes of how many the store has; of parts, in this thread.
+
+        Raises:
+            FileNotFoundError: there is no such file, or no such bucket.
+        """
+        with FileSource(path) as source:
+            if self._sent_in_parts(name, source, callback):
+                return
+        self._retry.run(lambda: self.store.upload_object(name, path, callback), f"upload of {name!r}")
+
+    def put_bytes(self, name: str, data: bytes | bytearray | memoryview, *, create_only: bool = False) -> None:
+        """Make ``data`` the content of the object ``name``, in place of what is there.
+
+        With ``create_only`` only if there is nothing or, where an answer was lost, the same bytes: else
+        FileExistsError. Large data goes in parts as that of :meth:`upload` does, unless ``create_only``.
+        """
+        if not create_only and self._sent_in_parts(name, MemorySource(memoryview(data)), None):
+            return
+        content = bytes(data)
+        tries: list[int] = []
+
+        def put() -> None:
+            tries.append(1)
+            try:
+                self.store.put_bytes(name, content, create_only=create_only)
+            except FileExistsError:
+                if len(tries) == 1 or self.store.read_range(name, 0, len(content) + 1) != content:
+                    raise  # else an earlier try has put it, and its answer was lost
+
+        self._retry.run(put, f"put of {name!r}")
+
+    def abort_stale(self, prefix: str, older_than: timedelta) -> int:
+        """Remove the parts of uploads that dead processes have left below ``prefix``; returns how many uploads it were.
+
+        Only those are removed that were started ``older_than`` ago, by the clock of the store. Those of a store that
+        does not tell stay.
+        """
+        found = self._retry.run(lambda: self.store.unfinished_parts(prefix), f"look for parts below {prefix!r}")
+        latest = datetime.now(UTC) - older_than
+        stale = [upload for upload in found if upload.started_at is not None and upload.started_at <= latest]
+        for upload in stale:
+            self._retry.run(upload.abort, f"abort of the upload of {upload.name!r}")
+            _log.info("removed the parts of the upload of %r that was started %s", upload.name, upload.started_at)
+        return len(stale)
+
+    def _sent_in_parts(self, name: str, source: Source, callback: Progress | None) -> bool:
+        part_bytes = part_bytes_for(source.size_bytes, self.store, self._part_bytes)
+        if source.size_bytes <= (_WHOLE_BYTES if self._part_bytes is None else part_bytes):
+            return False
+        sender = PartSender(
+            self.store, name, source, part_bytes, crew=self._crew, buffers=self._buffers, retry=self._retry
+        )
+        return sender.run(callback)
+
+    # ── downloads ────────────────────────────────────────────────────────────────────────────────────────────────
+    def download(
+        self,
+        name: str,
+        path: str | Path,
+        *,
+        overwrite: bool = False,
+        size_bytes: int | None = None,
+        callback: Progress | None = None,
+        check: Callable[[Path], object] | None = None,
+    ) -> None:
+        """Make the content of the object ``name`` the file ``path``, whose folder exists.
+
+        The file is there whole and durable or not at all.
+
+        Args:
+            name: of the object.
+            path: of the file.
+            overwrite: replace a file that is there.
+            size_bytes: of the object, if it is known: the store is not asked for it.
+            callback: is told, in this thread, how many bytes of how many have come.
+            check: is called with the path of the temporary that has all bytes; the file appears unless it raises.
+
+        Raises:
+            FileExistsError: the file is there already and ``overwrite`` is false.
+            CorruptCheckpointError: the object has not ``size_bytes`` bytes.
+        """
+        target = Path(path)
+        _check_free(target, overwrite)
+        size = self.size(name) if size_bytes is None else size_bytes
+        with StagedFile(target) as staged:
+            self._download_into(staged.file.fileno(), name, size, callback)
+            if check is not None:
+                check(staged.temporary)
+            staged.flush()
+            _check_free(target, overwrite)
+            staged.publish()
+
+    def read_into(
+        self, name: str, targets: Sequence[tuple[int, int, int]], progress: Callable[[int], object] = int
+    ) -> None:
+        """Fill memory with parts of the object ``name``.
+
+        Args:
+            name: of the object.
+            targets: an offset in the object, an address in memory and a number of bytes each, in any order. The memory
+                must be there until this returns.
+            progress: is told, in this thread, of each so many bytes read. Small gaps are read, too.
+
+        Raises:
+            CorruptCheckpointError: the object ends before.
+        """
+        for offset, _, size in targets:
+            _check_range(name, offset, size)
+        left = sorted(Target(*target) for target in targets if target[2])
+        while left:
+            layer, left = apart(left)
+            units = runs(layer, gap_bytes=_GAP_BYTES, unit_bytes=self._range_bytes(sum(t.size for t in layer)))
+            places = Places(layer)
+            self._crew.run(Batch(partial(self._read_unit, name, unit, places) for unit in units), progress)
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """The bytes of the object ``name`` from ``offset`` to ``offset + size``.
+
+        Raises:
+            CorruptCheckpointError: the object ends before.
+        """
+        _check_range(name, offset, size)
+        if size <= _LEAST_RANGE_BYTES:
+            return self._read_range(name, offset, size)
+        data = bytearray(size)
+        self.read_into(name, [(offset, address_of(data), size)])
+        return bytes(data)
+
+    def read_all(self, name: str, most_bytes: int = 64 * _MiB) -> bytes:
+        """The content of the object ``name``, which is small: it comes in one request.
+
+        Raises:
+            ObjectStoreError: it has more than ``most_bytes`` bytes.
+        """
+        data = self._retry.run(lambda: self.store.read_range(name, 0, most_bytes + 1), f"read of {name!r}")
+        if len(data) > most_bytes:
+            raise ObjectStoreError(f"read of {name!r}: it has more than the {most_bytes} bytes that it may have.")
+        return data
+
+    # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────
+    def size(self, name: str) -> int:
+        """Bytes of the object ``name``."""
+        return self._retry.run(lambda: self.store.get_object_size(name), f"look at {name!r}")
+
+    def exists(self, name: str) -> bool:
+        """Whether there is an object ``name``."""
+        try:
+            self.size(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def list(self, prefix: str = "", *, start_after: str = "") -> Sequence[ObjectInfo]:
+        """All objects whose name begins with ``prefix`` and comes after ``start_after``, in order."""
+        return self._retry.run(
+            lambda: self.store.list_objects(prefix, start_after=start_after), f"listing of {prefix!r}"
+        )
+
+    def delete(self, name: str) -> None:
+        """Remove the object ``name``. That there is none is fine."""
+        self._retry.run(lambda: self.store.delete_object(name), f"deletion of {name!r}")
+
+    def close(self) -> None:
+        """End the threads and give the memory back; twice is fine. The store stays open."""
+        self._crew.close()
+        self._buffers.clear()
+
+    def __enter__(self) -> Transfer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ── ranges ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def _range_bytes(self, size: int) -> int:
+        """How much a thread reads at once, where ``size`` bytes are read: all threads have something to do."""
+        share = -(-size // self._threads)
+        return max(_LEAST_RANGE_BYTES, min(_MOST_RANGE_BYTES, -(-share // _MiB) * _MiB))
+
+    def _download_into(self, descriptor: int, name: str, size: int, callback: Progress | None) -> None:
+        done = 0
+
+        def progress(count: int) -> None:
+            nonlocal done
+            done += count
+            if callback is not None and done < size:
+                callback(done, size)
+
+        units = list(cut(0, size, self._range_bytes(size))) or [(0, 0)]
+        self._crew.run(Batch(partial(self._download_unit, descriptor, name, size, unit) for unit in units), progress)
+        if callback is not None:
+            callback(size, size)
+
+    def _download_unit(self, descriptor: int, name: str, size: int, unit: Unit, batch: Batch) -> int:
+        """Job of the crew: one range of the object to its place in the file."""
+        start, end = unit
+        beyond = 1 if end == size else 0  # an object that is longer than it should be is not taken for whole
+        data = self._read_range(name, start, end - start, batch, beyond=beyond)
+        with batch.touching():
+            _write_all(descriptor, data, start)
+        return end - start
+
+    def _read_unit(self, name: str, unit: Unit, places: Places, batch: Batch) -> int:
+        """Job of the crew: one range of the object to its places in memory."""
+        start, end = unit
+        data = memoryview(self._read_range(name, start, end - start, batch))
+        with batch.touching():
+            at = 0
+            for address, size in places.of(start, end):
+                if address is not None:
+                    memory_at(address, size)[:] = data[at : at + size]
+                at += size
+        return end - start
+
+    def _read_range(self, name: str, offset: int, size: int, batch: Batch | None = None, *, beyond: int = 0) -> bytes:
+        """Exactly ``size`` bytes, after which there are none if ``beyond`` is 1."""
+
+        def read() -> bytes:
+            data = self.store.read_range(name, offset, size + beyond)
+            if len(data) != size:
+                self._explain(name, offset, size, len(data))
+            return data
+
+        return self._retry.run(
+            read, f"read of {name!r}, bytes {offset} to {offset + size}", None if batch is None else batch.stopped
+        )
+
+    def _explain(self, name: str, offset: int, size: int, got: int) -> None:
+        """Raise the reason for which ``got`` bytes came and not ``size``."""
+        actual = self.store.get_object_size(name)
+        if got > size:
+            raise CorruptCheckpointError(f"object {name!r} has {actual} bytes where {offset + size} were expected.")
+        if actual < offset + size:
+            raise CorruptCheckpointError(
+                f"object {name!r} has {actual} bytes; there are no bytes {offset} to {offset + size}."
+            )
+        raise ObjectStoreTransientError(f"read of {name!r}: {got} of {size} bytes came, from {offset} on.")
+
+
+def _check_free(target: Path, overwrite: bool) -> None:
+    if not overwrite and target.exists():
+        raise FileExistsError(f"{str(target)!r} is there already: pass overwrite=True to replace it.")
+
+
+def _check_range(name: str, offset: int, size: int) -> None:
+    if offset < 0 or size < 0:
+        raise CorruptCheckpointError(f"object {name!r}: there are no bytes {offset} to {offset + size}.")
+
+
+def _write_all(descriptor: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count

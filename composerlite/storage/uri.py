@@ -1,0 +1,80 @@
+"""URIs: which store and which name ``s3://bucket/run/ep1.pt`` means, and opening that store."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+from urllib.parse import unquote
+
+from composerlite.errors import ConfigError, did_you_mean
+from composerlite.storage.object_store import ObjectStore
+
+__all__ = ["is_uri", "maybe_create_object_store_from_uri", "open_store", "parse_uri"]
+
+_URI = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<bucket>[^/]*)/?(?P<path>.*)", re.DOTALL)
+_STORES = {
+    "s3": ("composerlite.storage.s3", "S3ObjectStore"),
+    "gs": ("composerlite.storage.gcs", "GCSObjectStore"),
+    "oci": ("composerlite.storage.oci", "OCIObjectStore"),
+    "libcloud": ("composerlite.storage.libcloud", "LibcloudObjectStore"),
+    "sftp": ("composerlite.storage.sftp", "SFTPObjectStore"),
+}
+"""Module and class of the store of each scheme. The module imports the SDK; it is imported when a store is opened."""
+_DOWNLOADS = ("http", "https")
+
+
+def parse_uri(uri: str) -> tuple[str, str, str]:
+    """Scheme, bucket and name of ``uri``; for a path, or a ``file://`` URI, two empty strings and the path.
+
+    >>> parse_uri("s3://bucket/run/ep1.pt")
+    ('s3', 'bucket', 'run/ep1.pt')
+    >>> parse_uri("sftp://user@host:2222/data/run")
+    ('sftp', 'user@host:2222', 'data/run')
+    >>> parse_uri("runs/ep1.pt")
+    ('', '', 'runs/ep1.pt')
+
+    Raises:
+        ConfigError: the scheme is not known, or there is no bucket.
+    """
+    found = _URI.fullmatch(uri)
+    if found is None:
+        return "", "", uri
+    scheme, bucket, path = found["scheme"].lower(), found["bucket"], found["path"]
+    if scheme == "file":
+        if bucket not in ("", "localhost"):
+            raise ConfigError(f"{uri!r}: a file:// URI names a file of this machine, as in 'file:///data/run'.")
+        return "", "", unquote(f"/{path}")
+    if scheme not in _STORES and scheme not in _DOWNLOADS:
+        raise ConfigError(f"{uri!r}: unknown scheme {scheme!r}.{did_you_mean(scheme, [*_STORES, *_DOWNLOADS, 'file'])}")
+    if not bucket:
+        raise ConfigError(f"{uri!r}: want a bucket after the scheme, as in '{scheme}://bucket/run'.")
+    return scheme, bucket, path
+
+
+def is_uri(path: str) -> bool:
+    """Whether ``path`` is something else than a path of this machine."""
+    return parse_uri(path)[0] != ""
+
+
+def open_store(uri: str, **backend_kwargs: Any) -> ObjectStore:
+    """The store that holds what ``uri`` names: of its bucket, whatever the name in it.
+
+    Args:
+        uri: as :func:`parse_uri` takes it, but no path and no download address.
+        backend_kwargs: further arguments of the store's class, as for ``S3ObjectStore``.
+
+    Raises:
+        ConfigError: the URI names no store, the store's library is not installed, or an argument is wrong.
+    """
+    scheme, bucket, _ = parse_uri(uri)
+    if scheme not in _STORES:
+        raise ConfigError(f"{uri!r} is no address in an object store.{did_you_mean(scheme, _STORES)}")
+    module, name = _STORES[scheme]
+    store: ObjectStore = getattr(importlib.import_module(module), name).at(bucket, **backend_kwargs)
+    return store
+
+
+def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
+    """The store of ``uri``, ``None`` for a path of this machine."""
+    return open_store(uri) if is_uri(uri) else None

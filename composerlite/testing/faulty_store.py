@@ -1,0 +1,182 @@
+"""A store whose verbs fail on purpose."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, final
+
+from composerlite.errors import ConfigError, ObjectStoreTransientError
+from composerlite.storage import ObjectInfo, ObjectStore, PartUpload, Progress
+
+__all__ = ["Fault", "FaultyStore"]
+
+
+def _lost() -> Exception:
+    return ObjectStoreTransientError("the connection was lost (a fault on purpose)")
+
+
+@final
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong with some calls of a :class:`FaultyStore`.
+
+    Attributes:
+        verb: of the store or of an upload in parts (``has``, ``send``, ``complete``, ``abort``); may have ``*``.
+        name: of the object, or the prefix; may have ``*``.
+        error: makes what is raised; ``None``: nothing is.
+        after: so many calls succeed first.
+        times: so many calls fail; later ones succeed.
+        lost_answer: the call does what it should, and fails then.
+        seconds: that the call takes longer.
+    """
+
+    verb: str = "*"
+    name: str = "*"
+    error: Callable[[], Exception] | None = _lost
+    after: int = 0
+    times: int = 1
+    lost_answer: bool = False
+    seconds: float = 0.0
+
+
+@final
+class FaultyStore(ObjectStore):
+    """Does what ``store`` does, but for the faults. The first one that fits a call and has not had its times happens.
+
+    Attributes:
+        faults: may be changed at any time.
+        calls: verb and name of every call so far, in order.
+        sent_bytes: of all parts and objects that were put, the failed ones included.
+    """
+
+    def __init__(self, store: ObjectStore, *faults: Fault) -> None:
+        self.faults: Sequence[Fault] = faults
+        self.calls: list[tuple[str, str]] = []
+        self.sent_bytes = 0
+        self._store = store
+        self._seen: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def at(cls, bucket: str, **backend_kwargs: Any) -> FaultyStore:
+        raise ConfigError(f"{cls.__name__} has no buckets: give it a store.")
+
+    def count(self, verb: str) -> int:
+        """How often ``verb`` was called."""
+        return sum(called == verb for called, _ in self.calls)
+
+    def get_uri(self, name: str) -> str:
+        return self._store.get_uri(name)
+
+    def upload_object(self, name: str, filename: str | Path, callback: Progress | None = None) -> None:
+        with self.call("upload_object", name, Path(filename).stat().st_size):
+            self._store.upload_object(name, filename, callback)
+
+    def put_bytes(self, name: str, data: bytes, *, create_only: bool = False) -> None:
+        with self.call("put_bytes", name, len(data)):
+            self._store.put_bytes(name, data, create_only=create_only)
+
+    def download_object(
+        self, name: str, filename: str | Path, overwrite: bool = False, callback: Progress | None = None
+    ) -> None:
+        with self.call("download_object", name):
+            self._store.download_object(name, filename, overwrite, callback)
+
+    def read_range(self, name: str, offset: int, size: int) -> bytes:
+        with self.call("read_range", name):
+            return self._store.read_range(name, offset, size)
+
+    def get_object_size(self, name: str) -> int:
+        with self.call("get_object_size", name):
+            return self._store.get_object_size(name)
+
+    def list_objects(self, prefix: str = "", *, start_after: str = "") -> Sequence[ObjectInfo]:
+        with self.call("list_objects", prefix):
+            return self._store.list_objects(prefix, start_after=start_after)
+
+    def delete_object(self, name: str) -> None:
+        with self.call("delete_object", name):
+            self._store.delete_object(name)
+
+    def check_writable(self, prefix: str) -> None:
+        with self.call("check_writable", prefix):
+            self._store.check_writable(prefix)
+
+    def close(self) -> None:
+        self._store.close()
+
+    @property
+    def creates_atomically(self) -> bool:
+        return self._store.creates_atomically
+
+    def start_parts(self, name: str) -> PartUpload | None:
+        with self.call("start_parts", name):
+            upload = self._store.start_parts(name)
+            return None if upload is None else _FaultyParts(self, upload)
+
+    def unfinished_parts(self, prefix: str) -> Sequence[PartUpload]:
+        with self.call("unfinished_parts", prefix):
+            return [_FaultyParts(self, upload) for upload in self._store.unfinished_parts(prefix)]
+
+    @property
+    def least_part_bytes(self) -> int:
+        return self._store.least_part_bytes
+
+    @property
+    def most_parts(self) -> int:
+        return self._store.most_parts
+
+    @contextlib.contextmanager
+    def call(self, verb: str, name: str, sent_bytes: int = 0) -> Generator[None]:
+        """Around a call of ``verb``: note it, and do what its fault says."""
+        with self._lock:
+            self.calls.append((verb, name))
+            self.sent_bytes += sent_bytes
+            fault = self._fault(verb, name)
+        if fault is None:
+            yield
+            return
+        time.sleep(fault.seconds)
+        if fault.lost_answer or fault.error is None:
+            yield
+        if fault.error is not None:
+            raise fault.error()
+
+    def _fault(self, verb: str, name: str) -> Fault | None:
+        for fault in self.faults:
+            if fnmatchcase(verb, fault.verb) and fnmatchcase(name, fault.name):
+                self._seen[id(fault)] += 1
+                if fault.after < self._seen[id(fault)] <= fault.after + fault.times:
+                    return fault
+        return None
+
+
+@final
+class _FaultyParts(PartUpload):
+    def __init__(self, store: FaultyStore, upload: PartUpload) -> None:
+        super().__init__(upload.name, upload.upload_id, upload.started_at)
+        self._store = store
+        self._upload = upload
+
+    def has(self, number: int, data: memoryview) -> bool:
+        with self._store.call("has", self.name):
+            return self._upload.has(number, data)
+
+    def send(self, number: int, data: memoryview) -> None:
+        with self._store.call("send", self.name, data.nbytes):
+            self._upload.send(number, data)
+
+    def complete(self, *, count: int) -> None:
+        with self._store.call("complete", self.name):
+            self._upload.complete(count=count)
+
+    def abort(self) -> None:
+        with self._store.call("abort", self.name):
+            self._upload.abort()

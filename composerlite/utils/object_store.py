@@ -1,0 +1,33 @@
+"""The documented path of object stores, which live in ``composerlite.storage``. The SDK of each loads with its class."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from composerlite.errors import ObjectStoreTransientError
+from composerlite.storage import ObjectStore
+
+if TYPE_CHECKING:
+    from composerlite.storage.gcs import GCSObjectStore
+    from composerlite.storage.libcloud import LibcloudObjectStore
+    from composerlite.storage.oci import OCIObjectStore
+    from composerlite.storage.s3 import S3ObjectStore
+    from composerlite.storage.sftp import SFTPObjectStore
+
+__all__ = [
+    "GCSObjectStore",
+    "LibcloudObjectStore",
+    "OCIObjectStore",
+    "ObjectStore",
+    "ObjectStoreTransientError",
+    "S3ObjectStore",
+    "SFTPObjectStore",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'composerlite.utils.object_store' has no attribute {name!r}")
+    import composerlite.utils
+
+    return getattr(composerlite.utils, name)

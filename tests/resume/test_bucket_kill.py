@@ -1,0 +1,106 @@
+"""Runs whose checkpoints are in a bucket go on on another machine as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from small_run import BATCHES, differences
+
+PROGRAM = Path(__file__).with_name("bucket_run.py")
+STORES = ["s3", "gcs", "oci", "sftp", "libcloud"]
+
+
+def place(store: str, request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
+    """An address in a running store of that kind, and the environment that it takes to reach it."""
+    if store == "libcloud":
+        root = Path(request.getfixturevalue("tmp_path")) / "libcloud"
+        (root / "container").mkdir(parents=True)
+        kwargs = {"provider": "local", "container": "container", "provider_kwargs": {"key": str(root)}}
+        return "libcloud://container", {"BACKEND_KWARGS": json.dumps(kwargs)}
+    server = request.getfixturevalue(f"{store}_server")
+    if store == "sftp":
+        return f"sftp://{server.bucket}/{server.new_folder()}/run", dict(server.environment)
+    bucket = server.new_bucket()
+    scheme = {"s3": "s3", "gcs": "gs", "oci": "oci"}[store]
+    return f"{scheme}://{bucket}/run", dict(server.environment)
+
+
+def launch(work: Path, uri: str, environment: Mapping[str, str], die: str = "") -> tuple[int, dict[int, str], str]:
+    """Run the program once on a machine whose disk is ``work``: exit code, what it said of each batch, its log."""
+    work.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(work), uri, die],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if done.returncode not in (0, -signal.SIGKILL):
+        raise AssertionError(done.stderr)
+    said = [line.split(" ", 1) for line in done.stdout.splitlines()]
+    return done.returncode, {int(batch): rest for batch, rest in said}, done.stderr
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_killed_run_goes_on_from_the_bucket(store: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """SIGKILL, twice, each time with a new empty disk: the run ends bit for bit like one that was not interrupted."""
+    code, whole, _ = launch(tmp_path / "whole", "run", {})
+    assert (code, len(whole)) == (0, BATCHES)
+    uri, environment = place(store, request)
+    for number, die in enumerate(["batch_end:18", "batch_checkpoint:42", ""]):
+        code, said, _ = launch(tmp_path / f"machine{number}", uri, environment, die)
+        assert code == (-signal.SIGKILL if die else 0)
+        assert said.items() <= whole.items()
+        if number:
+            assert min(said) > 1, "it started afresh although the bucket has a checkpoint"
+    final = [torch.load(tmp_path / machine / "final.pt", weights_only=True) for machine in ("machine2", "whole")]
+    assert differences(*final) == []
+    code, said, _ = launch(tmp_path / "machine3", uri, environment)
+    assert (code, said) == (0, {}), "a finished run that is started again does nothing"
+
+
+def test_what_was_not_uploaded_when_it_died_is_uploaded_by_the_next(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """A run that is killed with a checkpoint on its disk alone goes on from that one and publishes it."""
+    uri, environment = place("s3", request)
+    work = tmp_path / "machine"
+    assert launch(work, uri, environment, "batch_checkpoint:28")[0] == -signal.SIGKILL
+    newest = sorted(path.name for path in (work / "run").glob("ep*.pt"))[-1]
+    client, bucket = request.getfixturevalue("s3_server").client(), uri.split("/")[2]
+    client.delete_object(Bucket=bucket, Key="run/latest-rank0.pt.symlink")
+    client.delete_object(Bucket=bucket, Key=f"run/.manifest/{newest}.json")
+    client.delete_object(Bucket=bucket, Key=f"run/{newest}")
+    code, said, _ = launch(work, uri, environment)
+    assert code == 0
+    assert min(said) == int(newest.split("-")[1].removeprefix("ba")) + 1
+    names = [item["Key"] for item in client.list_objects_v2(Bucket=bucket)["Contents"]]
+    assert {f"run/{newest}", f"run/.manifest/{newest}.json"} <= set(names)
+
+
+def test_a_damaged_newest_is_passed_over(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """A checkpoint in the bucket with a flipped bit is found out, and the run goes on from the one before it."""
+    uri, environment = place("s3", request)
+    assert launch(tmp_path / "a", uri, environment)[0] == 0
+    client, bucket = request.getfixturevalue("s3_server").client(), uri.split("/")[2]
+    key = client.get_object(Bucket=bucket, Key="run/latest-rank0.pt.symlink")["Body"].read().decode()
+    assert "ba60" in key
+    data = bytearray(client.get_object(Bucket=bucket, Key=key)["Body"].read())
+    data[len(data) // 2] ^= 1
+    client.put_object(Bucket=bucket, Key=key, Body=bytes(data))
+    code, said, log = launch(tmp_path / "b", uri, environment)
+    assert code == 0
+    assert min(said) == 57, "the checkpoint before the damaged one is that of batch 56"
+    assert "passed over" in log
+    shutil.rmtree(tmp_path / "b")
+    assert launch(tmp_path / "b", uri, environment)[1] == {}, "what was damaged was published anew"

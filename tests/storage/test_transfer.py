@@ -1,0 +1,544 @@
+"""Objects come and go whole, in parts, by several threads, and what was sent once is not sent again."""
+
+from __future__ import annotations
+
+import _thread
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStoreError, ObjectStoreTransientError
+from composerlite.storage import RetryPolicy, Transfer
+from composerlite.storage.addresses import address_of
+from composerlite.storage.local import LocalObjectStore
+from composerlite.storage.part_uploads import part_bytes_for
+from composerlite.testing import Fault, FaultyStore
+
+MiB = 1 << 20
+QUICK = RetryPolicy(attempts=4, first_delay_seconds=0.001, longest_delay_seconds=0.01)
+SIZE = 5 * MiB + 4321
+PARTS = 6
+
+
+@pytest.fixture
+def store(quick_folder: Path) -> FaultyStore:
+    """A folder as a store, in memory, without faults so far."""
+    (quick_folder / "bucket").mkdir()
+    return FaultyStore(LocalObjectStore(quick_folder / "bucket"))
+
+
+@pytest.fixture
+def transfer(store: FaultyStore) -> Iterator[Transfer]:
+    """Parts of 1 MiB, three at a time."""
+    with Transfer(store, threads=3, retry=QUICK, part_bytes=MiB) as transfer:
+        yield transfer
+
+
+@pytest.fixture(scope="module")
+def data() -> bytes:
+    """What the objects of these tests hold: six parts."""
+    return random.Random(4).randbytes(SIZE)
+
+
+@pytest.fixture
+def file(quick_folder: Path, data: bytes) -> Path:
+    """A file with the data."""
+    (path := quick_folder / "file").write_bytes(data)
+    return path
+
+
+def content(store: FaultyStore, name: str) -> bytes:
+    return store.read_range(name, 0, 2 * SIZE)
+
+
+def stop_after(store: FaultyStore, transfer: Transfer, file: Path, sent: int) -> None:
+    """Have an upload of ``run/a`` fail for the moment after so many parts."""
+    store.faults = [Fault("send", after=sent, times=1000)]
+    with pytest.raises(ObjectStoreTransientError):
+        transfer.upload("run/a", file)
+    store.faults = []
+    store.calls.clear()
+    store.sent_bytes = 0
+
+
+# ── uploads ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("size", [0, 1, MiB, MiB + 1, 2 * MiB, SIZE])
+def test_a_file_arrives_whole(store: FaultyStore, transfer: Transfer, file: Path, data: bytes, size: int) -> None:
+    """Files of all sizes become objects with the same bytes, in parts where they are larger than one; no parts stay."""
+    file.write_bytes(data[:size])
+    transfer.upload("run/a", file)
+    assert content(store, "run/a") == data[:size]
+    assert store.count("send") == (-(-size // MiB) if size > MiB else 0)
+    assert list(store.unfinished_parts("")) == []
+
+
+def test_progress_is_told_in_order_and_to_the_end(transfer: Transfer, file: Path, quick_folder: Path) -> None:
+    """Callbacks hear growing numbers, in the caller's thread, and in the end that all is there."""
+    told: list[tuple[int, int]] = []
+    threads: set[int] = set()
+
+    def callback(done: int, total: int) -> None:
+        told.append((done, total))
+        threads.add(threading.get_ident())
+
+    for move in (
+        lambda: transfer.upload("run/a", file, callback),
+        lambda: transfer.download("run/a", quick_folder / "copy", callback=callback),
+    ):
+        told.clear()
+        move()
+        assert told == sorted(told)
+        assert told[-1] == (SIZE, SIZE)
+    assert threads == {threading.get_ident()}
+
+
+def test_memory_is_sent_in_parts(store: FaultyStore, transfer: Transfer, data: bytes) -> None:
+    """Large bytes go as a large file does; small ones in one request."""
+    transfer.put_bytes("run/large", memoryview(data))
+    transfer.put_bytes("run/small", data[:100])
+    assert content(store, "run/large") == data
+    assert content(store, "run/small") == data[:100]
+    assert (store.count("send"), store.count("put_bytes")) == (PARTS, 1)
+
+
+def test_failed_parts_are_sent_again(store: FaultyStore, transfer: Transfer, file: Path, data: bytes) -> None:
+    """What fails for a moment, at any step, is tried again; only what failed is sent twice."""
+    store.faults = [
+        Fault("unfinished_parts"),
+        Fault("start_parts"),
+        Fault("send", after=2, times=2),
+        Fault("complete"),
+        Fault("get_object_size"),
+    ]
+    transfer.upload("run/a", file)
+    assert content(store, "run/a") == data
+    assert store.count("send") == PARTS + 2
+    assert list(store.unfinished_parts("")) == []
+
+
+def test_parts_whose_answer_was_lost_are_not_sent_again(
+    store: FaultyStore, transfer: Transfer, file: Path, data: bytes
+) -> None:
+    """A part that arrived, though its answer did not, is found by its bytes."""
+    store.faults = [Fault("send", times=3, lost_answer=True)]
+    transfer.upload("run/a", file)
+    assert content(store, "run/a") == data
+    assert store.count("send") == PARTS
+
+
+def test_a_start_whose_answer_was_lost_leaves_nothing(store: FaultyStore, transfer: Transfer, file: Path) -> None:
+    """An upload that was started without our knowing its id is found and aborted."""
+    store.faults = [Fault("start_parts", lost_answer=True)]
+    transfer.upload("run/a", file)
+    assert list(store.unfinished_parts("")) == []
+
+
+def test_a_completion_whose_answer_was_lost_is_one(
+    store: FaultyStore, transfer: Transfer, file: Path, data: bytes
+) -> None:
+    """If the store does not know the upload any more because it is complete, nothing is sent again."""
+    store.faults = [Fault("complete", lost_answer=True)]
+    transfer.upload("run/a", file)
+    assert content(store, "run/a") == data
+    assert store.count("send") == PARTS
+
+
+def test_a_forgotten_upload_is_not_taken_for_complete(
+    store: FaultyStore, transfer: Transfer, file: Path, data: bytes
+) -> None:
+    """An older object of the same size is not taken for the new one when the store forgets the upload."""
+    old = bytes([data[0], *bytes(SIZE - 1)])
+    store.put_bytes("run/a", old)
+    store.faults = [Fault("complete"), Fault("complete", error=lambda: FileNotFoundError("no such upload"))]
+    with pytest.raises(ObjectStoreError, match=r"run/a.*forgotten"):
+        transfer.upload("run/a", file)
+    assert content(store, "run/a") == old
+    transfer.upload("run/a", file)
+    assert content(store, "run/a") == data
+    assert list(store.unfinished_parts("")) == []
+
+
+def test_an_upload_is_gone_on_with(store: FaultyStore, transfer: Transfer, file: Path, data: bytes) -> None:
+    """The next upload of the name sends only what the store has not got yet."""
+    stop_after(store, transfer, file, 4)
+    (left,) = store.unfinished_parts("run/a")
+    store.calls.clear()
+    transfer.upload("run/a", file)
+    assert content(store, "run/a") == data
+    assert store.count("send") == PARTS - 4
+    assert store.count("start_parts") == 0
+    assert list(store.unfinished_parts("")) == []
+    assert left.upload_id
+
+
+def test_other_bytes_are_sent_again(store: FaultyStore, transfer: Transfer, file: Path, data: bytes) -> None:
+    """A part is not taken for sent because it has the number and the size: its bytes count."""
+    stop_after(store, transfer, file, 4)
+    changed = data[:10] + b"!" + data[11:]
+    file.write_bytes(changed)
+    transfer.upload("run/a", file)
+    assert content(store, "run/a") == changed
+
+
+def test_only_uploads_of_this_very_name_are_touched(
+    store: FaultyStore, transfer: Transfer, file: Path, data: bytes
+) -> None:
+    """Older unfinished uploads of the name are aborted; those of names that begin like it stay."""
+    for name in ("run/a", "run/a", "run/abc", "run/a/b"):
+        upload = store.start_parts(name)
+        assert upload is not None
+        upload.send(1, memoryview(b"other"))
+    transfer.upload("run/a", file)
+    assert content(store, "run/a") == data
+    assert sorted(upload.name for upload in store.unfinished_parts("")) == ["run/a/b", "run/abc"]
+
+
+def test_what_will_not_pass_is_aborted(store: FaultyStore, transfer: Transfer, file: Path) -> None:
+    """After a 403 there is neither an object nor a part, and nothing is tried twice."""
+    store.faults = [Fault("send", after=3, times=1000, error=lambda: PermissionError("403 on 'run/a'"))]
+    with pytest.raises(PermissionError, match="run/a"):
+        transfer.upload("run/a", file)
+    assert store.count("send") <= PARTS
+    store.faults = []
+    assert list(store.unfinished_parts("")) == []
+    with pytest.raises(FileNotFoundError):
+        store.get_object_size("run/a")
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("no such upload"), ObjectStoreError("400: other checksums")])
+def test_resumed_parts_of_no_use_are_sent_anew(
+    store: FaultyStore, transfer: Transfer, file: Path, data: bytes, error: Exception
+) -> None:
+    """If the store forgets or refuses the upload that was gone on with, all parts are sent, to a new one."""
+    stop_after(store, transfer, file, 4)
+    store.faults = [Fault("send", error=lambda: error)]
+    transfer.upload("run/a", file)
+    assert content(store, "run/a") == data
+    assert store.count("start_parts") == 1
+
+
+@pytest.mark.parametrize("error", [PermissionError("may not list"), ObjectStoreError("501: there is no list")])
+def test_who_may_not_list_can_upload(
+    store: FaultyStore, transfer: Transfer, file: Path, data: bytes, error: Exception
+) -> None:
+    """Where unfinished uploads and parts cannot be listed all is sent."""
+    refused = [Fault(verb, times=1000, error=lambda: error) for verb in ("unfinished_parts", "has")]
+    store.faults = [*refused, Fault("send", times=2)]
+    transfer.upload("run/a", file)
+    assert content(store, "run/a") == data
+
+
+def test_a_file_that_shrinks_is_no_object(
+    store: FaultyStore, transfer: Transfer, file: Path, quick_folder: Path
+) -> None:
+    """A file that becomes shorter while it is uploaded is an error that names it, and no parts stay."""
+    store.faults = [Fault("send", error=None, times=3, seconds=0.2)]
+    threading.Timer(0.05, lambda: file.write_bytes(b"short")).start()
+    with pytest.raises(ObjectStoreError, match=r"file.*now ends"):
+        transfer.upload("run/a", file)
+    assert list(store.unfinished_parts("")) == []
+
+
+def test_a_missing_file_is_not_found(store: FaultyStore, transfer: Transfer, quick_folder: Path) -> None:
+    """An upload of no file does not reach the store."""
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        transfer.upload("run/a", quick_folder / "nothing")
+    assert store.calls == []
+
+
+def test_an_object_of_another_size_is_an_error(store: FaultyStore, transfer: Transfer, file: Path) -> None:
+    """If something else writes the same name at the same time, the upload says so."""
+
+    def rival() -> Exception:
+        store.put_bytes("run/a", b"other bytes")
+        return ObjectStoreTransientError("503")
+
+    store.faults = [Fault("get_object_size", error=rival)]
+    with pytest.raises(ObjectStoreError, match="something else"):
+        transfer.upload("run/a", file)
+
+
+def test_stale_parts_are_removed(store: FaultyStore, transfer: Transfer) -> None:
+    """Uploads of dead runs are aborted when they are old enough, below the prefix only."""
+    for name in ("run1/a", "run1/b", "run2/a"):
+        assert store.start_parts(name) is not None
+    assert transfer.abort_stale("run1/", timedelta(hours=1)) == 0
+    assert transfer.abort_stale("run1/", timedelta()) == 2
+    assert [upload.name for upload in store.unfinished_parts("")] == ["run2/a"]
+
+
+def test_several_files_at_once(store: FaultyStore, transfer: Transfer, file: Path, data: bytes) -> None:
+    """Threads share a transfer, and its threads: uploads and downloads do not see each other's bytes."""
+    (other := file.with_name("other")).write_bytes(data[::-1])
+    store.faults = [Fault("send", after=4, times=3), Fault("read_range", after=3, times=3)]
+
+    def use(number: int) -> bool:
+        source, expected = (file, data) if number % 2 else (other, data[::-1])
+        transfer.upload(f"run/{number}", source)
+        return transfer.read(f"run/{number}", 0, SIZE) == expected
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(use, range(8)))
+
+
+def test_a_small_upload_does_not_wait_for_a_large_one(store: FaultyStore, file: Path, data: bytes) -> None:
+    """Transfers take turns in using the threads."""
+    store.faults = [Fault("send", name="large", error=None, times=1000, seconds=0.1)]
+    with Transfer(store, threads=1, retry=QUICK, part_bytes=MiB) as transfer, ThreadPoolExecutor(1) as pool:
+        large = pool.submit(transfer.upload, "large", file)
+        while store.count("send") < 1:
+            time.sleep(0.001)
+        transfer.put_bytes("small", data[: MiB + 1])
+        assert store.calls.count(("send", "large")) < PARTS
+        large.result(10)
+
+
+def test_memory_is_bounded(store: FaultyStore, transfer: Transfer, file: Path, data: bytes) -> None:
+    """There are never more buffers than threads, and none after close."""
+    for name in "abc":
+        transfer.upload(name, file)
+    assert 1 <= len(transfer._buffers._free) <= 3
+    transfer.close()
+    assert transfer._buffers._free == []
+
+
+# ── create only ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_creation_whose_answer_was_lost_is_one(store: FaultyStore, transfer: Transfer) -> None:
+    """That the object is there on a second try, with the same bytes, is success."""
+    store.faults = [Fault("put_bytes", lost_answer=True)]
+    transfer.put_bytes("run/a", b"ours", create_only=True)
+    assert content(store, "run/a") == b"ours"
+
+
+def test_a_creation_that_came_second_is_none(store: FaultyStore, transfer: Transfer) -> None:
+    """Other bytes, or the same at the first try, are FileExistsError."""
+    store.put_bytes("run/a", b"ours and more")
+    store.faults = [Fault("put_bytes")]
+    with pytest.raises(FileExistsError):
+        transfer.put_bytes("run/a", b"ours", create_only=True)
+    with pytest.raises(FileExistsError):
+        transfer.put_bytes("run/a", b"ours and more", create_only=True)
+    assert content(store, "run/a") == b"ours and more"
+
+
+# ── downloads ────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("size", [0, 1, MiB, 3 * MiB, SIZE])
+@pytest.mark.parametrize("known", [True, False])
+def test_an_object_comes_whole(
+    store: FaultyStore, transfer: Transfer, quick_folder: Path, data: bytes, size: int, known: bool
+) -> None:
+    """Objects of all sizes are files with the same bytes; what fails on the way is read again, and no more."""
+    store.put_bytes("run/a", data[:size])
+    store.faults = [Fault("read_range", after=1, times=2)]
+    transfer.download("run/a", quick_folder / "copy", size_bytes=size if known else None)
+    assert (quick_folder / "copy").read_bytes() == data[:size]
+    assert sorted(path.name for path in quick_folder.iterdir()) == ["bucket", "copy"]
+    assert store.count("get_object_size") == (0 if known else 1)
+
+
+def test_a_file_is_not_overwritten(store: FaultyStore, transfer: Transfer, quick_folder: Path) -> None:
+    """A download refuses to replace a file, unless it is told to."""
+    store.put_bytes("run/a", b"new")
+    (copy := quick_folder / "copy").write_bytes(b"old")
+    with pytest.raises(FileExistsError, match="copy"):
+        transfer.download("run/a", copy)
+    assert copy.read_bytes() == b"old"
+    transfer.download("run/a", copy, overwrite=True)
+    assert copy.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [PermissionError("403 of 'run/a'"), FileNotFoundError("404 of 'run/a'"), ObjectStoreError("400 of 'run/a'")],
+)
+def test_a_failed_download_leaves_nothing(
+    store: FaultyStore, transfer: Transfer, quick_folder: Path, data: bytes, error: Exception
+) -> None:
+    """What will not pass is raised at once, and there is neither a file nor a part of one."""
+    store.put_bytes("run/a", data)
+    store.faults = [Fault("read_range", after=2, times=1000, error=lambda: error)]
+    with pytest.raises(type(error), match="run/a"):
+        transfer.download("run/a", quick_folder / "copy")
+    assert [path.name for path in quick_folder.iterdir()] == ["bucket"]
+
+
+@pytest.mark.parametrize("wrong", [-1, 1])
+def test_an_object_of_an_unexpected_size_is_refused(
+    store: FaultyStore, transfer: Transfer, quick_folder: Path, data: bytes, wrong: int
+) -> None:
+    """An object that is shorter or longer than what was saved is never taken for it."""
+    store.put_bytes("run/a", data)
+    with pytest.raises(CorruptCheckpointError, match=str(SIZE)):
+        transfer.download("run/a", quick_folder / "copy", size_bytes=SIZE + wrong)
+    assert not (quick_folder / "copy").exists()
+
+
+def test_a_check_decides(store: FaultyStore, transfer: Transfer, quick_folder: Path, data: bytes) -> None:
+    """A download whose bytes the caller refuses does not appear."""
+    store.put_bytes("run/a", data)
+    seen: list[bytes] = []
+
+    def refuse(path: Path) -> None:
+        seen.append(path.read_bytes())
+        raise CorruptCheckpointError("not what was saved")
+
+    with pytest.raises(CorruptCheckpointError, match="not what"):
+        transfer.download("run/a", quick_folder / "copy", check=refuse)
+    assert seen == [data]
+    assert [path.name for path in quick_folder.iterdir()] == ["bucket"]
+
+
+def test_parts_are_read_into_place(store: FaultyStore, transfer: Transfer, data: bytes) -> None:
+    """Memory is filled with the parts that were asked for, in any order, also overlapping ones, and nothing else is."""
+    store.put_bytes("run/a", data)
+    chance = random.Random(7)
+    memory = bytearray(b"\xaa" * (4 * MiB))
+    address, at, targets, expected = address_of(memory), 0, [], bytearray(memory)
+    while len(targets) < 40:
+        size = chance.choice([0, 1, 7, 1000, 70_000, 300_000])
+        offset = chance.randrange(SIZE - size)
+        if at + size > len(memory):
+            break
+        targets.append((offset, address + at, size))
+        expected[at : at + size] = data[offset : offset + size]
+        at += size + 3
+    chance.shuffle(targets)
+    read: list[int] = []
+    store.faults = [Fault("read_range", after=2, times=2)]
+    transfer.read_into("run/a", targets, read.append)
+    assert memory == expected
+    assert sum(read) >= sum(size for _, _, size in targets)
+
+
+def test_near_parts_are_read_together(store: FaultyStore, transfer: Transfer, data: bytes) -> None:
+    """Many small parts that are near each other are one request; one that is far is another."""
+    store.put_bytes("run/a", data)
+    memory = bytearray(1000)
+    offsets = [*range(0, 400_000, 4000), 4 * MiB]
+    transfer.read_into("run/a", [(offset, address_of(memory) + i, 1) for i, offset in enumerate(offsets)])
+    assert memory[: len(offsets)] == bytes(data[offset] for offset in offsets)
+    assert store.count("read_range") == 2
+
+
+@pytest.mark.parametrize(
+    ("offset", "size"), [(SIZE - 5, 10), (SIZE + 10, 1), (0, SIZE + 1), (-1, 5), (-2 * MiB, 5 * MiB)]
+)
+def test_bytes_that_are_not_there_are_not_read(
+    store: FaultyStore, transfer: Transfer, data: bytes, offset: int, size: int
+) -> None:
+    """A range that the object has not got is an error that names it, at once."""
+    store.put_bytes("run/a", data)
+    with pytest.raises(CorruptCheckpointError, match="run/a"):
+        transfer.read("run/a", offset, size)
+
+
+def test_small_objects_come_at_once(store: FaultyStore, transfer: Transfer) -> None:
+    """A small object is one request; one that is larger than expected is refused."""
+    store.put_bytes("run/a", b"0123456789")
+    store.calls.clear()
+    assert transfer.read_all("run/a") == b"0123456789"
+    assert store.calls == [("read_range", "run/a")]
+    with pytest.raises(ObjectStoreError, match="more than the 9 bytes"):
+        transfer.read_all("run/a", most_bytes=9)
+
+
+def test_the_other_verbs_are_tried_again(store: FaultyStore, transfer: Transfer) -> None:
+    """Listing, looking and deleting pass over what may pass."""
+    store.faults = [Fault(verb, times=3) for verb in ("put_bytes", "list_objects", "get_object_size", "delete_object")]
+    transfer.put_bytes("run/a", b"x")
+    assert [info.name for info in transfer.list("run/")] == ["run/a"]
+    assert transfer.size("run/a") == 1
+    transfer.delete("run/a")
+    assert list(transfer.list("run/")) == []
+
+
+# ── ending ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_an_error_ends_the_others_quickly(store: FaultyStore, file: Path, data: bytes) -> None:
+    """When one range fails for good, those that wait for another try do not: the error comes at once."""
+    store.put_bytes("run/a", data)
+    slow = RetryPolicy(attempts=2, first_delay_seconds=1e5, longest_delay_seconds=1e5, budget_seconds=1e9)
+    store.faults = [
+        Fault("read_range", times=2),
+        Fault("read_range", error=lambda: PermissionError("403 of 'run/a'"), times=1000, seconds=0.05),
+    ]
+    began = time.monotonic()
+    with Transfer(store, threads=3, retry=slow) as transfer, pytest.raises(PermissionError, match="403"):
+        transfer.read("run/a", 0, SIZE)
+    assert time.monotonic() - began < 5
+
+
+def test_an_interrupt_ends_a_download(store: FaultyStore, transfer: Transfer, quick_folder: Path, data: bytes) -> None:
+    """Ctrl-C does not wait for the network, and leaves no file; the transfer can be used on."""
+    store.put_bytes("run/a", data)
+    store.faults = [Fault("read_range", error=None, times=3, seconds=1.5)]
+    threading.Timer(0.1, _thread.interrupt_main).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        transfer.download("run/a", quick_folder / "copy")
+    assert time.monotonic() - began < 1.4
+    assert [path.name for path in quick_folder.iterdir()] == ["bucket"]
+    store.faults = []
+    assert transfer.read("run/a", 0, SIZE) == data
+
+
+def test_interrupted_memory_is_left_alone(store: FaultyStore, data: bytes) -> None:
+    """After an error, bytes that come late are not written to the memory that was asked for."""
+    store.put_bytes("run/a", data)
+    store.faults = [
+        Fault("read_range", error=None, seconds=0.3),
+        Fault("read_range", error=lambda: ObjectStoreError("400"), seconds=0.05),
+    ]
+    memory = bytearray(2 * MiB)
+    with Transfer(store, threads=2, retry=QUICK) as transfer:
+        with pytest.raises(ObjectStoreError, match="400"):
+            transfer.read_into("run/a", [(0, address_of(memory), 2 * MiB)])
+        began = time.monotonic()
+    assert time.monotonic() - began > 0.1  # the late one was still on its way: close has waited for it
+    assert memory == bytes(2 * MiB)
+
+
+def test_an_interrupted_upload_is_gone_on_with(store: FaultyStore, transfer: Transfer, file: Path, data: bytes) -> None:
+    """Ctrl-C leaves the parts: the next upload goes on with them."""
+    store.faults = [Fault("send", error=None, after=3, times=3, seconds=0.5)]
+    threading.Timer(0.2, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        transfer.upload("run/a", file)
+    time.sleep(0.6)
+    store.faults = []
+    transfer.upload("run/a", file)
+    assert content(store, "run/a") == data
+    assert store.count("send") == PARTS
+
+
+def test_a_closed_transfer_says_so(store: FaultyStore, transfer: Transfer, data: bytes) -> None:
+    """After ``close``, which may be called twice, no threads are left and nothing is moved."""
+    transfer.put_bytes("run/a", data)
+    transfer.close()
+    transfer.close()
+    assert [thread for thread in threading.enumerate() if thread.name == "transfer"] == []
+    with pytest.raises(RuntimeError, match="closed"):
+        transfer.read("run/a", 0, SIZE)
+
+
+@pytest.mark.parametrize("wrong", [{"threads": 0}, {"part_bytes": 0}])
+def test_wrong_values_are_refused(store: FaultyStore, wrong: dict[str, int]) -> None:
+    """A value that makes no sense is a ConfigError that names it."""
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Transfer(store, **wrong)  # type: ignore[arg-type]
+
+
+# ── sizes of parts ───────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(17 * MiB, 8 * MiB), (256 * MiB, 8 * MiB), (1 << 30, 16 * MiB), (50 << 30, 16 * MiB), (1 << 40, 105 * MiB)],
+)
+def test_parts_are_sized_by_the_object(store: FaultyStore, size: int, expected: int) -> None:
+    """Parts are 8 to 16 MiB, larger only where there would be too many."""
+    assert part_bytes_for(size, store) == expected
+    assert -(-size // expected) <= store.most_parts
