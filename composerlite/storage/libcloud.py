@@ -243,7 +243,8 @@ class LibcloudObjectStore(ObjectStore):
             raise ConfigError(f"provider {self.provider!r} needs a library that is not installed: {e}") from e
         except (LibcloudError, TypeError, ValueError) as e:
             raise ConfigError(f"provider {self.provider!r} does not take these provider_kwargs: {e}") from e
-        driver.connection.conn_class = _TimedConnection
+        _hang_up(driver)
+        driver.connection.conn_class, driver.connection.connection = _TimedConnection, None
         return driver
 
     @contextlib.contextmanager

@@ -215,7 +215,7 @@ class _Folder:
     def staged(self, path: Path) -> Generator[StagedFile]:
         """A file that will have the name ``path``, in a folder that is made where it is missing."""
         staged = None
-        for attempt in range(10):  # who deletes the last object of a folder removes the folder: make it once more
+        for tries_left in reversed(range(100)):  # who deletes a folder's last object removes it: make it once more
             self.check_there()
             self.check_no_link(path.parent)
             try:
@@ -225,7 +225,7 @@ class _Folder:
             except FileExistsError as e:
                 raise NotADirectoryError(errno.ENOTDIR, "a part of the name is an object") from e
             except FileNotFoundError:
-                if attempt == 9:
+                if not tries_left:
                     raise
         assert staged is not None
         with staged:

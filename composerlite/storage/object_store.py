@@ -75,7 +75,8 @@ class PartUpload(ABC):
 
 
 class ObjectStore(ABC):
-    """Keeps objects, each a name and its bytes. Names look like paths: ``run/ep1.pt``.
+    """Keeps objects, each a name and its bytes. Names look like paths: ``run/ep1.pt``. Do not use both ``a`` and
+    ``a/b``: stores of files cannot keep both, and refuse the second (ObjectStoreError).
 
     An object is there whole or not at all: whoever reads a name gets the bytes of one single upload. Several threads
     may use one store at the same time. No verb tries again what failed: :class:`~composerlite.storage.Transfer` does.

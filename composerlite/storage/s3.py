@@ -173,9 +173,12 @@ class S3ObjectStore(ObjectStore):
     def get_uri(self, name: str) -> str:
         return f"{self._scheme}://{self.bucket}/{self.prefix}{name}"
 
+    def _key(self, name: str) -> str:
+        """How the service calls ``name``. ConfigError: it can be no object's."""
+        return check_name(self.prefix + name)
+
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def upload_object(self, name: str, filename: str | Path, callback: Progress | None = None) -> None:
-        check_name(name)
         tell = callback or _tell_nobody
         with Path(filename).open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -210,7 +213,6 @@ class S3ObjectStore(ObjectStore):
             raise
 
     def put_bytes(self, name: str, data: bytes, *, create_only: bool = False) -> None:
-        check_name(name)
         if not create_only:
             self._put("write", name, memoryview(data))
         elif not self._conditional:
@@ -233,7 +235,7 @@ class S3ObjectStore(ObjectStore):
         with _translated(self.get_uri(name), operation):
             self._client.put_object(
                 Bucket=self.bucket,
-                Key=self.prefix + name,
+                Key=self._key(name),
                 Body=_body(data),
                 **_digest(self._checksum, data),
                 **self._acl,
@@ -241,9 +243,8 @@ class S3ObjectStore(ObjectStore):
             )
 
     def delete_object(self, name: str) -> None:
-        check_name(name)
         with _translated(self.get_uri(name), "delete"), _suppressed(_NO_OBJECT):
-            self._client.delete_object(Bucket=self.bucket, Key=self.prefix + name)
+            self._client.delete_object(Bucket=self.bucket, Key=self._key(name))
 
     def check_writable(self, prefix: str) -> None:
         name = f"{prefix}{'/' if prefix and not prefix.endswith('/') else ''}check-{secrets.token_hex(8)}"
@@ -258,13 +259,12 @@ class S3ObjectStore(ObjectStore):
     def download_object(
         self, name: str, filename: str | Path, overwrite: bool = False, callback: Progress | None = None
     ) -> None:
-        check_name(name)
         if os.path.lexists(filename) and not overwrite:
             raise FileExistsError(f"{filename}: there is a file of this name; overwrite=True replaces it.")
         tell = callback or _tell_nobody
         verify = {"ChecksumMode": "ENABLED"} if self._checksum == "crc32" else {}
         with _translated(self.get_uri(name), "download"):
-            answer = self._client.get_object(Bucket=self.bucket, Key=self.prefix + name, **verify)
+            answer = self._client.get_object(Bucket=self.bucket, Key=self._key(name), **verify)
             size, done = _field(answer, "ContentLength"), 0
             with contextlib.closing(answer["Body"]) as body, atomic_write(Path(filename)) as file:
                 while piece := body.read(_PIECE_BYTES):
@@ -275,25 +275,25 @@ class S3ObjectStore(ObjectStore):
             tell(0, 0)
 
     def read_range(self, name: str, offset: int, size: int) -> bytes:
-        check_name(name)
         if not size:
             self.get_object_size(name)
             return b""
         span = f"bytes={offset}-{offset + size - 1}"
         with _translated(self.get_uri(name), "read"), _suppressed({"InvalidRange", "416"}):
-            answer = self._client.get_object(Bucket=self.bucket, Key=self.prefix + name, Range=span)
+            answer = self._client.get_object(Bucket=self.bucket, Key=self._key(name), Range=span)
             with contextlib.closing(answer["Body"]) as body:
-                if (
-                    answer["ResponseMetadata"]["HTTPStatusCode"] == 200
-                ):  # all of it: it has no other bytes, or no ranges
-                    return body.read(offset + size)[offset:]
-                return body.read()
+                if answer["ResponseMetadata"]["HTTPStatusCode"] == 206:
+                    return body.read()
+                # Not the range but all of it: the object has no other bytes, or the service has no ranges.
+                data = body.read(offset + size)
+                if len(data) < min(offset + size, _field(answer, "ContentLength")):
+                    raise _NoAnswerError(f"the answer was cut short after {len(data)} bytes")
+                return data[offset:]
         return b""  # the object ends before the range begins
 
     def get_object_size(self, name: str) -> int:
-        check_name(name)
         with _translated(self.get_uri(name), "get the size"):
-            return _field(self._client.head_object(Bucket=self.bucket, Key=self.prefix + name), "ContentLength")
+            return _field(self._client.head_object(Bucket=self.bucket, Key=self._key(name)), "ContentLength")
 
     def list_objects(self, prefix: str = "", *, start_after: str = "") -> Sequence[ObjectInfo]:
         begin = len(self.prefix)
@@ -321,14 +321,13 @@ class S3ObjectStore(ObjectStore):
         return 5 << 20
 
     def start_parts(self, name: str) -> PartUpload:
-        check_name(name)
         return self._start_parts("start parts", name)
 
     def _start_parts(self, operation: str, name: str) -> _S3PartUpload:
         algorithm = {"ChecksumAlgorithm": "CRC32"} if self._checksum == "crc32" else {}
         with _translated(self.get_uri(name), operation):
             answer = self._client.create_multipart_upload(
-                Bucket=self.bucket, Key=self.prefix + name, **algorithm, **self._acl
+                Bucket=self.bucket, Key=self._key(name), **algorithm, **self._acl
             )
             upload_id = _field(answer, "UploadId")
         return self._part_upload(name, upload_id, {})
@@ -349,7 +348,7 @@ class S3ObjectStore(ObjectStore):
     def _part_upload(
         self, name: str, upload_id: str, sent: dict[int, _Part] | None, started_at: datetime | None = None
     ) -> _S3PartUpload:
-        where = {"Bucket": self.bucket, "Key": self.prefix + name, "UploadId": upload_id}
+        where = {"Bucket": self.bucket, "Key": self._key(name), "UploadId": upload_id}
         return _S3PartUpload(name, started_at, self._client, where, self.get_uri(name), self._checksum, sent)
 
     def close(self) -> None:

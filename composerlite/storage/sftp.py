@@ -24,7 +24,7 @@ from composerlite.errors import (
 )
 from composerlite.storage.disk import atomic_write
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, Progress, check_name
-from composerlite.storage.sftp_connection import Connection, Connector, SFTPChannel
+from composerlite.storage.sftp_connection import LOST, Connection, Connector, SFTPChannel
 
 try:
     import paramiko
@@ -240,21 +240,22 @@ class SFTPObjectStore(ObjectStore):
         folder, last = posixpath.split(path)
         temporary = posixpath.join(folder, f".{last}.tmp-{secrets.token_hex(8)}")
         file = None
-        for attempt in range(10):  # who deletes the last object of a folder removes the folder: make it once more
+        for tries_left in reversed(range(10)):  # who deletes a folder's last object removes it: make it once more
             try:
                 file = channel.open(temporary, "wx")
                 break
             except FileNotFoundError:
-                if attempt == 9:
+                if not tries_left:
                     raise
                 self._check_root(channel)
                 self._make_folder(channel, folder)
         assert file is not None
         try:
             yield temporary, file
+        except LOST:
+            raise  # a server that cannot be reached keeps it until it is swept
         except BaseException:
-            # A server that cannot be reached keeps it until it is swept.
-            with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+            with contextlib.suppress(OSError, *LOST):  # the first error is the one to tell
                 file.close()
                 channel.remove(temporary)
             raise
@@ -283,7 +284,7 @@ class SFTPObjectStore(ObjectStore):
     def _reading(self, operation: str, name: str) -> Generator[tuple[SFTPChannel, paramiko.SFTPFile, int]]:
         """The channel, the open file of the object ``name``, and its size."""
         path = self._path(name)
-        with self._channel(operation, name) as channel, channel.open(path, "r") as file:
+        with self._channel(operation, name) as channel, channel.opened(path, "r") as file:
             yield channel, file, _size_of(file.stat())
 
     def _below(self, channel: SFTPChannel, folder: str, prefix: str) -> Iterator[tuple[str, int, float]]:
@@ -312,7 +313,7 @@ class SFTPObjectStore(ObjectStore):
             channel = connection.take()
             try:
                 yield channel
-            except (paramiko.SSHException, EOFError, TimeoutError, ConnectionError):
+            except LOST:
                 connection.close()
                 raise
             except OSError as e:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import stat
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -20,12 +21,15 @@ try:
 except ImportError as e:
     raise ConfigError("paramiko, which speaks SFTP, is not installed: pip install 'composerlite[sftp]'") from e
 
-__all__ = ["Connection", "Connector", "SFTPChannel"]
+__all__ = ["LOST", "Connection", "Connector", "SFTPChannel"]
 
 _SMALL_REQUEST_BYTES, _LARGE_REQUEST_BYTES = 32 << 10, 128 << 10
 """Of one read or write: what every server takes, and what is asked of those that tell their limits."""
 _UNDER_WAY_BYTES = 4 << 20
 """Of reads or writes under way on one channel, so that a distant server is not waited for after each."""
+
+LOST = (paramiko.SSHException, EOFError, TimeoutError, ConnectionError)
+"""Errors after which a connection is of no use."""
 
 _Client: Any = paramiko.SFTPClient  # the requests of SFTP are not part of its public types
 
@@ -62,22 +66,35 @@ class SFTPChannel(_Client):
             self.extensions = frozenset(found)
         return kind, data
 
+    @contextlib.contextmanager
+    def opened(self, path: str, mode: str) -> Generator[paramiko.SFTPFile]:
+        """The file ``path``, open. It is not closed on a lost connection: that would wait for one more answer."""
+        file = self.open(path, mode)
+        try:
+            yield file
+        except LOST:
+            raise
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
     def write_file(self, file: paramiko.SFTPFile, pieces: Iterable[bytes]) -> None:
         """Make ``pieces`` the content of ``file``, have the server make it durable, and close it."""
-        with file:
-            answers = _Answers(self)
-            offset = 0
-            for piece in pieces:
-                while answers.pending * self.request_bytes >= _UNDER_WAY_BYTES:
-                    self._read_response()
-                answers.raise_first()
-                self._ask(answers, protocol.CMD_WRITE, file.handle, protocol.int64(offset), piece)
-                offset += len(piece)
-            while answers.pending:
+        answers = _Answers(self)
+        offset = 0
+        for piece in pieces:
+            while answers.pending * self.request_bytes >= _UNDER_WAY_BYTES:
                 self._read_response()
             answers.raise_first()
-            if "fsync@openssh.com" in self.extensions:
-                self._request(protocol.CMD_EXTENDED, "fsync@openssh.com", file.handle)
+            self._ask(answers, protocol.CMD_WRITE, file.handle, protocol.int64(offset), piece)
+            offset += len(piece)
+        while answers.pending:
+            self._read_response()
+        answers.raise_first()
+        if "fsync@openssh.com" in self.extensions:
+            self._request(protocol.CMD_EXTENDED, "fsync@openssh.com", file.handle)
+        file.close()
 
     def read_file(self, file: paramiko.SFTPFile, offset: int, size: int) -> Iterator[bytes]:
         """The ``size`` bytes from ``offset`` on, in order. EOFError: the file has fewer."""

@@ -163,7 +163,7 @@ class ObjectStoreContract(ABC):
         """Of eight threads that create the same name at once exactly one succeeds, and its bytes are there."""
         if not store.creates_atomically:
             pytest.skip("this store cannot create atomically, and says so")
-        for attempt in range(5):
+        for attempt in range(3):
             name, start = f"{prefix}/{attempt}", threading.Barrier(8)
 
             def create(number: int, name: str = name, start: threading.Barrier = start) -> int | None:

@@ -1,7 +1,7 @@
 """What Composer's documentation of checkpointing shows runs with the package renamed.
 
 Each test is a script as a reader of that documentation would write it: its arguments, paths and expected values are
-those shown there. What concerns object stores is not among them.
+those shown there. What concerns object stores is in test_composer_object_stores.py.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Generator, Iterator
@@ -120,6 +121,13 @@ def test_a_large_file_goes_in_chunks(opened: GCSObjectStore, tmp_path: Path) -> 
     assert (tmp_path / "copy").read_bytes() == data
     assert {0, 32 << 20, 40 << 20} <= {done for done, _ in told}
     assert told == sorted(told)
+
+
+def test_training_keeps_its_random_numbers(opened: GCSObjectStore) -> None:
+    """An upload, whose separators are drawn by chance, leaves the generator of training as it was."""
+    before = random.getstate()
+    opened.put_bytes("a", b"x")
+    assert random.getstate() == before
 
 
 def test_a_service_account_is_used(

@@ -153,9 +153,21 @@ def test_answers_are_what_they_mean(s3_server: S3Server, tmp_path: Path, answer:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_upload_is_not_waited_for_forever(s3_server: S3Server) -> None:
+    """A service that takes an upload and does not answer is transient after the driver's timeout."""
+    with answering(None) as port:
+        kwargs = {**s3_arguments(s3_server), "port": port, "timeout": 0.5}
+        with (
+            LibcloudObjectStore("s3", "bucket", provider_kwargs=kwargs) as store,
+            pytest.raises(ObjectStoreTransientError, match="timed out"),
+        ):
+            store.put_bytes("a", b"x")
+
+
 @contextlib.contextmanager
-def answering(answer: bytes) -> Generator[int]:
-    """A port that gives the same answer to everybody: but to HEAD, so that there is an object."""
+def answering(answer: bytes | None) -> Generator[int]:
+    """A port that gives the same answer, or none, to everybody: but to HEAD, so that there is an object."""
+    over = threading.Event()
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
@@ -163,7 +175,12 @@ def answering(answer: bytes) -> Generator[int]:
             while self.rfile.readline() not in (b"\r\n", b""):
                 pass
             found = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\nConnection: close\r\n\r\n"
-            self.wfile.write(found if request.startswith(b"HEAD") else answer)
+            if request.startswith(b"HEAD"):
+                self.wfile.write(found)
+            elif answer is None:
+                over.wait(30)
+            else:
+                self.wfile.write(answer)
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
@@ -171,6 +188,7 @@ def answering(answer: bytes) -> Generator[int]:
         try:
             yield server.server_address[1]
         finally:
+            over.set()
             server.shutdown()
             thread.join()
 

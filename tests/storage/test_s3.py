@@ -361,9 +361,10 @@ def test_damaged_listings_are_transient(script: ScriptedServer, scripted: S3Obje
         scripted.list_objects("a")
 
 
-def test_a_range_that_is_cut_short_is_transient(script: ScriptedServer, scripted: S3ObjectStore) -> None:
+@pytest.mark.parametrize("status", [200, 206])
+def test_a_range_that_is_cut_short_is_transient(script: ScriptedServer, scripted: S3ObjectStore, status: int) -> None:
     """A range is never shorter than the object allows."""
-    script.script(Answer(206, b"half", claims_bytes=8))
+    script.script(Answer(status, b"half", claims_bytes=8))
     with pytest.raises(ObjectStoreTransientError, match=r"s3://b/a: read"):
         scripted.read_range("a", 0, 8)
 
@@ -494,6 +495,14 @@ def test_wrong_arguments_are_named(wrong: dict[str, Any], says: str) -> None:
     """An argument that cannot be is a ConfigError that names it."""
     with pytest.raises(ConfigError, match=says):
         S3ObjectStore("bucket", **wrong)
+
+
+def test_prefix_and_name_together_are_a_name() -> None:
+    """What stores do not take is refused before anything is sent, also where only the whole is too long."""
+    with S3ObjectStore("bucket", "p" * 1000, **_KEYS) as store:
+        for use in (lambda: store.put_bytes("n" * 30, b""), lambda: store.check_writable("a/../b")):
+            with pytest.raises(ConfigError, match="name"):
+                use()
 
 
 def test_a_name_no_bucket_can_have_is_named() -> None:

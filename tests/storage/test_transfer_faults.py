@@ -111,6 +111,8 @@ def test_an_upload_comes_through(bucket: Bucket, source: Path) -> None:
 
 def test_an_upload_survives_kills(bucket: Bucket, source: Path) -> None:
     """R7: after kill -9 in the middle another process goes on: at most 1.3 × the bytes in all, no parts left."""
+    # With as few as 17 parts the share of bytes sent twice varies with what is drawn: about one seed in eleven would
+    # exceed 1.3 here, at 68 parts one in ten thousand (both simulated). The seed fixes which faults this test meets.
     bucket.proxy.faults = FAULTS
     arguments = json.dumps([bucket.kwargs, bucket.uri, "run/a", str(source)])
     command = [sys.executable, "-c", UPLOAD, arguments]

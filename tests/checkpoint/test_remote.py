@@ -1,0 +1,204 @@
+"""Checkpoints in a bucket: published whole or not at all, found in three requests, fetched verified."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from parts import save_batch
+
+from composerlite.checkpoint import Bucket, Catalog, Manifest, RemoteCatalog, newest_good
+from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, ObjectStoreTransientError
+from composerlite.storage import RetryPolicy, Transfer
+from composerlite.storage.local import LocalObjectStore
+from composerlite.testing import Fault, FaultyStore
+
+LINK = "run/latest.pt"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FaultyStore:
+    (tmp_path / "bucket").mkdir()
+    return FaultyStore(LocalObjectStore(tmp_path / "bucket"))
+
+
+@pytest.fixture
+def remote(store: FaultyStore) -> Iterator[RemoteCatalog]:
+    with Transfer(store, retry=RetryPolicy(attempts=1)) as transfer:
+        yield RemoteCatalog(transfer, "run")
+
+
+def saved(tmp_path: Path, batch: int, **arguments: object) -> tuple[Manifest, Path]:
+    """A checkpoint on the local disk."""
+    path = save_batch(tmp_path / "local", batch, **arguments)
+    manifest = Catalog(tmp_path / "local").manifest_of(path.name)
+    assert manifest is not None
+    return manifest, path
+
+
+def publish(remote: RemoteCatalog, tmp_path: Path, *batches: int) -> list[Manifest]:
+    manifests: list[Manifest] = []
+    for batch in batches:
+        manifest, path = saved(tmp_path, batch)
+        remote.publish(manifest, [path], link=LINK)
+        manifests.append(manifest)
+    return manifests
+
+
+def elsewhere(remote: RemoteCatalog, tmp_path: Path) -> Path | None:
+    """What a new machine, with an empty disk, resumes from."""
+    catalog = Catalog(tmp_path / "elsewhere")
+    return newest_good([catalog], "run", buckets=[Bucket(remote, LINK, catalog)])
+
+
+# ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_published_checkpoint_is_found_and_whole(remote: RemoteCatalog, tmp_path: Path) -> None:
+    """The newest is fetched with its bytes and committed, as if it had been saved there."""
+    publish(remote, tmp_path, 1, 2, 10)
+    assert [manifest.batch for manifest in remote.manifests()] == [1, 2, 10]
+    found = elsewhere(remote, tmp_path)
+    assert found == tmp_path / "elsewhere" / "ba10.pt"
+    assert found.read_bytes() == (tmp_path / "local" / "ba10.pt").read_bytes()
+    assert [manifest.batch for manifest in Catalog(tmp_path / "elsewhere").manifests()] == [10]
+
+
+def test_the_link_is_an_object_that_composer_reads(remote: RemoteCatalog, store: FaultyStore, tmp_path: Path) -> None:
+    """``latest….symlink`` holds the full name of the newest object and nothing else."""
+    publish(remote, tmp_path, 1)
+    assert store.read_range(f"{LINK}.symlink", 0, 100) == b"run/ba1.pt"
+
+
+def test_data_come_before_the_manifest_and_the_link_last(
+    remote: RemoteCatalog, store: FaultyStore, tmp_path: Path
+) -> None:
+    """Whoever sees a manifest can read its data, and whoever sees the link its manifest."""
+    publish(remote, tmp_path, 1)
+    written = [name for verb, name in store.calls if verb in ("put_bytes", "upload_object")]
+    assert written == ["run/ba1.pt", "run/.manifest/latest.pt.next", "run/.manifest/ba1.pt.json", f"{LINK}.symlink"]
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_a_publication_that_breaks_off_anywhere_leaves_the_one_before(
+    remote: RemoteCatalog, store: FaultyStore, tmp_path: Path, after: int
+) -> None:
+    """Whichever write is the last: the older checkpoint is found, or the newer where that had come to exist."""
+    publish(remote, tmp_path, 1)
+    store.faults = [Fault(verb="put*", times=99), Fault(verb="upload_object", times=99)]
+    if after:
+        store.faults = [Fault(verb="put*", after=after - 1, times=99)]
+    manifest, path = saved(tmp_path, 2)
+    with pytest.raises(ObjectStoreTransientError):
+        remote.publish(manifest, [path], link=LINK)
+    store.faults = []
+    found = elsewhere(remote, tmp_path)
+    assert found is not None
+    assert found.name == ("ba2.pt" if after == 3 else "ba1.pt")
+    publish(remote, tmp_path, 3)
+    assert elsewhere(remote, tmp_path) == tmp_path / "elsewhere" / "ba3.pt"
+
+
+def test_another_checkpoint_of_that_name_is_not_replaced(remote: RemoteCatalog, tmp_path: Path) -> None:
+    """One of another run is left as it is, unless it is to be overwritten; one of the same moment of the run is redone."""
+    publish(remote, tmp_path, 1)
+    other, path = saved(tmp_path / "other", 1, run_name="other")
+    with pytest.raises(CheckpointExistsError, match=r"ba1\.pt.*run 'run' at batch 1.*overwrite=True"):
+        remote.publish(other, [path], link=LINK)
+    assert [manifest.run_name for manifest in remote.manifests()] == ["run"]
+    remote.publish(other, [path], link=LINK, overwrite=True)
+    assert [manifest.run_name for manifest in remote.manifests()] == ["other"]
+    again, path = saved(tmp_path / "again", 1, run_name="other")
+    remote.publish(again, [path], link=LINK)
+
+
+def test_what_is_deleted_is_gone(remote: RemoteCatalog, store: FaultyStore, tmp_path: Path) -> None:
+    """A deletion takes the manifest first: there is never a checkpoint without its data."""
+    first, _ = publish(remote, tmp_path, 1, 2)
+    store.calls.clear()
+    remote.delete(first)
+    assert [name for verb, name in store.calls if verb == "delete_object"] == [
+        "run/.manifest/ba1.pt.json",
+        "run/ba1.pt",
+    ]
+    assert [manifest.batch for manifest in remote.manifests()] == [2]
+
+
+# ── finding ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_three_requests_find_the_newest_of_any_number(
+    remote: RemoteCatalog, store: FaultyStore, tmp_path: Path
+) -> None:
+    """Where ``latest`` is good nothing is listed, however many checkpoints there are."""
+    publish(remote, tmp_path, *range(1, 30))
+    store.calls.clear()
+    newest = remote.latest(LINK)
+    assert newest is not None
+    assert newest.batch == 29
+    assert len(store.calls) <= 3
+
+
+@pytest.mark.parametrize("damage", ["flipped", "shorter", "gone", "manifest", "link"])
+def test_a_damaged_newest_is_passed_over(
+    remote: RemoteCatalog, store: FaultyStore, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is wrong with the newest, the one before it is taken, and the log says why."""
+    publish(remote, tmp_path, 1, 2)
+    data = bytearray(store.read_range("run/ba2.pt", 0, 1 << 20))
+    data[len(data) // 2] ^= 1
+    if damage == "flipped":
+        store.put_bytes("run/ba2.pt", bytes(data))
+    elif damage == "shorter":
+        store.put_bytes("run/ba2.pt", bytes(data[:-1]))
+    elif damage == "gone":
+        store.delete_object("run/ba2.pt")
+    elif damage == "manifest":
+        record = json.loads(store.read_range("run/.manifest/ba2.pt.json", 0, 1 << 20))
+        store.put_bytes("run/.manifest/ba2.pt.json", json.dumps({**record, "run_name": "other"}).encode())
+    else:
+        store.delete_object(f"{LINK}.symlink")
+        store.delete_object("run/.manifest/latest.pt.next")
+    found = elsewhere(remote, tmp_path)
+    assert found == tmp_path / "elsewhere" / ("ba2.pt" if damage == "link" else "ba1.pt")
+    if damage != "link":
+        assert "ba2.pt" in caplog.text
+
+
+def test_what_is_here_is_not_fetched(remote: RemoteCatalog, store: FaultyStore, tmp_path: Path) -> None:
+    """Of the same checkpoint here and in the bucket, the one here is taken."""
+    publish(remote, tmp_path, 1, 2)
+    store.calls.clear()
+    catalog = Catalog(tmp_path / "local")
+    assert newest_good([catalog], "run", buckets=[Bucket(remote, LINK, catalog)]) == tmp_path / "local" / "ba2.pt"
+    assert "run/ba2.pt" not in [name for verb, name in store.calls if verb == "read_range"]
+
+
+def test_a_newer_one_here_wins(remote: RemoteCatalog, tmp_path: Path) -> None:
+    """A checkpoint that had not been uploaded is newer than what the bucket has."""
+    publish(remote, tmp_path, 1)
+    saved(tmp_path, 2)
+    catalog = Catalog(tmp_path / "local")
+    assert newest_good([catalog], "run", buckets=[Bucket(remote, LINK, catalog)]) == tmp_path / "local" / "ba2.pt"
+
+
+@pytest.mark.parametrize("error", [PermissionError("no"), ObjectStoreTransientError("away")])
+def test_a_bucket_that_cannot_be_read_is_not_empty(
+    remote: RemoteCatalog, store: FaultyStore, tmp_path: Path, error: Exception
+) -> None:
+    """Only "not found" is absence: anything else ends the search with its own error, and no run starts afresh."""
+    publish(remote, tmp_path, 1)
+    store.faults = [Fault(error=lambda: error, times=99)]
+    with pytest.raises(type(error)):
+        elsewhere(remote, tmp_path)
+
+
+def test_a_fetch_that_fails_commits_nothing(remote: RemoteCatalog, store: FaultyStore, tmp_path: Path) -> None:
+    """Bytes that differ are never a checkpoint here."""
+    (manifest,) = publish(remote, tmp_path, 1)
+    data = bytearray(store.read_range("run/ba1.pt", 0, 1 << 20))
+    data[100] ^= 1
+    store.put_bytes("run/ba1.pt", bytes(data))
+    catalog = Catalog(tmp_path / "elsewhere")
+    with pytest.raises(CorruptCheckpointError, match=r"ba1\.pt"):
+        remote.fetch(manifest, catalog)
+    assert catalog.manifests() == []
+    assert list(catalog.files()) == []

@@ -1,0 +1,229 @@
+"""A save_folder in a bucket: what goes wrong there is told, early, and no progress is lost for it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_training import Classifier, CrashError, StopAt, saved_batches, train, trainer
+
+from composerlite.callbacks import CheckpointSaver
+from composerlite.core import Callback, Logger, State
+from composerlite.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigError
+from composerlite.loggers import RemoteUploaderDownloader
+from composerlite.storage import ObjectStore, open_store
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_server: Any) -> None:  # pyright: ignore[reportUnusedFunction]
+    """Staging is below the current folder; the service is found by the environment."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def bucket(s3_server: Any) -> str:
+    return f"s3://{s3_server.new_bucket()}"
+
+
+@pytest.fixture
+def store(bucket: str) -> Iterator[ObjectStore]:
+    with open_store(bucket) as store:
+        yield store
+
+
+class Do(Callback):
+    """Does something at the end of one batch, after it waited until nothing is being saved or uploaded."""
+
+    def __init__(self, batch: int, what: Any) -> None:
+        self.batch = batch
+        self.what = what
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.batch) == self.batch:
+            for callback in state.callbacks:
+                if isinstance(callback, CheckpointSaver):
+                    callback._pipeline.wait_for_previous()
+                    for publisher in callback._remote.publishers:
+                        assert publisher.uploader.wait(30)
+            self.what()
+
+
+def remove_bucket(s3_server: Any, bucket: str, store: ObjectStore) -> None:
+    """Remove a bucket with all that is in it, and wait until the service knows."""
+    for info in store.list_objects():
+        store.delete_object(info.name)
+    s3_server.client().delete_bucket(Bucket=bucket.removeprefix("s3://"))
+    until = time.monotonic() + 20
+    with contextlib.suppress(FileNotFoundError):
+        while time.monotonic() < until:
+            store.put_bytes("is-it-there", b"")
+            time.sleep(0.05)
+
+
+def names(store: ObjectStore) -> list[str]:
+    return [info.name for info in store.list_objects() if "/.manifest/" not in info.name]
+
+
+# ── before training ──────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_bucket_that_cannot_be_written_is_an_error_at_construction(
+    s3_server: Any, bucket: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing bucket, a wrong secret and a read-only key are told before training, with the bucket's name."""
+    with pytest.raises(FileNotFoundError, match="no-such-bucket"):
+        trainer(save_folder="s3://no-such-bucket/run")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    with pytest.raises(PermissionError, match=bucket):
+        trainer(save_folder=f"{bucket}/run")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.read_only_access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.read_only_secret_key)
+    with pytest.raises(PermissionError, match=bucket):
+        trainer(save_folder=f"{bucket}/run")
+    assert names(store) == []
+
+
+def test_a_good_bucket_is_left_as_it_is_at_construction(bucket: str, store: ObjectStore) -> None:
+    """The check leaves no object and no unfinished upload behind."""
+    trainer(save_folder=f"{bucket}/run").close()
+    assert list(store.list_objects()) == []
+    assert list(store.unfinished_parts("")) == []
+
+
+def test_keeping_none_without_a_bucket_is_refused() -> None:
+    """``save_num_checkpoints_to_keep=0`` would keep nothing anywhere."""
+    with pytest.raises(ConfigError, match=r"num_checkpoints_to_keep=0.*RemoteUploaderDownloader"):
+        trainer(save_folder="here", save_num_checkpoints_to_keep=0)
+
+
+def test_a_run_does_not_start_where_it_would_overwrite_in_the_bucket(bucket: str, tmp_path: Path) -> None:
+    """As in a folder: what is ahead of the run is not overwritten, and training does not begin."""
+    train(save_folder=f"{bucket}/run", max_duration="2ep")
+    (tmp_path / "run").rename(tmp_path / "away")
+    with trainer(save_folder=f"{bucket}/run") as run, pytest.raises(CheckpointExistsError, match=f"{bucket}/run.*ep1"):
+        run.fit()
+
+
+def test_a_missing_checkpoint_is_named(bucket: str) -> None:
+    """``load_path`` in a bucket that has no such object."""
+    with pytest.raises(CheckpointNotFoundError, match=rf"{bucket}/run/ep9\.pt"):
+        trainer(load_path=f"{bucket}/run/ep9.pt")
+
+
+# ── in training ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_bucket_that_goes_away_ends_training_and_what_was_saved_is_here(
+    s3_server: Any, bucket: str, store: ObjectStore, tmp_path: Path
+) -> None:
+    """The error is raised within training with the bucket's name; every checkpoint is on the local disk."""
+
+    run = trainer(
+        save_folder=f"{bucket}/run",
+        save_interval="2ba",
+        callbacks=[Do(3, lambda: remove_bucket(s3_server, bucket, store))],
+    )
+    with pytest.raises(FileNotFoundError, match=bucket):
+        run.fit()
+    with contextlib.suppress(FileNotFoundError):  # of the upload after that one, if it had begun
+        run.close()
+    assert saved_batches(tmp_path / "run")[:2] == [2, 4]
+
+
+def test_uploads_that_fail_are_tolerated_on_request(
+    s3_server: Any, bucket: str, store: ObjectStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With ``save_failure_limit`` training goes on, with a warning for each."""
+
+    run = train(
+        save_folder=f"{bucket}/run",
+        save_interval="2ba",
+        save_failure_limit=100,
+        callbacks=[Do(3, lambda: remove_bucket(s3_server, bucket, store))],
+    )
+    assert run.state.timestamp.batch == 12
+    assert "save_failure_limit=100" in caplog.text
+
+
+def test_a_killed_upload_does_not_end_in_a_broken_checkpoint(bucket: str, store: ObjectStore) -> None:
+    """Training that raises still publishes what was saved before; every manifest in the bucket has its data."""
+    with (
+        pytest.raises(CrashError),
+        trainer(save_folder=f"{bucket}/run", save_interval="1ba", callbacks=[StopAt(5)]) as run,
+    ):
+        run.fit()
+    listed = {info.name for info in store.list_objects()}
+    manifests = [name for name in listed if name.endswith(".json")]
+    assert manifests
+    for name in manifests:
+        assert name.replace(".manifest/", "").removesuffix(".json") in listed
+
+
+# ── what stays where ─────────────────────────────────────────────────────────────────────────────────────────────────
+def test_the_bucket_keeps_as_many_as_it_is_told(bucket: str, store: ObjectStore) -> None:
+    """``save_num_remote_checkpoints_to_keep`` deletes older ones, their manifests too; by default all stay."""
+    train(save_folder=f"{bucket}/all", save_num_checkpoints_to_keep=1)
+    assert len([name for name in names(store) if name.startswith("all/ep")]) == 3
+    train(save_folder=f"{bucket}/two", save_num_remote_checkpoints_to_keep=2)
+    assert [name for name in names(store) if name.startswith("two/ep")] == [
+        "two/ep2-ba8-rank0.pt",
+        "two/ep3-ba12-rank0.pt",
+    ]
+    assert len([info for info in store.list_objects("two/.manifest/") if info.name.endswith(".json")]) == 2
+
+
+def test_the_staging_folder_can_be_chosen(bucket: str, tmp_path: Path) -> None:
+    """What is staged lies below it, and nothing but committed checkpoints and the link stays."""
+    run = train(save_folder=f"{bucket}/run", save_staging_folder=tmp_path / "stage", save_num_checkpoints_to_keep=1)
+    assert run.saved_checkpoints == [f"{tmp_path}/stage/run/ep3-ba12-rank0.pt"]
+    torch.load(run.saved_checkpoints[-1], weights_only=True)
+    left = sorted(str(path.relative_to(tmp_path / "stage")) for path in (tmp_path / "stage").rglob("*"))
+    assert left == [
+        "run",
+        "run/.manifest",
+        "run/.manifest/ep3-ba12-rank0.pt.json",
+        "run/ep3-ba12-rank0.pt",
+        "run/latest-rank0.pt",
+    ]
+
+
+def test_a_uri_and_a_logger_do_the_same(bucket: str, store: ObjectStore, tmp_path: Path) -> None:
+    """The bucket has the same objects, whether ``save_folder`` is a URI or a logger uploads; so has every bucket."""
+    train(save_folder=f"{bucket}/run")
+    of_uri = [info.name for info in store.list_objects()]
+    other = f"{bucket}/logger"
+    train(save_folder="run", save_overwrite=True, loggers=[RemoteUploaderDownloader(other)])
+    of_logger = [info.name for info in store.list_objects("logger/")]
+    assert [name.removeprefix("logger/") for name in of_logger] == of_uri
+
+
+def test_autoresume_reads_the_bucket_of_a_logger(bucket: str, tmp_path: Path) -> None:
+    """A run on a new disk whose checkpoints a logger uploads goes on from them."""
+    train(save_folder="run", max_duration="2ep", loggers=[RemoteUploaderDownloader(bucket)])
+    (tmp_path / "run").rename(tmp_path / "away")
+    run = train(save_folder="run", autoresume=True, loggers=[RemoteUploaderDownloader(bucket)])
+    assert run.state.load_path == "run/ep2-ba8-rank0.pt"
+    assert run.state.timestamp.epoch == 3
+
+
+def test_a_saver_of_ones_own_may_have_a_uri(bucket: str, store: ObjectStore) -> None:
+    """``CheckpointSaver(folder='s3://…')`` as a callback is the same as ``save_folder``, also for autoresume."""
+    saver = CheckpointSaver(folder=f"{bucket}/mine", filename="ba{batch}.pt", save_interval="4ba")
+    train(callbacks=[saver], max_duration="2ep")
+    assert names(store) == ["mine/ba4.pt", "mine/ba8.pt", "mine/latest-rank0.pt.symlink"]
+    Path("mine").rename("away")
+    saver = CheckpointSaver(folder=f"{bucket}/mine", filename="ba{batch}.pt", save_interval="4ba")
+    run = train(callbacks=[saver], autoresume=True)
+    assert run.state.load_path == "mine/ba8.pt"
+
+
+def test_weights_load_from_a_bucket(bucket: str) -> None:
+    """``load_weights_only`` with a URI takes the model and leaves the clock at zero."""
+    first = train(save_folder=f"{bucket}/run")
+    with trainer(model=Classifier(), load_path=f"{bucket}/run/latest-rank0.pt", load_weights_only=True) as run:
+        assert run.state.timestamp.batch == 0
+        for name, weight in run.state.model.state_dict().items():
+            assert torch.equal(weight, first.state.model.state_dict()[name])
