@@ -174,6 +174,11 @@ class Catalog:
             self._rename_damaged(self.folder / record.path)
         log.warning("set aside the damaged checkpoint %s as %s.damaged", self.folder / manifest.name, manifest.name)
 
+    def set_aside_file(self, name: str) -> None:
+        """Take a damaged file that has no manifest out of the way: it stays as ``<name>.damaged``."""
+        self._rename_damaged(self.folder / name)
+        log.warning("set aside the damaged file %s as %s.damaged", self.folder / name, name)
+
     def set_aside_unreadable(self) -> None:
         """Take checkpoints out of the way whose manifest is damaged or that of another, and the manifest with them."""
         for path in list(_files(self.folder / _MANIFESTS)):

@@ -24,6 +24,7 @@ __all__ = [
     "format_name_with_dist",
     "format_name_with_dist_and_time",
     "get_save_filename",
+    "name_pattern",
     "variables_in",
 ]
 
@@ -159,7 +160,7 @@ def get_save_filename(state: NamedState, filename: str | Path = "ep{epoch}-ba{ba
     return PartialFilePath(filename).format(state)
 
 
-def _pattern(template: str, run_name: str) -> re.Pattern[str]:
+def name_pattern(template: str, run_name: str) -> re.Pattern[str]:
     """Matches every name that ``template`` can give in this run; the numbers are groups."""
     pattern, formats = "", dict[str, str | None]()
     for text, name, number_format, _ in string.Formatter().parse(template):
@@ -189,7 +190,7 @@ def ensure_no_conflict(
     Raises:
         CheckpointExistsError: a file is ahead of ``timestamp``.
     """
-    pattern = _pattern(template, run_name)
+    pattern = name_pattern(template, run_name)
     now = timestamp.state_dict()
     # What is compared is read from names on both sides: a clock that is rounded in one is rounded in the other.
     own = pattern.fullmatch(format_name_with_dist_and_time(template, run_name, timestamp))

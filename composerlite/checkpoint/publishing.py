@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Protocol, final
 
@@ -39,6 +40,8 @@ __all__ = ["Publisher", "RemoteSaving"]
 log = logging.getLogger(__name__)
 _MOST_WAITING = 2
 """So many checkpoints may wait to be uploaded. What is saved faster than the network takes it has to wait."""
+_STALE = timedelta(days=1)
+"""An upload that was begun so long ago and is not complete is that of a dead run."""
 
 
 @final
@@ -240,12 +243,23 @@ class RemoteSaving:
             self.publishers = [self._publisher(self._uploader, "", state)]
             store, name = self._store, self.publishers[0].remote.name_of("file")
             RetryPolicy().run(lambda: store.check_writable(name), f"check that {store.get_uri(name)} can be written")
+            self._uploader.submit(
+                "sweep", self._sweep, what=f"what dead runs left below {self.publishers[0].remote.uri()}"
+            )
             return
         self.publishers = [
             self._publisher(destination.uploader, destination.checkpoint_prefix, state)
             for destination in logger.destinations
             if destination.uploader is not None
         ]
+
+    def _sweep(self, transfer: Transfer) -> None:
+        """Remove parts of uploads that nobody goes on with: they are not seen and cost money."""
+        root = self.publishers[0].remote.root
+        try:
+            transfer.abort_stale(f"{root}/" if root else "", _STALE)
+        except (PermissionError, ObjectStoreError) as e:  # they take space and no more
+            log.info("did not look for parts that dead runs left: %s", e)
 
     def raise_failures(self) -> None:
         """Raise what failed since the last time in an uploader of its own; loggers raise what failed in theirs."""

@@ -11,6 +11,7 @@ from typing import final
 from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.manifest import Manifest
 from composerlite.checkpoint.remote import RemoteCatalog
+from composerlite.checkpoint.unlisted import check_unlisted, unlisted
 from composerlite.errors import CorruptCheckpointError
 
 __all__ = ["Bucket", "newest_good"]
@@ -40,15 +41,16 @@ class _Candidate:
     manifest: Manifest
     catalog: Catalog
     remote: RemoteCatalog | None = None  # it is there and not in the folder
+    listed: bool = True  # it has a manifest
 
     @property
     def whole(self) -> bool:
         return not self.manifest.left_out
 
     @property
-    def rank(self) -> tuple[bool, tuple[int, int], bool, str]:
-        """The greatest is tried first: what is there already before what would have to be fetched."""
-        return self.whole, self.manifest.order[:2], self.remote is None, self.manifest.saved_at
+    def rank(self) -> tuple[bool, tuple[int, int], bool, bool, str]:
+        """The greatest is tried first: what can be verified, and is there already, before what is not."""
+        return self.whole, self.manifest.order[:2], self.listed, self.remote is None, self.manifest.saved_at
 
     @property
     def home(self) -> Catalog | RemoteCatalog:
@@ -56,6 +58,9 @@ class _Candidate:
 
     def check(self, progress: Callable[[int, int], object] | None) -> None:
         """See that it is good, and bring it to the folder if it is not there."""
+        if not self.listed:
+            check_unlisted(self.catalog, self.manifest)
+            return
         if self.remote is None:
             self.catalog.verify(self.manifest)
             return
@@ -75,6 +80,7 @@ def newest_good(
     catalogs: Sequence[Catalog],
     run_name: str,
     *,
+    templates: Sequence[str] = (),
     buckets: Sequence[Bucket] = (),
     progress: Callable[[int, int], object] | None = None,
 ) -> Path | None:
@@ -84,8 +90,12 @@ def newest_good(
     the reason, and set aside. Weights-only checkpoints cannot be resumed from. One that was saved without
     some of its keys is taken only if there is no whole one: what it lacks would start afresh in the middle of the run.
 
+    A file without a manifest, of another program or one whose manifest was lost, is taken if it can be read and agrees
+    with its own checksums; the log says so.
+
     Args:
         catalogs: the folders.
+        templates: how checkpoints are named in each; where it is not given, only what has a manifest counts.
         buckets: where else checkpoints are. Three requests find the latest of one; only if that is not good is
             everything in it looked at.
         progress: is told how many bytes of how many were fetched.
@@ -98,6 +108,8 @@ def newest_good(
     for catalog in catalogs:
         catalog.set_aside_unreadable()
     local = [_Candidate(manifest, catalog) for catalog in catalogs for manifest in _of(run_name, catalog.manifests())]
+    for catalog, template in zip(catalogs, templates, strict=False):
+        local += [_Candidate(manifest, catalog, listed=False) for manifest in unlisted(catalog, template, run_name)]
     latest: list[_Candidate] = []
     looked_through: list[_Candidate] = []
     unseen: list[Bucket] = []

@@ -131,12 +131,15 @@ class SecondName:
                 if e.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV):
                     raise
                 shutil.copyfile(path, self.path)
-            self._file = self.path.open("rb")
+            try:
+                self._file = self.path.open("rb")
+            except FileNotFoundError:  # a sweep was faster than our lock: take another name
+                continue
             with contextlib.suppress(OSError):  # a file system without locks: nobody sweeps there
-                fcntl.flock(self._file, fcntl.LOCK_SH)
+                fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if self.path.exists():
                 return
-            self._file.close()  # a sweep was faster than our lock: take another name
+            self._file.close()
 
     def remove(self) -> None:
         """The file is there by its first name only, if it still has that; twice is fine."""

@@ -584,6 +584,7 @@ class Trainer:
         found = newest_good(
             [saver.catalog for saver in savers],
             self.state.run_name,
+            templates=[saver.filename.filename for saver in savers],
             buckets=[bucket for saver in savers for bucket in saver.buckets],
         )
         if found is None:

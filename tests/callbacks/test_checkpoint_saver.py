@@ -239,7 +239,7 @@ def test_a_saver_follows_the_name_of_each_run(tmp_path: Path) -> None:
         ({"save_filename": "/ep{epoch}.pt"}, "save_filename='/ep"),
         ({"save_interval": "10bananas"}, "10bananas"),
         ({"save_interval": None}, "None"),
-        ({"save_num_checkpoints_to_keep": 0}, "num_checkpoints_to_keep=0"),
+        ({"save_num_checkpoints_to_keep": -2}, "num_checkpoints_to_keep=-2"),
         ({"save_num_checkpoints_to_keep": "3"}, "num_checkpoints_to_keep='3'"),
         ({"save_ignore_keys": "state/model"}, r"save_ignore_keys='state/model'.*list of globs"),
     ],

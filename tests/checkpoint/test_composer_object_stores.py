@@ -56,7 +56,7 @@ def names(uri: str) -> list[str]:
 def test_a_uri_as_save_folder_uploads_and_leaves_nothing_here(
     bucket_uri: str, model: Classifier, train_dataloader: DataLoader[Any]
 ) -> None:
-    """``save_folder='s3://…'``, ``'oci://…'`` and ``'gs://…'``: the checkpoints are in the bucket, and not on the disk."""
+    """``save_folder='s3://…'``, ``'oci://…'``, ``'gs://…'``: the checkpoints are in the bucket and not on the disk."""
     trainer = Trainer(
         model=model,
         train_dataloader=train_dataloader,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from parts import save_batch
 
 from composerlite.checkpoint import Catalog, newest_good
@@ -56,3 +59,45 @@ def test_a_whole_one_comes_before_newer_parts(tmp_path: Path, caplog: pytest.Log
     assert newest_good([Catalog(tmp_path)], "run") == whole
     whole.unlink()
     assert newest_good([Catalog(tmp_path)], "run") == part
+
+
+# ── without a manifest ───────────────────────────────────────────────────────────────────────────────────────────────
+TEMPLATE = "ba{batch}.pt"
+
+
+def unlisted_batch(folder: Path, batch: int, **arguments: Any) -> Path:
+    """A checkpoint whose manifest was lost."""
+    path = save_batch(folder, batch, **arguments)
+    (folder / ".manifest" / f"{path.name}.json").unlink()
+    return path
+
+
+def test_one_that_lost_its_manifest_is_taken_unverified(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is the newest and whole: it is taken, and the log says that only its own checksums agree."""
+    save_batch(tmp_path, 1)
+    path = unlisted_batch(tmp_path, 2)
+    assert newest_good([Catalog(tmp_path)], "run", templates=[TEMPLATE]) == path
+    assert "its own checksums only" in caplog.text
+    assert newest_good([Catalog(tmp_path)], "run") == tmp_path / "ba1.pt"
+
+
+@pytest.mark.parametrize("damage", ["flipped", "shorter", "foreign"])
+def test_a_damaged_one_without_a_manifest_is_passed_over(tmp_path: Path, damage: str) -> None:
+    """It is set aside, so that the run can write that name again."""
+    good, bad = save_batch(tmp_path, 1), unlisted_batch(tmp_path, 2)
+    data = bytearray(bad.read_bytes())
+    data[data.index(struct.pack("<f", 2.0))] ^= 1  # a weight
+    bad.write_bytes({"flipped": bytes(data), "shorter": bytes(data[:-30]), "foreign": b"something else"}[damage])
+    assert newest_good([Catalog(tmp_path)], "run", templates=[TEMPLATE]) == good
+    assert not bad.exists()
+    assert bad.with_name("ba2.pt.damaged").exists()
+
+
+def test_what_is_not_of_the_run_is_left_alone(tmp_path: Path) -> None:
+    """Of another run, weights alone, or something that torch has saved: it is neither taken nor moved."""
+    good = save_batch(tmp_path, 1)
+    left = [unlisted_batch(tmp_path, 2, run_name="other"), unlisted_batch(tmp_path, 3, weights_only=True)]
+    left.append(tmp_path / "ba4.pt")
+    torch.save({"state": {"some": "thing"}}, left[-1])
+    assert newest_good([Catalog(tmp_path)], "run", templates=[TEMPLATE]) == good
+    assert all(path.exists() for path in left)

@@ -100,7 +100,7 @@ def test_a_publication_that_breaks_off_anywhere_leaves_the_one_before(
 
 
 def test_another_checkpoint_of_that_name_is_not_replaced(remote: RemoteCatalog, tmp_path: Path) -> None:
-    """One of another run is left as it is, unless it is to be overwritten; one of the same moment of the run is redone."""
+    """One of another run is left as it is, unless it is to be overwritten; one of the same moment of the run is not."""
     publish(remote, tmp_path, 1)
     other, path = saved(tmp_path / "other", 1, run_name="other")
     with pytest.raises(CheckpointExistsError, match=r"ba1\.pt.*run 'run' at batch 1.*overwrite=True"):

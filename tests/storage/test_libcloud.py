@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers.seaweedfs import S3Server, s3_server
+from storage.servers.seaweedfs import S3Server
 
 from composerlite.errors import ConfigError, ObjectStoreTransientError
 from composerlite.storage import open_store
@@ -20,8 +20,6 @@ from composerlite.testing.contracts import ObjectStoreContract
 
 pytest.importorskip("libcloud", reason="the package apache-libcloud is not installed: pip install apache-libcloud")
 pytest.importorskip("fasteners", reason="the package fasteners is not installed: pip install fasteners")
-
-__all__ = ["s3_server"]
 
 
 class TestLibcloudOnAFolder(ObjectStoreContract):

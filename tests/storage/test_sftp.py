@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers.sftp import SFTPServer, openssh_server, running_sftp, sftp_server
+from storage.servers.sftp import SFTPServer, running_sftp
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError
 from composerlite.storage import open_store
 from composerlite.storage.sftp import SFTPObjectStore
 from composerlite.testing.contracts import ObjectStoreContract
-
-__all__ = ["openssh_server", "sftp_server"]
 
 
 class TestSFTPObjectStore(ObjectStoreContract):

@@ -461,7 +461,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"save_folder": "/proc/nothing"}, "save_folder='/proc/nothing' cannot be written to"),
     ({"save_folder": "f", "save_filename": "{epok}.pt"}, "save_filename='{epok}.pt'.*Did you mean 'epoch'"),
     ({"save_folder": "f", "save_interval": "banana"}, "'banana' cannot be read: want a count and a unit"),
-    ({"save_folder": "f", "save_num_checkpoints_to_keep": 0}, "num_checkpoints_to_keep=0: want -1"),
+    ({"save_folder": "f", "save_num_checkpoints_to_keep": -2}, "num_checkpoints_to_keep=-2: want -1"),
     ({"save_folder": "f", "save_ignore_keys": "model"}, "save_ignore_keys='model': want a list of globs"),
     ({"autoresume": True}, "autoresume=True needs a run_name"),
     ({"autoresume": True, "run_name": "job"}, "autoresume=True needs checkpoints to resume from"),
