@@ -5,7 +5,10 @@ The names below are imported when first used, so that ``import composerlite`` co
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,7 +57,20 @@ def __getattr__(name: str) -> Any:
         return version("composerlite")
     if name not in __all__:
         raise AttributeError(f"module 'composerlite' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME.get(name, "composerlite.core")), name)
+    with _uncollected():
+        return getattr(importlib.import_module(_HOME.get(name, "composerlite.core")), name)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Generator[None]:
+    """Keep the garbage collector away: what an import makes lives on, and to look through all of torch costs as much."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -1,14 +1,16 @@
 """Every example in README.md and docs/ runs as it stands.
 
 The python blocks of a file run in order as one program, in an empty folder; the bash blocks in order, in the root of
-the repository. Two comments in a file change that::
+the repository. Three comments in a file change that::
 
     <!-- prelude: tests/docs_preludes/NAME.py -->    runs before the file's python blocks: a model, some data
+    <!-- bucket: s3://NAME -->                       there is such a bucket, on a service that the environment names
     <!-- not run: reason -->                         the block that follows is left out
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -25,6 +27,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(r"\s*```\s*(\w*)")
 _NOT_RUN = re.compile(r"<!--\s*not run:\s*(.+?)\s*-->")
 _PRELUDE = re.compile(r"<!--\s*prelude:\s*(\S+)\s*-->")
+_BUCKET = re.compile(r"<!--\s*bucket:\s*s3://(\S+)\s*-->")
 
 # As a program of its own, so that what the blocks define lives in __main__ and worker processes find it there.
 _RUN_FILES = "import sys\nfor path in sys.argv[1:]: exec(compile(open(path).read(), path, 'exec'), globals())"
@@ -61,6 +64,18 @@ def blocks_in(text: str) -> list[Block]:
     return blocks
 
 
+def environment_of(document: Path, request: pytest.FixtureRequest) -> dict[str, str]:
+    """The environment of the examples: with a running service, if the document has a bucket."""
+    bucket = _BUCKET.search(document.read_text())
+    if bucket is None:
+        return dict(os.environ)
+    server = request.getfixturevalue("s3_server")
+    with contextlib.closing(server.client()) as client:
+        if bucket[1] not in [found["Name"] for found in client.list_buckets()["Buckets"]]:
+            client.create_bucket(Bucket=bucket[1])
+    return {**os.environ, **server.environment}
+
+
 def cases(language: str) -> list[object]:
     """A case for each document with blocks of ``language``, and a skipped one for each block that is not run."""
     found: list[object] = []
@@ -77,7 +92,9 @@ def cases(language: str) -> list[object]:
 
 
 @pytest.mark.parametrize(("document", "blocks"), cases("python"))
-def test_python_examples_run(document: Path, blocks: list[Block], tmp_path: Path) -> None:
+def test_python_examples_run(
+    document: Path, blocks: list[Block], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """A reader can paste the python blocks of a page, one after the other, into a file and run it."""
     # Each block stands at its own line, so that the traceback names the line of the document.
     program = tmp_path / "programs" / document.name
@@ -91,21 +108,28 @@ def test_python_examples_run(document: Path, blocks: list[Block], tmp_path: Path
 
     folder = tmp_path / "empty"
     folder.mkdir()
-    result = subprocess.run([sys.executable, "-c", _RUN_FILES, *files], cwd=folder, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", _RUN_FILES, *files],
+        cwd=folder,
+        env=environment_of(document, request),
+        capture_output=True,
+        text=True,
+    )
     if result.returncode != 0:
         at = re.findall(rf'"{re.escape(str(program))}", line (\d+)', result.stderr)
         pytest.fail(f"{document.relative_to(ROOT)}:{at[-1] if at else blocks[0].line}\n{result.stdout}{result.stderr}")
 
 
 @pytest.mark.parametrize(("document", "blocks"), cases("bash"))
-def test_bash_examples_run(document: Path, blocks: list[Block]) -> None:
+def test_bash_examples_run(document: Path, blocks: list[Block], request: pytest.FixtureRequest) -> None:
     """A reader can paste the commands of a page into a shell, in the root of the repository."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = environment_of(document, request)
     for block in blocks:
         result = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block.code],
             cwd=ROOT,
-            env={**os.environ, "PATH": path},
+            env={**environment, "PATH": path},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

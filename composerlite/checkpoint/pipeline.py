@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import pickle
 import platform
 import threading
@@ -150,7 +151,7 @@ class Pipeline:
             lazy: return before weights and optimizer state are copied: the next step of an optimizer waits for that.
                 Nothing but optimizers may change them in between.
             ephemeral: it is given up as soon as a newer one is committed.
-            metrics: metric values to keep with it, by name.
+            metrics: metric values to keep with it, by name; those that are no finite numbers are left out.
             publish: called with the manifest after the commit, perhaps on another thread.
             give_up: called after that: which checkpoints to delete.
 
@@ -178,7 +179,7 @@ class Pipeline:
                 world_size=dist.get_world_size(),
                 files=(),
                 left_out=("<function>",) if callable(ignore_keys) else tuple(ignore_keys or ()),
-                metrics=dict(metrics or {}),
+                metrics={name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
                 ephemeral=ephemeral,
                 versions=_versions(),
             ),
