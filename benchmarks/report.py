@@ -6,6 +6,7 @@ from pathlib import Path
 
 import checkpoint_report
 import matplotlib as mpl
+import object_store_report
 from matplotlib.figure import Figure
 from measure import OUT
 from tables import Spread, draw, print_table, read, text, verdict
@@ -83,6 +84,7 @@ def main() -> None:
     for needed, show, image in (
         (("step_overhead", "import_time"), steps_and_imports, "benchmarks.svg"),
         (("checkpoint_saves",), checkpoint_report.show, "checkpoints.svg"),
+        (("object_stores",), object_store_report.show, "object_stores.svg"),
     ):
         missing = [name for name in needed if not (OUT / f"{name}.json").exists()]
         if missing:

@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
 
 @contextlib.contextmanager
 def _uncollected() -> Generator[None]:
-    """Keep the garbage collector away: what an import makes lives on, and to look through all of torch costs as much."""
+    """Keep the garbage collector away: what an import makes lives on, and looking through all of torch takes long."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -6,6 +6,8 @@
     ├── ConfigError (ValueError)               the user asked for something that cannot be done; raised before training
     │   └── UnknownArgumentError (TypeError)   an argument, key or name that does not exist; lists those that do
     ├── TrainingError (RuntimeError)           the training loop cannot go on
+    ├── RankError (RuntimeError)               a rank failed: names it and the cause, on every rank
+    │   └── LateRankError (TimeoutError)       a wait ended before every rank had come: names those that are late
     ├── ObjectStoreError (RuntimeError)        an object store failed: names the object, the operation and the cause
     │   └── ObjectStoreTransientError          the same operation may succeed when it is tried again
     └── CheckpointError (RuntimeError)
@@ -36,8 +38,10 @@ __all__ = [
     "ConfigError",
     "CorruptCheckpointError",
     "IncompatibleCheckpointError",
+    "LateRankError",
     "ObjectStoreError",
     "ObjectStoreTransientError",
+    "RankError",
     "SaveError",
     "TrainingError",
     "UnknownArgumentError",
@@ -64,6 +68,24 @@ class UnknownArgumentError(ConfigError, TypeError):
 
 class TrainingError(ComposerliteError, RuntimeError):
     """The training loop cannot go on."""
+
+
+class RankError(ComposerliteError, RuntimeError):
+    """One or more ranks failed. The message names them and the causes.
+
+    Attributes:
+        ranks: those that failed.
+        everywhere: every rank raises this error, or will when it comes to the same place.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = (), *, everywhere: bool = False) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.everywhere = everywhere
+
+
+class LateRankError(RankError, TimeoutError):
+    """A wait ended before every rank had come. ``ranks`` are those that are late; the message says where they are."""
 
 
 class ObjectStoreError(ComposerliteError, RuntimeError):

@@ -54,7 +54,7 @@ __all__ = ["CheckpointSaver"]
 
 log = logging.getLogger(__name__)
 _REPORTS = 100
-_FAILURES = (OSError, CheckpointError, ObjectStoreError, ExceptionGroup)
+_FAILURES = (OSError, CheckpointError, ObjectStoreError)
 """What makes a save fail and is not our own error."""
 
 
@@ -90,12 +90,13 @@ class CheckpointSaver(Callback):
         lazy: training goes on before weights and optimizer state are copied, and the optimizer's next step waits for
             what is left. ``None`` does so where nothing else can change them: no algorithms, and no callbacks but those
             of composerlite.
-        failure_limit: so many saves in a row may fail, with a warning each.
+        failure_limit: so many saves in a row may fail, and so many uploads, with a warning each.
         ephemeral_interval: save at these times too, and delete such a checkpoint as soon as there is a newer one.
         keep_every: the first checkpoint at or after each multiple of this interval stays for ever.
         best_k: the best so many by ``best_metric`` stay, ``best_mode`` being ``'max'`` or ``'min'``.
         staging_folder: the local folder where ``folder`` is a URI; the path in the URI by default.
-        num_concurrent_uploads: checkpoints that are uploaded at the same time; each goes in several parts besides.
+        num_concurrent_uploads: accepted for scripts of Composer. Checkpoints are published one after the other, which
+            keeps ``latest`` right, and each is sent in several parts at the same time.
         upload_timeout_in_seconds: how long to wait for uploads, at the end of training and where too many wait.
         num_remote_checkpoints_to_keep: -1 for all, or how many of the newest stay in the bucket.
 
@@ -141,10 +142,10 @@ class CheckpointSaver(Callback):
             latest_filename=latest_filename,
             latest_remote_file_name=latest_remote_file_name,
             staging_folder=staging_folder,
-            num_concurrent_uploads=_whole(num_concurrent_uploads, argument="num_concurrent_uploads", least=1),
             timeout=float(upload_timeout_in_seconds),
             num_to_keep=num_remote_checkpoints_to_keep,
         )
+        _whole(num_concurrent_uploads, argument="num_concurrent_uploads", least=1)
         folder = self._remote.local_folder
         self._keeps_none = num_checkpoints_to_keep == 0
         self.filename = PartialFilePath(check_template(filename, argument="save_filename"), folder)
@@ -170,7 +171,7 @@ class CheckpointSaver(Callback):
         self.blocked_seconds = 0.0
         self.reports: deque[SaveReport] = deque(maxlen=_REPORTS)
         self._last_was_ephemeral = False
-        self._failures = 0
+        self._failures = self._uploads_failed = 0
         self._warned = False
         self._measured = MeasuredMetrics()
         self._pending: PendingSave | None = None
@@ -220,10 +221,12 @@ class CheckpointSaver(Callback):
         self._deletes |= any(manifest.ephemeral for manifest in manifests)
         if manifests and self.latest_filename is not None:
             self._catch_up(manifests[-1], state)
-        if manifests:
-            for publisher in self._remote.publishers:
-                if publisher.is_behind(manifests[-1]):  # a kill came between its commit and the end of its upload
-                    self._publish(publisher, state, manifests[-1])
+        for publisher in self._remote.publishers:
+            if self._keeps_none:  # what was fetched, or was not uploaded when the run died: none of it stays
+                for manifest in manifests:
+                    self._publish(publisher, state, manifest)
+            elif manifests and publisher.is_behind(manifests[-1], state.run_name):
+                self._publish(publisher, state, manifests[-1])  # a kill came before the end of its upload
 
     def _catch_up(self, newest: Manifest, state: State) -> None:
         """Point ``latest`` to ``newest`` if a kill came between its commit and that."""
@@ -306,6 +309,8 @@ class CheckpointSaver(Callback):
             stack.callback(self._remote.close)
             stack.callback(self._pipeline.close)
             self._collect(logger)
+            self._remote.wait()
+            self._note_uploads(logger)
 
     def _save_if_due(self, state: State, logger: Logger, event: Event) -> None:
         due = self.save_interval(state, event)
@@ -433,26 +438,39 @@ class CheckpointSaver(Callback):
             gone = self._gone.popleft()
             if gone in self.saved_checkpoints:
                 self.saved_checkpoints.remove(gone)
-        try:
-            self._remote.raise_failures()
-        except _FAILURES as e:
-            self._failed(e, logger)
+        for outcome in self._remote.outcomes():
+            if outcome is None:
+                self._uploads_failed = 0
+            elif not isinstance(outcome, _FAILURES):
+                raise outcome
+            else:
+                self._uploads_failed += 1
+                self._tolerate(outcome, self._uploads_failed, "published", logger)
 
     def _failed(self, error: Exception, logger: Logger | None) -> None:
         self._failures += 1
         if isinstance(self.save_interval, AutoInterval):
             self.save_interval.record_failure()
-        if self._failures > self.failure_limit:
+        self._tolerate(error, self._failures, "saved", logger)
+
+    def _tolerate(self, error: Exception, in_a_row: int, what: str, logger: Logger | None) -> None:
+        """Go on with a warning, as long as it is not too often.
+
+        Raises:
+            Exception: ``error``, if it is.
+        """
+        if in_a_row > self.failure_limit:
             raise error
         log.warning(
-            "a checkpoint could not be saved (%d in a row, save_failure_limit=%d): %s: %s",
-            self._failures,
+            "a checkpoint could not be %s (%d in a row, save_failure_limit=%d): %s: %s",
+            what,
+            in_a_row,
             self.failure_limit,
             type(error).__name__,
             error,
         )
         if logger is not None:
-            logger.log_metrics({"checkpoint/failures_in_a_row": self._failures})
+            logger.log_metrics({"checkpoint/failures_in_a_row": in_a_row})
 
     def _may_copy_late(self, state: State) -> bool:
         """Whether only optimizers change weights from here to their next step."""

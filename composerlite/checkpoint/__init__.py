@@ -1,4 +1,12 @@
-"""Checkpoints: what is saved, how it is written and committed, how it is found, verified and restored."""
+"""Checkpoints: what is saved, how it is written and committed, how it is found, verified and restored.
+
+The functions on sharded directories are imported when first used: ``torch.distributed.checkpoint`` takes its time.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from composerlite.checkpoint import rng
 from composerlite.checkpoint.catalog import Catalog
@@ -14,12 +22,30 @@ from composerlite.checkpoint.naming import (
     get_save_filename,
 )
 from composerlite.checkpoint.pipeline import PendingSave, Pipeline, save, save_checkpoint
+from composerlite.checkpoint.progress import download_bar
 from composerlite.checkpoint.publishing import Publisher, RemoteSaving
 from composerlite.checkpoint.reading import safe_torch_load
 from composerlite.checkpoint.remote import RemoteCatalog
 from composerlite.checkpoint.resume import Bucket, newest_good
 from composerlite.checkpoint.retention import RetentionPolicy, deletions, retention_policy
 from composerlite.checkpoint.save_job import SaveReport
+
+if TYPE_CHECKING:
+    from composerlite.checkpoint.formats.sharded import RemoteFileSystemReader, RemoteFileSystemWriter
+    from composerlite.checkpoint.state_dict import (
+        async_save_model_and_optim_state,
+        async_save_state_dict,
+        get_checkpoint_metadata,
+        load_keys,
+        load_model_and_optim_state,
+        load_state_dict,
+        merge_state_dicts,
+        prune_state_dict,
+        save_model_and_optim_state,
+        save_state_dict,
+        swap_param_keys,
+    )
+    from composerlite.checkpoint.unshard import UnshardStrategy, UnshardStrategyType, unshard_checkpoint
 
 __all__ = [
     "Bucket",
@@ -32,24 +58,70 @@ __all__ = [
     "Pipeline",
     "Publisher",
     "RemoteCatalog",
+    "RemoteFileSystemReader",
+    "RemoteFileSystemWriter",
     "RemoteSaving",
     "RetentionPolicy",
     "SaveReport",
     "TrainingState",
+    "UnshardStrategy",
+    "UnshardStrategyType",
+    "async_save_model_and_optim_state",
+    "async_save_state_dict",
     "check_ignore_keys",
     "check_template",
     "deletions",
+    "download_bar",
     "ensure_no_conflict",
     "format_name_with_dist",
     "format_name_with_dist_and_time",
+    "get_checkpoint_metadata",
     "get_save_filename",
     "glob_filter",
     "load_checkpoint",
+    "load_keys",
+    "load_model_and_optim_state",
+    "load_state_dict",
+    "merge_state_dicts",
     "newest_good",
+    "prune_state_dict",
     "read_checkpoint",
     "retention_policy",
     "rng",
     "safe_torch_load",
     "save",
     "save_checkpoint",
+    "save_model_and_optim_state",
+    "save_state_dict",
+    "swap_param_keys",
+    "unshard_checkpoint",
 ]
+
+_HOMES = {
+    "composerlite.checkpoint.formats.sharded": ("RemoteFileSystemReader", "RemoteFileSystemWriter"),
+    "composerlite.checkpoint.state_dict": (
+        "async_save_model_and_optim_state",
+        "async_save_state_dict",
+        "get_checkpoint_metadata",
+        "load_keys",
+        "load_model_and_optim_state",
+        "load_state_dict",
+        "merge_state_dicts",
+        "prune_state_dict",
+        "save_model_and_optim_state",
+        "save_state_dict",
+        "swap_param_keys",
+    ),
+    "composerlite.checkpoint.unshard": ("UnshardStrategy", "UnshardStrategyType", "unshard_checkpoint"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(home), name)
+    raise AttributeError(f"module 'composerlite.checkpoint' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import shutil
 import tempfile
 from collections.abc import Generator
@@ -12,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.formats import is_packed, is_tar, unpacked
 from composerlite.checkpoint.manifest import Manifest
-from composerlite.checkpoint.progress import in_steps, progress_of
+from composerlite.checkpoint.progress import download_bar
 from composerlite.checkpoint.remote import LINK_SUFFIX, RemoteCatalog
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import (
@@ -29,7 +28,6 @@ from composerlite.storage import (
 
 __all__ = ["download_checkpoint", "fetched", "get_file"]
 
-log = logging.getLogger(__name__)
 _PLAIN_NAME, _ARCHIVED_NAME = "rank0_checkpoint", "composer_states.pt"
 _MOST_LINKS, _MOST_LINK_BYTES = 8, 4096
 
@@ -61,7 +59,7 @@ def fetched(
         scheme = "" if object_store is not None else parse_uri(str(path))[0]
         if scheme in ("http", "https"):
             target = Path(folder) / (PurePosixPath(str(path).partition("?")[0]).name or "checkpoint.pt")
-            _download_url(str(path), target)
+            _download_url(str(path), target, progress_bar)
             yield target
             return
         with _transfer(path, object_store) as (transfer, name):
@@ -107,7 +105,7 @@ def get_file(
         replace_symlink(target, str(source.resolve()))
         return
     if object_store is None and parse_uri(str(path))[0] in ("http", "https"):
-        _download_url(str(path), target)
+        _download_url(str(path), target, progress_bar)
         return
     with _transfer(path, object_store) as (transfer, name):
         try:
@@ -220,8 +218,8 @@ def _download(transfer: Transfer, name: str, folder: Path, progress_bar: bool) -
         target = folder / PurePosixPath(name).name
         _download_object(transfer, name, target, progress_bar)
         return target
-    with progress_of(f"downloading {manifest.name}", manifest.size_bytes, progress_bar) as progress:
-        home.fetch(manifest, Catalog(folder), in_steps(progress))
+    with download_bar(progress_bar) as tell:
+        home.fetch(manifest, Catalog(folder), tell)
     return folder / manifest.name
 
 
@@ -238,13 +236,13 @@ def _manifest_of(transfer: Transfer, name: str) -> tuple[RemoteCatalog | None, M
 
 def _download_object(transfer: Transfer, name: str, target: Path, progress_bar: bool) -> None:
     size = transfer.size(name)
-    with progress_of(f"downloading {target.name}", size, progress_bar) as progress:
-        transfer.download(name, target, overwrite=True, size_bytes=size, callback=in_steps(progress))
+    with download_bar(progress_bar) as tell:
+        transfer.download(name, target, overwrite=True, size_bytes=size, callback=tell)
 
 
-def _download_url(url: str, target: Path) -> None:
-    log.info("downloading %s", url)
+def _download_url(url: str, target: Path, progress_bar: bool) -> None:
     try:
-        RetryPolicy().run(lambda: download_url(url, target), f"downloading {url}")
+        with download_bar(progress_bar) as tell:
+            RetryPolicy().run(lambda: download_url(url, target, tell), f"downloading {url}")
     except FileNotFoundError as e:
         raise CheckpointNotFoundError(str(e)) from e

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Generator
 
-__all__ = ["Progress", "in_steps", "progress_of"]
+__all__ = ["Progress", "download_bar", "progress_of"]
 
 _LARGE_BYTES = 1 << 28
 Progress = Callable[[int], object]
@@ -27,13 +27,24 @@ def progress_of(what: str, total_bytes: int, wanted: bool) -> Generator[Progress
         yield lambda done: bar.advance(task, done)
 
 
-def in_steps(progress: Progress) -> Callable[[int, int], object]:
-    """``progress`` as object stores tell theirs: how many bytes of how many so far."""
-    told = 0
+@contextlib.contextmanager
+def download_bar(wanted: bool) -> Generator[Callable[[int, int], object]]:
+    """What is to be told how many bytes of how many are there: it shows a bar as :func:`progress_of` does."""
+    if not wanted or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
 
-    def tell(done: int, _: int) -> None:
-        nonlocal told
-        progress(done - told)
-        told = done
+    with contextlib.ExitStack() as stack:
+        bars: list[Bar] = []
 
-    return tell
+        def tell(done: int, total: int) -> None:
+            if total < _LARGE_BYTES:
+                return
+            if not bars:
+                bars.append(stack.enter_context(Bar(console=Console(stderr=True), transient=True)))
+                bars[0].add_task("downloading a checkpoint", total=total)
+            bars[0].update(bars[0].task_ids[0], completed=done, total=total)
+
+        yield tell

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -54,7 +56,8 @@ class Publisher:
         template: of the names in the bucket, below ``remote``.
         link: full name of the bucket's link to the latest.
         timeout: seconds to wait for the uploads before, where too many wait.
-        retention: what stays in the bucket; ``None`` for all.
+        retention: what stays in the bucket besides the newest; ephemeral checkpoints never do.
+        keeps_all: of others than ephemeral ones.
     """
 
     def __init__(
@@ -65,7 +68,8 @@ class Publisher:
         template: str,
         link: str | None,
         timeout: float,
-        retention: RetentionPolicy | None = None,
+        retention: RetentionPolicy,
+        keeps_all: bool,
     ) -> None:
         self.uploader = uploader
         self.remote = remote
@@ -73,6 +77,10 @@ class Publisher:
         self.link = link
         self._timeout = timeout
         self._retention = retention
+        self._deletes = not keeps_all
+        self._lane = f"checkpoints of {remote.uri()}"
+        self._outcomes: deque[Exception | None] = deque()
+        self._known: list[Manifest] | None = None
 
     def publish(
         self,
@@ -96,12 +104,8 @@ class Publisher:
         Raises:
             ObjectStoreError: those before it are not uploaded in time.
         """
-        if not self.uploader.wait(self._timeout, at_most=_MOST_WAITING - 1):
-            raise ObjectStoreError(
-                f"{', '.join(self.uploader.pending)}: not uploaded within {self._timeout:.0f} s "
-                "(upload_timeout_in_seconds). Save less often, or give it longer."
-            )
-        name = format_name_with_dist_and_time(self.template, run_name, _Moment(manifest))
+        self.wait(at_most=_MOST_WAITING - 1)
+        name = self.name_of(manifest, run_name)
         (record,) = manifest.files
         files = (dataclasses.replace(record, path=name),)
         there = dataclasses.replace(manifest, name=name, template=self.template, files=files)
@@ -110,33 +114,57 @@ class Publisher:
         def upload(_: Transfer) -> None:
             try:
                 self.remote.publish(there, [held.path], link=self.link, overwrite=overwrite)
+                if afterwards is not None:
+                    afterwards()
+                self._delete_old(there)
+            except Exception as e:  # noqa: BLE001 - who saves asks for it: see outcomes
+                log.warning("checkpoint %s could not be published: %s", self.remote.uri(name), e)
+                self._outcomes.append(e)
+            else:
+                self._outcomes.append(None)
             finally:
                 held.remove()
-            if afterwards is not None:
-                afterwards()
-            self._delete_old(there)
 
-        self.uploader.submit(
-            f"checkpoints of {self.remote.uri()}", upload, what=self.remote.uri(name), dropped=held.remove
-        )
+        self.uploader.submit(self._lane, upload, what=self.remote.uri(name), dropped=held.remove)
 
-    def is_behind(self, manifest: Manifest) -> bool:
-        """Whether the bucket's latest is older than ``manifest``, or there is none."""
+    def wait(self, *, at_most: int = 0) -> None:
+        """Wait until at most so many checkpoints are not published.
+
+        Raises:
+            ObjectStoreError: that is not so within the timeout.
+        """
+        if not self.uploader.wait(self._timeout, lane=self._lane, at_most=at_most):
+            raise ObjectStoreError(
+                f"{', '.join(self.uploader.pending)}: not uploaded within {self._timeout:.0f} s "
+                "(upload_timeout_in_seconds). Save less often, or give it longer."
+            )
+
+    def outcomes(self) -> list[Exception | None]:
+        """How publications went since the last time, in order: what made each fail, or ``None``."""
+        return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
+
+    def is_behind(self, manifest: Manifest, run_name: str) -> bool:
+        """Whether the bucket's latest, or its link, is older than ``manifest``, or there is none."""
         latest = None if self.link is None else self.remote.latest(self.link)
-        return latest is None or latest.order < manifest.order
+        if latest is None or self.link is None or latest.order < manifest.order:
+            return True
+        return latest.name == self.name_of(manifest, run_name) and not self.remote.leads(self.link, latest.name)
+
+    def name_of(self, manifest: Manifest, run_name: str) -> str:
+        """What a checkpoint is called in the bucket, below its root."""
+        return format_name_with_dist_and_time(self.template, run_name, _Moment(manifest))
 
     def _delete_old(self, newest: Manifest) -> None:
-        if self._retention is None:
+        self._deletes |= newest.ephemeral
+        if not self._deletes:
             return
-        mine = [
-            manifest
-            for manifest in self.remote.manifests()
-            if manifest.run_name == newest.run_name
-            and manifest.template == self.template
-            and manifest.order[:2] <= newest.order[:2]
-        ]
-        for old in deletions(mine, self._retention):
+        if self._known is None:  # from here on we know what comes and goes
+            self._known = [m for m in self.remote.manifests() if m.run_name == newest.run_name]
+        self._known = [m for m in self._known if m.name != newest.name] + [newest]
+        mine = [m for m in self._known if m.template == self.template and m.order[:2] <= newest.order[:2]]
+        for old in deletions(sorted(mine, key=lambda m: m.order), self._retention):
             self.remote.delete(old)
+            self._known.remove(old)
 
 
 class _Moment:
@@ -177,7 +205,6 @@ class RemoteSaving:
         latest_filename: template of the folder's link to the latest.
         latest_remote_file_name: template of the bucket's.
         staging_folder: the folder on this machine for a URI; ``None``: the URI's path.
-        num_concurrent_uploads: of an uploader of its own.
         timeout: seconds to wait for uploads.
         num_to_keep: in the bucket; -1 for all.
 
@@ -198,7 +225,6 @@ class RemoteSaving:
         latest_filename: str | Path | None,
         latest_remote_file_name: str | Path | None,
         staging_folder: str | Path | None,
-        num_concurrent_uploads: int,
         timeout: float,
         num_to_keep: int,
     ) -> None:
@@ -224,9 +250,8 @@ class RemoteSaving:
         if link is not None or latest_remote_file_name is not None:
             link = _checked(latest_remote_file_name, str(link), "save_latest_remote_file_name")
         self._link = link
-        self._num_concurrent_uploads = num_concurrent_uploads
         self._timeout = timeout
-        self._retention = None if num_to_keep == -1 else retention_policy(num_to_keep)
+        self._retention, self._keeps_all = retention_policy(num_to_keep), num_to_keep == -1
         self._store: ObjectStore | None = None if self._bucket is None else open_store(self._bucket)
         self._uploader: Uploader | None = None
         self.publishers: list[Publisher] = []
@@ -239,13 +264,12 @@ class RemoteSaving:
             ObjectStoreError: it does not answer, or fails.
         """
         if self._store is not None:
-            self._uploader = Uploader(Transfer(self._store), num_concurrent=self._num_concurrent_uploads)
+            self._uploader = Uploader(Transfer(self._store), num_concurrent=2)  # checkpoints, and the sweep
             self.publishers = [self._publisher(self._uploader, "", state)]
             store, name = self._store, self.publishers[0].remote.name_of("file")
             RetryPolicy().run(lambda: store.check_writable(name), f"check that {store.get_uri(name)} can be written")
-            self._uploader.submit(
-                "sweep", self._sweep, what=f"what dead runs left below {self.publishers[0].remote.uri()}"
-            )
+            if root := self.publishers[0].remote.root:  # the whole bucket is not ours to tidy
+                self._uploader.submit("sweep", functools.partial(_sweep, root), what=f"what dead runs left in {root!r}")
             return
         self.publishers = [
             self._publisher(destination.uploader, destination.checkpoint_prefix, state)
@@ -253,31 +277,18 @@ class RemoteSaving:
             if destination.uploader is not None
         ]
 
-    def _sweep(self, transfer: Transfer) -> None:
-        """Remove parts of uploads that nobody goes on with: they are not seen and cost money."""
-        root = self.publishers[0].remote.root
-        try:
-            transfer.abort_stale(f"{root}/" if root else "", _STALE)
-        except (PermissionError, ObjectStoreError) as e:  # they take space and no more
-            log.info("did not look for parts that dead runs left: %s", e)
-
-    def raise_failures(self) -> None:
-        """Raise what failed since the last time in an uploader of its own; loggers raise what failed in theirs."""
-        if self._uploader is not None:
-            self._uploader.raise_failures()
+    def outcomes(self) -> list[Exception | None]:
+        """How publications went since the last time: what made each fail, or ``None``."""
+        return [outcome for publisher in self.publishers for outcome in publisher.outcomes()]
 
     def wait(self) -> None:
-        """Wait until everything is published.
+        """Wait until everything is published, well or not.
 
         Raises:
             ObjectStoreError: it is not within the timeout.
         """
         for publisher in self.publishers:
-            if not publisher.uploader.wait(self._timeout):
-                raise ObjectStoreError(
-                    f"{', '.join(publisher.uploader.pending)}: not uploaded within {self._timeout:.0f} s "
-                    "(upload_timeout_in_seconds)."
-                )
+            publisher.wait()
 
     def close(self) -> None:
         """Wait for what is being published and let go of the store; twice is fine.
@@ -303,7 +314,16 @@ class RemoteSaving:
             link=None if link is None else check_name(link),
             timeout=self._timeout,
             retention=self._retention,
+            keeps_all=self._keeps_all,
         )
+
+
+def _sweep(root: str, transfer: Transfer) -> None:
+    """Remove parts of uploads that nobody goes on with: they are not seen and cost money."""
+    try:
+        transfer.abort_stale(f"{root}/", _STALE)
+    except (PermissionError, ObjectStoreError) as e:  # they take space and no more
+        log.info("did not look for parts that dead runs left: %s", e)
 
 
 @final

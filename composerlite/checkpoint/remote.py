@@ -6,6 +6,7 @@ renames and no links: ``latest`` is an object that holds the name of another, wi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,8 +44,10 @@ class RemoteCatalog:
         self.root = root.strip("/")
 
     def uri(self, name: str = "") -> str:
-        """Where ``name`` is, for messages and for loading."""
-        return self.transfer.store.get_uri(self.name_of(name) if name else self.root)
+        """Where ``name`` is, or the root, for messages and for loading."""
+        if name or self.root:
+            return self.transfer.store.get_uri(self.name_of(name) if name else self.root)
+        return self.transfer.store.get_uri("x").removesuffix("x")
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def latest(self, link: str) -> Manifest | None:
@@ -123,6 +126,8 @@ class RemoteCatalog:
             CorruptCheckpointError: an object is missing or its bytes are not those that were saved. There is no
                 checkpoint of that name in the folder then, unless there was one.
         """
+        if len(manifest.files) != 1:
+            raise CorruptCheckpointError(f"checkpoint {self.uri(manifest.name)!r} has {len(manifest.files)} files.")
         (record,) = manifest.files
         path = catalog.vacate(manifest.name)
         log.info("fetching %s (%.1f MB) to %s", self.uri(manifest.name), record.size_bytes / 1e6, path)
@@ -153,31 +158,64 @@ class RemoteCatalog:
             files: its data on this machine, in the order of ``manifest.files``.
             link: full name of the link, without ``.symlink``.
             overwrite: replace a checkpoint of the same name. One of the same moment of the same run is replaced in any
-                case: a run that was interrupted does it again.
+                case: a run that was interrupted does it again. What is there already is not sent again.
 
         Raises:
             CheckpointExistsError: there is another checkpoint of that name.
         """
-        there = self._readable_manifest(manifest.name)
-        if there is not None and there.files != manifest.files:
-            again = there.run_name == manifest.run_name and there.order[:2] == manifest.order[:2]
-            if not overwrite and not again:
-                raise CheckpointExistsError(
-                    f"checkpoint {self.uri(manifest.name)!r} exists, of run {there.run_name!r} at batch {there.batch}. "
-                    "Give names that differ, as with '{run_name}' or '{batch}' in them, delete it, or pass "
-                    "overwrite=True (save_overwrite=True in the Trainer)."
-                )
-            self.transfer.delete(self._manifest(manifest.name))  # from here on there is no checkpoint of that name
-        elif there is None and not overwrite:
-            self.transfer.delete(self._manifest(manifest.name))  # a damaged one, if any
-        for record, path in zip(manifest.files, files, strict=True):
-            self.transfer.upload(self.name_of(record.path), path)
-        if link is not None:  # a kill before the link is moved: the next start looks here first
-            self.transfer.put_bytes(self._intention(link), self.name_of(manifest.name).encode())
-        self.transfer.put_bytes(self._manifest(manifest.name), manifest.to_json())
+        if not self._is_there(manifest, overwrite=overwrite):
+            for record, path in zip(manifest.files, files, strict=True):
+                self.transfer.upload(self.name_of(record.path), path)
+            if link is not None:  # a kill before the link is moved: the next start looks here first
+                self.transfer.put_bytes(self._intention(link), self.name_of(manifest.name).encode())
+            self._create_manifest(manifest)
         if link is not None:
             self.transfer.put_bytes(check_name(link + LINK_SUFFIX), self.name_of(manifest.name).encode())
         log.info("published checkpoint %s", self.uri(manifest.name))
+
+    def _is_there(self, manifest: Manifest, *, overwrite: bool) -> bool:
+        """Whether the bucket has just this checkpoint. If not, it has none of that name when this returns."""
+        try:
+            there = self.manifest_of(manifest.name)
+        except CorruptCheckpointError as e:
+            log.warning("replaced: %s", e)
+            self.transfer.delete(self._manifest(manifest.name))
+            return False
+        if there is None:
+            return False
+        if there.files == manifest.files:
+            with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
+                self._complete(manifest.name)
+                return True
+        elif not overwrite and (there.run_name, there.order[:2]) != (manifest.run_name, manifest.order[:2]):
+            raise self._exists(there)
+        self.transfer.delete(self._manifest(manifest.name))  # from here on there is no checkpoint of that name
+        return False
+
+    def _create_manifest(self, manifest: Manifest) -> None:
+        """The commit. Another process that published that name meanwhile was first."""
+        try:
+            self.transfer.put_bytes(self._manifest(manifest.name), manifest.to_json(), create_only=True)
+        except FileExistsError as e:
+            there = self._readable_manifest(manifest.name)
+            if there is None or there.files != manifest.files:
+                raise self._exists(there) from e
+
+    def _exists(self, there: Manifest | None) -> CheckpointExistsError:
+        name = "" if there is None else there.name
+        what = "" if there is None else f", of run {there.run_name!r} at batch {there.batch}"
+        return CheckpointExistsError(
+            f"checkpoint {self.uri(name)!r} exists{what}. Give names that differ, as with '{{run_name}}' or "
+            "'{batch}' in them, delete it, or pass overwrite=True (save_overwrite=True in the Trainer)."
+        )
+
+    def leads(self, link: str, name: str) -> bool:
+        """Whether the object ``link``, a full name without ``.symlink``, leads to the checkpoint ``name``."""
+        try:
+            target = self.transfer.read_all(link + LINK_SUFFIX, most_bytes=_MOST_LINK_BYTES)
+        except FileNotFoundError:
+            return False
+        return target.strip() == self.name_of(name).encode()
 
     def delete(self, manifest: Manifest) -> None:
         """Remove a checkpoint, its manifest first. What is gone already is not an error."""

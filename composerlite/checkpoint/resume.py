@@ -110,21 +110,16 @@ def newest_good(
     local = [_Candidate(manifest, catalog) for catalog in catalogs for manifest in _of(run_name, catalog.manifests())]
     for catalog, template in zip(catalogs, templates, strict=False):
         local += [_Candidate(manifest, catalog, listed=False) for manifest in unlisted(catalog, template, run_name)]
-    latest: list[_Candidate] = []
-    looked_through: list[_Candidate] = []
-    unseen: list[Bucket] = []
+    candidates = list(local)
+    unseen: dict[str, Bucket] = {}
     for bucket in buckets:
         manifest = None if bucket.link is None else bucket.remote.latest(bucket.link)
         if manifest is not None and (mine := _of(run_name, [manifest])):
-            latest.append(_Candidate(mine[0], bucket.catalog, bucket.remote))
-            unseen.append(bucket)
+            candidates.append(_Candidate(mine[0], bucket.catalog, bucket.remote))
+            unseen[bucket.remote.uri()] = bucket
         else:
-            looked_through += _everything_in(bucket, run_name)
-    found = _first_good([*local, *latest, *looked_through], progress)
-    if found is None:
-        known = [candidate.manifest for candidate in latest]
-        others = [candidate for bucket in unseen for candidate in _everything_in(bucket, run_name)]
-        found = _first_good([candidate for candidate in others if candidate.manifest not in known], progress)
+            candidates += _everything_in(bucket, run_name)
+    found = _first_good(candidates, unseen, run_name, progress)
     if found is None:
         for catalog in catalogs:
             catalog.mend_links(None)
@@ -133,13 +128,25 @@ def newest_good(
     return found.catalog.folder / found.manifest.name
 
 
-def _first_good(candidates: Sequence[_Candidate], progress: Callable[[int, int], object] | None) -> _Candidate | None:
-    for candidate in sorted(candidates, key=lambda candidate: candidate.rank, reverse=True):
+def _first_good(
+    candidates: list[_Candidate],
+    unseen: dict[str, Bucket],
+    run_name: str,
+    progress: Callable[[int, int], object] | None,
+) -> _Candidate | None:
+    """The newest that holds. Of the buckets ``unseen`` only the latest is a candidate, until that does not hold."""
+    left = list(candidates)
+    while left:
+        candidate = max(left, key=lambda candidate: candidate.rank)
+        left.remove(candidate)
         try:
             candidate.check(progress)
         except CorruptCheckpointError as e:
             log.warning("passed over: %s", e)
             candidate.home.set_aside(candidate.manifest)  # the run will come to write one of that name again
+            bucket = None if candidate.remote is None else unseen.pop(candidate.remote.uri(), None)
+            if bucket is not None:
+                left += _everything_in(bucket, run_name)
             continue
         newer = [c for c in candidates if not c.whole and c.manifest.order > candidate.manifest.order]
         if not candidate.whole:

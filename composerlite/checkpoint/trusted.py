@@ -14,7 +14,7 @@ import math
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, cast, final
 
 import numpy as np
@@ -165,12 +165,13 @@ class Maker:
     Args:
         size_bytes: of the pickle; what is made of it is bounded by that.
         storages: gives storages.
+        types: further classes, by full name, that are made and filled as those are that the user has allowed.
     """
 
-    def __init__(self, size_bytes: int, storages: Storages) -> None:
+    def __init__(self, size_bytes: int, storages: Storages, types: Mapping[str, type]) -> None:
         self._storages = storages
         self._budget = 8 * size_bytes + _SPARE_ITEMS
-        self._user = _user_types()
+        self._user = {**_user_types(), **types}
         self._user_ids = {id(thing) for thing in self._user.values()}
         self._fresh_arrays: dict[int, Any] = {}
         self._equal_hashes: collections.Counter[int] = collections.Counter()

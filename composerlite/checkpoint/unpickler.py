@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, final
 
 from composerlite.checkpoint.trusted import Dtype, Maker, Storages, check_shape, short
@@ -24,13 +24,14 @@ class RestrictedUnpickler:
     Args:
         data: the pickle.
         storages: gives storages.
+        types: further classes that it may hold, by full name, made and filled as pickle does. Theirs is what may run.
     """
 
-    def __init__(self, data: bytes, storages: Storages) -> None:
+    def __init__(self, data: bytes, storages: Storages, types: Mapping[str, type] | None = None) -> None:
         self._data = data
         self._at = 0
         self._storages = storages
-        self._maker = Maker(len(data), storages)
+        self._maker = Maker(len(data), storages, types or {})
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}

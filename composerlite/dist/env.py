@@ -1,20 +1,39 @@
-"""Who this process is among the ranks of a run, as torchrun says in the environment, and which device it uses."""
+"""Who this process is among the ranks of a run, which device it uses, and how the ranks reach each other."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar, final
 
 import torch
+import torch.distributed
+from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
-from composerlite.errors import ConfigError
+from composerlite.dist.commit_barrier import CommitBarrier
+from composerlite.dist.meetings import Meetings, Poll, rank_error
+from composerlite.errors import ConfigError, RankError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage] - documented
 
 __all__ = [
+    "Control",
+    "finalize_dist",
+    "get_control",
     "get_device",
     "get_global_rank",
     "get_local_rank",
     "get_local_world_size",
     "get_node_rank",
     "get_world_size",
+    "initialize_dist",
+    "is_available",
+    "is_initialized",
 ]
 
 
@@ -32,12 +51,12 @@ def _from_environment(*names: str, default: int) -> int:
 
 def get_global_rank() -> int:
     """The number of this process among all of the run, from 0."""
-    return _from_environment("RANK", default=0)
+    return _from_environment("RANK", default=torch.distributed.get_rank() if is_initialized() else 0)
 
 
 def get_world_size() -> int:
     """The number of processes of the run."""
-    return _from_environment("WORLD_SIZE", default=1)
+    return _from_environment("WORLD_SIZE", default=torch.distributed.get_world_size() if is_initialized() else 1)
 
 
 def get_local_rank() -> int:
@@ -53,6 +72,16 @@ def get_local_world_size() -> int:
 def get_node_rank() -> int:
     """The number of this node, from 0."""
     return _from_environment("NODE_RANK", "GROUP_RANK", default=0)
+
+
+def is_available() -> bool:
+    """Whether torch was built with ``torch.distributed``."""
+    return torch.distributed.is_available()
+
+
+def is_initialized() -> bool:
+    """Whether this process has a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 _KINDS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}
@@ -81,3 +110,243 @@ def get_device(device: str | torch.device | None = None) -> torch.device:
     if kind == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device='mps': this machine has no such device. Use device='cpu'.")
     return torch.device(kind)
+
+
+@final
+@dataclass(frozen=True)
+class Control:
+    """How the ranks agree on things, apart from training. Nothing here waits on the process group of training.
+
+    Attributes:
+        store: keys of this run; prefix yours.
+        group: a gloo group of all ranks, for the main thread; None in a run of one process.
+        meetings: of all ranks, for the main thread.
+        commits: of checkpoints, for any thread.
+        timeout: of every wait that is given none.
+    """
+
+    store: Store
+    group: ProcessGroup | None
+    meetings: Meetings
+    commits: CommitBarrier
+    timeout: timedelta
+
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_control: Control | None = None
+_alone: Control | None = None
+_times_initialized: Counter[tuple[str | None, ...]] = Counter()
+_owns_training_group = False
+_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+_GOODBYE = timedelta(seconds=10)
+
+
+def get_control() -> Control:
+    """What :func:`initialize_dist` made.
+
+    Raises:
+        ConfigError: there are several ranks, and it was not called.
+    """
+    global _alone
+    if _control is not None:
+        return _control
+    if get_world_size() > 1:
+        raise ConfigError(f"WORLD_SIZE={get_world_size()}, but the ranks are not connected: call initialize_dist().")
+    if _alone is None:
+        _alone = _make_control(HashStore(), 0, 1, None, timedelta(seconds=300))
+    return _alone
+
+
+def initialize_dist(
+    device: str | torch.device | None = None,
+    timeout: float | timedelta = 300.0,
+    *,
+    min_world_size: int = 2,
+) -> None:
+    """Connect the ranks that torchrun started: a process group for training; apart from it a gloo group and a store.
+
+    Every rank calls it. Where there is a process group already, that one stays the group of training. Nothing happens
+    the second time, nor in a run of fewer than ``min_world_size`` processes.
+
+    Args:
+        device: as :func:`get_device` takes it. A GPU uses NCCL, and gloo for what lies in host memory.
+        timeout: seconds, of every wait of these groups.
+        min_world_size: 1 makes a process group for one process too; a device mesh needs one.
+
+    Raises:
+        ConfigError: the environment says only half of what is needed, or contradicts itself.
+        RankError: a rank failed here; every rank raises it.
+        LateRankError: not every rank came; names those that are late.
+    """
+    global _control
+    _check_environment()
+    if _control is not None or (get_world_size() < min_world_size and not is_initialized()):
+        return
+    rank, world_size = get_global_rank(), get_world_size()
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    store = _existing_store(rank, world_size) if is_initialized() else _connect(rank, world_size, limit)
+    rendezvous = tuple(os.environ.get(name) for name in _RENDEZVOUS)
+    _times_initialized[rendezvous] += 1  # the same on every rank: keys of an earlier time are never met again
+    store = PrefixStore(f"{_times_initialized[rendezvous]}", store)
+    ours = PrefixStore("composerlite", store)
+    meetings = Meetings(PrefixStore("meetings", ours), rank, world_size)
+    chosen = _do_on_all_ranks(meetings, "connecting the ranks", limit, lambda: _claim_device(device))
+    group = _do_on_all_ranks(
+        meetings, "making process groups", limit, lambda: _make_groups(store, rank, world_size, chosen, limit)
+    )
+    _control = _make_control(ours, rank, world_size, group, limit, meetings)
+
+
+def _do_on_all_ranks(meetings: Meetings, what: str, timeout: timedelta, act: Callable[[], T]) -> T:
+    try:
+        result = act()
+    except Exception as e:
+        failures = meetings.meet(what, timeout, e)
+        if meetings.world_size == 1:
+            raise
+        raise rank_error(what, failures, e) from e
+    if failures := meetings.meet(what, timeout):
+        raise rank_error(what, failures)
+    return result
+
+
+def finalize_dist(timeout: timedelta = _GOODBYE) -> None:
+    """Leave the groups that :func:`initialize_dist` made. Twice is fine, and so is never having called it.
+
+    Waits up to ``timeout`` until the others leave, unless one has failed and said so. Never fails because of them.
+    """
+    global _control, _owns_training_group
+    if _control is None:
+        return
+    control, _control = _control, None
+    _say_goodbye(control, timeout)
+    if not is_initialized():
+        return
+    if control.group is not None:
+        torch.distributed.destroy_process_group(control.group)
+    if _owns_training_group:
+        torch.distributed.destroy_process_group()
+        _owns_training_group = False
+
+
+def _say_goodbye(control: Control, timeout: timedelta) -> None:
+    """Wait until every rank has come here, so that none cuts off what another still reads."""
+    store, meetings = control.store, control.meetings
+    try:
+        if store.add("goodbyes", 1) == meetings.world_size:
+            store.set("all gone", "")
+        Poll(store, meetings.world_size).until("all gone", timeout, lambda: meetings.check_nobody_left("leaving"))
+    except (torch.distributed.DistError, RankError) as e:
+        _log.debug("left without the others: %s", e)  # they are gone already, or failed and said so
+
+
+def _check_environment() -> None:
+    set_here = [name for name in _NEEDED if name in os.environ]
+    several = get_world_size() > 1 or get_global_rank() > 0
+    if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
+        several = True
+    missing = [name for name in _NEEDED if name not in os.environ]
+    if several and missing and not is_initialized():
+        raise ConfigError(
+            f"the environment sets {', '.join(set_here)}, but not {', '.join(missing)}. Start the script with "
+            "torchrun, which sets all; or set all yourself; or, for one process, none."
+        )
+    for what, (rank, size) in {
+        "RANK, WORLD_SIZE": (get_global_rank(), get_world_size()),
+        "LOCAL_RANK, LOCAL_WORLD_SIZE": (get_local_rank(), get_local_world_size()),
+    }.items():
+        if not 0 <= rank < size:
+            raise ConfigError(f"{what} are {rank}, {size}: want a rank from 0 to {size - 1}, as torchrun sets it.")
+    if get_local_world_size() > get_world_size():
+        raise ConfigError(
+            f"LOCAL_WORLD_SIZE={get_local_world_size()} is more than WORLD_SIZE={get_world_size()}: "
+            "the processes of a node are part of the run's."
+        )
+
+
+def _connect(rank: int, world_size: int, timeout: timedelta) -> Store:
+    """A connection to the store at MASTER_ADDR:MASTER_PORT, which torchrun's agent holds, or else rank 0."""
+    if "MASTER_ADDR" not in os.environ:
+        return HashStore()  # one process without a launcher
+    host, port = os.environ["MASTER_ADDR"], _from_environment("MASTER_PORT", default=0)
+    agent_holds_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = TCPStore(
+            host,
+            port,
+            world_size,
+            is_master=rank == 0 and not agent_holds_it,
+            timeout=timeout,
+            wait_for_workers=False,  # a meeting waits for them, and names those that are late
+            multi_tenant=True,
+        )
+    except torch.distributed.DistError as e:
+        raise RankError(
+            f"rank {rank}: no store at MASTER_ADDR:MASTER_PORT = {host}:{port} ({e}). Rank 0 or torchrun's agent holds "
+            "it: is that one running, does it say what failed, is the port free there and open from here?",
+            [rank],
+        ) from e
+    if agent_holds_it:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"/worker/attempt_{attempt}", store)
+    return store
+
+
+def _existing_store(rank: int, world_size: int) -> Store:
+    """The store of the process group that somebody else made."""
+    group = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if group != (rank, world_size):
+        raise ConfigError(
+            f"RANK, WORLD_SIZE are {rank}, {world_size}, but this process is rank {group[0]} of {group[1]} "
+            "in the process group that exists."
+        )
+    return torch.distributed.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage] - no other way
+
+
+def _claim_device(device: str | torch.device | None) -> torch.device:
+    chosen = get_device(device)
+    if chosen.type == "cuda":
+        if chosen.index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"LOCAL_RANK={get_local_rank()}: this node has {torch.cuda.device_count()} GPUs. "
+                "Start at most as many processes per node."
+            )
+        torch.cuda.set_device(chosen)
+    return chosen
+
+
+def _make_groups(store: Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> ProcessGroup:
+    """Make the group of training, unless there is one, and ours."""
+    global _owns_training_group
+    is_gpu = device.type == "cuda"
+    if not is_initialized():
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+            store=PrefixStore("training", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if is_gpu else None,
+        )
+        _owns_training_group = True
+    group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, torch.distributed.ProcessGroup)  # of all ranks, so this one is in it
+    return group
+
+
+def _make_control(
+    store: Store,
+    rank: int,
+    world_size: int,
+    group: ProcessGroup | None,
+    timeout: timedelta,
+    meetings: Meetings | None = None,
+) -> Control:
+    commits = CommitBarrier(PrefixStore("commits", store), rank, world_size)
+    if meetings is None:
+        meetings = Meetings(PrefixStore("meetings", store), rank, world_size)
+    return Control(store, group, meetings, commits, timeout)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from composerlite.checkpoint import format_name_with_dist
+from composerlite.checkpoint import download_bar, format_name_with_dist
 from composerlite.core import Logger, LoggerDestination, State
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.storage import ObjectStore, RetryPolicy, Transfer, Uploader, check_name, open_store, parse_uri
@@ -19,6 +19,8 @@ __all__ = ["RemoteUploaderDownloader"]
 
 log = logging.getLogger(__name__)
 _NAME = "{remote_file_name}"
+_FIRST_DELAY_SECONDS = 2.0  # few attempts have to outlast more
+_WAIT_SECONDS = 3600.0
 
 
 @final
@@ -26,8 +28,9 @@ class RemoteUploaderDownloader(LoggerDestination):
     """Uploads files in the background: what ``Logger.upload_file`` is given, and the checkpoints of every saver.
 
     A file may change or go as soon as ``upload_file`` returns. Of one name the newest content wins, and an older one
-    never replaces it. What fails is raised in training at the next batch; ``close`` waits for the rest and raises what
-    did not arrive. Uploads run in threads of this process, which leave the interpreter to training while they wait.
+    never replaces it. What fails is raised in training at the next batch; the end of ``fit`` and of the run wait for
+    the rest and raise what did not arrive. Uploads run in threads of this process, which leave the interpreter to
+    training while they wait.
 
     Args:
         bucket_uri: the bucket, and a folder in it if you like: ``'s3://bucket'``, ``'gs://bucket/runs'``,
@@ -75,7 +78,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         self.object_store: ObjectStore = open_store(f"{scheme}://{bucket}", **dict(backend_kwargs or {}))
         self._staging_folder = None if upload_staging_folder is None else str(upload_staging_folder)
         self._staging: Path | None = None
-        self._retry = RetryPolicy(attempts=num_attempts)
+        self._retry = RetryPolicy(attempts=num_attempts, first_delay_seconds=_FIRST_DELAY_SECONDS)
         self._uploader = Uploader(Transfer(self.object_store, retry=self._retry), num_concurrent=num_concurrent_uploads)
         self._prefix = ""
         self._run_name = ""
@@ -104,10 +107,11 @@ class RemoteUploaderDownloader(LoggerDestination):
         """Whether :meth:`upload_file` does anything: always."""
         return True
 
-    def object_name(self, remote_file_name: str) -> str:
-        """The name that the object for ``remote_file_name`` gets."""
+    def object_name(self, remote_file_name: str, run_name: str | None = None) -> str:
+        """The name that the object for ``remote_file_name`` gets, in the run of ``INIT`` if no other is given."""
+        run_name = self._run_name if run_name is None else run_name
         return check_name(
-            format_name_with_dist(self.file_path_format_string, self._run_name, remote_file_name=remote_file_name)
+            format_name_with_dist(self.file_path_format_string, run_name, remote_file_name=remote_file_name)
         )
 
     def init(self, state: State, logger: Logger) -> None:
@@ -155,7 +159,9 @@ class RemoteUploaderDownloader(LoggerDestination):
         Raises:
             FileNotFoundError: there is no such object. FileExistsError: there is a file and ``overwrite`` is false.
         """
-        self._uploader.transfer.download(self.object_name(remote_file_name), Path(destination), overwrite=overwrite)
+        name = self.object_name(remote_file_name)
+        with download_bar(progress_bar) as tell:
+            self._uploader.transfer.download(name, Path(destination), overwrite=overwrite, callback=tell)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Raise what went wrong with an upload."""
@@ -165,14 +171,19 @@ class RemoteUploaderDownloader(LoggerDestination):
         """Raise what went wrong with an upload."""
         self._uploader.raise_failures()
 
-    def close(self, state: State, logger: Logger) -> None:
-        """Wait for all uploads.
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Wait for all uploads and raise what went wrong with one."""
+        self._uploader.wait(_WAIT_SECONDS)
+        self._uploader.raise_failures()
+
+    def post_close(self) -> None:
+        """Wait for all uploads: those too that others begin when they are closed.
 
         Raises:
             Exception: what did not arrive.
         """
         try:
-            self._uploader.close()
+            self._uploader.close(_WAIT_SECONDS)
         finally:
             self.object_store.close()
             if self._staging is not None:

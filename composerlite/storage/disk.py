@@ -130,7 +130,11 @@ class SecondName:
             except OSError as e:
                 if e.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV):
                     raise
-                shutil.copyfile(path, self.path)
+                try:
+                    shutil.copyfile(path, self.path)
+                except BaseException:
+                    self.path.unlink(missing_ok=True)
+                    raise
             try:
                 self._file = self.path.open("rb")
             except FileNotFoundError:  # a sweep was faster than our lock: take another name

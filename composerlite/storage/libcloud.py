@@ -20,6 +20,7 @@ from composerlite.errors import (
     checked_arguments,
     did_you_mean,
 )
+from composerlite.storage.chance import draw_apart
 from composerlite.storage.disk import atomic_write
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, Progress, check_name
 
@@ -39,6 +40,8 @@ try:
     from urllib3.exceptions import HTTPError
 except ImportError as e:
     raise ConfigError("apache-libcloud is not installed: pip install 'composerlite[libcloud]'") from e
+
+draw_apart("libcloud", "requests", "urllib3")
 
 __all__ = ["LibcloudObjectStore"]
 

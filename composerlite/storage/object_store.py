@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +13,8 @@ from typing import Any, Self, final
 from composerlite.errors import ConfigError
 
 __all__ = ["ObjectInfo", "ObjectStore", "PartUpload", "Progress", "check_name"]
+
+_PIECE_BYTES = 8 << 20
 
 Progress = Callable[[int, int], object]
 """Is told how many bytes of how many were moved so far."""
@@ -153,6 +155,21 @@ class ObjectStore(ABC):
         Raises:
             ConfigError: its library is not installed (the message says which extra has it), or an argument is wrong.
         """
+
+    def read_pieces(self, name: str, offset: int, size: int) -> Generator[bytes]:
+        """As :meth:`read_range`, piece by piece, so that a long range takes little memory.
+
+        What a store raises may come after some of the pieces. Here a piece is a call of :meth:`read_range`; a store
+        that gets its bytes as a stream overrides this.
+        """
+        end = offset + size
+        while offset < end:
+            asked = min(_PIECE_BYTES, end - offset)
+            piece = self.read_range(name, offset, asked)
+            yield piece
+            if len(piece) < asked:
+                return
+            offset += asked
 
     # ── what not every store has ─────────────────────────────────────────────────────────────────────────────────
     @property

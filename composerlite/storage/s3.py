@@ -53,6 +53,7 @@ _VIRTUAL_HOSTS = (".cwobject.com", ".cwlota.com")
 _NO_OBJECT = {"NoSuchKey", "NotFound", "404"}
 _NO_BUCKET = {"NoSuchBucket", "InvalidBucketName"}
 _NO_UPLOAD = {"NoSuchUpload"}
+_BEYOND = {"InvalidRange", "416"}
 _EXISTS = {"PreconditionFailed", "412"}
 _CLOCK = {"RequestTimeTooSkewed", "RequestExpired"}
 _REFUSED = {
@@ -279,17 +280,27 @@ class S3ObjectStore(ObjectStore):
             self.get_object_size(name)
             return b""
         span = f"bytes={offset}-{offset + size - 1}"
-        with _translated(self.get_uri(name), "read"), _suppressed({"InvalidRange", "416"}):
+        with _translated(self.get_uri(name), "read"), _suppressed(_BEYOND):
             answer = self._client.get_object(Bucket=self.bucket, Key=self._key(name), Range=span)
             with contextlib.closing(answer["Body"]) as body:
                 if answer["ResponseMetadata"]["HTTPStatusCode"] == 206:
                     return body.read()
-                # Not the range but all of it: the object has no other bytes, or the service has no ranges.
-                data = body.read(offset + size)
-                if len(data) < min(offset + size, _field(answer, "ContentLength")):
-                    raise _NoAnswerError(f"the answer was cut short after {len(data)} bytes")
-                return data[offset:]
+                return _range_of_all(answer, body, offset, size)
         return b""  # the object ends before the range begins
+
+    def read_pieces(self, name: str, offset: int, size: int) -> Generator[bytes]:
+        if not size:
+            self.get_object_size(name)
+            return
+        span = f"bytes={offset}-{offset + size - 1}"
+        with _translated(self.get_uri(name), "read"), _suppressed(_BEYOND):
+            answer = self._client.get_object(Bucket=self.bucket, Key=self._key(name), Range=span)
+            with contextlib.closing(answer["Body"]) as body:
+                if answer["ResponseMetadata"]["HTTPStatusCode"] == 206:
+                    while piece := body.read(_PIECE_BYTES):
+                        yield piece
+                else:
+                    yield _range_of_all(answer, body, offset, size)
 
     def get_object_size(self, name: str) -> int:
         with _translated(self.get_uri(name), "get the size"):
@@ -535,6 +546,14 @@ def _field(answer: Mapping[str, Any], name: str) -> Any:
     if name not in answer:
         raise _NoAnswerError(f"the answer has no {name}: it is not that of an S3 service, or was cut short")
     return answer[name]
+
+
+def _range_of_all(answer: Mapping[str, Any], body: Any, offset: int, size: int) -> bytes:
+    """Of an answer that is not the range but all: the object has no other bytes, or the service has no ranges."""
+    data = body.read(offset + size)
+    if len(data) < min(offset + size, _field(answer, "ContentLength")):
+        raise _NoAnswerError(f"the answer was cut short after {len(data)} bytes")
+    return data[offset:]
 
 
 def _abort_quietly(upload: PartUpload) -> None:

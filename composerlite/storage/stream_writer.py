@@ -51,6 +51,7 @@ class StreamWriter:
         memory: at least as large as the file. What is appended is put into it at its place in the file; what is there
             already stays where it is. Nothing else may change it until :meth:`finish` returns.
         ring_bytes: size of the ring, where there is no ``memory``.
+        chunk_bytes: what each digest of a part is of; ``None``: as :func:`chunk_bytes_for` says.
 
     Attributes:
         size_bytes: taken so far.
@@ -62,14 +63,20 @@ class StreamWriter:
     """
 
     def __init__(
-        self, path: Path, size_bytes: int, *, memory: HostMemory | None = None, ring_bytes: int = 32 << 20
+        self,
+        path: Path,
+        size_bytes: int,
+        *,
+        memory: HostMemory | None = None,
+        ring_bytes: int = 32 << 20,
+        chunk_bytes: int | None = None,
     ) -> None:
         if memory is not None and memory.size_bytes < size_bytes:
             raise ValueError(f"memory={memory.size_bytes} bytes for a file of {size_bytes}: want at least as many")
         self.size_bytes = 0
         self.seconds = {"hash": 0.0, "write": 0.0, "wait": 0.0, "flush": 0.0}
         self._path = path
-        self._digester = Digester(chunk_bytes_for(size_bytes))
+        self._digester = Digester(chunk_bytes_for(size_bytes) if chunk_bytes is None else chunk_bytes)
         self._small = size_bytes <= _SMALL_FILE_BYTES
         self._in_place = memory is not None
         self._window_bytes = _WINDOW_BYTES if memory is not None or self._small else _ring_window(ring_bytes)

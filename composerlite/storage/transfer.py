@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -23,7 +25,7 @@ __all__ = ["Transfer"]
 
 _MiB = 1 << 20
 _WHOLE_BYTES = 16 * _MiB  # up to that an object goes in one request
-_LEAST_RANGE_BYTES, _MOST_RANGE_BYTES = _MiB, 8 * _MiB
+_LEAST_RANGE_BYTES, _MOST_RANGE_BYTES = _MiB, 32 * _MiB
 _GAP_BYTES = 512 << 10  # a request costs about as long as reading over such a gap
 
 _log = logging.getLogger(__name__)
@@ -44,7 +46,8 @@ class Transfer:
         store: keeps the objects.
         threads: parts on their way at the same time, of all transfers together.
         retry: how often what may pass is tried again.
-        part_bytes: of uploads, if the store takes such; ``None``: 8 to 16 MiB.
+        part_bytes: of uploads, if the store takes such, and the most that is read by one request; ``None``: 8 to 16
+            MiB, and up to 32 MiB for reading.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -257,7 +260,8 @@ class Transfer:
     def _range_bytes(self, size: int) -> int:
         """How much a thread reads at once, where ``size`` bytes are read: all threads have something to do."""
         share = -(-size // self._threads)
-        return max(_LEAST_RANGE_BYTES, min(_MOST_RANGE_BYTES, -(-share // _MiB) * _MiB))
+        most = self._part_bytes or _MOST_RANGE_BYTES
+        return min(most, max(_LEAST_RANGE_BYTES, -(-share // _MiB) * _MiB))
 
     def _download_into(self, descriptor: int, name: str, size: int, callback: Progress | None) -> None:
         done = 0
@@ -269,43 +273,80 @@ class Transfer:
                 callback(done, size)
 
         units = list(cut(0, size, self._range_bytes(size))) or [(0, 0)]
-        self._crew.run(Batch(partial(self._download_unit, descriptor, name, size, unit) for unit in units), progress)
+        job = partial(self._download_unit, descriptor, threading.Lock(), name, size)
+        self._crew.run(Batch(partial(job, unit) for unit in units), progress)
         if callback is not None:
             callback(size, size)
 
-    def _download_unit(self, descriptor: int, name: str, size: int, unit: Unit, batch: Batch) -> int:
+    def _download_unit(
+        self, descriptor: int, writing: threading.Lock, name: str, size: int, unit: Unit, batch: Batch
+    ) -> int:
         """Job of the crew: one range of the object to its place in the file."""
         start, end = unit
-        beyond = 1 if end == size else 0  # an object that is longer than it should be is not taken for whole
-        data = self._read_range(name, start, end - start, batch, beyond=beyond)
-        with batch.touching():
-            _write_all(descriptor, data, start)
+
+        def write(piece: memoryview, at: int) -> None:
+            with writing:  # the system lets in one at a time, and the others would wait for it at full speed
+                _write_all(descriptor, piece, at)
+
+        # An object that is longer than it should be is not taken for whole.
+        self._stream(name, start, end, batch, write, beyond=1 if end == size else 0)
         return end - start
 
     def _read_unit(self, name: str, unit: Unit, places: Places, batch: Batch) -> int:
         """Job of the crew: one range of the object to its places in memory."""
         start, end = unit
-        data = memoryview(self._read_range(name, start, end - start, batch))
-        with batch.touching():
-            at = 0
-            for address, size in places.of(start, end):
+
+        def copy(piece: memoryview, at: int) -> None:
+            done = 0
+            for address, size in places.of(at, at + piece.nbytes):
                 if address is not None:
-                    memory_at(address, size)[:] = data[at : at + size]
-                at += size
+                    memory_at(address, size)[:] = piece[done : done + size]
+                done += size
+
+        self._stream(name, start, end, batch, copy)
         return end - start
 
-    def _read_range(self, name: str, offset: int, size: int, batch: Batch | None = None, *, beyond: int = 0) -> bytes:
-        """Exactly ``size`` bytes, after which there are none if ``beyond`` is 1."""
+    def _stream(
+        self,
+        name: str,
+        start: int,
+        end: int,
+        batch: Batch,
+        put: Callable[[memoryview, int], object],
+        *,
+        beyond: int = 0,
+    ) -> None:
+        """Give ``put`` the bytes from ``start`` to ``end`` as they come, each once; no more may come if ``beyond``.
+
+        After a failure it goes on where it was.
+        """
+        at = start
+
+        def read() -> None:
+            nonlocal at
+            asked = at
+            with contextlib.closing(self.store.read_pieces(name, at, end + beyond - at)) as pieces:
+                for piece in pieces:
+                    if at + len(piece) > end:
+                        self._explain(name, start, end - start, at + len(piece) - start)
+                    with batch.touching():
+                        put(memoryview(piece), at)
+                    at += len(piece)
+            if at != end:
+                self._explain(name, asked, end - asked, at - asked)
+
+        self._retry.run(read, f"read of {name!r}, bytes {start} to {end}", batch.stopped)
+
+    def _read_range(self, name: str, offset: int, size: int) -> bytes:
+        """Exactly ``size`` bytes."""
 
         def read() -> bytes:
-            data = self.store.read_range(name, offset, size + beyond)
+            data = self.store.read_range(name, offset, size)
             if len(data) != size:
                 self._explain(name, offset, size, len(data))
             return data
 
-        return self._retry.run(
-            read, f"read of {name!r}, bytes {offset} to {offset + size}", None if batch is None else batch.stopped
-        )
+        return self._retry.run(read, f"read of {name!r}, bytes {offset} to {offset + size}")
 
     def _explain(self, name: str, offset: int, size: int, got: int) -> None:
         """Raise the reason for which ``got`` bytes came and not ``size``."""
@@ -329,8 +370,7 @@ def _check_range(name: str, offset: int, size: int) -> None:
         raise CorruptCheckpointError(f"object {name!r}: there are no bytes {offset} to {offset + size}.")
 
 
-def _write_all(descriptor: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
+def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
     while view:
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count

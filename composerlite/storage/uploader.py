@@ -104,11 +104,14 @@ class Uploader:
         if failures:
             raise ExceptionGroup(f"{len(failures)} uploads failed", failures)
 
-    def wait(self, timeout: float, *, at_most: int = 0) -> bool:
-        """Wait until at most so many uploads are pending, ``timeout`` seconds at most; whether that is so."""
+    def wait(self, timeout: float, *, lane: str | None = None, at_most: int = 0) -> bool:
+        """Wait until at most so many uploads are pending, ``timeout`` seconds at most; whether that is so.
+
+        ``lane``: only those of this lane count.
+        """
         deadline = time.monotonic() + timeout
         with self._changed:
-            while len(self._running) + len(self._waiting) > at_most:
+            while sum(lane in (None, job.lane) for job in (*self._running.values(), *self._waiting)) > at_most:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False

@@ -105,6 +105,7 @@ class ObjectStoreContract(ABC):
         """A range has exactly its bytes; past the end there are fewer or none."""
         store.put_bytes(f"{prefix}/a", b"0123456789")
         assert store.read_range(f"{prefix}/a", offset, size) == expected
+        assert b"".join(store.read_pieces(f"{prefix}/a", offset, size)) == expected
 
     # ── listing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def test_a_listing_has_names_and_sizes_in_order(self, store: ObjectStore, prefix: str) -> None:
@@ -186,6 +187,7 @@ class ObjectStoreContract(ABC):
         for read in (
             lambda: store.get_object_size(name),
             lambda: store.read_range(name, 0, 1),
+            lambda: list(store.read_pieces(name, 0, 1)),
             lambda: store.download_object(name, tmp_path / "copy"),
         ):
             with pytest.raises(FileNotFoundError, match="missing"):

@@ -12,7 +12,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint import IgnoreKeys, check_ignore_keys, load_checkpoint, newest_good, save_checkpoint
+from composerlite.checkpoint import (
+    IgnoreKeys,
+    check_ignore_keys,
+    download_bar,
+    load_checkpoint,
+    newest_good,
+    save_checkpoint,
+)
 from composerlite.core import (
     Algorithm,
     AlgorithmPass,
@@ -98,8 +105,8 @@ class Trainer:
         load_ignore_keys: globs over ``state/…`` paths, or a function of the dict, of what is not loaded.
         load_exclude_algorithms: names of algorithms that are not restored.
         trust_checkpoint: load checkpoints with any type in them, **running whatever code they hold**.
-        save_folder: save checkpoints there: a folder or, as a URI, a bucket. The other ``save_…`` arguments are those of
-            :class:`CheckpointSaver`.
+        save_folder: save checkpoints there: in a folder or, as a URI, in a bucket. The other ``save_…`` arguments are
+            those of :class:`CheckpointSaver`.
         save_metrics: put the state of metrics into checkpoints, so that those of an epoch survive a resume within it.
         autoresume: go on from the newest good checkpoint of this ``run_name``, if there is one. Needs a ``run_name``.
         device: ``'cpu'``, ``'gpu'`` or ``'mps'``; the GPU by default if there is one.
@@ -291,13 +298,13 @@ class Trainer:
             # Loading comes last: everything that has a state is there to take it.
             self.engine.run_event(Event.BEFORE_LOAD)
             load_ignore_keys = check_ignore_keys(load_ignore_keys, argument="load_ignore_keys")
-            resume_from = self._newest_checkpoint() if autoresume else None
+            resume_from = self._newest_checkpoint(load_progress_bar) if autoresume else None
             self._resumed = resume_from is not None
             if resume_from is not None or load_path is not None:
                 self.state.load_path = str(resume_from or load_path)
                 name, store = self.state.load_path, None if self._resumed else load_object_store
                 if isinstance(store, RemoteUploaderDownloader):
-                    name, store = store.object_name(name), store.object_store
+                    name, store = store.object_name(name, self.state.run_name), store.object_store
                 self._rng_states = load_checkpoint(
                     name,
                     self.state,
@@ -573,7 +580,7 @@ class Trainer:
             return self._step_schedulers_every_batch
         return not any(isinstance(scheduler, LRScheduler) for scheduler in self._schedulers)
 
-    def _newest_checkpoint(self) -> Path | None:
+    def _newest_checkpoint(self, progress_bar: bool) -> Path | None:
         """The newest good checkpoint of this run that any of its savers wrote."""
         savers = [saver for saver in self._savers if not saver.weights_only]
         if not savers:
@@ -581,12 +588,14 @@ class Trainer:
                 "autoresume=True needs checkpoints to resume from: pass save_folder, or a CheckpointSaver that saves "
                 "more than weights."
             )
-        found = newest_good(
-            [saver.catalog for saver in savers],
-            self.state.run_name,
-            templates=[saver.filename.filename for saver in savers],
-            buckets=[bucket for saver in savers for bucket in saver.buckets],
-        )
+        with download_bar(progress_bar) as tell:
+            found = newest_good(
+                [saver.catalog for saver in savers],
+                self.state.run_name,
+                templates=[saver.filename.filename for saver in savers],
+                buckets=[bucket for saver in savers for bucket in saver.buckets],
+                progress=tell,
+            )
         if found is None:
             log.info("autoresume: run %r has no checkpoint yet", self.state.run_name)
         return found

@@ -1,19 +1,41 @@
-"""The documented path of the functions that tell ranks and devices. They live in ``composerlite.dist``."""
+"""The documented path of what tells ranks and devices and connects ranks. The code lives in ``composerlite.dist``."""
 
 from composerlite.dist import (
+    all_gather,
+    all_gather_object,
+    all_reduce,
+    barrier,
+    broadcast,
+    broadcast_object_list,
     get_device,
     get_global_rank,
     get_local_rank,
     get_local_world_size,
     get_node_rank,
+    get_sampler,
     get_world_size,
+    initialize_dist,
+    is_available,
+    is_initialized,
+    run_local_rank_zero_first,
 )
 
 __all__ = [
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
     "get_device",
     "get_global_rank",
     "get_local_rank",
     "get_local_world_size",
     "get_node_rank",
+    "get_sampler",
     "get_world_size",
+    "initialize_dist",
+    "is_available",
+    "is_initialized",
+    "run_local_rank_zero_first",
 ]

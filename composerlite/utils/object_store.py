@@ -1,4 +1,4 @@
-"""The documented path of object stores, which live in ``composerlite.storage``. The SDK of each loads with its class."""
+"""The documented path of object stores. They live in ``composerlite.storage``; an SDK loads with its class."""
 
 from __future__ import annotations
 

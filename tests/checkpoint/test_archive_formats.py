@@ -317,7 +317,9 @@ def test_training_goes_before_compression(tmp_path: Path, suffix: str) -> None:
         sink.write(bytes(9 << 20))
         tasks = [int(task.name) for task in Path("/proc/self/task").iterdir() if task.name not in before]
         assert len(tasks) >= 1
-        assert {os.getpriority(os.PRIO_PROCESS, task) for task in [*tasks, *(set(children()) - servers)]} == {min(own + 5, 19)}
+        assert {os.getpriority(os.PRIO_PROCESS, task) for task in [*tasks, *(set(children()) - servers)]} == {
+            min(own + 5, 19)
+        }
         sink.finish()
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
 

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from parts import save_batch
 
-from composerlite.checkpoint import Bucket, Catalog, Manifest, RemoteCatalog, newest_good
+from composerlite.checkpoint import (
+    Bucket,
+    Catalog,
+    Manifest,
+    Publisher,
+    RemoteCatalog,
+    newest_good,
+    retention_policy,
+)
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, ObjectStoreTransientError
-from composerlite.storage import RetryPolicy, Transfer
+from composerlite.storage import RetryPolicy, Transfer, Uploader
 from composerlite.storage.local import LocalObjectStore
 from composerlite.testing import Fault, FaultyStore
 
@@ -202,3 +211,78 @@ def test_a_fetch_that_fails_commits_nothing(remote: RemoteCatalog, store: Faulty
         remote.fetch(manifest, catalog)
     assert catalog.manifests() == []
     assert list(catalog.files()) == []
+
+
+# ── what a review found ──────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_damaged_newest_is_passed_over_for_the_next_in_the_bucket(
+    remote: RemoteCatalog, store: FaultyStore, tmp_path: Path
+) -> None:
+    """An older checkpoint on the disk does not win over a newer good one in the bucket."""
+    publish(remote, tmp_path, 10, 20, 30)
+    data = bytearray(store.read_range("run/ba30.pt", 0, 1 << 20))
+    data[len(data) // 2] ^= 1
+    store.put_bytes("run/ba30.pt", bytes(data))
+    save_batch(tmp_path / "elsewhere", 10)
+    assert elsewhere(remote, tmp_path) == tmp_path / "elsewhere" / "ba20.pt"
+
+
+def test_what_is_there_is_not_sent_again(remote: RemoteCatalog, store: FaultyStore, tmp_path: Path) -> None:
+    """Publishing the same checkpoint once more moves the link and no data."""
+    (manifest,) = publish(remote, tmp_path, 1)
+    store.calls.clear()
+    remote.publish(manifest, [tmp_path / "local" / "ba1.pt"], link=LINK)
+    assert [name for verb, name in store.calls if verb in ("upload_object", "put_bytes")] == [f"{LINK}.symlink"]
+
+
+def test_one_of_two_runs_gets_a_name(remote: RemoteCatalog, store: FaultyStore, tmp_path: Path) -> None:
+    """Two runs that publish one name at the same time: one succeeds, the other is told."""
+    store.faults = [Fault(verb="upload_object", error=None, seconds=0.3, times=2)]
+    both = [saved(tmp_path / name, 1, run_name=name) for name in ("a", "b")]
+
+    def try_it(one: tuple[Manifest, Path]) -> bool:
+        try:
+            remote.publish(one[0], [one[1]], link=LINK)
+        except CheckpointExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(try_it, both)) == [False, True]
+
+
+def test_new_names_take_no_right_to_delete(remote: RemoteCatalog, store: FaultyStore, tmp_path: Path) -> None:
+    """A key that may write and not delete publishes whatever has a name of its own."""
+    store.faults = [Fault(verb="delete_object", error=lambda: PermissionError("no"), times=99)]
+    publish(remote, tmp_path, 1, 2)
+    assert [manifest.batch for manifest in remote.manifests()] == [1, 2]
+
+
+def test_a_link_that_was_not_moved_is_noticed(remote: RemoteCatalog, store: FaultyStore, tmp_path: Path) -> None:
+    """A kill between the manifest and the link leaves the link behind; the next start sees it."""
+    publish(remote, tmp_path, 1)
+    store.faults = [Fault(verb="put_bytes", name="*.symlink")]
+    manifest, path = saved(tmp_path, 2)
+    with pytest.raises(ObjectStoreTransientError):
+        remote.publish(manifest, [path], link=LINK)
+    publisher = Publisher(
+        Uploader(remote.transfer),
+        remote,
+        template="ba{batch}.pt",
+        link=LINK,
+        timeout=5,
+        retention=retention_policy(-1),
+        keeps_all=True,
+    )
+    assert publisher.is_behind(manifest, "run")
+    remote.publish(manifest, [path], link=LINK)
+    assert not publisher.is_behind(manifest, "run")
+
+
+def test_the_root_may_be_the_bucket(store: FaultyStore, tmp_path: Path) -> None:
+    """Checkpoints may lie at the top of a bucket."""
+    with Transfer(store) as transfer:
+        remote = RemoteCatalog(transfer, "")
+        manifest, path = saved(tmp_path, 1)
+        remote.publish(manifest, [path], link="latest.pt")
+        assert remote.uri().startswith("file://")
+        assert remote.latest("latest.pt") == manifest

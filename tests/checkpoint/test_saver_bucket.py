@@ -148,6 +148,51 @@ def test_uploads_that_fail_are_tolerated_on_request(
     assert "save_failure_limit=100" in caplog.text
 
 
+@pytest.mark.parametrize("way", ["uri", "logger"])
+def test_uploads_that_fail_too_often_end_training(s3_server: Any, bucket: str, store: ObjectStore, way: str) -> None:
+    """With ``save_failure_limit=1`` the second upload in a row that fails is raised, also where a logger uploads."""
+    where: dict[str, Any] = {"save_folder": f"{bucket}/run"}
+    if way == "logger":
+        where = {"save_folder": "run", "loggers": [RemoteUploaderDownloader(bucket)]}
+    run = trainer(
+        **where,
+        save_interval="2ba",
+        save_failure_limit=1,
+        callbacks=[Do(3, lambda: remove_bucket(s3_server, bucket, store))],
+    )
+    with pytest.raises(FileNotFoundError, match=bucket):
+        run.fit()
+    with contextlib.suppress(FileNotFoundError, ExceptionGroup):
+        run.close()
+
+
+def test_a_crash_loses_no_checkpoint_where_a_logger_uploads(bucket: str, store: ObjectStore) -> None:
+    """The error of training is what comes out, and what was saved before it is in the bucket."""
+    with (
+        pytest.raises(CrashError),
+        trainer(
+            save_folder="run", save_interval="1ba", callbacks=[StopAt(5)], loggers=[RemoteUploaderDownloader(bucket)]
+        ) as run,
+    ):
+        run.fit()
+    assert "run/ep1-ba5-rank0.pt" in names(store)
+
+
+def test_the_end_of_fit_tells_of_the_last_upload(s3_server: Any, bucket: str, store: ObjectStore) -> None:
+    """A file that a logger could not upload is an error of ``fit``, not only of ``close``."""
+    logger = RemoteUploaderDownloader(bucket)
+
+    class Upload(Callback):
+        def fit_end(self, state: State, logger: Logger) -> None:
+            remove_bucket(s3_server, bucket, store)
+            logger.upload_file("log.txt", __file__)
+
+    run = trainer(loggers=[logger], callbacks=[Upload()])
+    with pytest.raises(FileNotFoundError, match=bucket):
+        run.fit()
+    run.close()
+
+
 def test_a_killed_upload_does_not_end_in_a_broken_checkpoint(bucket: str, store: ObjectStore) -> None:
     """Training that raises still publishes what was saved before; every manifest in the bucket has its data."""
     with (
@@ -173,6 +218,36 @@ def test_the_bucket_keeps_as_many_as_it_is_told(bucket: str, store: ObjectStore)
         "two/ep3-ba12-rank0.pt",
     ]
     assert len([info for info in store.list_objects("two/.manifest/") if info.name.endswith(".json")]) == 2
+
+
+def test_ephemeral_checkpoints_go_in_the_bucket_too(bucket: str, store: ObjectStore) -> None:
+    """Each is there until the next is; those that are to stay, stay."""
+    train(save_folder=f"{bucket}/run", save_interval="1ep", save_ephemeral_interval="1ba")
+    assert names(store) == [
+        "run/ep1-ba4-rank0.pt",
+        "run/ep2-ba8-rank0.pt",
+        "run/ep3-ba12-rank0.pt",
+        "run/latest-rank0.pt.symlink",
+    ]
+
+
+def test_keeping_none_here_holds_after_a_resume(bucket: str, tmp_path: Path) -> None:
+    """What autoresume fetched goes as well, and so does what was not uploaded when the run died."""
+    how: dict[str, Any] = {"save_folder": f"{bucket}/run", "save_num_checkpoints_to_keep": 0}
+    train(**how, max_duration="2ep")
+    train(**how, autoresume=True)
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+
+
+def test_a_logger_that_only_loads_formats_names(bucket: str) -> None:
+    """As ``load_object_store`` alone it knows the run's name."""
+
+    def logger() -> RemoteUploaderDownloader:
+        return RemoteUploaderDownloader(bucket, file_path_format_string="{run_name}/x/{remote_file_name}")
+
+    train(save_folder="ck", save_filename="ep{epoch}.pt", loggers=[logger()], max_duration="1ep")
+    with trainer(load_path="ck/ep1.pt", load_object_store=logger()) as run:
+        assert run.state.timestamp.epoch == 1
 
 
 def test_the_staging_folder_can_be_chosen(bucket: str, tmp_path: Path) -> None:

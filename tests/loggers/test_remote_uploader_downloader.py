@@ -56,7 +56,7 @@ def test_a_file_may_go_as_soon_as_it_is_handed_over(
     (tmp_path / "a").write_bytes(b"content")
     logger.upload_file(state, "{run_name}/a.txt", tmp_path / "a", overwrite=False)
     (tmp_path / "a").write_bytes(b"something else")
-    logger.close(state, Logger(state))
+    logger.post_close()
     assert store.read_range("my-run/a.txt", 0, 100) == b"content"
 
 
@@ -68,7 +68,7 @@ def test_the_newest_content_of_a_name_is_what_is_there(
     for number in range(30):
         (tmp_path / "a").write_text(str(number))
         logger.upload_file(state, "a.txt", tmp_path / "a", overwrite=True)
-    logger.close(state, Logger(state))
+    logger.post_close()
     assert store.read_range("a.txt", 0, 100) == b"29"
 
 
@@ -85,7 +85,7 @@ def test_names_are_formatted(s3_server: Any, bucket: str, store: ObjectStore, st
     assert (tmp_path / "copy").read_bytes() == b"content"
     with pytest.raises(FileExistsError):
         logger.download_file("a.txt", tmp_path / "copy")
-    logger.close(state, Logger(state))
+    logger.post_close()
 
 
 def test_what_exists_is_not_overwritten_and_training_hears_of_it(
@@ -99,7 +99,7 @@ def test_what_exists_is_not_overwritten_and_training_hears_of_it(
     assert logger.uploader.wait(20)
     with pytest.raises(FileExistsError, match=r"a\.txt exists"):
         logger.batch_end(state, Logger(state))
-    logger.close(state, Logger(state))
+    logger.post_close()
     assert store.read_range("a.txt", 0, 100) == b"old"
 
 
@@ -109,7 +109,7 @@ def test_nothing_is_left_on_the_disk(s3_server: Any, bucket: str, state: State, 
     (tmp_path / "a").write_bytes(bytes(100_000))
     for number in range(5):
         logger.upload_file(state, f"{number}.bin", tmp_path / "a", overwrite=True)
-    logger.close(state, Logger(state))
+    logger.post_close()
     assert list((tmp_path / "staging").rglob("*")) == []
 
 

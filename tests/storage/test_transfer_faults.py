@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -114,30 +115,58 @@ def test_an_upload_survives_kills(bucket: Bucket, source: Path) -> None:
     # With as few as 17 parts the share of bytes sent twice varies with what is drawn: about one seed in eleven would
     # exceed 1.3 here, at 68 parts one in ten thousand (both simulated). The seed fixes which faults this test meets.
     bucket.proxy.faults = FAULTS
-    arguments = json.dumps([bucket.kwargs, bucket.uri, "run/a", str(source)])
-    command = [sys.executable, "-c", UPLOAD, arguments]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 30
-    while bucket.proxy.bytes_up < 0.5 * SIZE and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.002)
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait(10) == -signal.SIGKILL
-    assert bucket.multiparts() == ["run/a"]
-    again = subprocess.run(command, timeout=60, capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stderr
+    upload_killed_at(0.5, bucket, source)
     assert bucket.digest("run/a") == sha256(source)
     assert bucket.multiparts() == []
     assert bucket.proxy.bytes_up <= 1.3 * SIZE
 
 
-def test_a_download_comes_through(bucket: Bucket, source: Path, tmp_path: Path) -> None:
-    """R7: under the same faults a download is byte for byte what was uploaded, with few bytes read twice."""
-    bucket.client.upload_file(str(source), bucket.name, "run/a")
+def upload_killed_at(share: float, bucket: Bucket, source: Path) -> None:
+    """Upload ``source`` in a process that is killed when that share has been sent, and then in another."""
+    arguments = json.dumps([bucket.kwargs, bucket.uri, "run/a", str(source)])
+    command = [sys.executable, "-c", UPLOAD, arguments]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 120
+    while bucket.proxy.bytes_up < share * source.stat().st_size and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL
+    assert bucket.multiparts() == ["run/a"]
+    again = subprocess.run(command, timeout=240, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(6))
+def test_large_transfers_come_through(bucket: Bucket, tmp_path: Path, seed: int) -> None:
+    """R7, at length: 356 MB up with kill -9 on the way, and down again, each with at most 1.3 × the bytes."""
+    chance = random.Random(seed)  # the faults differ, too: the bucket is named after the test
+    source, size = tmp_path / "large", 340 * MiB + chance.randrange(MiB)
+    with source.open("wb") as file:
+        for at in range(0, size, MiB):
+            file.write(chance.randbytes(min(MiB, size - at)))
     bucket.proxy.faults = FAULTS
+    upload_killed_at(chance.uniform(0.1, 0.9), bucket, source)
+    assert bucket.digest("run/a") == sha256(source)
+    assert bucket.multiparts() == []
+    assert bucket.proxy.bytes_up <= 1.3 * size
+    before = bucket.proxy.bytes_down
     with bucket.transfer() as transfer:
         transfer.download("run/a", tmp_path / "copy")
     assert sha256(tmp_path / "copy") == sha256(source)
-    assert bucket.proxy.bytes_down <= 1.3 * SIZE
+    assert bucket.proxy.bytes_down - before <= 1.1 * size
+    assert min(bucket.proxy.happened[kind] for kind in ("unavailable", "resets", "truncations", "stalls")) > 0
+
+
+def test_a_download_comes_through(bucket: Bucket, source: Path, tmp_path: Path) -> None:
+    """R7: under such faults a download is byte for byte what was uploaded; it goes on where a connection broke."""
+    bucket.client.upload_file(str(source), bucket.name, "run/a")
+    bucket.proxy.faults = dataclasses.replace(FAULTS, resets=0.15, truncations=0.15, stalls=0.15)
+    with bucket.transfer() as transfer:
+        transfer.download("run/a", tmp_path / "copy")
+    assert sha256(tmp_path / "copy") == sha256(source)
+    assert bucket.proxy.bytes_down <= 1.1 * SIZE
     assert min(bucket.proxy.happened[kind] for kind in ("unavailable", "resets", "truncations", "stalls")) > 0
 
 

@@ -1,0 +1,284 @@
+"""What the ranks tell each other, apart from training. Every rank calls the same functions in the same order.
+
+All are for the main thread. Every wait has a timeout, and its error names the ranks that are late. A rank that fails
+makes all raise the same error. In a run of one process each does what it does for a single rank, at once.
+
+Ranks meet over a store first (:mod:`composerlite.dist.meetings`); data go over a gloo group once all are there. Only
+:func:`all_reduce`, :func:`all_gather` and :func:`broadcast` of tensors do without the meeting, because they are called
+every batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Generator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import torch.distributed
+
+from composerlite.dist.env import get_control, get_local_rank, get_world_size
+from composerlite.dist.meetings import format_ranks, rank_error
+from composerlite.errors import ConfigError, RankError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
+__all__ = [
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_succeed",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_object_list",
+    "gather_outcomes",
+    "leave_with",
+    "run_local_rank_zero_first",
+]
+
+T = TypeVar("T")
+
+_FIND_LOST_RANKS = timedelta(seconds=2)
+_REDUCTIONS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+
+
+def barrier(what: str = "barrier", timeout: timedelta | None = None) -> None:
+    """Wait until every rank is here.
+
+    Raises:
+        RankError: a rank failed on its way here.
+        LateRankError: not every rank came in ``timeout``.
+    """
+    _meet(what, timeout, None)
+
+
+@contextlib.contextmanager
+def all_succeed(what: str, timeout: timedelta | None = None) -> Generator[None]:
+    """Run a block on every rank; afterwards it succeeded on all, or all raise the same error.
+
+    The block may do anything, also meet other ranks: if one rank fails in it, those who wait for that rank raise its
+    error there.
+
+    Args:
+        what: the block does, for the error.
+        timeout: of the wait for the others, from the end of this rank's block.
+
+    Raises:
+        RankError: the block failed on a rank; its cause is the exception. In a run of one process: the exception.
+        LateRankError: not every rank came to the end of the block in ``timeout``.
+    """
+    try:
+        yield
+    except Exception as e:
+        if not (isinstance(e, RankError) and e.everywhere):
+            _meet(what, timeout, e)
+        raise
+    except BaseException as e:  # an exit, not a failure: it must not wait
+        leave_with(e)
+        raise
+    _meet(what, timeout, None)
+
+
+def gather_outcomes(what: str, error: Exception | None, timeout: timedelta | None = None) -> dict[int, BaseException]:
+    """The exceptions of the ranks that failed in ``what``, by rank: the same on every rank, and empty if none did.
+
+    For those who go on after a failure, all in the same way. An exception that cannot be pickled comes as a
+    :class:`~composerlite.errors.RankError` of the same text.
+
+    Raises:
+        LateRankError: not every rank came in ``timeout``.
+    """
+    control = get_control()
+    if get_world_size() == 1:
+        return {} if error is None else {0: error}
+    failures = control.meetings.meet(what, _limit(timeout), error)
+    if any(failure.late for failure in failures):
+        raise rank_error(what, failures)
+    return {f.rank: error if error is not None and f.rank == control.meetings.rank else f.exception() for f in failures}
+
+
+def leave_with(error: BaseException) -> None:
+    """Tell the others that this rank failed and comes no more: who waits for it raises that instead of waiting on.
+
+    For the last words of a rank that an exception ends outside of :func:`all_succeed`. Never waits.
+    """
+    if get_world_size() > 1 and not (isinstance(error, RankError) and error.everywhere):
+        get_control().meetings.leave(error)
+
+
+def all_gather_object(obj: T, timeout: timedelta | None = None) -> list[T]:
+    """The ``obj`` of every rank, in the order of ranks. They must be picklable.
+
+    Raises:
+        RankError: a rank's object cannot be pickled, or a rank was lost.
+        LateRankError: not every rank came in ``timeout``.
+    """
+    if get_world_size() == 1:
+        return [obj]
+    pickled = _pickled_together("all_gather_object", obj, timeout)
+    gathered: list[bytes] = [b""] * get_world_size()
+    with _gloo("all_gather_object", timeout) as group:
+        torch.distributed.all_gather_object(gathered, pickled, group=group)
+    return [pickle.loads(text) for text in gathered]
+
+
+def broadcast_object(obj: T, src: int = 0, timeout: timedelta | None = None) -> T:
+    """The ``obj`` of rank ``src``; what the other ranks give is ignored.
+
+    Raises:
+        RankError: it cannot be pickled, or a rank was lost.
+        LateRankError: not every rank came in ``timeout``.
+    """
+    world_size = get_world_size()
+    if not 0 <= src < world_size:
+        raise ConfigError(f"src={src}: want a rank from 0 to {world_size - 1}.")
+    if world_size == 1:
+        return obj
+    is_source = get_control().meetings.rank == src
+    box: list[Any] = [_pickled_together("broadcast_object", obj if is_source else None, timeout)]
+    with _gloo("broadcast_object", timeout) as group:
+        torch.distributed.broadcast_object_list(box, src=src, group=group)
+    return obj if is_source else pickle.loads(box[0])
+
+
+def broadcast_object_list(object_list: list[Any], src: int = 0, timeout: timedelta | None = None) -> None:
+    """Put the objects of rank ``src`` in ``object_list`` on every rank.
+
+    Raises:
+        RankError, LateRankError: as :func:`broadcast_object`.
+    """
+    object_list[:] = broadcast_object(object_list, src, timeout)
+
+
+def all_reduce(tensor: torch.Tensor, reduce_operation: str = "SUM", timeout: timedelta | None = None) -> None:
+    """Reduce ``tensor`` over all ranks, in place. One in host memory never waits on the group of training.
+
+    Args:
+        tensor: of the same shape and dtype on every rank.
+        reduce_operation: ``SUM``, ``PRODUCT``, ``MIN``, ``MAX``, ``BAND``, ``BOR`` or ``BXOR``.
+        timeout: of the wait, for a tensor in host memory. One on a GPU has that of the group of training.
+
+    Raises:
+        ConfigError: the operation is unknown.
+        RankError: a rank was lost, or failed and said so.
+        LateRankError: not every rank came in ``timeout``. The ranks can do no more together after that.
+    """
+    if reduce_operation.upper() not in _REDUCTIONS:
+        raise ConfigError(f"reduce_operation={reduce_operation!r} is not known. Known: {', '.join(_REDUCTIONS)}.")
+    operation = getattr(torch.distributed.ReduceOp, reduce_operation.upper())
+    _run_on_tensor(
+        "all_reduce",
+        tensor,
+        lambda group: torch.distributed.all_reduce(tensor, operation, group=group, async_op=True),
+        timeout,
+    )
+
+
+def broadcast(tensor: torch.Tensor, src: int = 0, timeout: timedelta | None = None) -> None:
+    """Copy the ``tensor`` of rank ``src`` into that of every rank, in place.
+
+    Raises:
+        RankError, LateRankError: as :func:`all_reduce`.
+    """
+    _run_on_tensor(
+        "broadcast",
+        tensor,
+        lambda group: torch.distributed.broadcast(tensor, src, group=group, async_op=True),
+        timeout,
+    )
+
+
+def all_gather(tensor: torch.Tensor, timeout: timedelta | None = None) -> list[torch.Tensor]:
+    """The ``tensor`` of every rank, in the order of ranks; of the same shape and dtype on all.
+
+    Raises:
+        RankError, LateRankError: as :func:`all_reduce`.
+    """
+    if get_world_size() == 1:
+        return [tensor]
+    gathered = [torch.empty_like(tensor) for _ in range(get_world_size())]
+    _run_on_tensor(
+        "all_gather",
+        tensor,
+        lambda group: torch.distributed.all_gather(gathered, tensor, group=group, async_op=True),
+        timeout,
+    )
+    return gathered
+
+
+@contextlib.contextmanager
+def run_local_rank_zero_first(timeout: timedelta | None = None) -> Generator[None]:
+    """Run a block on the local rank 0 of every node, and when all those are done, on the other ranks.
+
+    Raises:
+        RankError: the block failed on a local rank 0: raised by every rank, and no other rank runs the block.
+        LateRankError: not every rank came in ``timeout``.
+    """
+    if get_local_rank() == 0:
+        with all_succeed("run_local_rank_zero_first", timeout):
+            yield
+    else:
+        _meet("run_local_rank_zero_first", timeout, None)
+        yield
+
+
+def _limit(timeout: timedelta | None) -> timedelta:
+    return get_control().timeout if timeout is None else timeout
+
+
+def _meet(what: str, timeout: timedelta | None, error: Exception | None) -> None:
+    """Wait for every rank, and raise what any of them failed with. One process by itself raises nothing here."""
+    control = get_control()
+    if get_world_size() == 1:
+        return
+    if failures := control.meetings.meet(what, _limit(timeout), error):
+        raise rank_error(what, failures, error)
+
+
+def _pickled_together(what: str, obj: object, timeout: timedelta | None) -> bytes:
+    """Pickle on every rank, so that all know before data flow that there are some to come from each."""
+    pickled, error = b"", None
+    try:
+        pickled = pickle.dumps(obj)
+    except Exception as e:  # noqa: BLE001 - raised on every rank, by the meeting
+        error = e
+    _meet(what, timeout, error)
+    return pickled
+
+
+@contextlib.contextmanager
+def _gloo(what: str, timeout: timedelta | None, ticket: int | None = None) -> Generator[ProcessGroup]:
+    """Say which rank is at fault when gloo fails: the ones that have not come, or those that are gone."""
+    control = get_control()
+    assert control.group is not None
+    try:
+        yield control.group
+    except RuntimeError as e:
+        if isinstance(e, RankError):
+            raise
+        control.meetings.check_nobody_left(what)
+        if ticket is not None and (late := control.meetings.late(ticket, what, _limit(timeout))) is not None:
+            raise late from e
+        if "timed out" in str(e).lower():
+            raise RankError(f"{what}: every rank has come, and yet it did not end in time: {e}") from e
+        if lost := control.meetings.missing(what, _FIND_LOST_RANKS):
+            raise RankError(f"{what}: lost {format_ranks(lost)}: {e}", lost) from e
+        raise RankError(f"{what}: the connection between the ranks broke: {e}") from e
+
+
+def _run_on_tensor(
+    what: str, tensor: torch.Tensor, start: Callable[[ProcessGroup | None], Work | None], timeout: timedelta | None
+) -> None:
+    if get_world_size() == 1:
+        return
+    control = get_control()
+    if tensor.device.type != "cpu":
+        cast("Work", start(None)).wait()
+        return
+    ticket = control.meetings.pass_by(what)
+    with _gloo(what, timeout, ticket) as group:
+        cast("Work", start(group)).wait(_limit(timeout))

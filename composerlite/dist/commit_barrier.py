@@ -1,0 +1,253 @@
+"""The vote over a commit: every rank says that its bytes are durable, then rank 0 commits, then all know.
+
+It runs in a background thread, over a store and without collectives, so that it never meets what the training thread
+sends meanwhile.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
+
+from composerlite.dist.meetings import (
+    Failure,
+    Poll,
+    decide_once,
+    first_decision,
+    late_error,
+    rank_error,
+    reaching_the_store,
+)
+from composerlite.errors import RankError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented
+
+__all__ = ["CommitBarrier", "CommitRound"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_COMMITTING = "committing"
+
+
+@final
+class CommitBarrier:
+    """Rounds of votes, each with a ticket of its own, so that no vote is ever read twice.
+
+    Rounds of different tickets may run at the same time, each in its own thread.
+
+    Args:
+        store: with keys of its own, used by nobody else.
+        rank: of this process.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store = store
+        self._tickets = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def ticket(self) -> int:
+        """A number that is the same on every rank and is never given again. No traffic.
+
+        To be called in the same order on every rank: in the training thread, also for a save that then fails.
+        """
+        with self._lock:
+            return next(self._tickets)
+
+    def round(self, ticket: int, what: str) -> CommitRound[Any]:
+        """The vote with the number ``ticket`` over ``what``, which errors name."""
+        return CommitRound(self._store, self.rank, self.world_size, ticket, what)
+
+
+@final
+@dataclass(frozen=True)
+class _Vote:
+    """What a rank says when it is done."""
+
+    value: Any
+    failure: Failure | None
+
+
+@final
+class CommitRound(Generic[T]):
+    """One vote, used in one thread. :meth:`run` is the whole of it; the other methods are its parts.
+
+    Every rank calls :meth:`arrive`. Then rank 0 calls :meth:`decide`, commits, and calls :meth:`release`; the others
+    call :meth:`wait`. The first rank whose time is up ends the round for all, unless rank 0 is committing already.
+
+    Attributes:
+        may_be_committed: rank 0 began to commit, and it is not known that it failed. After an error, the bytes that
+            were voted on must stay if this is true.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, ticket: int, what: str) -> None:
+        self.may_be_committed = False
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._what = what
+        self._prefix = f"{ticket}"
+        self._poll = Poll(store, world_size)
+        self._own_error: BaseException | None = None
+
+    def run(self, write: Callable[[], T], commit: Callable[[list[T]], R], timeout: timedelta) -> R:
+        """Write on every rank, commit on rank 0 when all have; every rank returns what ``commit`` returned.
+
+        Args:
+            write: this rank's part; what it returns must be picklable.
+            commit: called on rank 0 only, with the results of ``write`` in the order of ranks.
+            timeout: from the end of this rank's ``write`` until every rank has voted; and once more for ``commit``.
+
+        Raises:
+            RankError: a rank failed in ``write`` or rank 0 in ``commit``: the same on every rank.
+            LateRankError: not every rank voted in time. Nothing is committed unless ``may_be_committed``.
+        """
+        try:
+            value = write()
+        except BaseException as e:
+            self.arrive(error=e)
+            self._finish(timeout)
+            raise AssertionError("a vote against it was not counted") from e
+        self.arrive(value)
+        return self._finish(timeout, commit)
+
+    def arrive(self, value: T | None = None, *, error: BaseException | None = None) -> None:
+        """Vote, once: for the commit, with a ``value`` for rank 0, or against it with the ``error`` that is why.
+
+        Raises:
+            RankError: the store is gone.
+        """
+        self._own_error = error
+        failure = None if error is None else Failure.of(error, self._rank)
+        vote = pickle.dumps(_Vote(value, failure))
+        with self._reaching():
+            self._store.set(self._key(f"vote/{self._rank}"), vote)  # pyright: ignore[reportArgumentType] - bytes
+            if self._store.add(self._key("votes"), 1) == self._world_size:
+                self._store.set(self._key("voted"), "")
+
+    def decide(self, timeout: timedelta) -> list[T]:
+        """Rank 0 only: wait for every vote; returns the values in the order of ranks. Now only rank 0 can fail.
+
+        Raises:
+            RankError: a rank voted against it.
+            LateRankError: not every rank voted in ``timeout``, or the time of another rank was up before.
+        """
+        with self._reaching():
+            if not self._poll.until(self._key("voted"), timeout):
+                self._give_up(timeout)
+            if self._store.check([self._key("decision")]):
+                self._raise_decision()
+            votes = [pickle.loads(vote) for vote in self._store.multi_get(self._vote_keys())]
+            if failures := [vote.failure for vote in votes if vote.failure is not None]:
+                self._decide_against(failures)
+            if not decide_once(self._store, self._key("decision"), _COMMITTING):
+                self._raise_decision()
+        self.may_be_committed = True
+        return [vote.value for vote in votes]
+
+    def release(self, value: object = None, *, error: BaseException | None = None) -> None:
+        """Rank 0 only, after :meth:`decide`: tell all that it is committed, or the ``error`` that is why not.
+
+        Raises:
+            RankError: the store is gone.
+        """
+        outcome = value if error is None else [Failure.of(error, self._rank)]
+        self.may_be_committed = error is None
+        with self._reaching():
+            self._publish(error is None, outcome)
+            self._leave()
+
+    def wait(self, timeout: timedelta) -> Any:
+        """Every rank but 0: wait for the end of the round; returns the value that rank 0 gave to :meth:`release`.
+
+        Raises:
+            RankError: a rank voted against it, or rank 0 failed to commit.
+            LateRankError: the time is up. See ``may_be_committed``.
+        """
+        with self._reaching():
+            if not self._poll.until(self._key("released"), timeout):
+                self._give_up(timeout)
+                self.may_be_committed = True
+                if not self._poll.until(self._key("released"), timeout):
+                    raise self._unknown(timeout)
+            good, outcome = pickle.loads(self._store.get(self._key("released")))
+            self._leave()
+        self.may_be_committed = good
+        if not good:
+            raise self._error(outcome)
+        return outcome
+
+    def _finish(self, timeout: timedelta, commit: Callable[[list[T]], Any] = list) -> Any:
+        if self._rank != 0:
+            return self.wait(timeout)
+        values = self.decide(timeout)
+        try:
+            result = commit(values)
+        except BaseException as e:
+            self.release(error=e)
+            self._own_error = e
+            raise self._error([Failure.of(e, self._rank)]) from e
+        self.release(result)
+        return result
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    def _vote_keys(self) -> list[str]:
+        return [self._key(f"vote/{rank}") for rank in range(self._world_size)]
+
+    def _reaching(self) -> AbstractContextManager[None]:
+        return reaching_the_store(self._what)
+
+    def _publish(self, good: bool, outcome: object) -> None:
+        self._store.set(self._key("released"), pickle.dumps((good, outcome)))  # pyright: ignore[reportArgumentType]
+
+    def _give_up(self, timeout: timedelta) -> None:
+        """End the round for all, because ranks are late. Returns if none is, or if rank 0 is committing already."""
+        late = [rank for rank, key in enumerate(self._vote_keys()) if not self._store.check([key])]
+        if not late and self._rank == 0:  # they came in this moment
+            return
+        self._decide_against([Failure.of(late_error(self._what, timeout, late or [0]), self._rank)])
+
+    def _decide_against(self, failures: list[Failure]) -> None:
+        """Decide that it is not committed, and raise that. Returns only if rank 0 is committing already."""
+        if decide_once(self._store, self._key("decision"), failures):
+            self._publish(False, failures)
+            self._store.set(self._key("voted"), "")  # rank 0 need not wait any longer
+        self._raise_decision()
+
+    def _raise_decision(self) -> None:
+        decision = first_decision(self._store, self._key("decision"))
+        if isinstance(decision, list):
+            self._leave()
+            raise self._error(decision)
+
+    def _error(self, failures: list[Failure]) -> BaseException:
+        if self._world_size == 1 and self._own_error is not None:
+            return self._own_error
+        return rank_error(self._what, failures, self._own_error)
+
+    def _unknown(self, timeout: timedelta) -> RankError:
+        late = late_error(self._what, timeout, [0])
+        return type(late)(
+            f"{self._what}: every rank has written, and rank 0 began to commit, but has not said in "
+            f"{timeout.total_seconds():g} s how that ended. Whether it is committed is not known here.",
+            [0],
+        )
+
+    def _leave(self) -> None:
+        """Remove the keys of this round that nobody reads any more."""
+        self._store.delete_key(self._key(f"vote/{self._rank}"))
+        if self._store.add(self._key("gone"), 1) == self._world_size:
+            for name in ("votes", "voted", "decision", "released", "gone"):
+                self._store.delete_key(self._key(name))

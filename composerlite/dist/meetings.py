@@ -1,0 +1,318 @@
+"""Points that every rank reaches in the same order, over a store: who is late is known by name, and failures travel.
+
+A rank that failed comes too and says so. Nothing here uses a process group, so a rank that does not come leaves
+nothing behind that could block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol, TypeVar, final
+
+from composerlite.errors import LateRankError, RankError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented
+
+__all__ = [
+    "Failure",
+    "Meetings",
+    "Poll",
+    "decide_once",
+    "first_decision",
+    "format_ranks",
+    "late_error",
+    "rank_error",
+    "reaching_the_store",
+]
+
+T = TypeVar("T")
+
+_SHORTEST_PAUSE_SECONDS = 5e-5
+_CHECKS_PER_SECOND = 4000  # of all ranks together, in a long wait
+
+
+class _Dumps(Protocol):
+    def __call__(self, value: object, /) -> bytes: ...
+
+
+_dumps: _Dumps = pickle.dumps
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0-2, 5``."""
+    spans: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], rank)
+        else:
+            spans.append((rank, rank))
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
+
+
+@final
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong on a rank, as it travels to the others.
+
+    Attributes:
+        rank: where.
+        text: type and message of the exception.
+        trace: its traceback.
+        pickled: the exception itself; empty if it cannot be pickled.
+        late: the ranks that were waited for in vain, if that is the failure.
+        everywhere: every rank has this failure already; see :class:`RankError`.
+    """
+
+    rank: int
+    text: str
+    trace: str
+    pickled: bytes
+    late: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Failure:
+        try:
+            pickled = _dumps(error)
+        except Exception:  # noqa: BLE001 - any object may hang on an exception; the text says what happened
+            pickled = b""
+        late = error.ranks if isinstance(error, LateRankError) else ()
+        text = "".join(traceback.format_exception_only(error)).strip()
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        return cls(rank, text, trace, pickled, late)
+
+    def exception(self) -> BaseException:
+        """The exception as it was raised, or one with the same text where that one does not travel."""
+        try:
+            error = pickle.loads(self.pickled) if self.pickled else None
+        except Exception:  # noqa: BLE001 - a constructor of somebody else's; the text says what happened
+            error = None
+        return error if isinstance(error, BaseException) else RankError(self.text, [self.rank])
+
+
+def rank_error(what: str, failures: Sequence[Failure], own: BaseException | None = None) -> RankError:
+    """The error that every rank raises when some failed in ``what``.
+
+    Its cause is this rank's ``own`` exception, or else that of the first rank that failed.
+    """
+    if late := [failure for failure in failures if failure.late]:
+        return LateRankError(str(late[0].exception()), late[0].late, everywhere=True)
+    ranks: dict[str, list[int]] = {}
+    for failure in failures:
+        ranks.setdefault(failure.text, []).append(failure.rank)
+    texts = [f"{format_ranks(who)} failed: {text}" for text, who in ranks.items()]
+    error = RankError(f"{what}: {'; '.join(texts)}", [failure.rank for failure in failures], everywhere=True)
+    first = failures[0]
+    if own is None:
+        error.__cause__ = first.exception()
+        error.add_note(f"On rank {first.rank}:\n{first.trace}")
+    else:
+        error.__cause__ = own
+    return error
+
+
+def late_error(what: str, timeout: timedelta, late: Sequence[int], notes: Sequence[str] = ()) -> LateRankError:
+    """The error of a wait that ended before the ranks ``late`` had come."""
+    verb = "has" if len(late) == 1 else "have"
+    message = f"{what}: {format_ranks(late)} {verb} not come in {timeout.total_seconds():g} s."
+    return LateRankError(" ".join([message, *notes]), late)
+
+
+@contextlib.contextmanager
+def reaching_the_store(what: str) -> Generator[None]:
+    """Say what a lost connection to the store means: the process that holds it is gone."""
+    from torch.distributed import DistError
+
+    try:
+        yield
+    except DistError as e:
+        raise RankError(
+            f"{what}: the store through which the ranks meet does not answer ({e}). The process that holds it, "
+            "rank 0 or its torchrun agent, is gone: its own output says why."
+        ) from e
+
+
+@final
+class Poll:
+    """Looks for a key of ``store`` until it is there, more and more seldom.
+
+    It does not block inside the store: signals get through, other threads can use the store, and no rank of many
+    asks more than its share.
+    """
+
+    def __init__(self, store: Store, world_size: int) -> None:
+        self._store = store
+        self._longest = max(0.02, world_size / _CHECKS_PER_SECOND)
+
+    def until(self, key: str, timeout: timedelta, otherwise: Callable[[], None] = lambda: None) -> bool:
+        """Wait for ``key``; false if it is not there after ``timeout``. A long wait calls ``otherwise`` as it goes."""
+        start = time.monotonic()
+        while not self._store.check([key]):
+            waited = time.monotonic() - start
+            if waited >= timeout.total_seconds():
+                return False
+            pause = min(max(waited / 8, _SHORTEST_PAUSE_SECONDS), self._longest)
+            if pause == self._longest:
+                otherwise()
+            time.sleep(min(pause, timeout.total_seconds() - waited))
+        return True
+
+
+def decide_once(store: Store, key: str, value: object) -> bool:
+    """Set ``key`` to ``value`` unless another rank has set it; true if it is this rank's."""
+    mine = _dumps(value)
+    return store.compare_set(key, "", mine) == mine  # pyright: ignore[reportArgumentType] - takes bytes, says str
+
+
+def first_decision(store: Store, key: str) -> object:
+    """The value of ``key``."""
+    return pickle.loads(store.get(key))
+
+
+@final
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank is."""
+
+    ticket: int
+    what: str
+    failure: Failure | None
+
+
+@final
+class Meetings:
+    """Meetings of all ranks, one after the other. Every rank calls the same methods in the same order, in one thread.
+
+    Args:
+        store: with keys of its own, used by nobody else.
+        rank: of this process.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store = store
+        self._poll = Poll(store, world_size)
+        self._tickets = itertools.count(1)
+        self._last_meeting = 0
+
+    def pass_by(self, what: str) -> int:
+        """Note for the others that this rank begins ``what``, without waiting. Returns its number for :meth:`late`."""
+        ticket = next(self._tickets)
+        with reaching_the_store(what):
+            self._tell(_Place(ticket, what, None))
+        return ticket
+
+    def meet(self, what: str, timeout: timedelta, error: BaseException | None = None) -> list[Failure]:
+        """Wait until every rank is here; returns the failures of all, in the order of ranks: the same on every rank.
+
+        Args:
+            what: is met for; the same on every rank, unless a rank comes with an ``error`` from elsewhere.
+            timeout: of the wait. The first rank whose time is up ends the meeting for all.
+            error: what this rank failed with before.
+
+        Raises:
+            RankError: a rank has left the run for good, or the store is gone.
+        """
+        ticket = next(self._tickets)
+        failure = None if error is None else Failure.of(error, self.rank)
+        with reaching_the_store(what):
+            self._tell(_Place(ticket, what, failure))
+            if self._store.add(f"{ticket}/came", 1) == self.world_size:
+                decide_once(self._store, f"{ticket}/outcome", self._failures(ticket, what))
+            elif not self._poll.until(f"{ticket}/outcome", timeout, lambda: self.check_nobody_left(what)):
+                given_up = Failure.of(self._late(ticket, what, timeout), self.rank)
+                decide_once(self._store, f"{ticket}/outcome", [given_up])
+            outcome = pickle.loads(self._store.get(f"{ticket}/outcome"))
+            if not any(failure.late for failure in outcome):
+                self._forget_last(ticket)
+        return outcome
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the others that this rank failed and comes to no meeting any more: their waits end with that."""
+        with reaching_the_store("leaving the run"):
+            decide_once(self._store, "left", Failure.of(error, self.rank))
+
+    def check_nobody_left(self, what: str) -> None:
+        """Raise the error of a rank that called :meth:`leave`.
+
+        Raises:
+            RankError: with the cause.
+        """
+        if self._store.check(["left"]):
+            raise rank_error(what, [pickle.loads(self._store.get("left"))])
+
+    def late(self, ticket: int, what: str, timeout: timedelta) -> LateRankError | None:
+        """The error that names the ranks that have not come to ``ticket``; None if all have."""
+        with reaching_the_store(what):
+            error = self._late(ticket, what, timeout)
+        return error if error.ranks else None
+
+    def missing(self, what: str, timeout: timedelta) -> list[int]:
+        """The ranks that do not come here too, after the connection broke in ``what``: those that are lost."""
+        prefix = "broken"
+        with reaching_the_store(what):
+            self._store.set(f"{prefix}/{self.rank}", "")
+            if self._store.add(prefix, 1) == self.world_size:
+                self._store.set(f"{prefix}/all", "")
+            self._poll.until(f"{prefix}/all", timeout, lambda: self.check_nobody_left(what))
+            return [rank for rank in range(self.world_size) if not self._store.check([f"{prefix}/{rank}"])]
+
+    def _tell(self, place: _Place) -> None:
+        self._store.set(f"at/{self.rank}", _dumps(place))  # pyright: ignore[reportArgumentType] - takes bytes, says str
+
+    def _places(self) -> dict[int, _Place]:
+        keys = {rank: f"at/{rank}" for rank in range(self.world_size)}
+        if not self._store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        texts = self._store.multi_get(list(keys.values()))
+        return {rank: pickle.loads(text) for rank, text in zip(keys, texts, strict=True)}
+
+    def _failures(self, ticket: int, what: str) -> list[Failure]:
+        """What the last to come reads off the places of all."""
+        places = self._places()
+        failures = [place.failure for place in places.values() if place.failure is not None]
+        if failures:
+            return failures
+        strays = {rank: place for rank, place in places.items() if (place.ticket, place.what) != (ticket, what)}
+        return [Failure.of(_stray_error(rank, place, what), self.rank) for rank, place in strays.items()]
+
+    def _late(self, ticket: int, what: str, timeout: timedelta) -> LateRankError:
+        places = self._places()
+        late: dict[int, str] = {}
+        for rank in range(self.world_size):
+            place = places.get(rank)
+            if place is None:
+                late[rank] = "never seen"
+            elif place.ticket < ticket:
+                late[rank] = f"last seen in {place.what!r}"
+        seen: dict[str, list[int]] = {}
+        for rank, text in late.items():
+            seen.setdefault(text, []).append(rank)
+        notes = [f"{format_ranks(ranks).capitalize()}: {text}." for text, ranks in seen.items()]
+        notes += [
+            f"Rank {rank} failed: {place.failure.text}."
+            for rank, place in places.items()
+            if place.ticket == ticket and place.failure is not None
+        ]
+        return late_error(what, timeout, list(late), notes)
+
+    def _forget_last(self, ticket: int) -> None:
+        """Rank 0 removes the keys of the meeting before: all came to this one, so all have read them."""
+        if self.rank == 0 and self._last_meeting:
+            self._store.delete_key(f"{self._last_meeting}/came")
+            self._store.delete_key(f"{self._last_meeting}/outcome")
+        self._last_meeting = ticket
+
+
+def _stray_error(rank: int, place: _Place, what: str) -> RankError:
+    return RankError(f"rank {rank} called {place.what!r} where another called {what!r}: every rank must call the same")

@@ -1,0 +1,408 @@
+"""Run a function on several ranks at once: real processes that meet over gloo, on this machine."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from composerlite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
+
+__all__ = ["RankOutcome", "run_ranks", "run_ranks_to_the_end"]
+
+# Forked from one that has imported what takes long, so that a rank starts in a moment.
+_processes = multiprocessing.get_context("forkserver")
+_PRELOAD = ["torch", "composerlite.dist", "composerlite.testing.cluster"]
+_STACKS = signal.SIGUSR1
+_STACKS_SECONDS = 2.0
+_START_SECONDS = 60.0
+_EXIT_SECONDS = 2.0
+_GOODBYE_SECONDS = 1.0
+_LEAVE_SECONDS = 5.0
+
+
+@final
+@dataclass(frozen=True)
+class RankOutcome:
+    """What became of the function on one rank.
+
+    Attributes:
+        rank: which.
+        value: that the function returned.
+        error: that it raised, with the traceback of the rank as a note; ``ChildProcessError`` if the process ended.
+    """
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    dist_timeout: float | None = 30.0,
+) -> list[Any]:
+    """Call ``function(*args)`` on ``world_size`` ranks of one node; returns what each returned, in the order of ranks.
+
+    The ranks are processes of their own, with the environment that torchrun sets and this process's variables and
+    current directory. They are used again by later calls, so what a function leaves in its modules stays.
+
+    Args:
+        function: found by name in a module that can be imported. It and its arguments and results are pickled.
+        world_size: number of ranks.
+        args: of the function.
+        timeout: seconds until all ranks are killed, from when their processes have started.
+        dist_timeout: seconds, for ``initialize_dist``, which is called before; None leaves that to the function.
+
+    Raises:
+        ExceptionGroup: of what the ranks raised, each with a note that names the rank.
+        TimeoutError: the ranks did not end in ``timeout``. Its notes are the stacks of all.
+    """
+    outcomes = run_ranks_to_the_end(function, world_size, *args, timeout=timeout, dist_timeout=dist_timeout)
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    if errors:
+        raise BaseExceptionGroup(f"{len(errors)} of {world_size} ranks failed", errors)
+    return [outcome.value for outcome in outcomes]
+
+
+def run_ranks_to_the_end(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    dist_timeout: float | None = 30.0,
+) -> list[RankOutcome]:
+    """:func:`run_ranks` for ranks that may fail: what became of each, in the order of ranks.
+
+    Raises:
+        TimeoutError: the ranks did not end in ``timeout``. Its notes are the stacks of all.
+    """
+    if world_size < 1:
+        raise ConfigError(f"world_size={world_size}: want 1 or more.")
+    return _pool.run(_Task(function, args, dist_timeout), world_size, timeout)
+
+
+@final
+@dataclass(frozen=True)
+class _Task:
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    dist_timeout: float | None
+
+
+@final
+@dataclass(frozen=True)
+class _Order:
+    """What a process is told.
+
+    Attributes:
+        pickled_task: a :class:`_Task`, unpickled when ``path`` is set.
+    """
+
+    pickled_task: bytes
+    environment: dict[str, str]
+    path: list[str]
+    folder: str
+
+
+@final
+@dataclass(frozen=True)
+class _Answer:
+    """What a process says.
+
+    Attributes:
+        pickled: value or error; empty if the error cannot be pickled.
+        is_error: which.
+        trace: of the error.
+    """
+
+    pickled: bytes
+    is_error: bool
+    trace: str
+
+    def outcome(self, rank: int) -> RankOutcome:
+        if not self.is_error:
+            return RankOutcome(rank, value=pickle.loads(self.pickled))
+        try:
+            error = pickle.loads(self.pickled) if self.pickled else None
+        except Exception:  # noqa: BLE001 - a constructor of somebody else's; the trace says what happened
+            error = None
+        if not isinstance(error, BaseException):
+            error = RuntimeError(self.trace.splitlines()[-1])
+        error.add_note(f"Raised on rank {rank}:\n{self.trace}")
+        return RankOutcome(rank, error=error)
+
+
+@final
+class _Worker:
+    """A process that waits for tasks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._connection, theirs = Pipe()
+        self._is_ready = False
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="stacks-", delete=False) as file:
+            self._stacks = Path(file.name)
+        self._process = _processes.Process(target=_serve, args=(theirs, self._stacks))
+        self._process.start()
+        theirs.close()
+
+    def wait_until_ready(self) -> None:
+        if self._is_ready:
+            return
+        if not self._connection.poll(_START_SECONDS):
+            self.end()
+            raise TimeoutError(f"a process did not start in {_START_SECONDS:g} s")
+        try:
+            self._connection.recv()
+        except (EOFError, ConnectionError) as e:
+            raise ChildProcessError(f"a process did not start, and ended with {self.end(_EXIT_SECONDS)}") from e
+        self._is_ready = True
+
+    @property
+    def connection(self) -> Connection[Any, Any]:
+        return self._connection
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def send(self, order: _Order) -> None:
+        self._connection.send(order)
+
+    def is_usable_again(self) -> bool:
+        """Whether the process has left the task behind; it is ended if not."""
+        if self._connection.closed:
+            return False
+        try:
+            if self._connection.poll(_LEAVE_SECONDS) and self._connection.recv():
+                return True
+        except (EOFError, ConnectionError):
+            pass  # it ended while it left
+        self.end()
+        return False
+
+    def ask_for_stacks(self) -> None:
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, _STACKS)
+
+    def stacks(self) -> str:
+        """What was written since :meth:`ask_for_stacks`."""
+        return self._stacks.read_text(errors="replace")
+
+    def end(self, seconds: float = 0.0) -> int:
+        """Let the process end by itself for so long, then kill it. Returns its exit code."""
+        self._connection.close()
+        self._process.join(seconds)
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+        self._stacks.unlink(missing_ok=True)
+        code = self._process.exitcode
+        assert code is not None
+        return code
+
+
+@final
+class _Pool:
+    """Processes that are kept for the next call, and the store through which they find each other."""
+
+    def __init__(self) -> None:
+        self._idle: list[_Worker] = []
+        self._runs = 0
+        self._store: TCPStore | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._owner = 0
+
+    def run(self, task: _Task, world_size: int, timeout: float) -> list[RankOutcome]:
+        pickled = pickle.dumps(task)
+        workers = self._take(world_size)
+        try:
+            for rank, worker in enumerate(workers):
+                worker.send(_Order(pickled, self._environment(rank, world_size), sys.path, str(Path.cwd())))
+            outcomes = self._collect(workers, timeout)
+        except BaseException:
+            for worker in workers:
+                worker.end()
+            raise
+        usable = [worker for worker in workers if worker.is_usable_again()]
+        assert self._folder is not None
+        lost = world_size - len(usable)
+        self._idle += [*usable, *(_Worker(Path(self._folder.name)) for _ in range(lost))]  # they start by themselves
+        return outcomes
+
+    def close(self) -> None:
+        for worker in self._idle:
+            worker.end(_EXIT_SECONDS)
+        self._idle.clear()
+        self._store = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _take(self, world_size: int) -> list[_Worker]:
+        if self._folder is None or self._store is None or self._owner != os.getpid():
+            self._open()
+        assert self._folder is not None
+        self._idle = [worker for worker in self._idle if worker.is_alive]
+        folder = Path(self._folder.name)
+        workers = self._idle[:world_size]
+        del self._idle[:world_size]
+        workers += [_Worker(folder) for _ in range(world_size - len(workers))]
+        try:
+            for worker in workers:
+                worker.wait_until_ready()
+        except BaseException:
+            for worker in workers:
+                worker.end()
+            raise
+        return workers
+
+    def _open(self) -> None:
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
+
+        _processes.set_forkserver_preload(_PRELOAD)
+        self._owner = os.getpid()  # a fork starts anew
+        self._idle = []
+        self._folder = tempfile.TemporaryDirectory(prefix="composerlite-ranks-")
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        atexit.register(self.close)
+
+    def _environment(self, rank: int, world_size: int) -> dict[str, str]:
+        """As torchrun's agent sets it, whose part of holding the store is ours."""
+        assert self._store is not None
+        if rank == 0:
+            self._runs += 1
+        return {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(self._runs),
+        }
+
+    def _collect(self, workers: list[_Worker], timeout: float) -> list[RankOutcome]:
+        deadline = time.monotonic() + timeout
+        waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
+        outcomes: dict[int, RankOutcome] = {}
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise _timeout_error(workers, outcomes, timeout)
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                outcomes[rank] = _outcome(rank, workers[rank])
+        return [outcomes[rank] for rank in range(len(workers))]
+
+
+_pool = _Pool()
+
+
+def _outcome(rank: int, worker: _Worker) -> RankOutcome:
+    try:
+        answer: _Answer = worker.connection.recv()
+    except (EOFError, ConnectionError):
+        code = worker.end(_EXIT_SECONDS)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return RankOutcome(rank, error=ChildProcessError(f"rank {rank} {how}"))
+    return answer.outcome(rank)
+
+
+def _timeout_error(workers: list[_Worker], outcomes: dict[int, RankOutcome], timeout: float) -> TimeoutError:
+    hanging = [worker for rank, worker in enumerate(workers) if rank not in outcomes]
+    for worker in hanging:
+        worker.ask_for_stacks()
+    deadline = time.monotonic() + _STACKS_SECONDS
+    while time.monotonic() < deadline and not all(worker.stacks().endswith("\n") for worker in hanging):
+        time.sleep(0.05)
+    time.sleep(0.1)  # the stacks of the last threads
+    error = TimeoutError(f"{len(hanging)} of {len(workers)} ranks did not end in {timeout:g} s")
+    for rank, worker in enumerate(workers):
+        if rank not in outcomes:
+            error.add_note(f"Rank {rank} was here:\n{worker.stacks()}")
+        else:
+            ended = outcomes[rank]
+            error.add_note(f"Rank {rank} had ended: " + ("returned" if ended.error is None else f"{ended.error!r}"))
+    return error
+
+
+def _serve(connection: Connection[Any, Any], stacks: Path) -> None:
+    """What a process of the pool does: one task after the other, until the connection is closed."""
+    import torch
+
+    torch.set_num_threads(1)
+    with stacks.open("w") as file:
+        faulthandler.register(_STACKS, file=file, all_threads=True)
+        connection.send("ready")
+        while True:
+            try:
+                order: _Order = connection.recv()
+            except (EOFError, ConnectionError):
+                return
+            with suppress(BrokenPipeError):  # nobody waits any more; the next recv ends this process
+                connection.send(_run(order))
+                connection.send(_leave_cleanly())
+
+
+def _run(order: _Order) -> _Answer:
+    from composerlite import dist
+
+    os.environ.clear()
+    os.environ.update(order.environment)
+    os.chdir(order.folder)
+    sys.path[:] = order.path
+    value: object = None
+    error: BaseException | None = None
+    trace = ""
+    try:
+        task: _Task = pickle.loads(order.pickled_task)
+        if task.dist_timeout is not None:
+            dist.initialize_dist("cpu", task.dist_timeout)
+        value = task.function(*task.args)
+        pickled = pickle.dumps(value)
+    except BaseException as e:  # noqa: BLE001 - it goes to the one who called
+        error, trace = e, traceback.format_exc()
+        pickled = _pickle_if_possible(e)
+    return _Answer(pickled, error is not None, trace)
+
+
+def _leave_cleanly() -> bool:
+    """Leave the groups; false if something of this task may live on in this process."""
+    from composerlite import dist
+
+    try:
+        dist.finalize_dist(timedelta(seconds=_GOODBYE_SECONDS))
+    except Exception:  # noqa: BLE001 - the process is thrown away, and the answer is what the task said
+        return False
+    return not dist.is_initialized()
+
+
+def _pickle_if_possible(error: BaseException) -> bytes:
+    try:
+        return pickle.dumps(error)
+    except Exception:  # noqa: BLE001 - the trace is sent
+        return b""

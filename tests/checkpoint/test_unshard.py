@@ -1,0 +1,145 @@
+"""unshard_checkpoint: sharded checkpoints as plain files of torch or safetensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint.sharded_parts import same, small_model, trained
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from composerlite.checkpoint import (
+    UnshardStrategy,
+    UnshardStrategyType,
+    save_model_and_optim_state,
+    save_state_dict,
+    unshard_checkpoint,
+)
+from composerlite.errors import CheckpointExistsError, ConfigError, IncompatibleCheckpointError
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, nn.Module, Optimizer]:
+    model = small_model()
+    optim = trained(model, groups=2)
+    save_model_and_optim_state(tmp_path / "c", model, optim)
+    return tmp_path / "c", model, optim
+
+
+def _loaded(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def test_one_file_is_what_a_model_and_an_optimizer_take(
+    saved: tuple[Path, nn.Module, Optimizer], tmp_path: Path
+) -> None:
+    """model.pt is the model's state dict; optim.pt has the optimizer's state by the names of parameters."""
+    place, model, optim = saved
+    model_path, optim_path = unshard_checkpoint(place, tmp_path / "out")
+    assert (model_path, optim_path) == (tmp_path / "out" / "model.pt", tmp_path / "out" / "optim.pt")
+    assert same(_loaded(model_path), dict(model.state_dict()))
+    small_model(seed=1).load_state_dict(_loaded(model_path))
+    assert optim_path is not None
+    state = _loaded(optim_path)
+    first = next(iter(model.parameters()))
+    assert same(state["state"]["0.weight"], optim.state[first])
+    assert [group["lr"] for group in state["param_groups"]] == [0.01, 0.02]
+
+
+@pytest.mark.parametrize(
+    "strategy", [UnshardStrategy.one_file_per_tensor(), UnshardStrategy.chunks(300), UnshardStrategy.chunks(1 << 30)]
+)
+@pytest.mark.parametrize("safetensors", [False, True])
+def test_several_files_have_an_index(
+    saved: tuple[Path, nn.Module, Optimizer], tmp_path: Path, strategy: UnshardStrategy, safetensors: bool
+) -> None:
+    """It says which key is in which file; together they are the model. Chunks are as large as was asked for."""
+    place, model, _ = saved
+    suffix = ".safetensors" if safetensors else ".pt"
+    folder, optim_folder = unshard_checkpoint(
+        place, tmp_path / "out", use_safetensors=safetensors, unshard_strategy=strategy
+    )
+    assert folder == tmp_path / "out" / "model"
+    assert (optim_folder is None) == safetensors
+    index = json.loads((folder / f"model{suffix}.index.json").read_bytes())["weight_map"]
+    read = _loaded
+    if safetensors:
+        from safetensors.torch import load_file as read
+    found = {key: read(folder / name)[key] for key, name in index.items()}
+    assert same(found, dict(model.state_dict()))
+    files = sorted(path.name for path in folder.iterdir() if path.suffix == suffix)
+    assert set(index.values()) == set(files)
+    if strategy.name is UnshardStrategyType.one_file_per_tensor:
+        assert f"0-weight{suffix}" in files
+        assert len(files) == len(index)
+    elif strategy.chunk_size_bytes == 300:
+        assert files[:2] == [f"chunk-00000{suffix}", f"chunk-00001{suffix}"]
+        sizes = [sum(t.nbytes for key, t in found.items() if index[key] == name) for name in files]
+        assert all(size <= 300 for size in sizes)
+
+
+def test_one_safetensors_file(saved: tuple[Path, nn.Module, Optimizer], tmp_path: Path) -> None:
+    """The optimizer stays out, as it has more than tensors; asking for it is an error."""
+    from safetensors.torch import load_file
+
+    place, model, _ = saved
+    path, none = unshard_checkpoint(place, tmp_path / "out", use_safetensors=True)
+    assert none is None
+    assert same(load_file(path), dict(model.state_dict()))
+    with pytest.raises(ConfigError, match="optim=True"):
+        unshard_checkpoint(place, tmp_path / "other", use_safetensors=True, optim=True)
+
+
+def test_a_target_that_is_not_empty_is_not_touched(saved: tuple[Path, nn.Module, Optimizer], tmp_path: Path) -> None:
+    """FileExistsError, as documented, unless it is to be overwritten."""
+    place, _, _ = saved
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "notes").touch()
+    with pytest.raises(CheckpointExistsError, match="save_overwrite=True"):
+        unshard_checkpoint(place, target)
+    unshard_checkpoint(place, target, save_overwrite=True, optim=False)
+    assert sorted(path.name for path in target.iterdir()) == ["model.pt", "notes"]
+
+
+def test_names_that_become_one_get_files_of_their_own(tmp_path: Path) -> None:
+    """Also where a file system does not tell upper from lower case."""
+    tensors = {"a.b": torch.ones(1), "a-b": torch.zeros(1), "A/B": torch.full((1,), 2.0)}
+    save_state_dict(tmp_path / "c", {"model": tensors})
+    folder, _ = unshard_checkpoint(
+        tmp_path / "c", tmp_path / "out", unshard_strategy=UnshardStrategy.one_file_per_tensor()
+    )
+    index = json.loads((folder / "model.pt.index.json").read_bytes())["weight_map"]
+    assert same({key: _loaded(folder / name)[key] for key, name in index.items()}, tensors)
+    assert len({name.lower() for name in index.values()}) == 3
+
+
+def test_mistakes_are_said_before_anything_is_written(tmp_path: Path) -> None:
+    """A URI as target, a strategy that contradicts itself, a part that is not there."""
+    save_model_and_optim_state(tmp_path / "c", small_model())
+    with pytest.raises(ConfigError, match="folder of this machine"):
+        unshard_checkpoint(tmp_path / "c", "s3://bucket/out")
+    with pytest.raises(IncompatibleCheckpointError, match="has no optim"):
+        unshard_checkpoint(tmp_path / "c", tmp_path / "out", optim=True)
+    assert not (tmp_path / "out").exists()
+    assert unshard_checkpoint(tmp_path / "c", tmp_path / "out")[1] is None
+    with pytest.raises(ValueError, match="chunk_size_bytes=None"):
+        UnshardStrategy(UnshardStrategyType.chunks)
+    with pytest.raises(ValueError, match="has no chunks"):
+        UnshardStrategy(chunk_size_bytes=5)
+    with pytest.raises(ConfigError, match="want one of one_file"):
+        UnshardStrategy("whole")  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_of_either_layout_is_unsharded(tmp_path: Path) -> None:
+    """The optimizer's file has the layout that was saved."""
+    model = small_model()
+    optim = AdamW(model.parameters())
+    save_model_and_optim_state(tmp_path / "c", model, optim, flatten_optimizer_state=True)
+    _, path = unshard_checkpoint(tmp_path / "c", tmp_path / "out")
+    assert path is not None
+    assert _loaded(path)["param_groups.0.weight.lr"] == 0.001
