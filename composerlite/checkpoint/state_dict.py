@@ -110,9 +110,9 @@ def async_save_state_dict(
         CheckpointExistsError, ConfigError: as :func:`save_state_dict`, before anything is copied.
     """
     _check_counts(thread_count, process_count)
-    if not save_overwrite and not (sharded.is_distributed()):  # with ranks, all must hear of it: at the save
-        with folder_of(dir) as folder:
-            folder.check_free(overwrite=False)
+    with folder_of(dir) as folder:
+        if not sharded.is_distributed():  # else all ranks must hear of it: at the save
+            folder.check_free(overwrite=save_overwrite)
     snapshot = sharded.copied(_plain(state_dict))
     return _behind(
         lambda: save_state_dict(

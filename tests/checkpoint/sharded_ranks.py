@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,14 @@ from composerlite.checkpoint import (
     save_state_dict,
 )
 from composerlite.checkpoint.formats import sharded
+
+
+class _Slow:
+    """A value that takes its time to be pickled."""
+
+    def __reduce__(self) -> Any:
+        time.sleep(1)
+        return int, (1,)
 
 
 def main(rank: int, count: int, folder: Path) -> None:
@@ -67,8 +76,10 @@ def main(rank: int, count: int, folder: Path) -> None:
         assert torch.equal(value, theirs), key
     save_model_and_optim_state(folder / "two", model, optim)
 
-    bad: Any = (lambda: 0) if rank == count - 1 else 1
-    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):  # all ranks hear of it
+    bad: Any = (lambda: 0) if rank == count - 1 else _Slow()
+    with pytest.raises(
+        (AttributeError, pickle.PicklingError), match="lambda"
+    ):  # also those that had not begun to write
         save_state_dict(folder / "failed", {"w": full, f"bad{rank}": bad})
 
 
@@ -82,4 +93,5 @@ if __name__ == "__main__":
         timeout=timedelta(seconds=60),
     )
     main(*arguments)
+    dist.barrier()  # gloo takes a rank that has left for one that has died
     dist.destroy_process_group()

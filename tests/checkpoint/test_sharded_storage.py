@@ -36,7 +36,7 @@ from composerlite.checkpoint import (
     unshard_checkpoint,
 )
 from composerlite.checkpoint.formats import sharded
-from composerlite.checkpoint.formats.directory import RemoteFolder
+from composerlite.checkpoint.formats.directory import LocalFolder, RemoteFolder
 from composerlite.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -75,7 +75,7 @@ def _empty(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_plain_dcp_reads_ours(tmp_path: Path, threads: int) -> None:
     """Whoever has torch can load what we saved."""
-    state = _state(rows=30_000)
+    state = _state(rows=18_000)
     save_state_dict(tmp_path / "c", state, thread_count=threads)
     assert len(list((tmp_path / "c").glob("*.distcp"))) == threads
     empty = _empty(state)
@@ -139,6 +139,21 @@ def test_data_that_were_transformed_are_refused(tmp_path: Path) -> None:
         list(load_keys(tmp_path / "c", ["a"]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.complex128, torch.bool, torch.bfloat16])
+@pytest.mark.parametrize("writer", ["ours", "dcp"])
+@pytest.mark.parametrize("count", [10, 400_000])
+def test_numbers_of_all_types_come_back(tmp_path: Path, dtype: torch.dtype, writer: str, count: int) -> None:
+    """Large ones are read in place, small ones as a whole, and those have other names for their storages."""
+    tensor = torch.randint(0, 2, (count,)).to(dtype)
+    if writer == "ours":
+        save_state_dict(tmp_path / "c", {"a": tensor})
+    else:
+        dcp.save({"a": tensor}, storage_writer=dcp.FileSystemWriter(tmp_path / "c"), no_dist=True)
+    (found,) = load_keys(tmp_path / "c", ["a"])
+    assert found.dtype is dtype
+    assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+
+
 # ── trust ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class _Hostile:
     def __init__(self, path: Path) -> None:
@@ -196,7 +211,7 @@ def test_damaged_indexes_are_errors_of_ours(tmp_path: Path) -> None:
     good = index.read_bytes()
     shutil.rmtree(tmp_path / ".manifest")
     chance = random.Random(0)
-    for _ in range(150):
+    for _ in range(60):
         data = bytearray(good)
         data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         index.write_bytes(data)
@@ -296,6 +311,18 @@ def test_values_that_cannot_be_pickled_fail_the_save(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_of_two_saves_at_once_one_is_told(tmp_path: Path) -> None:
+    """Whichever commits later hears that there is a checkpoint, and leaves it as it is."""
+    first, second = LocalFolder(tmp_path / "c"), LocalFolder(tmp_path / "c")
+    claims = [folder.claim(overwrite=False) for folder in (first, second)]
+    first.commit(claims[0], b"first", {}, {})
+    with pytest.raises(CheckpointExistsError):
+        second.commit(claims[1], b"second", {}, {})
+    second.abandon(claims[1])
+    assert (tmp_path / "c" / ".metadata").read_bytes() == b"first"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".manifest", "c"]
+
+
 def test_what_a_killed_save_left_is_swept_unless_it_lives(tmp_path: Path) -> None:
     """By the next save of the same directory."""
     dead, alive = tmp_path / f".c.saving-{'0' * 16}", tmp_path / f".c.saving-{'1' * 16}"
@@ -307,6 +334,29 @@ def test_what_a_killed_save_left_is_swept_unless_it_lives(tmp_path: Path) -> Non
     save_state_dict(tmp_path / "c", {"a": 1})
     os.close(descriptor)
     assert (dead.exists(), alive.exists()) == (False, True)
+
+
+def test_a_kill_at_any_step_leaves_the_old_the_new_or_nothing(tmp_path: Path) -> None:
+    """Never half of one; and the same directory is saved to again, after which nothing is left behind."""
+    program = Path(__file__).with_name("sharded_kills.py")
+    done = subprocess.run([sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    outcomes: dict[str, set[float]] = {"first": set(), "replace": set()}
+    for name in done.stdout.split():
+        folder, kind = tmp_path / name, name.rstrip("0123456789")
+        try:
+            value = next(load_keys(folder / "c", ["a"])).unique().item()
+        except CheckpointNotFoundError:
+            value = 0.0
+        outcomes[kind].add(value)
+        save_state_dict(folder / "c", {"a": torch.full((5,), 3.0)}, save_overwrite=value != 0)
+        assert next(load_keys(folder / "c", ["a"])).tolist() == [3.0] * 5
+        Catalog(folder).recover()
+        assert sorted(path.name for path in folder.iterdir()) == [".manifest", "c"], name
+        assert [path.name for path in (folder / ".manifest").iterdir()] == ["c.json"], name
+        assert len(Catalog(folder).manifests()) == 1
+    assert outcomes == {"first": {0.0, 2.0}, "replace": {1.0, 2.0}}
+    assert len(done.stdout.split()) > 20
 
 
 # ── object stores ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -461,7 +511,7 @@ def test_ranks_save_and_load_together(tmp_path: Path, count: int) -> None:
     save_model_and_optim_state(tmp_path / "one", model, optim)
     save_state_dict(tmp_path / "grid", {"w": torch.arange(640_000.0).reshape(800, 800)})
     program = Path(__file__).with_name("sharded_ranks.py")
-    environment = {**os.environ, "PYTHONPATH": str(program.parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{program.parents[1]}:{program.parents[2]}", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(program), str(rank), str(count), str(tmp_path)],

@@ -21,6 +21,8 @@ from composerlite.checkpoint import (
 )
 from composerlite.errors import CheckpointExistsError, ConfigError, IncompatibleCheckpointError
 
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, nn.Module, Optimizer]:

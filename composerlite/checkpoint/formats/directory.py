@@ -151,7 +151,7 @@ class CheckpointFolder(ABC):
 
     @abstractmethod
     def abandon(self, claim: Claim) -> None:
-        """Remove what this process has written, after an error. Raises nothing."""
+        """After an error, when no rank writes any more: remove what was written. Raises nothing."""
 
     def close(self) -> None:
         """Let go of connections; twice is fine."""
@@ -168,7 +168,7 @@ class CheckpointFolder(ABC):
         if not names:
             return CheckpointNotFoundError(f"there is no checkpoint {self.uri!r}: there is no such directory.")
         hint = ""
-        if "model_and_optim" in names:
+        if any(name.partition("/")[0] == "model_and_optim" for name in names):
             hint = f" Did you mean {self.uri.rstrip('/') + '/model_and_optim'!r}?"
         return CheckpointNotFoundError(
             f"{self.uri!r} is no sharded checkpoint, or one whose save did not end: it has no {INDEX!r} and holds "
@@ -238,6 +238,8 @@ class LocalFolder(CheckpointFolder):
         if not self.name:
             raise ConfigError(f"{str(path)!r} is no directory for a checkpoint: give one below it.")
         self._lock = -1
+        self._claimed = ""
+        self._overwrite = False
 
     @property
     def uri(self) -> str:
@@ -277,6 +279,7 @@ class LocalFolder(CheckpointFolder):
 
     def claim(self, *, overwrite: bool) -> Claim:
         self.check_free(overwrite=overwrite)
+        self._overwrite = overwrite
         make_folder(self.path.parent)
         self._sweep()
         while True:
@@ -286,6 +289,7 @@ class LocalFolder(CheckpointFolder):
             with contextlib.suppress(OSError):  # a file system without locks: nothing is swept there
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
             if place.is_dir():
+                self._claimed = place.name
                 return Claim(place.name, "")
             self._unlock()  # a sweep was faster than our lock: take another name
 
@@ -294,6 +298,7 @@ class LocalFolder(CheckpointFolder):
 
     def commit(self, claim: Claim, index: bytes, files: Mapping[str, FileDigest], facts: Mapping[str, object]) -> None:
         place = self.path.with_name(claim.place)
+        self.check_free(overwrite=self._overwrite)  # another process may have saved here meanwhile
         with (place / INDEX).open("xb") as file:
             file.write(index)
             file.flush()
@@ -337,8 +342,10 @@ class LocalFolder(CheckpointFolder):
         _remove(old)
 
     def abandon(self, claim: Claim) -> None:
-        _remove(self.path.with_name(claim.place))
-        self._unlock()
+        if self._claimed == claim.place:  # only one process removes what all have written
+            _remove(self.path.with_name(claim.place))
+            self._unlock()
+            self._claimed = ""
 
     def _sweep(self) -> None:
         """Remove what saves of dead processes have left."""

@@ -318,7 +318,7 @@ def _check_index(found: Any) -> None:
             raise ValueError(f"a place that is {type(place).__name__}")
         name, numbers = place.relative_path, (place.offset, place.length)
         parts = PurePosixPath(name).parts if type(name) is str else ()
-        if not parts or name.startswith("/") or "\0" in name:
+        if not parts or name.startswith("/") or ".." in parts or "\0" in name:
             raise ValueError(f"data in {name!r}, which is not in its directory")
         if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers):
             raise ValueError(f"data of {name!r} at {numbers}")
@@ -607,6 +607,7 @@ class _Order(NamedTuple):
 
     claim: Claim
     rank: int
+    world_size: int
 
 
 @final
@@ -672,11 +673,14 @@ class RemoteFileSystemWriter(StorageWriter):
         """On the first rank: claim the directory, and tell the others where to write."""
         self._claim = self._folder.claim(overwrite=self._overwrite)
         self._world_size = len(plans)
-        return [dataclasses.replace(plan, storage_data=_Order(self._claim, rank)) for rank, plan in enumerate(plans)]
+        return [
+            dataclasses.replace(plan, storage_data=_Order(self._claim, rank, len(plans)))
+            for rank, plan in enumerate(plans)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part. What is written is durable when this returns."""
-        claim, rank = cast("_Order", plan.storage_data)
+        claim, rank, world_size = cast("_Order", plan.storage_data)
         self._claim = claim
         buckets = _buckets(plan.items, self._threads)
         try:
@@ -687,7 +691,8 @@ class RemoteFileSystemWriter(StorageWriter):
                 ]
                 results = [result for job in jobs for result in job.result()]
         except BaseException:
-            self.abandon()
+            if world_size == 1:  # else others still write: whoever saves calls abandon when all have ended
+                self.abandon()
             raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -738,7 +743,7 @@ class RemoteFileSystemWriter(StorageWriter):
         log.info("saved checkpoint %s: %.1f MB in %d files", self._folder.uri, size / 1e6, len(files))
 
     def abandon(self) -> None:
-        """After an error: remove what was written. Raises nothing; twice is fine."""
+        """After an error, when no rank writes any more: remove what was written. Raises nothing; twice is fine."""
         claim, self._claim = self._claim, None
         if claim is not None:
             self._folder.abandon(claim)
@@ -766,6 +771,8 @@ def _versions() -> dict[str, str]:
 def _compact(tensor: Tensor) -> Tensor:
     """The tensor in memory of this machine, and of no more of it than it needs."""
     tensor = tensor.detach().cpu()
+    if tensor.layout is not torch.strided:
+        return tensor
     whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
     return tensor if whole and type(tensor) is Tensor else tensor.clone(memory_format=torch.contiguous_format)
 
