@@ -21,11 +21,12 @@ import logging
 import os
 import pstats
 import random
+import statistics
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -39,10 +40,10 @@ sys.path.append(str(Path(__file__).parent.parent / "tests"))  # where the servic
 from storage.servers.seaweedfs import S3Server, running_seaweedfs
 
 REPEATS = 5
-MOST_ROUNDS = 6
-MEGABYTES, CHECKPOINTS = 256, 10_000
+MOST_ROUNDS = 5
+MEGABYTES, CHECKPOINTS = 128, 10_000
 LAYERS = 3
-SAVES = 3
+SAVES = 5
 WRITERS = 16
 FINDS = 5
 BATCHES, BATCHES_PER_SAVE = 60, 10
@@ -83,31 +84,31 @@ def transfers(megabytes: int) -> None:
         source.write_bytes(os.urandom(megabytes * 1_000_000))
         memory = memoryview(bytearray(source.read_bytes()))  # touched before
         os.sync()
-        for name in random.sample(list(CLIENTS), len(CLIENTS)):
-            with bucket_of(server) as bucket:
-                where = Service(server.endpoint_url, server.access_key, server.secret_key, server.region, bucket)
+        with bucket_of(server) as bucket:
+            where = Service(server.endpoint_url, server.access_key, server.secret_key, server.region, bucket)
+            for name in random.sample(list(CLIENTS), len(CLIENTS)):
                 client = CLIENTS[name](where)
-                found[name] = moves(client, source, memory)
+                found[name] = moves(client, f"run {len(found)}", source, memory)
                 client.close()
     for name, values in found.items():
         report(values, foreign.share, name)
 
 
-def moves(client: Client, source: Path, memory: memoryview) -> dict[str, float]:
-    """Seconds, and processor seconds of this process, in each direction."""
+def moves(client: Client, folder: str, source: Path, memory: memoryview) -> dict[str, float]:
+    """Seconds, and processor seconds of this process, in each direction. What is in the bucket is below ``folder``."""
     target = source.with_name("target")
 
     def download() -> None:
-        client.download("run/object", target)
+        client.download(f"{folder}/object", target)
         if not client.flushes:
             flush(target)
 
     with source.with_name("small").open("wb") as small:
         small.write(b"x")
-    client.upload("run/small", Path(small.name))  # connections and threads are there
+    client.upload(f"{folder}/small", Path(small.name))  # connections and threads are there
     steps: dict[str, Callable[[], None]] = {
-        "upload": lambda: client.upload("run/object", source),
-        "read": lambda: client.read("run/object", memory),
+        "upload": lambda: client.upload(f"{folder}/object", source),
+        "read": lambda: client.read(f"{folder}/object", memory),
         "download": download,
     }
     values: dict[str, float] = {}
@@ -135,7 +136,6 @@ def finding(checkpoints: int) -> None:
     from composerlite.testing import FaultProxy
 
     link = "run/latest-rank0.pt"
-    address = urlsplit("")
     with ForeignCpu() as foreign, service() as server, bucket_of(server) as bucket:
         address = urlsplit(server.endpoint_url)
         fill(server, bucket, checkpoints, link)
@@ -305,6 +305,7 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
     from composerlite.checkpoint import Catalog
     from composerlite.checkpoint.publishing import Publisher
     from composerlite.checkpoint.remote import RemoteCatalog
+    from composerlite.checkpoint.retention import KeepAll
     from composerlite.storage import Transfer, Uploader, open_store
 
     system = Composerlite(run)
@@ -319,6 +320,8 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
                 template=system.template,
                 link=f"{root}/latest-rank0.pt",
                 timeout=TIMEOUT,
+                retention=KeepAll(),
+                keeps_all=True,
             )
 
             def publish(manifest: Any, publisher: Any = publisher, catalog: Any = catalog) -> None:
@@ -371,7 +374,7 @@ def main(megabytes: int, checkpoints: int, repeats: int) -> None:
     moved, rounds = run(["transfers"], repeats, max(MOST_ROUNDS, repeats))
     found, _ = run(["finding"], 1, 1)
     trained, _ = run(["training"], 1, 1)
-    saved, _ = run(list(SAVERS), repeats, 2)
+    saved, _ = run(list(SAVERS), SAVES, 1)
     clients = by_part(moved["transfers"])
     results: dict[str, Any] = {
         "megabytes": megabytes,
@@ -383,8 +386,7 @@ def main(megabytes: int, checkpoints: int, repeats: int) -> None:
         "of_best": {direction: of_best(clients, direction) for direction in DIRECTIONS},
         "checkpoints": checkpoints,
         "finding": numbers(found["finding"]),
-        # By its code (a listing, then size and content of each); it has no way to look through a bucket that could run.
-        "peer_requests": 1 + 2 * checkpoints,
+        "plain_requests": 1 + 2 * checkpoints,  # a listing, and size and content of each: counted, not run
         "training": numbers(trained["training"]),
         "saving": {
             system: {
@@ -422,12 +424,21 @@ def numbers(samples: list[Sample]) -> dict[str, Any]:
 
 
 def of_best(clients: dict[str, list[Sample]], direction: str) -> dict[str, Any]:
-    """Our speed as a share of the best other client's, in the same round. The best has the least median seconds."""
+    """Our speed as a share of the best other client's, in the same round: over the undisturbed rounds, and over all."""
     seconds = {name: [sample.values[f"{direction}_s"] for sample in samples] for name, samples in clients.items()}
-    best = min((name for name in clients if name != OURS), key=lambda name: spread(seconds[name])["median"])
-    ratios = [theirs / ours for theirs, ours in zip(seconds[best], seconds[OURS], strict=True)]
-    quiet = [ratio for ratio, sample in zip(ratios, clients[OURS], strict=True) if not sample.disturbed]
-    return {"client": best, "undisturbed": spread(quiet), "all": spread(ratios)}
+    rounds = range(len(clients[OURS]))
+    quiet = [number for number in rounds if not clients[OURS][number].disturbed]
+    return {"undisturbed": share_of_best(seconds, quiet), "all": share_of_best(seconds, rounds)}
+
+
+def share_of_best(seconds: dict[str, list[float]], rounds: Sequence[int]) -> dict[str, Any] | None:
+    """The best other client is the one with the least median seconds; ``None`` if there are no rounds."""
+    if not rounds:
+        return None
+    others = [name for name in seconds if name != OURS]
+    best = min(others, key=lambda name: statistics.median(seconds[name][number] for number in rounds))
+    share = spread([seconds[best][number] / seconds[OURS][number] for number in rounds])
+    return {"client": best, "rounds": len(rounds), "share": share}
 
 
 MEASUREMENTS: dict[str, Callable[[argparse.Namespace], None]] = {

@@ -246,8 +246,7 @@ class CommitRound(Generic[T]):
         )
 
     def _leave(self) -> None:
-        """Remove the keys of this round that nobody reads any more."""
-        self._store.delete_key(self._key(f"vote/{self._rank}"))
+        """The last to leave removes the keys of this round: nobody reads them any more."""
         if self._store.add(self._key("gone"), 1) == self._world_size:
-            for name in ("votes", "voted", "decision", "released", "gone"):
-                self._store.delete_key(self._key(name))
+            for key in [*self._vote_keys(), *map(self._key, ("votes", "voted", "decision", "released", "gone"))]:
+                self._store.delete_key(key)

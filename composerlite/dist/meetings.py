@@ -230,8 +230,9 @@ class Meetings:
             if self._store.add(f"{ticket}/came", 1) == self.world_size:
                 decide_once(self._store, f"{ticket}/outcome", self._failures(ticket, what))
             elif not self._poll.until(f"{ticket}/outcome", timeout, lambda: self.check_nobody_left(what)):
-                given_up = Failure.of(self._late(ticket, what, timeout), self.rank)
-                decide_once(self._store, f"{ticket}/outcome", [given_up])
+                late = self._late(ticket, what, timeout)
+                if late.ranks or not self._poll.until(f"{ticket}/outcome", timeout):  # or the last is about to say so
+                    decide_once(self._store, f"{ticket}/outcome", [Failure.of(late, self.rank)])
             outcome = pickle.loads(self._store.get(f"{ticket}/outcome"))
             if not any(failure.late for failure in outcome):
                 self._forget_last(ticket)

@@ -16,7 +16,7 @@ _CLOSE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 
 Job = Callable[["Batch"], int]
-"""Is run by one thread; returns how many bytes it moved."""
+"""Is run by one thread; returns how many bytes it moved, besides those that it has told of."""
 
 
 class _StoppedError(Exception):
@@ -53,6 +53,12 @@ class Batch:
             with self._changed:
                 self._touching -= 1
                 self._changed.notify_all()
+
+    def tell(self, moved: int) -> None:
+        """For a job: so many bytes were moved, and there are more to come."""
+        with self._changed:
+            self._moved += moved
+            self._changed.notify_all()
 
     def take(self) -> Job | None:
         """The next job, if there is one."""

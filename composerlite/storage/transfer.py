@@ -281,7 +281,7 @@ class Transfer:
     def _download_unit(
         self, descriptor: int, writing: threading.Lock, name: str, size: int, unit: Unit, batch: Batch
     ) -> int:
-        """Job of the crew: one range of the object to its place in the file."""
+        """Job of the crew: one range of the object to its place in the file. All bytes are told of as they come."""
         start, end = unit
 
         def write(piece: memoryview, at: int) -> None:
@@ -290,10 +290,10 @@ class Transfer:
 
         # An object that is longer than it should be is not taken for whole.
         self._stream(name, start, end, batch, write, beyond=1 if end == size else 0)
-        return end - start
+        return 0
 
     def _read_unit(self, name: str, unit: Unit, places: Places, batch: Batch) -> int:
-        """Job of the crew: one range of the object to its places in memory."""
+        """Job of the crew: one range of the object to its places in memory. All bytes are told of as they come."""
         start, end = unit
 
         def copy(piece: memoryview, at: int) -> None:
@@ -304,7 +304,7 @@ class Transfer:
                 done += size
 
         self._stream(name, start, end, batch, copy)
-        return end - start
+        return 0
 
     def _stream(
         self,
@@ -332,6 +332,7 @@ class Transfer:
                     with batch.touching():
                         put(memoryview(piece), at)
                     at += len(piece)
+                    batch.tell(len(piece))
             if at != end:
                 self._explain(name, asked, end - asked, at - asked)
 

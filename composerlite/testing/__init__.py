@@ -1,7 +1,17 @@
 """What tests of one's own backends and callbacks are made with. Needs pytest; nothing in composerlite imports it."""
 
+from composerlite.testing.cluster import RankOutcome, run_ranks, run_ranks_to_the_end
 from composerlite.testing.contracts import ObjectStoreContract
 from composerlite.testing.faults import FaultProxy, NetworkFaults
 from composerlite.testing.faulty_store import Fault, FaultyStore
 
-__all__ = ["Fault", "FaultProxy", "FaultyStore", "NetworkFaults", "ObjectStoreContract"]
+__all__ = [
+    "Fault",
+    "FaultProxy",
+    "FaultyStore",
+    "NetworkFaults",
+    "ObjectStoreContract",
+    "RankOutcome",
+    "run_ranks",
+    "run_ranks_to_the_end",
+]

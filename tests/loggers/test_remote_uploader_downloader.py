@@ -121,8 +121,8 @@ def test_a_bucket_that_cannot_be_written_is_an_error_before_training(
         (s3_server.read_only_kwargs, PermissionError),
         ({**s3_server.store_kwargs, "aws_secret_access_key": "wrong"}, PermissionError),
     ):
+        logger = RemoteUploaderDownloader(bucket, backend_kwargs=kwargs)
         with pytest.raises(error, match=bucket.removeprefix("s3://")):
-            logger = RemoteUploaderDownloader(bucket, backend_kwargs=kwargs)
             logger.init(state, Logger(state))
     with pytest.raises(FileNotFoundError, match="no-such-bucket"):
         started("s3://no-such-bucket", s3_server, state)
