@@ -67,9 +67,10 @@ def read(path: Path, **options: int) -> bytes:
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
     """No test leaves a thread or a program behind. Servers that serve all tests may run on."""
-    before = children()
+    before, threads = children(), set(threading.enumerate())
     yield
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("checkpoint")] == []
+    new = set(threading.enumerate()) - threads
+    assert [thread.name for thread in new if thread.name.startswith("checkpoint")] == []
     assert set(children()) <= set(before)
 
 
