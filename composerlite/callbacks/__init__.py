@@ -1,15 +1,24 @@
-"""What takes part in training besides the algorithms: monitors, and what stops, saves and loads."""
+"""What takes part in training besides the algorithms: monitors, and what stops, saves and loads.
 
-from composerlite.callbacks.checkpoint_saver import CheckpointSaver
-from composerlite.callbacks.early_stopper import EarlyStopper
-from composerlite.callbacks.goodput_monitor import GoodputMonitor
-from composerlite.callbacks.load_checkpoint import LoadCheckpoint
-from composerlite.callbacks.lr_monitor import LRMonitor
-from composerlite.callbacks.memory_monitor import MemoryMonitor
-from composerlite.callbacks.nan_monitor import NaNMonitor
-from composerlite.callbacks.optimizer_monitor import OptimizerMonitor
-from composerlite.callbacks.runtime_estimator import RuntimeEstimator
-from composerlite.callbacks.speed_monitor import SpeedMonitor
+Each is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from composerlite.callbacks.checkpoint_saver import CheckpointSaver
+    from composerlite.callbacks.early_stopper import EarlyStopper
+    from composerlite.callbacks.goodput_monitor import GoodputMonitor
+    from composerlite.callbacks.load_checkpoint import LoadCheckpoint
+    from composerlite.callbacks.lr_monitor import LRMonitor
+    from composerlite.callbacks.memory_monitor import MemoryMonitor
+    from composerlite.callbacks.nan_monitor import NaNMonitor
+    from composerlite.callbacks.optimizer_monitor import OptimizerMonitor
+    from composerlite.callbacks.runtime_estimator import RuntimeEstimator
+    from composerlite.callbacks.speed_monitor import SpeedMonitor
 
 __all__ = [
     "CheckpointSaver",
@@ -23,3 +32,26 @@ __all__ = [
     "RuntimeEstimator",
     "SpeedMonitor",
 ]
+
+_HOMES = {
+    "CheckpointSaver": "checkpoint_saver",
+    "EarlyStopper": "early_stopper",
+    "GoodputMonitor": "goodput_monitor",
+    "LRMonitor": "lr_monitor",
+    "LoadCheckpoint": "load_checkpoint",
+    "MemoryMonitor": "memory_monitor",
+    "NaNMonitor": "nan_monitor",
+    "OptimizerMonitor": "optimizer_monitor",
+    "RuntimeEstimator": "runtime_estimator",
+    "SpeedMonitor": "speed_monitor",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'composerlite.callbacks' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"composerlite.callbacks.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

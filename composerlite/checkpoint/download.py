@@ -7,7 +7,9 @@ import shutil
 import tempfile
 from collections.abc import Generator
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
+from composerlite import storage
 from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.formats import is_packed, is_tar, unpacked
 from composerlite.checkpoint.manifest import Manifest
@@ -18,13 +20,14 @@ from composerlite.storage import (
     ObjectStore,
     RetryPolicy,
     StagedFile,
-    Transfer,
-    download_url,
     is_uri,
     open_store,
     parse_uri,
     replace_symlink,
 )
+
+if TYPE_CHECKING:
+    from composerlite.storage import Transfer
 
 __all__ = ["download_checkpoint", "fetched", "get_file"]
 
@@ -203,10 +206,10 @@ def _followed(transfer: Transfer, name: str) -> str:
 def _transfer(path: str | Path, object_store: ObjectStore | None) -> Generator[tuple[Transfer, str]]:
     """What moves the bytes, and the name of the object ``path``."""
     if object_store is not None:
-        with Transfer(object_store) as transfer:
+        with storage.Transfer(object_store) as transfer:
             yield transfer, str(path)
         return
-    with open_store(str(path)) as store, Transfer(store) as transfer:
+    with open_store(str(path)) as store, storage.Transfer(store) as transfer:
         yield transfer, parse_uri(str(path))[2]
 
 
@@ -243,6 +246,6 @@ def _download_object(transfer: Transfer, name: str, target: Path, progress_bar: 
 def _download_url(url: str, target: Path, progress_bar: bool) -> None:
     try:
         with download_bar(progress_bar) as tell:
-            RetryPolicy().run(lambda: download_url(url, target, tell), f"downloading {url}")
+            RetryPolicy().run(lambda: storage.download_url(url, target, tell), f"downloading {url}")
     except FileNotFoundError as e:
         raise CheckpointNotFoundError(str(e)) from e

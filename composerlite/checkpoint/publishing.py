@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, final
+from typing import TYPE_CHECKING, Protocol, final
 
+from composerlite import storage
 from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.manifest import Manifest
 from composerlite.checkpoint.naming import (
@@ -29,13 +30,14 @@ from composerlite.storage import (
     ObjectStore,
     RetryPolicy,
     SecondName,
-    Transfer,
-    Uploader,
     check_name,
     is_uri,
     open_store,
     parse_uri,
 )
+
+if TYPE_CHECKING:
+    from composerlite.storage import Transfer, Uploader
 
 __all__ = ["Publisher", "RemoteSaving"]
 
@@ -264,7 +266,9 @@ class RemoteSaving:
             ObjectStoreError: it does not answer, or fails.
         """
         if self._store is not None:
-            self._uploader = Uploader(Transfer(self._store), num_concurrent=2)  # checkpoints, and the sweep
+            self._uploader = storage.Uploader(
+                storage.Transfer(self._store), num_concurrent=2
+            )  # checkpoints, and the sweep
             self.publishers = [self._publisher(self._uploader, "", state)]
             store, name = self._store, self.publishers[0].remote.name_of("file")
             RetryPolicy().run(lambda: store.check_writable(name), f"check that {store.get_uri(name)} can be written")

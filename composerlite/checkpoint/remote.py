@@ -11,12 +11,15 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.manifest import Manifest
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
-from composerlite.storage import Transfer, check_name, verify_file
+from composerlite.storage import check_name, verify_file
+
+if TYPE_CHECKING:
+    from composerlite.storage import Transfer
 
 __all__ = ["LINK_SUFFIX", "RemoteCatalog"]
 

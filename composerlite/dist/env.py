@@ -14,11 +14,11 @@ import torch
 import torch.distributed
 from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
-from composerlite.dist.commit_barrier import CommitBarrier
-from composerlite.dist.meetings import Meetings, Poll, rank_error
 from composerlite.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
+    from composerlite.dist.commit_barrier import CommitBarrier
+    from composerlite.dist.meetings import Meetings
     from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage] - documented
 
 __all__ = [
@@ -193,6 +193,8 @@ def initialize_dist(
     _times_initialized[rendezvous] += 1  # the same on every rank: keys of an earlier time are never met again
     store = PrefixStore(f"{_times_initialized[rendezvous]}", store)
     ours = PrefixStore("composerlite", store)
+    from composerlite.dist.meetings import Meetings  # a run of one process has none
+
     meetings = Meetings(PrefixStore("meetings", ours), rank, world_size)
     chosen = _do_on_all_ranks(meetings, "connecting the ranks", limit, lambda: _claim_device(device))
     group = _do_on_all_ranks(
@@ -202,6 +204,8 @@ def initialize_dist(
 
 
 def _do_on_all_ranks(meetings: Meetings, what: str, timeout: timedelta, act: Callable[[], T]) -> T:
+    from composerlite.dist.meetings import rank_error
+
     try:
         result = act()
     except Exception as e:
@@ -235,6 +239,8 @@ def finalize_dist(timeout: timedelta = _GOODBYE) -> None:
 
 def _say_goodbye(control: Control, timeout: timedelta) -> None:
     """Wait until every rank has come here, so that none cuts off what another still reads."""
+    from composerlite.dist.meetings import Poll
+
     store, meetings = control.store, control.meetings
     try:
         if store.add("goodbyes", 1) == meetings.world_size:
@@ -346,6 +352,9 @@ def _make_control(
     timeout: timedelta,
     meetings: Meetings | None = None,
 ) -> Control:
+    from composerlite.dist.commit_barrier import CommitBarrier
+    from composerlite.dist.meetings import Meetings
+
     commits = CommitBarrier(PrefixStore("commits", store), rank, world_size)
     if meetings is None:
         meetings = Meetings(PrefixStore("meetings", store), rank, world_size)

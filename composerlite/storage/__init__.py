@@ -1,4 +1,12 @@
-"""Where bytes are kept. Nothing here imports torch or knows of training."""
+"""Where bytes are kept. Nothing here imports torch or knows of training.
+
+What talks to object stores is imported when it is first used: most runs have none.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from composerlite.storage.digests import Digester, FileDigest, chunk_bytes_for
 from composerlite.storage.disk import (
@@ -11,16 +19,18 @@ from composerlite.storage.disk import (
     make_folder,
     replace_symlink,
 )
-from composerlite.storage.http import download_url
 from composerlite.storage.memory import Copier, Copying, HostMemory, available_memory
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name
 from composerlite.storage.reader import ParallelReader, verify_file
 from composerlite.storage.retry import RetryPolicy, retry
 from composerlite.storage.sink import Sink
 from composerlite.storage.stream_writer import StreamWriter
-from composerlite.storage.transfer import Transfer
-from composerlite.storage.uploader import Uploader
 from composerlite.storage.uri import is_uri, maybe_create_object_store_from_uri, open_store, parse_uri
+
+if TYPE_CHECKING:
+    from composerlite.storage.http import download_url
+    from composerlite.storage.transfer import Transfer
+    from composerlite.storage.uploader import Uploader
 
 __all__ = [
     "Copier",
@@ -57,3 +67,15 @@ __all__ = [
     "retry",
     "verify_file",
 ]
+
+_HOMES = {"Transfer": "transfer", "Uploader": "uploader", "download_url": "http"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'composerlite.storage' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"composerlite.storage.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

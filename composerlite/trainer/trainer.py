@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -44,7 +44,7 @@ from composerlite.core import (
     seed_all,
 )
 from composerlite.errors import ConfigError, checked_arguments
-from composerlite.loggers import ConsoleLogger, ProgressBarLogger, RemoteUploaderDownloader
+from composerlite.loggers import ConsoleLogger, ProgressBarLogger
 from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler
 from composerlite.storage import ObjectStore
@@ -54,6 +54,9 @@ from composerlite.trainer.evaluate import EvaluationSchedule, evaluate, predict
 from composerlite.trainer.loop import Loop, run
 from composerlite.trainer.step import TrainStep
 from composerlite.types import Batch
+
+if TYPE_CHECKING:
+    from composerlite.loggers import RemoteUploaderDownloader
 
 __all__ = ["Trainer"]
 
@@ -303,7 +306,7 @@ class Trainer:
             if resume_from is not None or load_path is not None:
                 self.state.load_path = str(resume_from or load_path)
                 name, store = self.state.load_path, None if self._resumed else load_object_store
-                if isinstance(store, RemoteUploaderDownloader):
+                if store is not None and not isinstance(store, ObjectStore):
                     name, store = store.object_name(name, self.state.run_name), store.object_store
                 self._rng_states = load_checkpoint(
                     name,
