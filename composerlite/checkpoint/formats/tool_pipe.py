@@ -7,6 +7,7 @@ import selectors
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, final
@@ -38,6 +39,8 @@ class ToolPipe:
         self._selector = selectors.DefaultSelector()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the pipe
         self._process: subprocess.Popen[bytes] | None = None
+        self._starting = threading.Lock()
+        self._closed = False
 
     def exchange(self, data: memoryview | bytes) -> Iterator[bytes]:
         """Send ``data`` while it is iterated over; what the program gives meanwhile, in pieces of 64 KiB at most."""
@@ -73,6 +76,8 @@ class ToolPipe:
 
     def close(self) -> None:
         """End the program if it still runs. May be called at any time, from any thread, twice."""
+        with self._starting:  # a thread that has not started the program yet does not start it any more
+            self._closed = True
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -83,23 +88,29 @@ class ToolPipe:
         self._said.close()
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
-            process = subprocess.Popen(
-                self._command,
-                bufsize=0,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._said,
-                env={**os.environ, "LC_ALL": "C"},
-                start_new_session=True,
-            )
-            assert process.stdin is not None
-            assert process.stdout is not None
-            self._process = process
-            os.set_blocking(process.stdin.fileno(), False)
-            self._selector.register(process.stdin, selectors.EVENT_WRITE)
-            self._selector.register(process.stdout, selectors.EVENT_READ)
-        return self._process
+        with self._starting:
+            if self._closed:
+                raise CheckpointError(f"the program {self._command[0]!r} is not started: the file was given up")
+            if self._process is None:
+                self._process = self._start()
+            return self._process
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            self._command,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            env={**os.environ, "LC_ALL": "C"},
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        self._selector.register(process.stdin, selectors.EVENT_WRITE)
+        self._selector.register(process.stdout, selectors.EVENT_READ)
+        return process
 
     def _send(self, process: subprocess.Popen[bytes], data: memoryview) -> int:
         assert process.stdin is not None
