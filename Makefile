@@ -8,6 +8,8 @@ BENCH := benchmarks/.venv
 
 # One thread per torch process: the test workers are the parallelism.
 export OMP_NUM_THREADS ?= 1
+# Modules are compiled once and not in each of the many processes of tests and benchmarks, as pip does it for peers.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test soak chaos lint fmt types docs bench clean install

@@ -34,7 +34,7 @@ class ParallelReader:
     Args:
         path: the file.
         digest: what it must contain; ``None``: it is read unverified.
-        threads: that read at the same time, the caller's included; twice as many where the disk is waited for.
+        threads: that read at the same time, the caller's included; four times as many where the disk is waited for.
 
     Attributes:
         size_bytes: of the file.
@@ -153,7 +153,7 @@ class ParallelReader:
     def _run(self, places: Places, units: Sequence[Unit], progress: Callable[[int], object]) -> None:
         """Read ``units`` with several threads, this one included."""
         waits = self._direct is not None and cached_share(self._buffered, 0, self.size_bytes) < 0.9
-        count = min(len(units), 2 * self._threads if waits else self._threads)
+        count = min(len(units), 4 * self._threads if waits else self._threads)
         work = Work(self._file, places, units)
         helpers = [threading.Thread(target=work.run, name="checkpoint-reader", daemon=True) for _ in range(1, count)]
         for helper in helpers:
