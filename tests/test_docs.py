@@ -115,9 +115,9 @@ def test_python_examples_run(
         capture_output=True,
         text=True,
     )
-    if result.returncode != 0:
-        at = re.findall(rf'"{re.escape(str(program))}", line (\d+)', result.stderr)
-        pytest.fail(f"{document.relative_to(ROOT)}:{at[-1] if at else blocks[0].line}\n{result.stdout}{result.stderr}")
+    at = re.findall(rf'"{re.escape(str(program))}", line (\d+)', result.stderr)
+    where = f"{document.relative_to(ROOT)}:{at[-1] if at else blocks[0].line}"
+    assert result.returncode == 0, f"{where}\n{result.stdout}{result.stderr}"
 
 
 @pytest.mark.parametrize(("document", "blocks"), cases("bash"))
@@ -134,8 +134,8 @@ def test_bash_examples_run(document: Path, blocks: list[Block], request: pytest.
             capture_output=True,
             text=True,
         )
-        if result.returncode != 0:
-            pytest.fail(f"{document.relative_to(ROOT)}:{block.line}\n{result.stdout}{result.stderr}")
+        where = f"{document.relative_to(ROOT)}:{block.line}"
+        assert result.returncode == 0, f"{where}\n{result.stdout}{result.stderr}"
 
 
 def test_blocks_are_found_where_they_are() -> None:

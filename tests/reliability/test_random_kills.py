@@ -220,5 +220,6 @@ def test_a_thousand_kills_lose_nothing(
 ) -> None:
     """The same, a thousand times."""
     found = kill(zygote, references, tmp_path, kills=1000, seed=time.time_ns())
+    assert found.total() == 1000
     during = ", ".join(f"{count} in {what}" for what, count in found.most_common())
     record_property("count", f"random SIGKILLs: 1000 ({during}), nothing committed was lost")
