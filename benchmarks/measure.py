@@ -37,19 +37,25 @@ class ForeignCpu:
 
     All busy time of the machine, stolen time included, less that of this process, of its descendants and of threads of
     the kernel, which write to the disk what programs left in the page cache. 0.0 where there is no /proc/stat.
+
+    Args:
+        root: the process whose descendants are not foreign; ``None``: this one.
     """
 
     share = 0.0
 
+    def __init__(self, root: int | None = None) -> None:
+        self._root = os.getpid() if root is None else root
+
     def __enter__(self) -> ForeignCpu:
-        self._wall, self._foreign = time.perf_counter(), _foreign_seconds()
+        self._wall, self._foreign = time.perf_counter(), _foreign_seconds(self._root)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.share = max(0.0, _foreign_seconds() - self._foreign) / (time.perf_counter() - self._wall)
+        self.share = max(0.0, _foreign_seconds(self._root) - self._foreign) / (time.perf_counter() - self._wall)
 
 
-def _foreign_seconds() -> float:
+def _foreign_seconds(root: int) -> float:
     try:
         fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     except FileNotFoundError:
@@ -64,7 +70,7 @@ def _foreign_seconds() -> float:
         used[pid] = user + system + of_children + system_of_children
         if int(stat[6]) & _KERNEL_THREAD:
             busy -= user + system
-    busy -= sum(ticks for pid, ticks in used.items() if _descends(pid, parents))
+    busy -= sum(ticks for pid, ticks in used.items() if _descends(pid, root, parents))
     return busy / os.sysconf("SC_CLK_TCK")
 
 
@@ -78,11 +84,11 @@ def _processes() -> Iterator[tuple[int, list[str]]]:
                 continue  # it has ended: its time is its parent's now
 
 
-def _descends(pid: int, parents: dict[int, int]) -> bool:
-    """Whether ``pid`` is this process or was started by it."""
-    while pid in parents and pid != os.getpid():
+def _descends(pid: int, root: int, parents: dict[int, int]) -> bool:
+    """Whether ``pid`` is ``root`` or was started by it."""
+    while pid in parents and pid != root:
         pid = parents[pid]
-    return pid == os.getpid()
+    return pid == root
 
 
 class MemoryPeak:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import checkpoint_report
+import many_ranks_report
 import matplotlib as mpl
 import object_store_report
 from matplotlib.figure import Figure
@@ -85,6 +86,7 @@ def main() -> None:
         (("step_overhead", "import_time"), steps_and_imports, "benchmarks.svg"),
         (("checkpoint_saves",), checkpoint_report.show, "checkpoints.svg"),
         (("object_stores",), object_store_report.show, "object_stores.svg"),
+        (("many_ranks",), many_ranks_report.show, "many_ranks.svg"),
     ):
         missing = [name for name in needed if not (OUT / f"{name}.json").exists()]
         if missing:

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from measure import OUT
 
-__all__ = ["Spread", "draw", "print_table", "read", "text", "verdict"]
+__all__ = ["BASE", "OURS", "PEER", "Spread", "draw", "print_table", "read", "text", "verdict"]
 
 OURS, PEER, BASE = "#c8553d", "#8d99ae", "#2b2d42"
 

@@ -76,12 +76,14 @@ class RankError(ComposerliteError, RuntimeError):
     Attributes:
         ranks: those that failed.
         everywhere: every rank raises this error, or will when it comes to the same place.
+        causes: what those ranks raised, where that is known: the same on every rank.
     """
 
     def __init__(self, message: str, ranks: Iterable[int] = (), *, everywhere: bool = False) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
         self.everywhere = everywhere
+        self.causes: tuple[BaseException, ...] = ()
 
 
 class LateRankError(RankError, TimeoutError):

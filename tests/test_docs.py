@@ -11,6 +11,7 @@ the repository. Three comments in a file change that::
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import subprocess
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from composerlite.utils import FSDPConfig, TPConfig
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -161,3 +164,12 @@ def test_blocks_are_found_where_they_are() -> None:
         Block("bash", "make demo", 8, "needs a GPU"),
         Block("text", "no code", 11, None),
     ]
+
+
+def test_every_key_of_the_parallelism_config_is_in_its_table() -> None:
+    """With the default that it has."""
+    page = (ROOT / "docs/parallelism.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (needed|`[^`]*`) \|", page, re.MULTILINE))
+    for field in [*dataclasses.fields(FSDPConfig), *dataclasses.fields(TPConfig)]:
+        needed = field.default is dataclasses.MISSING
+        assert rows[field.name] == ("needed" if needed else f"`{field.default!r}`")

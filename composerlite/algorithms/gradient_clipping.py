@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+import torch
 from torch import nn
 
+from composerlite import dist
 from composerlite.core import Algorithm, Event
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 
@@ -14,14 +16,16 @@ if TYPE_CHECKING:
 
 __all__ = ["GradientClipping", "apply_gradient_clipping"]
 
-_TYPES = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}
+_TYPES = ("norm", "value")
+_EPSILON = 1e-6  # as torch adds it
 
 
 def apply_gradient_clipping(model: nn.Module, clipping_type: str, clipping_threshold: float) -> None:
     """Clip the gradients of ``model`` in place.
 
     Args:
-        model: its parameters have gradients; those without one are passed over.
+        model: its parameters have gradients; those without one are passed over. They may be distributed over ranks,
+            which then clip together, by the norm of the whole.
         clipping_type: ``'norm'`` scales all gradients so that their common L2 norm is at most the threshold (`Pascanu
             et al. 2013 <https://arxiv.org/abs/1211.5063>`_); ``'value'`` clamps each element to ± the threshold.
         clipping_threshold: a number above zero.
@@ -30,7 +34,18 @@ def apply_gradient_clipping(model: nn.Module, clipping_type: str, clipping_thres
         ConfigError: another type, or a threshold that is not positive.
     """
     _check(clipping_type, clipping_threshold)
-    _TYPES[clipping_type](model.parameters(), clipping_threshold)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if clipping_type == "norm" and dist.any_distributed(gradients):
+        norm = dist.total_norm(gradients)
+        for gradient in gradients:
+            gradient.mul_(torch.clamp(clipping_threshold / (norm + _EPSILON), max=1.0).to(gradient.device))
+    elif clipping_type == "norm":
+        nn.utils.clip_grad_norm_(model.parameters(), clipping_threshold)
+    elif dist.any_distributed(gradients):
+        for gradient in gradients:
+            gradient.clamp_(-clipping_threshold, clipping_threshold)
+    else:
+        nn.utils.clip_grad_value_(model.parameters(), clipping_threshold)
 
 
 @final

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from composerlite import dist
 from composerlite.core import clean_name
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
@@ -61,7 +62,10 @@ class WeightAverage:
             own.copy_(averages[name])
 
     def show(self, model: nn.Module) -> None:
-        """Put the average into ``model`` until :meth:`hide`. Nothing is copied. Showing twice changes nothing."""
+        """Put the average into ``model`` until :meth:`hide`. Showing twice changes nothing.
+
+        Nothing is copied, except where the model is sharded over ranks.
+        """
         if self._shown_in is not None:
             return
         self._exchange(model)
@@ -113,9 +117,15 @@ class WeightAverage:
             return dict(self._tensors)
         return {name: shown.detach() for name, _, shown in self._pairs(self._shown_in)}
 
+    @torch.no_grad()
     def _exchange(self, model: nn.Module) -> None:
         for name, tensor, own in self._pairs(model):
-            self._tensors[name], own.data = own.data, tensor
+            if dist.is_distributed_tensor(own):  # where its memory is, sharding has noted: the numbers change places
+                kept = own.detach().clone()
+                own.copy_(tensor)
+                tensor.copy_(kept)
+            else:
+                self._tensors[name], own.data = own.data, tensor
 
     def _pairs(self, model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(name, tensor here, tensor of the model), on the device of the model.
@@ -133,6 +143,8 @@ class WeightAverage:
         for name, tensor in list(self._tensors.items()):
             if tensor.device != own[name].device:  # loaded from a checkpoint
                 tensor = self._tensors[name] = tensor.to(own[name].device)
+            if dist.is_distributed_tensor(own[name]) and not dist.is_distributed_tensor(tensor):
+                tensor = self._tensors[name] = dist.distributed_like(tensor, own[name])
             yield name, tensor, own[name]
 
 

@@ -13,8 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
+import torch
+
+from composerlite import dist
 from composerlite.callbacks.load_checkpoint import LoadCheckpoint
+from composerlite.callbacks.save_arguments import interval_of, is_of_one_rank, time_of, whole_number
+from composerlite.callbacks.save_failures import FAILURES, FailuresInARow
 from composerlite.checkpoint import (
+    FIRST_RANK,
     Bucket,
     Catalog,
     IgnoreKeys,
@@ -28,10 +34,14 @@ from composerlite.checkpoint import (
     check_ignore_keys,
     check_template,
     deletions,
+    directory_template,
     ensure_no_conflict,
     format_name_with_dist,
     format_name_with_dist_and_time,
+    from_first_rank,
+    ranks_without,
     retention_policy,
+    together,
 )
 from composerlite.core import (
     AutoInterval,
@@ -41,21 +51,16 @@ from composerlite.core import (
     MeasuredMetrics,
     SchedulePredicate,
     State,
-    Time,
     TimeInput,
-    TimeUnit,
     check_metric_exists,
-    create_interval_scheduler,
 )
-from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError, checked_arguments
+from composerlite.errors import CheckpointError, ConfigError, RankError, checked_arguments
 from composerlite.storage import make_folder
 
 __all__ = ["CheckpointSaver"]
 
 log = logging.getLogger(__name__)
 _REPORTS = 100
-_FAILURES = (OSError, CheckpointError, ObjectStoreError)
-"""What makes a save fail and is not our own error."""
 
 
 @final
@@ -145,7 +150,7 @@ class CheckpointSaver(Callback):
             timeout=float(upload_timeout_in_seconds),
             num_to_keep=num_remote_checkpoints_to_keep,
         )
-        _whole(num_concurrent_uploads, argument="num_concurrent_uploads", least=1)
+        whole_number(num_concurrent_uploads, argument="num_concurrent_uploads", least=1)
         folder = self._remote.local_folder
         self._keeps_none = num_checkpoints_to_keep == 0
         self.filename = PartialFilePath(check_template(filename, argument="save_filename"), folder)
@@ -153,10 +158,10 @@ class CheckpointSaver(Callback):
         if latest_filename is not None and not self._keeps_none:
             name = check_template(str(latest_filename), argument="save_latest_filename")
             self.latest_filename = PartialFilePath(name, folder)
-        self.save_interval = _interval(save_interval, argument="save_interval", allow_auto=True)
+        self.save_interval = interval_of(save_interval, argument="save_interval", allow_auto=True)
         self.ephemeral_interval: SchedulePredicate | None = None
         if ephemeral_interval is not None:
-            self.ephemeral_interval = _interval(ephemeral_interval, argument="save_ephemeral_interval")
+            self.ephemeral_interval = interval_of(ephemeral_interval, argument="save_ephemeral_interval")
         self.folder = self._folder_template = folder
         self.overwrite = overwrite
         self.num_checkpoints_to_keep = num_checkpoints_to_keep
@@ -164,25 +169,26 @@ class CheckpointSaver(Callback):
         self.ignore_keys = check_ignore_keys(ignore_keys, argument="save_ignore_keys")
         self.asynchronous = asynchronous
         self.lazy = lazy
-        self.failure_limit = _whole(failure_limit, argument="save_failure_limit", least=0)
+        self.failure_limit = whole_number(failure_limit, argument="save_failure_limit", least=0)
         self.best_metric = best_metric
         self.saved_checkpoints: list[str] = []
         self.last_checkpoint_batch: int | None = None
         self.blocked_seconds = 0.0
         self.reports: deque[SaveReport] = deque(maxlen=_REPORTS)
         self._last_was_ephemeral = False
-        self._failures = self._uploads_failed = 0
+        self._failures = FailuresInARow(self.failure_limit, "saved")
+        self._uploads_failed = FailuresInARow(self.failure_limit, "published")
         self._warned = False
         self._measured = MeasuredMetrics()
         self._pending: PendingSave | None = None
-        self._prepared = False
+        self._prepared = self._publishes = False
         self._pipeline = Pipeline(
-            None if staging_bytes is None else _whole(staging_bytes, argument="save_staging_bytes", least=0)
+            None if staging_bytes is None else whole_number(staging_bytes, argument="save_staging_bytes", least=0)
         )
         self._gone: deque[str] = deque()
         self._retention = retention_policy(
             -1 if self._keeps_none else num_checkpoints_to_keep,
-            keep_every=None if keep_every is None else _time(keep_every, argument="save_keep_every"),
+            keep_every=None if keep_every is None else time_of(keep_every, argument="save_keep_every"),
             best_k=best_k,
             best_metric=best_metric,
             best_mode=best_mode,
@@ -195,10 +201,56 @@ class CheckpointSaver(Callback):
         """Fill in the folder's name, make the folder, and finish or remove what a killed run left in it.
 
         Raises:
-            ConfigError: the folder cannot be made or written to, or there is nowhere to keep checkpoints.
+            ConfigError: the folder cannot be made or written to, or there is nowhere to keep checkpoints; or ranks that
+                save a directory together do not see one folder.
             PermissionError: the bucket cannot be written to. FileNotFoundError: there is no such bucket.
         """
-        self.folder = format_name_with_dist(self._folder_template, state.run_name)
+        self.folder = format_name_with_dist(self._folder_template, state.run_name, **FIRST_RANK)
+        if state.sharding == "sharded":
+            self._save_directories(state)
+        with together("preparing the folder of checkpoints"):
+            if self._is_first:
+                self._prepare_folder()
+                self._remote.open(state, logger)
+                if self._keeps_none and not self._remote.publishers:
+                    raise ConfigError(
+                        "num_checkpoints_to_keep=0 keeps none in the folder, and there is no bucket to keep them in: "
+                        "give save_folder a URI, or the Trainer a RemoteUploaderDownloader, or keep 1 or more."
+                    )
+        if state.sharding == "sharded" and dist.get_world_size() > 1:
+            self._ensure_shared()
+        self._publishes = from_first_rank("finding buckets", lambda: bool(self._remote.publishers))
+
+    def _save_directories(self, state: State) -> None:
+        """Name directories instead of files; as ``sharded_ckpt_prefix_dir`` says where the user has given one."""
+        template = directory_template(self.filename.filename)
+        fsdp = None if state.parallelism is None else state.parallelism.fsdp
+        if fsdp is not None and fsdp.sharded_ckpt_prefix_dir != type(fsdp).sharded_ckpt_prefix_dir:
+            name = check_template(fsdp.sharded_ckpt_prefix_dir, argument="sharded_ckpt_prefix_dir")
+            template = str(Path(template).with_name(name))
+        self.filename = PartialFilePath(template, self._folder_template)
+        if self.latest_filename is not None:
+            latest = directory_template(self.latest_filename.filename, argument="save_latest_filename")
+            self.latest_filename = PartialFilePath(latest, self._folder_template)
+        self._remote.name_directories(template)
+
+    def _ensure_shared(self) -> None:
+        """See that every rank can write its part of a directory to the folder.
+
+        Raises:
+            ConfigError: some do not see what rank 0 writes there; on every rank.
+        """
+        if blind := ranks_without(Path(self.folder)):
+            stays = "Choose a folder on a file system that all machines share"
+            if self._remote.is_uri:
+                stays = "Choose save_staging_folder, where checkpoints are made for the bucket, on a shared file system"
+            raise ConfigError(
+                f"the folder of checkpoints {self.folder!r} of rank 0 is not that of the ranks {blind}: "
+                "each rank writes its part of a sharded checkpoint, and all parts belong in one folder. "
+                f"{stays}; or set state_dict_type='full' in parallelism_config['fsdp'], and rank 0 writes all."
+            )
+
+    def _prepare_folder(self) -> None:
         folder = Path(self.folder)
         try:
             make_folder(folder)
@@ -207,18 +259,17 @@ class CheckpointSaver(Callback):
         except OSError as e:
             raise ConfigError(f"save_folder={self.folder!r} cannot be written to: {e}. Choose another folder.") from e
         self.catalog.recover()
-        self._remote.open(state, logger)
-        if self._keeps_none and not self._remote.publishers:
-            raise ConfigError(
-                "num_checkpoints_to_keep=0 keeps none in the folder, and there is no bucket to keep them in: give "
-                "save_folder a URI, or the Trainer a RemoteUploaderDownloader, or keep 1 or more."
-            )
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Know the checkpoints of this run that are behind it."""
+        self.saved_checkpoints, self._deletes = from_first_rank(
+            "finding the checkpoints of this run", lambda: self._take_up(state)
+        )
+
+    def _take_up(self, state: State) -> tuple[list[str], bool]:
+        """The paths of the checkpoints of this run that are behind it, and whether any are to be deleted."""
         manifests = self._manifests(state.run_name, _moment(state))
         self.saved_checkpoints = [self._path(manifest.name) for manifest in manifests]
-        self._deletes |= any(manifest.ephemeral for manifest in manifests)
         if manifests and self.latest_filename is not None:
             self._catch_up(manifests[-1], state)
         for publisher in self._remote.publishers:
@@ -227,11 +278,14 @@ class CheckpointSaver(Callback):
                     self._publish(publisher, state, manifest)
             elif manifests and publisher.is_behind(manifests[-1], state.run_name):
                 self._publish(publisher, state, manifests[-1])  # a kill came before the end of its upload
+        return self.saved_checkpoints, self._deletes or any(manifest.ephemeral for manifest in manifests)
 
     def _catch_up(self, newest: Manifest, state: State) -> None:
         """Point ``latest`` to ``newest`` if a kill came between its commit and that."""
         assert self.latest_filename is not None
-        name = format_name_with_dist_and_time(self.latest_filename.filename, state.run_name, state.timestamp)
+        name = format_name_with_dist_and_time(
+            self.latest_filename.filename, state.run_name, state.timestamp, **FIRST_RANK
+        )
         link = Path(self.folder) / name
         if link.is_symlink():
             target = os.path.relpath(link.resolve(), Path(self.folder).resolve())
@@ -241,31 +295,35 @@ class CheckpointSaver(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Refuse to start where this run would overwrite a checkpoint that is ahead of it."""
-        if not self.overwrite:
-            ensure_no_conflict(
-                self.catalog.files(),
-                self.filename.filename,
-                run_name=state.run_name,
-                timestamp=state.timestamp,
-                folder=self.folder,
-            )
-            for publisher in self._remote.publishers:
-                ensure_no_conflict(
-                    publisher.remote.names(),
-                    publisher.template,
-                    run_name=state.run_name,
-                    timestamp=state.timestamp,
-                    folder=publisher.remote.uri(),
-                )
+        with together("looking for checkpoints that this run would overwrite"):
+            if self._is_first and not self.overwrite:
+                self._ensure_no_conflict(state)
         if self.best_metric is not None:
             check_metric_exists(self.best_metric, state, argument="save_best_metric")
         now = int(state.timestamp.batch)
         if self.last_checkpoint_batch is not None and self.last_checkpoint_batch > now:
             self.last_checkpoint_batch = None  # time was reset: what was saved then says nothing about now
 
+    def _ensure_no_conflict(self, state: State) -> None:
+        ensure_no_conflict(
+            self.catalog.names(),
+            self.filename.filename,
+            run_name=state.run_name,
+            timestamp=state.timestamp,
+            folder=self.folder,
+        )
+        for publisher in self._remote.publishers:
+            ensure_no_conflict(
+                publisher.remote.names(),
+                publisher.template,
+                run_name=state.run_name,
+                timestamp=state.timestamp,
+                folder=publisher.remote.uri(),
+            )
+
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """See how the save in flight went; save if an interval says so."""
-        if self._pending is not None and self._pending.done:
+        if self._pending is not None and self._everywhere(self._pending.done):
             self._collect(logger)
         self._note_uploads(logger)
         self._save_if_due(state, logger, Event.BATCH_CHECKPOINT)
@@ -296,7 +354,8 @@ class CheckpointSaver(Callback):
             Exception: what made one fail.
         """
         self._collect(logger)
-        self._remote.wait()
+        if self._publishes:
+            self._remote.wait_together()
         self._note_uploads(logger)
 
     def close(self, state: State, logger: Logger) -> None:
@@ -308,18 +367,41 @@ class CheckpointSaver(Callback):
         with contextlib.ExitStack() as stack:
             stack.callback(self._remote.close)
             stack.callback(self._pipeline.close)
-            self._collect(logger)
+            self._collect(logger)  # each rank for itself: others may have failed and not come here
             self._remote.wait()
-            self._note_uploads(logger)
+            self._note(self._uploads_here(), logger)
+
+    @property
+    def _is_first(self) -> bool:
+        return dist.get_global_rank() == 0
+
+    def _everywhere(self, done: bool) -> bool:
+        """Whether ``done`` on every rank: a save is taken note of at the same batch on all."""
+        if dist.get_world_size() == 1:
+            return done
+        flag = torch.tensor(int(done))
+        dist.all_reduce(flag, "MIN")
+        return bool(flag)
 
     def _save_if_due(self, state: State, logger: Logger, event: Event) -> None:
-        due = self.save_interval(state, event)
-        ephemeral = self.ephemeral_interval is not None and self.ephemeral_interval(state, event) and not due
+        due, ephemeral = self._due(state, event)
         if not due and not ephemeral:
             return
         saved_already = self.last_checkpoint_batch == int(state.timestamp.batch)
         if not saved_already or (due and self._last_was_ephemeral):
             self._start(state, logger, ephemeral=ephemeral)
+
+    def _due(self, state: State, event: Event) -> tuple[bool, bool]:
+        """Whether to save, and whether an ephemeral one. What clocks and functions say is asked of rank 0."""
+        due = self.save_interval(state, event)
+        ephemeral = self.ephemeral_interval is not None and self.ephemeral_interval(state, event) and not due
+        if state.world_size > 1 and any(
+            is_of_one_rank(interval, state) for interval in (self.save_interval, self.ephemeral_interval)
+        ):
+            answer = torch.tensor([int(due), int(ephemeral)])
+            dist.broadcast(answer)
+            due, ephemeral = map(bool, answer.tolist())
+        return due, ephemeral
 
     # ── what ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def save(self, state: State) -> str:
@@ -338,7 +420,7 @@ class CheckpointSaver(Callback):
         # Set first: the checkpoint that is being written counts as saved in its own state.
         self.last_checkpoint_batch, self._last_was_ephemeral = int(state.timestamp.batch), ephemeral
         # A name that this run has given before, such as 'ep{epoch}.pt' within one epoch, is its own to give again.
-        name = format_name_with_dist_and_time(self.filename.filename, state.run_name, state.timestamp)
+        name = format_name_with_dist_and_time(self.filename.filename, state.run_name, state.timestamp, **FIRST_RANK)
         own = self._path(name) in self.saved_checkpoints
         if isinstance(self.save_interval, AutoInterval):
             self.save_interval.save_began(state)
@@ -358,10 +440,10 @@ class CheckpointSaver(Callback):
                 lazy=self._may_copy_late(state),
                 ephemeral=ephemeral,
                 metrics=metrics,
-                publish=functools.partial(self._publish_all, state) if self._remote.publishers else None,
+                publish=functools.partial(self._publish_all, state) if self._publishes else None,
                 give_up=functools.partial(self._given_up, state.run_name, _moment(state)) if self._deletes else None,
             )
-        except _FAILURES as e:
+        except (*FAILURES, RankError) as e:
             self._failed(e, logger)
             return None
         self._pending = pending
@@ -382,16 +464,16 @@ class CheckpointSaver(Callback):
         if not pending.done:
             pending.join()
             self.blocked_seconds += time.perf_counter() - started
-        self._note(pending, logger)
+        self._note_save(pending, logger)
 
-    def _note(self, pending: PendingSave, logger: Logger | None) -> None:
+    def _note_save(self, pending: PendingSave, logger: Logger | None) -> None:
         """Take note of how a save went that has ended."""
         try:
             report = pending.wait()
-        except _FAILURES as e:
+        except (*FAILURES, RankError) as e:
             self._failed(e, logger)
             return
-        self._failures = 0
+        self._failures.succeeded()
         self.reports.append(report)
         self.blocked_seconds += report.seconds["stall"]
         if isinstance(self.save_interval, AutoInterval):
@@ -434,43 +516,33 @@ class CheckpointSaver(Callback):
         Raises:
             Exception: what made one fail, unless that is tolerated.
         """
-        while self._gone:
-            gone = self._gone.popleft()
-            if gone in self.saved_checkpoints:
-                self.saved_checkpoints.remove(gone)
-        for outcome in self._remote.outcomes():
+        if not self._publishes:
+            return
+        uploads = self._uploads_here()
+        if not self._everywhere(self._is_first and uploads == ([], [])):
+            uploads = dist.broadcast_object(uploads)
+        self._note(uploads, logger)
+
+    def _uploads_here(self) -> _Uploads:
+        """What became of uploads since the last time; they are made on rank 0."""
+        gone = [self._gone.popleft() for _ in range(len(self._gone))]
+        return gone, self._remote.outcomes()
+
+    def _note(self, uploads: _Uploads, logger: Logger | None) -> None:
+        gone, outcomes = uploads
+        for path in gone:
+            if path in self.saved_checkpoints:
+                self.saved_checkpoints.remove(path)
+        for outcome in outcomes:
             if outcome is None:
-                self._uploads_failed = 0
-            elif not isinstance(outcome, _FAILURES):
-                raise outcome
+                self._uploads_failed.succeeded()
             else:
-                self._uploads_failed += 1
-                self._tolerate(outcome, self._uploads_failed, "published", logger)
+                self._uploads_failed.failed(outcome, logger)
 
     def _failed(self, error: Exception, logger: Logger | None) -> None:
-        self._failures += 1
         if isinstance(self.save_interval, AutoInterval):
             self.save_interval.record_failure()
-        self._tolerate(error, self._failures, "saved", logger)
-
-    def _tolerate(self, error: Exception, in_a_row: int, what: str, logger: Logger | None) -> None:
-        """Go on with a warning, as long as it is not too often.
-
-        Raises:
-            Exception: ``error``, if it is.
-        """
-        if in_a_row > self.failure_limit:
-            raise error
-        log.warning(
-            "a checkpoint could not be %s (%d in a row, save_failure_limit=%d): %s: %s",
-            what,
-            in_a_row,
-            self.failure_limit,
-            type(error).__name__,
-            error,
-        )
-        if logger is not None:
-            logger.log_metrics({"checkpoint/failures_in_a_row": in_a_row})
+        self._failures.failed(error, logger)
 
     def _may_copy_late(self, state: State) -> bool:
         """Whether only optimizers change weights from here to their next step."""
@@ -546,26 +618,10 @@ class CheckpointSaver(Callback):
             self.save_interval.load_state_dict(state_dict["interval"])
 
 
+_Uploads = tuple[list[str], list[Exception | None]]
+"""Paths of the checkpoints that are gone from the folder, and what made each upload fail, if anything."""
+
+
 def _moment(state: State) -> tuple[int, int]:
     """Where the run stands, as ``Manifest.order`` counts."""
     return len(state.fit_starts), int(state.timestamp.batch)
-
-
-def _interval(value: Any, *, argument: str, allow_auto: bool = False) -> SchedulePredicate:
-    try:
-        return create_interval_scheduler(value, allow_auto=allow_auto)
-    except ConfigError as e:
-        raise ConfigError(f"{argument}={value!r}: {e}") from e
-
-
-def _time(value: TimeInput, *, argument: str) -> Time:
-    try:
-        return Time.from_input(value, TimeUnit.EPOCH)
-    except ConfigError as e:
-        raise ConfigError(f"{argument}={value!r}: {e}") from e
-
-
-def _whole(value: Any, *, argument: str, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{argument}={value!r}: want a whole number, {least} or more.")
-    return value

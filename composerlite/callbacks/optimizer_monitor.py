@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
+from composerlite import dist
 from composerlite.core import Callback
 from composerlite.errors import ConfigError, checked_arguments
 
@@ -74,14 +75,16 @@ class OptimizerMonitor(Callback):
                 if isinstance(first := kept.get(key), torch.Tensor):
                     self._norms[f"l2_norm/moment/{name}"] = _norm(first)
             if isinstance(second := kept.get("exp_avg_sq"), torch.Tensor):
-                self._norms[f"l2_norm/second_moment_sqrt/{name}"] = second.detach().sum(dtype=torch.float32).sqrt()
+                self._norms[f"l2_norm/second_moment_sqrt/{name}"] = dist.full_tensor(
+                    second.detach().sum(dtype=torch.float32)
+                ).sqrt()
 
 
 def _norm(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
-    return torch.linalg.vector_norm(tensor, dtype=torch.float32)
+    return dist.full_tensor(torch.linalg.vector_norm(tensor, dtype=torch.float32))
 
 
 def _stack(norms: Mapping[str, torch.Tensor]) -> torch.Tensor:

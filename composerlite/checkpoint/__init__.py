@@ -14,8 +14,10 @@ from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, check_ig
 from composerlite.checkpoint.loading import load_checkpoint, read_checkpoint
 from composerlite.checkpoint.manifest import FileRecord, Manifest
 from composerlite.checkpoint.naming import (
+    FIRST_RANK,
     PartialFilePath,
     check_template,
+    directory_template,
     ensure_no_conflict,
     format_name_with_dist,
     format_name_with_dist_and_time,
@@ -29,9 +31,13 @@ from composerlite.checkpoint.remote import RemoteCatalog
 from composerlite.checkpoint.resume import Bucket, newest_good
 from composerlite.checkpoint.retention import RetentionPolicy, deletions, retention_policy
 from composerlite.checkpoint.save_job import SaveReport
+from composerlite.checkpoint.shared_folder import ranks_without
+from composerlite.checkpoint.together import from_first_rank, together
 
 if TYPE_CHECKING:
-    from composerlite.checkpoint.formats.sharded import RemoteFileSystemReader, RemoteFileSystemWriter
+    from composerlite.checkpoint.checkpointer import Checkpointer, CheckpointerConfig, CheckpointMetadata
+    from composerlite.checkpoint.formats.sharded import RemoteFileSystemReader
+    from composerlite.checkpoint.formats.sharded_writing import RemoteFileSystemWriter
     from composerlite.checkpoint.state_dict import (
         async_save_model_and_optim_state,
         async_save_state_dict,
@@ -39,17 +45,19 @@ if TYPE_CHECKING:
         load_keys,
         load_model_and_optim_state,
         load_state_dict,
-        merge_state_dicts,
-        prune_state_dict,
         save_model_and_optim_state,
         save_state_dict,
-        swap_param_keys,
     )
+    from composerlite.checkpoint.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
     from composerlite.checkpoint.unshard import UnshardStrategy, UnshardStrategyType, unshard_checkpoint
 
 __all__ = [
+    "FIRST_RANK",
     "Bucket",
     "Catalog",
+    "CheckpointMetadata",
+    "Checkpointer",
+    "CheckpointerConfig",
     "FileRecord",
     "IgnoreKeys",
     "Manifest",
@@ -71,10 +79,12 @@ __all__ = [
     "check_ignore_keys",
     "check_template",
     "deletions",
+    "directory_template",
     "download_bar",
     "ensure_no_conflict",
     "format_name_with_dist",
     "format_name_with_dist_and_time",
+    "from_first_rank",
     "get_checkpoint_metadata",
     "get_save_filename",
     "glob_filter",
@@ -85,6 +95,7 @@ __all__ = [
     "merge_state_dicts",
     "newest_good",
     "prune_state_dict",
+    "ranks_without",
     "read_checkpoint",
     "retention_policy",
     "rng",
@@ -94,11 +105,14 @@ __all__ = [
     "save_model_and_optim_state",
     "save_state_dict",
     "swap_param_keys",
+    "together",
     "unshard_checkpoint",
 ]
 
 _HOMES = {
-    "composerlite.checkpoint.formats.sharded": ("RemoteFileSystemReader", "RemoteFileSystemWriter"),
+    "composerlite.checkpoint.checkpointer": ("CheckpointMetadata", "Checkpointer", "CheckpointerConfig"),
+    "composerlite.checkpoint.formats.sharded": ("RemoteFileSystemReader",),
+    "composerlite.checkpoint.formats.sharded_writing": ("RemoteFileSystemWriter",),
     "composerlite.checkpoint.state_dict": (
         "async_save_model_and_optim_state",
         "async_save_state_dict",
@@ -106,12 +120,10 @@ _HOMES = {
         "load_keys",
         "load_model_and_optim_state",
         "load_state_dict",
-        "merge_state_dicts",
-        "prune_state_dict",
         "save_model_and_optim_state",
         "save_state_dict",
-        "swap_param_keys",
     ),
+    "composerlite.checkpoint.state_keys": ("merge_state_dicts", "prune_state_dict", "swap_param_keys"),
     "composerlite.checkpoint.unshard": ("UnshardStrategy", "UnshardStrategyType", "unshard_checkpoint"),
 }
 

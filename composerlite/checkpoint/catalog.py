@@ -6,10 +6,12 @@ import contextlib
 import glob
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import final
 
+from composerlite.checkpoint.formats.directory import SAVING, LocalFolder
 from composerlite.checkpoint.manifest import Manifest
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 from composerlite.storage import (
@@ -81,6 +83,15 @@ class Catalog:
             if not any(part.startswith(".") for part in relative.parts) and not path.is_symlink():
                 yield str(relative)
 
+    def names(self) -> Iterator[str]:
+        """Paths below the folder of all files and folders that may be checkpoints, with a manifest or without."""
+        folders: set[str] = set()
+        for name in self.files():
+            yield name
+            new = {str(folder) for folder in Path(name).parents[:-1]} - folders
+            folders |= new
+            yield from new
+
     def verify(self, manifest: Manifest, progress: Callable[[int], object] = int) -> None:
         """Read all data of a checkpoint and compare it with its manifest. ``progress`` is told of each so many bytes.
 
@@ -117,14 +128,25 @@ class Catalog:
             CheckpointExistsError: there is one already, or a file of that name, and ``overwrite`` is false.
         """
         path = self.folder / name
-        if not overwrite and (path.exists() or self._manifest_path(name).exists()):
-            raise CheckpointExistsError(
-                f"checkpoint {str(path)!r} exists. Give names that differ, as with '{{batch}}' in them, delete it, or "
-                "pass overwrite=True (save_overwrite=True in the Trainer)."
-            )
+        if not overwrite:
+            self.check_free(name)
         make_folder(path.parent)
         make_folder(self._manifest_path(name).parent)
         return path
+
+    def check_free(self, name: str) -> None:
+        """See that there is no checkpoint ``name``, nor a file of that name.
+
+        Raises:
+            CheckpointExistsError: there is.
+        """
+        path = self.folder / name
+        if path.exists() or self._manifest_path(name).exists():
+            raise CheckpointExistsError(
+                f"checkpoint {str(path)!r} exists. Give names that differ, as with '{{batch}}' in them, delete it, or "
+                "pass overwrite=True (save_overwrite=True in the Trainer). If another run is writing to this folder, "
+                "give each run a folder of its own."
+            )
 
     def commit(self, manifest: Manifest, data: StagedFile) -> None:
         """Make a checkpoint exist: ``data``, which must be flushed, gets its name, and then it has a manifest.
@@ -163,15 +185,18 @@ class Catalog:
     def delete(self, manifest: Manifest) -> None:
         """Remove a checkpoint, its manifest first. What is gone already is not an error."""
         self._remove_manifest(manifest.name)
-        for record in manifest.files:
+        for record in sorted(manifest.files, key=lambda record: not record.path.endswith("/.metadata")):
             (self.folder / record.path).unlink(missing_ok=True)
+        if manifest.is_directory:
+            with contextlib.suppress(FileNotFoundError, OSError):  # what the user has put there stays, and its folder
+                (self.folder / manifest.name).rmdir()
         log.info("deleted checkpoint %s", self.folder / manifest.name)
 
     def set_aside(self, manifest: Manifest) -> None:
         """Take a damaged checkpoint out of the way: its data stay as ``<name>.damaged``, its manifest goes."""
         self._remove_manifest(manifest.name)
-        for record in manifest.files:
-            self._rename_damaged(self.folder / record.path)
+        for path in [manifest.name] if manifest.is_directory else [record.path for record in manifest.files]:
+            self._rename_damaged(self.folder / path)
         log.warning("set aside the damaged checkpoint %s as %s.damaged", self.folder / manifest.name, manifest.name)
 
     def set_aside_file(self, name: str) -> None:
@@ -205,8 +230,11 @@ class Catalog:
                         self.point_latest(str(path.relative_to(self.folder)), name)
 
     def _rename_damaged(self, path: Path) -> None:
+        damaged = path.with_name(f"{path.name}.damaged")
+        if path.is_dir() and damaged.is_dir():
+            shutil.rmtree(damaged)  # of an earlier time
         with contextlib.suppress(FileNotFoundError):
-            path.replace(path.with_name(f"{path.name}.damaged"))
+            path.replace(damaged)
 
     def recover(self) -> None:
         """Complete or remove what dead processes left unfinished. What a live one is writing stays.
@@ -225,7 +253,9 @@ class Catalog:
                     temporary.replace(self._manifest_path(manifest.name))
                     fsync_folder(folder)
                     log.info("completed the commit of %s, whose process had died", self.folder / manifest.name)
-        for folder in _folders(self.folder):
+        for folder in list(_folders(self.folder)):
+            if (saving := SAVING.fullmatch(folder.name)) is not None:
+                LocalFolder(folder.with_name(saving[1])).sweep()
             for temporary in abandoned_temporaries(folder):
                 temporary.unlink(missing_ok=True)
                 log.info("removed %s, left by a process that died while it wrote", temporary)

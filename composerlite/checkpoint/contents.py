@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
+import io
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch.optim import Optimizer
 
+from composerlite import dist
 from composerlite.checkpoint import rng
 from composerlite.checkpoint.naming import TimestampLike
 from composerlite.errors import ConfigError
@@ -32,6 +35,14 @@ class TrainingState(Protocol):
 
     @property
     def fit_starts(self) -> Sequence[TimestampLike]: ...
+
+    @property
+    def sharding(self) -> str | None:
+        """``'sharded'``: every rank writes its part of a directory; ``'full'``: what is distributed is gathered.
+
+        ``None`` where every rank has everything.
+        """
+        ...
 
     @property
     def optimizers(self) -> Sequence[Optimizer]: ...
@@ -67,14 +78,41 @@ class TrainingState(Protocol):
     ) -> None: ...
 
 
-def gather(state: TrainingState, *, weights_only: bool = False, ignore_keys: IgnoreKeys = None) -> StateDict:
+def gather(
+    state: TrainingState, *, weights_only: bool = False, ignore_keys: IgnoreKeys = None, generators: Any = None
+) -> StateDict:
     """The contents of a checkpoint of ``state``: ``{'state': …, 'rng': …}``, or the weights and what explains them.
 
-    Tensors are those in use: they must be copied or written before training goes on.
+    Tensors are those in use: they must be copied or written before training goes on. ``generators`` are those of all
+    ranks, who then call this together; by default those of this one.
     """
     if weights_only:
         return without({"state": state.weights_state_dict()}, ignore_keys)
-    return without({"state": state.state_dict(), "rng": [rng.capture()]}, ignore_keys)
+    contents = state.state_dict()
+    if generators is not None:
+        contents = _with_all_positions(contents)
+    return without({"state": contents, "rng": generators or [rng.capture()]}, ignore_keys)
+
+
+def _with_all_positions(contents: StateDict) -> StateDict:
+    """``contents`` with the positions in the data of all ranks, where those are not the same.
+
+    Then each rank has a list with its own there, which names the share of the data that it speaks of.
+    """
+    dataset_state = contents.get("dataset_state") or {}
+    position = dataset_state.get("train")
+    if not isinstance(position, dict) or "per_rank" not in position:
+        return contents
+    own: list[StateDict] = position["per_rank"]
+    data = io.BytesIO()
+    torch.save(own, data)  # tensors of some types cannot be pickled otherwise
+    # Not the restricted unpickler: this comes from ranks of this run, and a loader's state may be anything.
+    gathered = [
+        torch.load(io.BytesIO(of_rank), weights_only=False) for of_rank in dist.all_gather_object(data.getvalue())
+    ]
+    every = {tuple(entry["share"]): entry for entries in gathered for entry in entries}
+    together: StateDict = {**position, "per_rank": [every[share] for share in sorted(every)]}
+    return {**contents, "dataset_state": {**dataset_state, "train": together}}
 
 
 def check_ignore_keys(ignore_keys: IgnoreKeys, *, argument: str) -> IgnoreKeys:

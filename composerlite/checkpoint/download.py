@@ -29,7 +29,7 @@ from composerlite.storage import (
 if TYPE_CHECKING:
     from composerlite.storage import Transfer
 
-__all__ = ["download_checkpoint", "fetched", "get_file"]
+__all__ = ["download_checkpoint", "fetched", "followed", "get_file", "resolved", "transferring"]
 
 _PLAIN_NAME, _ARCHIVED_NAME = "rank0_checkpoint", "composer_states.pt"
 _MOST_LINKS, _MOST_LINK_BYTES = 8, 4096
@@ -56,7 +56,7 @@ def fetched(
         PermissionError, ObjectStoreError: the store does not let us read, or fails.
     """
     if object_store is None and not is_uri(str(path)):
-        yield _resolved(Path(parse_uri(str(path))[2]))
+        yield resolved(Path(parse_uri(str(path))[2]))
         return
     with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
         scheme = "" if object_store is not None else parse_uri(str(path))[0]
@@ -65,7 +65,7 @@ def fetched(
             _download_url(str(path), target, progress_bar)
             yield target
             return
-        with _transfer(path, object_store) as (transfer, name):
+        with transferring(path, object_store) as (transfer, name):
             try:
                 target = _download(transfer, name, Path(folder), progress_bar)
             except FileNotFoundError as e:
@@ -102,7 +102,7 @@ def get_file(
     if not overwrite and (target.is_symlink() or target.exists()):
         raise FileExistsError(f"{str(target)!r} exists: give another destination, or overwrite=True.")
     if object_store is None and not is_uri(str(path)):
-        source = _resolved(Path(parse_uri(str(path))[2]))
+        source = resolved(Path(parse_uri(str(path))[2]))
         if not source.is_file():
             raise CheckpointNotFoundError(f"there is no file {str(path)!r}")
         replace_symlink(target, str(source.resolve()))
@@ -110,9 +110,9 @@ def get_file(
     if object_store is None and parse_uri(str(path))[0] in ("http", "https"):
         _download_url(str(path), target, progress_bar)
         return
-    with _transfer(path, object_store) as (transfer, name):
+    with transferring(path, object_store) as (transfer, name):
         try:
-            _download_object(transfer, _followed(transfer, name), target, progress_bar)
+            _download_object(transfer, followed(transfer, name), target, progress_bar)
         except FileNotFoundError as e:
             raise CheckpointNotFoundError(f"there is no file {transfer.store.get_uri(name)}: {e}") from e
 
@@ -169,7 +169,7 @@ def download_checkpoint(
 
 
 # ── links ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _resolved(path: Path) -> Path:
+def resolved(path: Path) -> Path:
     """``path``, or the file whose name is in it if it is a ``.symlink``."""
     for _ in range(_MOST_LINKS):
         if path.suffix != LINK_SUFFIX or not path.is_file():
@@ -188,7 +188,7 @@ def _beside(link: Path, target: str) -> Path:
     return link.parent / PurePosixPath(target).name
 
 
-def _followed(transfer: Transfer, name: str) -> str:
+def followed(transfer: Transfer, name: str) -> str:
     """The object that ``name`` means: itself, or the one that a link of that name holds."""
     for _ in range(_MOST_LINKS):
         if not name.endswith(LINK_SUFFIX):
@@ -203,7 +203,7 @@ def _followed(transfer: Transfer, name: str) -> str:
 
 # ── downloads ────────────────────────────────────────────────────────────────────────────────────────────────────────
 @contextlib.contextmanager
-def _transfer(path: str | Path, object_store: ObjectStore | None) -> Generator[tuple[Transfer, str]]:
+def transferring(path: str | Path, object_store: ObjectStore | None) -> Generator[tuple[Transfer, str]]:
     """What moves the bytes, and the name of the object ``path``."""
     if object_store is not None:
         with storage.Transfer(object_store) as transfer:
@@ -215,7 +215,7 @@ def _transfer(path: str | Path, object_store: ObjectStore | None) -> Generator[t
 
 def _download(transfer: Transfer, name: str, folder: Path, progress_bar: bool) -> Path:
     """Download a checkpoint to ``folder``, with its manifest if it has one."""
-    name = _followed(transfer, name)
+    name = followed(transfer, name)
     home, manifest = _manifest_of(transfer, name)
     if home is None or manifest is None or len(manifest.files) != 1:
         target = folder / PurePosixPath(name).name

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
-from composerlite.checkpoint.formats.torch_reader import Record
+from composerlite import dist
+from composerlite.checkpoint.formats.torch_reader import Record, Sieve
 
-__all__ = ["placed"]
+__all__ = ["Places", "placed"]
+
+
+@final
+class Places(NamedTuple):
+    """Where to read which record.
+
+    Attributes:
+        addresses: of the memory of live tensors, by record.
+        sieves: that fill this rank's part of distributed ones, by record.
+    """
+
+    addresses: dict[str, int]
+    sieves: dict[str, Sieve]
+
+    def __bool__(self) -> bool:
+        return bool(self.addresses or self.sieves)
 
 
 class _Pair(NamedTuple):
@@ -20,11 +38,12 @@ class _Pair(NamedTuple):
     live: Tensor | None
 
 
-def placed(contents: Any, live: Any, unread: Mapping[int, Record]) -> tuple[Any, dict[str, int]]:
+def placed(contents: Any, live: Any, unread: Mapping[int, Record]) -> tuple[Any, Places]:
     """``contents`` with live tensors in the place of those that can be read into them, and where to read which record.
 
     A tensor of the checkpoint is read in place where it is all of its storage, in the same order as the live one, on
-    the CPU; and where no two live tensors share memory unless those of the checkpoint do just the same.
+    the CPU; and where no two live tensors share memory unless those of the checkpoint do just the same. Of one that is
+    to become a distributed tensor a rank keeps its part: the whole is nowhere in memory.
 
     Args:
         contents: what the checkpoint holds, unread.
@@ -35,17 +54,70 @@ def placed(contents: Any, live: Any, unread: Mapping[int, Record]) -> tuple[Any,
     for pair in _pairs(contents, live):
         groups.setdefault(id(pair.saved.untyped_storage()), []).append(pair)
     shared = _shared_memory(groups)
-    places: dict[str, int] = {}
-    replaced: set[int] = set()
+    places = Places({}, {})
+    replaced: dict[int, Tensor] = {}
+    taken: set[int] = set()
     for storage, pairs in groups.items():
         record = unread.get(storage)
-        if record is None or not all(_fits(pair, pairs[0], record) for pair in pairs):
+        if record is None:
             continue
-        address = pairs[0].live.data_ptr()  # type: ignore[union-attr]
-        if (address, address + record.size) not in shared:
-            places[record.name] = address
-            replaced.add(storage)
+        if (targets := _distributed_targets(pairs, record, taken)) is not None:
+            places.sieves[record.name] = _Rows(pairs[0].saved, targets)
+            replaced |= {id(pair.saved): target for pair, target in zip(pairs, targets, strict=True)}
+        elif all(_fits(pair, pairs[0], record) for pair in pairs):
+            address = pairs[0].live.data_ptr()  # type: ignore[union-attr]
+            if (address, address + record.size) not in shared:
+                places.addresses[record.name] = address
+                replaced |= {id(pair.saved): pair.live for pair in pairs if pair.live is not None}
     return _with_live(contents, live, replaced), places
+
+
+def _distributed_targets(pairs: Sequence[_Pair], record: Record, taken: set[int]) -> list[Tensor] | None:
+    """The distributed tensors that the record is to be read to; ``None`` if it cannot be read a few rows at a time.
+
+    They are the live ones, or new ones where numbers have to be converted afterwards, which is then said.
+    """
+    targets: list[Tensor] = []
+    for saved, live in pairs:
+        if live is None or not dist.is_distributed_tensor(live) or type(saved) is not Tensor:
+            return None
+        if not saved.is_contiguous() or saved.numel() * saved.itemsize != record.size or saved.shape != live.shape:
+            return None
+        if record.size == 0 or saved.is_conj() or saved.is_neg() or saved.dtype is not pairs[0].saved.dtype:
+            return None
+        targets.append(live if live.dtype is saved.dtype else dist.empty_shard_like(live, saved.dtype))
+    memory = {local.data_ptr() for target in targets if (local := dist.part_of(target).local).numel()}
+    if memory & taken:
+        return None  # tied here and not in the checkpoint: what is loaded last counts
+    taken |= memory
+    return targets
+
+
+@final
+class _Rows:
+    """Takes a tensor row by row and keeps what belongs to distributed ones."""
+
+    def __init__(self, saved: Tensor, targets: Sequence[Tensor]) -> None:
+        self._dtype = saved.dtype
+        self._row = tuple(saved.shape[1:])
+        self._parts = [dist.part_of(target) for target in targets]
+        self.step_bytes = math.prod(self._row) * saved.itemsize
+
+    def take(self, start: int, part: Tensor) -> None:
+        first = start // self.step_bytes
+        rows = part.view(self._dtype).view(-1, *self._row)
+        for offsets, lengths, local in self._parts:
+            if not offsets:  # it has no dimensions
+                local.copy_(rows[0])
+                continue
+            begin = max(offsets[0], first)
+            end = min(offsets[0] + lengths[0], first + len(rows))
+            if begin >= end:
+                continue
+            wanted = rows[begin - first : end - first]
+            for dim in range(1, len(offsets)):
+                wanted = wanted.narrow(dim, offsets[dim], lengths[dim])
+            local[begin - offsets[0] : end - offsets[0]].copy_(wanted)
 
 
 def _pairs(saved: Any, live: Any) -> Iterator[_Pair]:
@@ -118,9 +190,9 @@ def _shared_memory(groups: Mapping[int, list[_Pair]]) -> set[tuple[int, int]]:
     return shared
 
 
-def _with_live(saved: Any, live: Any, replaced: set[int]) -> Any:
-    if type(saved) is Tensor and saved.layout is torch.strided:
-        return live if id(saved.untyped_storage()) in replaced else saved
+def _with_live(saved: Any, live: Any, replaced: Mapping[int, Tensor]) -> Any:
+    if isinstance(saved, Tensor):
+        return replaced.get(id(saved), saved)
     if isinstance(saved, dict) and isinstance(live, dict):
         return {key: _with_live(value, live[key], replaced) if key in live else value for key, value in saved.items()}  # pyright: ignore
     return saved

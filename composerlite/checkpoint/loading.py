@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from composerlite import dist
 from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, check_ignore_keys, without
-from composerlite.checkpoint.download import fetched
 from composerlite.checkpoint.formats.torch_reader import MapLocation, TorchFile
 from composerlite.checkpoint.in_place import placed
+from composerlite.checkpoint.locating import Located, located
 from composerlite.checkpoint.naming import format_name_with_dist
 from composerlite.checkpoint.progress import Progress
 from composerlite.checkpoint.reading import opened, readable
-from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from composerlite.checkpoint.restoring import Restoring, check_kind, half_loaded
+from composerlite.checkpoint.together import from_first_rank, together
 from composerlite.storage import ObjectStore
 from composerlite.types import StateDict
 
 __all__ = ["load_checkpoint", "read_checkpoint"]
-
-log = logging.getLogger(__name__)
-_WEIGHTS_ONLY = {"model", "integrations", "metadata", "algorithms"}
-"""What a checkpoint holds at most that was saved for its weights."""
 
 
 def read_checkpoint(
@@ -52,7 +49,7 @@ def read_checkpoint(
     path = Path(path)
     ignore_keys = check_ignore_keys(ignore_keys, argument="ignore_keys")
     with opened(path, map_location=map_location, trust=trust_checkpoint, progress_bar=progress_bar) as (file, progress):
-        _check_kind(file.contents, path)
+        check_kind(file.contents, str(path))
         file.contents = without(file.contents, ignore_keys)
         file.read(progress=progress)
         return file.contents
@@ -70,8 +67,13 @@ def load_checkpoint(
     ignore_keys: IgnoreKeys = None,
     exclude_algorithms: Sequence[str] | None = None,
     trust_checkpoint: bool = False,
+    monolith_rank0_only: bool = False,
 ) -> list[dict[str, Any]] | None:
     """Restore ``state`` from the checkpoint ``path`` and return the states of the random generators, one per rank.
+
+    Every rank of a run calls it; what counts is what rank 0 finds under ``path``. A checkpoint that is one file is read
+    by one rank of each node at most. Of a directory, as several ranks or ``torch.distributed.checkpoint`` save it, each
+    rank reads what it needs, whatever ranks had saved it. If it cannot be loaded on one rank, all raise that error.
 
     The generators are not touched: apply them with ``composerlite.checkpoint.rng.restore`` when training starts.
 
@@ -80,8 +82,8 @@ def load_checkpoint(
     ``state`` unusable, and the error says so. Autoresume verifies a file first.
 
     Args:
-        path: a file, a URI, or a name in ``object_store``; format variables of ranks (``{run_name}``, ``{rank}``) are
-            filled in, links are followed. What is elsewhere is downloaded first.
+        path: a file or directory, a URI, or a name in ``object_store``; format variables of ranks (``{run_name}``,
+            ``{rank}``) are filled in, links are followed. A file that is elsewhere is downloaded first.
         state: what to restore.
         logger: not used; accepted because Composer's function has it.
         object_store: the store that ``path`` is a name in.
@@ -90,7 +92,8 @@ def load_checkpoint(
         progress_bar: show one on a terminal while a large file is downloaded or read.
         ignore_keys: leave these keys as they are in ``state``; the bytes of their tensors are not read.
         exclude_algorithms: names of algorithms whose state is not restored and which are not rebuilt.
-        trust_checkpoint: load any type, **running whatever code the file holds**.
+        trust_checkpoint: load any type, **running whatever code the file holds**. Directories have only known types.
+        monolith_rank0_only: no rank but the first reads a checkpoint that is one file.
 
     Returns:
         The generator states, or ``None`` where weights only were loaded or saved.
@@ -98,89 +101,52 @@ def load_checkpoint(
     Raises:
         CheckpointError: see :func:`read_checkpoint`; or the checkpoint does not fit, with all that differs.
     """
-    name = format_name_with_dist(str(path), state.run_name)
     ignore_keys = check_ignore_keys(ignore_keys, argument="load_ignore_keys")
-    with fetched(name, object_store, progress_bar=progress_bar) as file:
-        return _load(
-            file,
-            state,
-            load_weights_only=load_weights_only,
-            strict=strict_model_weights,
-            progress_bar=progress_bar,
-            ignore_keys=ignore_keys,
-            exclude_algorithms=list(exclude_algorithms or ()),
-            trust=trust_checkpoint,
-            source=f"checkpoint {name!r}",
+    name = from_first_rank("naming the checkpoint", lambda: format_name_with_dist(str(path), state.run_name))
+    restoring = Restoring(
+        state,
+        weights_only=load_weights_only,
+        strict=strict_model_weights,
+        ignore_keys=ignore_keys,
+        exclude_algorithms=list(exclude_algorithms or ()),
+        source=f"checkpoint {name!r}",
+    )
+    with located(name, object_store, progress_bar=progress_bar) as place:
+        if place.is_directory:
+            from composerlite.checkpoint.directory_loading import load_directory  # what takes long to import
+
+            return load_directory(place.folder(object_store), restoring)
+        return _load_file(
+            place, restoring, progress_bar=progress_bar, trust=trust_checkpoint, rank0_only=monolith_rank0_only
         )
 
 
-def _load(
-    path: Path,
-    state: TrainingState,
-    *,
-    load_weights_only: bool,
-    strict: bool,
-    progress_bar: bool,
-    ignore_keys: IgnoreKeys,
-    exclude_algorithms: Sequence[str],
-    trust: bool,
-    source: str,
+def _load_file(
+    place: Located, restoring: Restoring, *, progress_bar: bool, trust: bool, rank0_only: bool
 ) -> list[dict[str, Any]] | None:
-    """Load a file of this machine."""
-    with opened(path, trust=trust, progress_bar=progress_bar) as (file, progress):
-        _check_kind(file.contents, path)
-        weights_only = load_weights_only or set(file.contents["state"]) <= _WEIGHTS_ONLY
-        file.contents = without(file.contents, ignore_keys)
-        wanted: StateDict = {"state": file.contents.get("state", {})}
-        if weights_only:
-            wanted["state"] = {key: value for key, value in wanted["state"].items() if key in _WEIGHTS_ONLY}
-        else:
-            wanted["rng"] = file.contents.get("rng")
-        file.contents = wanted
-        del wanted
-        live = state.places_for(
-            file.contents["state"],
-            weights_only=weights_only,
-            strict=strict,
-            exclude_algorithms=exclude_algorithms,
-            source=source,
-        )
-        _read_in_place(file, {"state": live}, progress, path)
+    with _opened(place, progress_bar=progress_bar, trust=trust, rank0_only=rank0_only) as (file, progress):
+        with together("comparing the checkpoint with the run"):
+            file.contents = restoring.wanted(file.contents)
+            live = restoring.places(file.contents)
+        _read_in_place(file, live, progress, place.path)
         contents = file.contents
-    if weights_only:
-        state.load_model_state(contents["state"], strict=strict, exclude_algorithms=exclude_algorithms, source=source)
-        log.info("loaded the weights of %s", source)
-        return None
-    state.load_state_dict(contents["state"], strict=strict, exclude_algorithms=exclude_algorithms, source=source)
-    log.info("loaded %s", source)
-    return contents["rng"]
+    with together("restoring the run"):
+        return restoring.load(contents)
 
 
-def _read_in_place(file: TorchFile, live: StateDict, progress: Progress, path: Path) -> None:
+def _opened(
+    place: Located, *, progress_bar: bool, trust: bool, rank0_only: bool
+) -> contextlib.AbstractContextManager[tuple[TorchFile, Progress]]:
+    if dist.get_world_size() == 1:
+        assert place.path is not None
+        return opened(place.path, trust=trust, progress_bar=progress_bar)
+    from composerlite.checkpoint.shared_file import opened_together  # a run of one process has no others
+
+    return opened_together(place.path, place.name, trust=trust, progress_bar=progress_bar, rank0_only=rank0_only)
+
+
+def _read_in_place(file: TorchFile, live: StateDict, progress: Progress, path: Path | None) -> None:
     """Read the tensors of ``file``, those that can into ``live`` ones, which then are in the contents instead."""
     file.contents, places = placed(file.contents, live, file.unread())
-    with readable(path.resolve()), _half_loaded(bool(places)):
-        file.read(places=places, progress=progress)
-
-
-@contextlib.contextmanager
-def _half_loaded(in_place: bool) -> Generator[None]:
-    try:
-        yield
-    except CorruptCheckpointError as e:
-        if not in_place:
-            raise
-        raise CorruptCheckpointError(
-            f"{e} The state that it was being loaded into holds a part of it now and must not be used: build it anew, "
-            "or load another checkpoint into it."
-        ) from e
-
-
-def _check_kind(contents: Any, path: Path) -> None:
-    if isinstance(contents, dict) and isinstance(contents.get("state"), dict):
-        return
-    found = ", ".join(map(repr, list(contents)[:8])) if isinstance(contents, dict) else type(contents).__name__
-    raise IncompatibleCheckpointError(
-        f"{str(path)!r} is not a checkpoint of a run: it holds {found or 'nothing'} and no 'state'. If it is "
-        "a bare state dict of a model, load it with model.load_state_dict(torch.load(path))."
-    )
+    with contextlib.nullcontext() if path is None else readable(path.resolve()), half_loaded(bool(places)):
+        file.read(places=places.addresses, sieves=places.sieves, progress=progress)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
 from typing import Any, final
 
+import torch
 import xxhash
 
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest
 
-__all__ = ["SCHEMA", "FileRecord", "Manifest", "plain_timestamp"]
+__all__ = ["SCHEMA", "FileRecord", "Manifest", "plain_timestamp", "versions"]
 
 SCHEMA = 1
 """The newest manifest schema that this code writes and reads."""
@@ -87,6 +91,11 @@ class Manifest:
         return int(self.timestamp["batch"])
 
     @property
+    def is_directory(self) -> bool:
+        """Whether it is a directory with files in it."""
+        return any(file.path.startswith(f"{self.name}/") for file in self.files)
+
+    @property
     def order(self) -> tuple[int, int, str]:
         """What checkpoints of one run are sorted by, the oldest first."""
         return self.fit_calls, self.batch, self.saved_at
@@ -132,3 +141,13 @@ def _digest(fields: Mapping[str, Any]) -> str:
 def plain_timestamp(fields: Mapping[str, Any]) -> dict[str, int | float]:
     """Timestamp fields as JSON numbers; clocks in seconds."""
     return {name: v.total_seconds() if isinstance(v, timedelta) else v for name, v in fields.items()}
+
+
+@functools.cache
+def versions() -> Mapping[str, str]:
+    """What a checkpoint is saved with."""
+    return {
+        "composerlite": version("composerlite"),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }

@@ -15,11 +15,13 @@ from composerlite.errors import CheckpointExistsError, ConfigError, did_you_mean
 
 __all__ = [
     "DIST_VARIABLES",
+    "FIRST_RANK",
     "TIME_VARIABLES",
     "NamedState",
     "PartialFilePath",
     "TimestampLike",
     "check_template",
+    "directory_template",
     "ensure_no_conflict",
     "format_name_with_dist",
     "format_name_with_dist_and_time",
@@ -31,11 +33,16 @@ __all__ = [
 DIST_VARIABLES = ("run_name", "rank", "local_rank", "world_size", "local_world_size", "node_rank")
 """What a folder name may contain."""
 
+FIRST_RANK: Mapping[str, int] = {"rank": 0, "local_rank": 0, "node_rank": 0}
+"""The variables by which ranks differ, as they are on rank 0: a checkpoint of many ranks has its name."""
+
 _TOTALS = ("epoch", "batch", "sample", "token")
 _WITHIN = ("batch_in_epoch", "sample_in_epoch", "token_in_epoch")
 _CLOCKS = ("total_wct", "epoch_wct", "batch_wct")
 TIME_VARIABLES = (*_TOTALS, *_WITHIN, *_CLOCKS)
 """What a file name may contain besides."""
+
+_RANK = re.compile(r"[-_.]?(?:rank)?\{(?:rank|local_rank|node_rank)(?:![^}]*|:[^}]*)?\}")
 
 
 class TimestampLike(Protocol):
@@ -90,6 +97,27 @@ def check_template(template: str, *, argument: str, allow_time: bool = True) -> 
     except ConfigError as e:
         raise ConfigError(f"{source}: {e}") from e
     return template
+
+
+def directory_template(template: str, *, argument: str = "save_filename") -> str:
+    """The name of a directory that every rank writes a part of, where ``template`` is that of a file.
+
+    The ending ``.pt`` is left out, and what tells ranks apart: ``'ep{epoch}-rank{rank}.pt'`` is ``'ep{epoch}'``.
+
+    Raises:
+        ConfigError: the name is that of an archive or a compressed file, or nothing is left of it.
+    """
+    suffix = format_of(template).suffix
+    if suffix not in ("", ".pt"):
+        raise ConfigError(
+            f"{argument}={template!r}: sharded checkpoints are directories, which are not packed as {suffix!r}. Leave "
+            "the ending out, or save one file: state_dict_type='full'."
+        )
+    folder, _, name = template.removesuffix(suffix).rpartition("/")
+    name = _RANK.sub("", name)
+    if not name:
+        raise ConfigError(f"{argument}={template!r}: want a name for the directory of a sharded checkpoint.")
+    return f"{folder}/{name}" if folder else name
 
 
 def _dist_values(run_name: str) -> dict[str, Any]:

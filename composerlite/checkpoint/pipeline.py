@@ -11,25 +11,34 @@ import functools
 import logging
 import math
 import pickle
-import platform
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from importlib.metadata import version
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, final
 
 import torch
+from torch.optim import Optimizer
 
 from composerlite import dist
+from composerlite.checkpoint import rng
 from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, gather
+from composerlite.checkpoint.formats.directory import LocalFolder
 from composerlite.checkpoint.formats.torch_file import TorchImage
-from composerlite.checkpoint.manifest import Manifest, plain_timestamp
-from composerlite.checkpoint.naming import check_template, format_name_with_dist_and_time
-from composerlite.checkpoint.save_job import SaveJob, SaveReport
+from composerlite.checkpoint.manifest import Manifest, plain_timestamp, versions
+from composerlite.checkpoint.monolith import Monolith, NothingToWrite
+from composerlite.checkpoint.naming import (
+    FIRST_RANK,
+    check_template,
+    directory_template,
+    format_name_with_dist_and_time,
+)
+from composerlite.checkpoint.save_job import Body, SaveJob, SaveReport
 from composerlite.checkpoint.snapshot import Staging
+from composerlite.checkpoint.together import together
 from composerlite.errors import SaveError
 from composerlite.types import StateDict
 
@@ -110,8 +119,13 @@ class Pipeline:
             SaveError: the contents of its checkpoints cannot be pickled.
         """
         self.wait_for_previous()
-        contents = gather(state, weights_only=weights_only, ignore_keys=ignore_keys)
-        self._staging.prepare(_image(contents, "checkpoint").size_bytes)
+        if state.sharding == "sharded":
+            from composerlite.checkpoint.formats.sharded_saving import expected_bytes  # slow to import
+
+            self._staging.prepare(expected_bytes(gather(state, weights_only=weights_only, ignore_keys=ignore_keys)))
+        elif dist.get_global_rank() == 0 and state.sharding is None:
+            contents = gather(state, weights_only=weights_only, ignore_keys=ignore_keys)
+            self._staging.prepare(_image(contents, "checkpoint").size_bytes)
 
     def prepared(self, timeout: float = 60.0) -> bool:
         """Wait for :meth:`prepare`; whether it is done."""
@@ -164,14 +178,21 @@ class Pipeline:
         self.wait_for_previous()
         waiting, self._waited = self._waited, 0.0
         started = time.perf_counter() - waiting
-        name = format_name_with_dist_and_time(template, state.run_name, state.timestamp)
-        path = catalog.reserve(name, overwrite=overwrite)
-        contents = gather(state, weights_only=weights_only, ignore_keys=ignore_keys)
-        image = _image(contents, f"checkpoint {str(path)!r}")
+        if state.sharding == "sharded":
+            template = directory_template(template)
+        name = _name(template, state)
+        vote = _vote(f"checkpoint {name!r}")
+        with together(f"checkpoint {name!r}"):  # before the ranks meet to gather: a name that is taken is told as that
+            if dist.get_global_rank() == 0:
+                catalog.reserve(name, overwrite=overwrite)
+        with together(f"checkpoint {name!r}"):
+            body = self._body(
+                state, catalog, name, template, weights_only=weights_only, ignore_keys=ignore_keys, overwrite=overwrite
+            )
         job = SaveJob(
             manifest=Manifest(
                 name=name,
-                kind="weights" if weights_only else "monolithic",
+                kind=_kind(state, weights_only=weights_only),
                 template=template,
                 run_name=state.run_name,
                 timestamp=plain_timestamp(state.timestamp.state_dict()),
@@ -181,25 +202,22 @@ class Pipeline:
                 left_out=("<function>",) if callable(ignore_keys) else tuple(ignore_keys or ()),
                 metrics={name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
                 ephemeral=ephemeral,
-                versions=_versions(),
+                versions=versions(),
             ),
             catalog=catalog,
-            path=path,
-            image=image,
-            weights=image.numbers_of(contents.get("state", {}).get("model", {}).values()),
+            body=body,
             started=started,
             waiting_seconds=waiting,
             ring_bytes=self._staging.ring_bytes,
-            latest=None if latest is None else format_name_with_dist_and_time(latest, state.run_name, state.timestamp),
+            latest=None if latest is None else _name(latest, state),
             publish=publish,
             give_up=give_up,
+            vote=vote,
+            timeout=_vote_timeout(),
             blocking=not asynchronous,
         )
-        if asynchronous and self._staging.fits(image.size_bytes):
-            job.memory, job.snapshot = self._staging.take(image, state.optimizers if lazy else ())
-        elif asynchronous:
-            log.info("no memory for a copy of %s: training waits while it is written", path)
-            job.write()
+        if asynchronous:
+            self._stage(job, state.optimizers if lazy else ())
         pending = self._pending = PendingSave(name)
         job.stall_seconds = time.perf_counter() - started
         if job.snapshot is not None:  # it counts its own, later ones too
@@ -210,6 +228,56 @@ class Pipeline:
         else:
             pending.settle(lambda: self._finish(job))
         return pending
+
+    def _body(
+        self,
+        state: TrainingState,
+        catalog: Catalog,
+        name: str,
+        template: str,
+        *,
+        weights_only: bool,
+        ignore_keys: IgnoreKeys,
+        overwrite: bool,
+    ) -> Body:
+        """What this rank is to write of a checkpoint of ``state``."""
+        is_first = dist.get_global_rank() == 0
+        path = catalog.folder / name
+        gathered = functools.partial(gather, state, weights_only=weights_only, ignore_keys=ignore_keys)
+        if state.sharding == "sharded":
+            from composerlite.checkpoint.formats.sharded_saving import Shards  # slow to import
+
+            own = {str(dist.get_global_rank()): rng.packed(rng.capture())}
+            return Shards(lambda: gathered(generators=own), LocalFolder(path, catalog.folder), overwrite=overwrite)
+        contents = gathered(generators=_generators(weights_only))
+        gathering = None
+        if state.sharding == "full":
+            from composerlite.checkpoint.formats.sharded_gathering import Gathering
+
+            gathering = Gathering(contents)
+            contents = gathering.contents
+        if not is_first:
+            return NothingToWrite(gathering)
+        image = _image(contents, f"checkpoint {str(path)!r}")
+        weights = contents.get("state", {}).get("model", {}).values()
+        return Monolith(
+            image, catalog, name=name, template=template, overwrite=overwrite, weights=weights, gathering=gathering
+        )
+
+    def _stage(self, job: SaveJob, lazy: Sequence[Optimizer]) -> None:
+        """Copy what ``job`` writes, or have it written now. With several ranks, what fails is for the vote."""
+        try:
+            fits = self._staging.fits(job.body.size_bytes)
+            if dist.broadcast_object(fits) if job.body.gathers else fits:
+                job.memory, job.snapshot = self._staging.take(job.body, lazy)
+            else:
+                log.info("no memory for a copy of %s: training waits while it is written", job.path)
+                job.write()
+        except BaseException as e:
+            job.body.close(may_be_committed=False)
+            if job.vote is None:
+                raise
+            job.failure = e
 
     def close(self) -> None:
         """Wait for the save that goes on and give the memory back. Errors of the save are left to who waits for it."""
@@ -252,13 +320,35 @@ class Pipeline:
         log.info("waited %.2f s for the save of %s to end", seconds, pending.name)
 
 
-@functools.cache
-def _versions() -> Mapping[str, str]:
-    return {
-        "composerlite": version("composerlite"),
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
+def _kind(state: TrainingState, *, weights_only: bool) -> str:
+    if weights_only:
+        return "weights"
+    return "sharded" if state.sharding == "sharded" else "monolithic"
+
+
+def _vote(what: str) -> dist.CommitRound[Any] | None:
+    """The vote of all ranks over a save. To be called first of all: tickets are counted on each rank."""
+    if dist.get_world_size() == 1:
+        return None
+    commits = dist.get_control().commits
+    return commits.round(commits.ticket(), what)
+
+
+def _vote_timeout() -> timedelta:
+    return timedelta() if dist.get_world_size() == 1 else dist.get_control().timeout
+
+
+def _generators(weights_only: bool) -> list[dict[str, Any]] | None:
+    """The random generators of all ranks; ``None`` where there is one, or they are not saved."""
+    if weights_only or dist.get_world_size() == 1:
+        return None
+    states = dist.all_gather_object(bytes(rng.packed(rng.capture()).numpy()))
+    return [rng.unpacked(torch.frombuffer(bytearray(state), dtype=torch.uint8)) for state in states]
+
+
+def _name(template: str, state: TrainingState) -> str:
+    """The name that a checkpoint gets: that of rank 0."""
+    return format_name_with_dist_and_time(template, state.run_name, state.timestamp, **FIRST_RANK)
 
 
 def _image(contents: StateDict, what: str) -> TorchImage:
@@ -286,7 +376,7 @@ def save_checkpoint(
     ``{run_name} {rank} {epoch} {batch}`` … and folders. See :meth:`Pipeline.save` for what is guaranteed and raised.
     """
     template = check_template(Path(filename).name, argument="filename")
-    folder = format_name_with_dist_and_time(str(Path(filename).parent), state.run_name, state.timestamp)
+    folder = _name(str(Path(filename).parent), state)
     path = save(
         state,
         catalog=Catalog(folder),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,14 +18,17 @@ from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.manifest import Manifest
 from composerlite.checkpoint.naming import (
     DIST_VARIABLES,
+    FIRST_RANK,
     NamedState,
     check_template,
+    directory_template,
     format_name_with_dist,
     format_name_with_dist_and_time,
     variables_in,
 )
 from composerlite.checkpoint.remote import RemoteCatalog
 from composerlite.checkpoint.retention import RetentionPolicy, deletions, retention_policy
+from composerlite.checkpoint.together import together, wait_together
 from composerlite.errors import ConfigError, ObjectStoreError
 from composerlite.storage import (
     ObjectStore,
@@ -108,14 +112,13 @@ class Publisher:
         """
         self.wait(at_most=_MOST_WAITING - 1)
         name = self.name_of(manifest, run_name)
-        (record,) = manifest.files
-        files = (dataclasses.replace(record, path=name),)
-        there = dataclasses.replace(manifest, name=name, template=self.template, files=files)
-        held = SecondName(catalog.folder / record.path)
+        records = [dataclasses.replace(r, path=name + r.path.removeprefix(manifest.name)) for r in manifest.files]
+        there = dataclasses.replace(manifest, name=name, template=self.template, files=tuple(records))
+        held = _Held(catalog, manifest)
 
         def upload(_: Transfer) -> None:
             try:
-                self.remote.publish(there, [held.path], link=self.link, overwrite=overwrite)
+                self.remote.publish(there, held.paths, link=self.link, overwrite=overwrite)
                 if afterwards is not None:
                     afterwards()
                 self._delete_old(there)
@@ -129,17 +132,25 @@ class Publisher:
 
         self.uploader.submit(self._lane, upload, what=self.remote.uri(name), dropped=held.remove)
 
+    def published(self, seconds: float, *, at_most: int = 0) -> bool:
+        """Wait until at most so many checkpoints are not published, ``seconds`` at most; whether that is so."""
+        return self.uploader.wait(seconds, lane=self._lane, at_most=at_most)
+
     def wait(self, *, at_most: int = 0) -> None:
         """Wait until at most so many checkpoints are not published.
 
         Raises:
             ObjectStoreError: that is not so within the timeout.
         """
-        if not self.uploader.wait(self._timeout, lane=self._lane, at_most=at_most):
-            raise ObjectStoreError(
-                f"{', '.join(self.uploader.pending)}: not uploaded within {self._timeout:.0f} s "
-                "(upload_timeout_in_seconds). Save less often, or give it longer."
-            )
+        if not self.published(self._timeout, at_most=at_most):
+            raise self.late()
+
+    def late(self) -> ObjectStoreError:
+        """What to raise when what waits is not published within the timeout."""
+        return ObjectStoreError(
+            f"{', '.join(self.uploader.pending)}: not uploaded within {self._timeout:.0f} s "
+            "(upload_timeout_in_seconds). Save less often, or give it longer."
+        )
 
     def outcomes(self) -> list[Exception | None]:
         """How publications went since the last time, in order: what made each fail, or ``None``."""
@@ -154,7 +165,7 @@ class Publisher:
 
     def name_of(self, manifest: Manifest, run_name: str) -> str:
         """What a checkpoint is called in the bucket, below its root."""
-        return format_name_with_dist_and_time(self.template, run_name, _Moment(manifest))
+        return format_name_with_dist_and_time(self.template, run_name, _Moment(manifest), **FIRST_RANK)
 
     def _delete_old(self, newest: Manifest) -> None:
         self._deletes |= newest.ephemeral
@@ -167,6 +178,31 @@ class Publisher:
         for old in deletions(sorted(mine, key=lambda m: m.order), self._retention):
             self.remote.delete(old)
             self._known.remove(old)
+
+
+@final
+class _Held:
+    """The files of a checkpoint, by names that stay until :meth:`remove`, whatever becomes of the checkpoint."""
+
+    def __init__(self, catalog: Catalog, manifest: Manifest) -> None:
+        folder = (catalog.folder / manifest.name).parent
+        self._names: list[SecondName] = []
+        try:
+            for record in manifest.files:
+                self._names.append(SecondName(catalog.folder / record.path, folder))
+        except BaseException:
+            self.remove()
+            raise
+
+    @property
+    def paths(self) -> list[Path]:
+        """In the order of the manifest."""
+        return [name.path for name in self._names]
+
+    def remove(self) -> None:
+        """The files are there by their own names only; twice is fine."""
+        for name in self._names:
+            name.remove()
 
 
 class _Moment:
@@ -247,6 +283,7 @@ class RemoteSaving:
                     "local folder. Leave it out, or give save_folder a URI."
                 )
         below = path.removeprefix("./").strip("/")
+        self._filename = filename
         self._names = _Names.of(_checked(remote_file_name, f"{below}/{filename}", "save_remote_file_name"), filename)
         link = None if latest_filename is None else f"{below}/{latest_filename}"
         if link is not None or latest_remote_file_name is not None:
@@ -257,6 +294,19 @@ class RemoteSaving:
         self._store: ObjectStore | None = None if self._bucket is None else open_store(self._bucket)
         self._uploader: Uploader | None = None
         self.publishers: list[Publisher] = []
+
+    @property
+    def is_uri(self) -> bool:
+        """Whether the user gave a bucket, and the folder is where checkpoints are made for it."""
+        return self._bucket is not None
+
+    def name_directories(self, template: str) -> None:
+        """Checkpoints are directories, called ``template`` in the folder: those in the bucket have names to match."""
+        same = self._names.template == self._filename
+        name = template if same else directory_template(self._names.template, argument="save_remote_file_name")
+        self._names = dataclasses.replace(self._names, template=name)
+        if self._link is not None:
+            self._link = directory_template(self._link, argument="save_latest_remote_file_name")
 
     def open(self, state: NamedState, logger: Destinations) -> None:
         """Find the buckets and see that they can be written to.
@@ -294,6 +344,23 @@ class RemoteSaving:
         for publisher in self.publishers:
             publisher.wait()
 
+    def wait_together(self) -> None:
+        """:meth:`wait` on every rank until those have published that do.
+
+        Raises:
+            ObjectStoreError: on every rank.
+            RankError: a rank failed or was lost meanwhile.
+        """
+        wait_together(self._published, timedelta(seconds=self._timeout))
+        with together("waiting for uploads"):
+            for publisher in self.publishers:
+                if not publisher.published(0):
+                    raise publisher.late()
+
+    def _published(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        return all(publisher.published(until - time.monotonic()) for publisher in self.publishers)
+
     def close(self) -> None:
         """Wait for what is being published and let go of the store; twice is fine.
 
@@ -309,8 +376,8 @@ class RemoteSaving:
                 self._store.close()
 
     def _publisher(self, uploader: Uploader, prefix: str, state: NamedState) -> Publisher:
-        root = prefix + format_name_with_dist(self._names.root, state.run_name)
-        link = None if self._link is None else prefix + format_name_with_dist(self._link, state.run_name)
+        root = prefix + format_name_with_dist(self._names.root, state.run_name, **FIRST_RANK)
+        link = None if self._link is None else prefix + format_name_with_dist(self._link, state.run_name, **FIRST_RANK)
         return Publisher(
             uploader,
             RemoteCatalog(uploader.transfer, root.strip("/")),

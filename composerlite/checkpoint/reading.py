@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import logging
 import os
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, TypeVar
 
 from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.formats import is_packed, unpacked
@@ -17,13 +15,41 @@ from composerlite.checkpoint.formats.torch_reader import ByteSource, FileSource,
 from composerlite.checkpoint.manifest import Manifest
 from composerlite.checkpoint.progress import Progress, progress_of
 from composerlite.checkpoint.trusted import RefusedError
-from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, UntrustedCheckpointError
+from composerlite.checkpoint.validation import validate
+from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError, UntrustedCheckpointError
 from composerlite.storage import FileDigest, ParallelReader
 
-__all__ = ["opened", "readable", "safe_torch_load"]
+__all__ = ["RawFile", "opened", "opened_as", "readable", "safe_torch_load"]
 
 log = logging.getLogger(__name__)
-_VALIDATION = "CHECKPOINT_VALIDATION_FUNCTION"
+T = TypeVar("T")
+
+
+class RawFile(NamedTuple):
+    """The bytes of a torch file.
+
+    Attributes:
+        source: of all bytes; verified where there is something to compare them with.
+        size_bytes: how many there are.
+        peek: reads bytes that are verified later, or not at all.
+        check_sums: whether nothing but the sums in the file verifies them.
+    """
+
+    source: ByteSource
+    size_bytes: int
+    peek: Callable[[int, int], bytes]
+    check_sums: bool
+
+    def torch_file(self, *, map_location: MapLocation = "cpu", trust: bool = False) -> TorchFile:
+        """What is in it."""
+        return TorchFile(
+            self.source,
+            self.size_bytes,
+            peek=self.peek,
+            map_location=map_location,
+            trust=trust,
+            check_sums=self.check_sums,
+        )
 
 
 @contextlib.contextmanager
@@ -42,10 +68,21 @@ def opened(
         UntrustedCheckpointError: it holds a type that is not known to be safe.
         ConfigError: the function cannot be imported.
     """
+
+    def torch_file(raw: RawFile) -> TorchFile:
+        return raw.torch_file(map_location=map_location, trust=trust)
+
+    with opened_as(torch_file, path, progress_bar=progress_bar) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def opened_as(make: Callable[[RawFile], T], path: Path, *, progress_bar: bool = False) -> Generator[tuple[T, Progress]]:
+    """:func:`opened`, but what ``make`` makes of the file's bytes. It may be called twice."""
     if not path.is_file():
         raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{_what_is_there(path)}")
     path = path.resolve()
-    _validate(path)
+    validate(path)
     catalog, name = _home(path)
     manifest = catalog.manifest_of(name)
     with progress_of(f"reading {path.name}", path.stat().st_size, progress_bar) as progress, readable(path):
@@ -53,49 +90,35 @@ def opened(
             _check_whole(catalog, manifest, path)
             size_bytes = manifest.unpacked_bytes if manifest is not None and manifest.unpacked_bytes else None
             with unpacked(path, size_bytes=size_bytes) as file:
-                yield _torch_file(FileSource(file), file, map_location, trust, check_sums=manifest is None), progress
+                yield make(_raw_file(FileSource(file), file, check_sums=manifest is None)), progress
             return
         with contextlib.ExitStack() as stack:
-            yield _verified(stack, path, catalog, manifest, map_location, trust), progress
+            yield _verified(stack, path, catalog, manifest, make), progress
 
 
 def _verified(
-    stack: contextlib.ExitStack,
-    path: Path,
-    catalog: Catalog,
-    manifest: Manifest | None,
-    map_location: MapLocation,
-    trust: bool,
-) -> TorchFile:
-    """The file, whose bytes are compared with the manifest as they are read."""
+    stack: contextlib.ExitStack, path: Path, catalog: Catalog, manifest: Manifest | None, make: Callable[[RawFile], T]
+) -> T:
+    """What ``make`` makes of the file, whose bytes are compared with the manifest as they are read."""
     file = stack.enter_context(path.open("rb", buffering=0))
 
-    def torch_file(digest: FileDigest | None, *, check_sums: bool = False) -> TorchFile:
+    def made(digest: FileDigest | None, *, check_sums: bool = False) -> T:
         reader = stack.enter_context(ParallelReader(path, digest))
-        return _torch_file(reader, file, map_location, trust, check_sums=check_sums)
+        return make(_raw_file(reader, file, check_sums=check_sums))
 
     if manifest is None:
         log.warning("checkpoint %s has no manifest: it is loaded unverified", path)
-        return torch_file(None, check_sums=True)
+        return made(None, check_sums=True)
     try:
-        return torch_file(_digest(catalog, manifest, path))
+        return made(_digest(catalog, manifest, path))
     except CorruptCheckpointError:
         if not catalog.is_replaced(manifest):
             raise
-        return torch_file(None)
+        return made(None)
 
 
-def _torch_file(
-    source: ByteSource, file: IO[bytes], map_location: MapLocation, trust: bool, *, check_sums: bool = False
-) -> TorchFile:
-    return TorchFile(
-        source,
-        file.seek(0, os.SEEK_END),
-        peek=FileSource(file).read,
-        map_location=map_location,
-        trust=trust,
-        check_sums=check_sums,
-    )
+def _raw_file(source: ByteSource, file: IO[bytes], *, check_sums: bool) -> RawFile:
+    return RawFile(source, file.seek(0, os.SEEK_END), FileSource(file).read, check_sums)
 
 
 def _digest(catalog: Catalog, manifest: Manifest, path: Path) -> FileDigest:
@@ -116,29 +139,6 @@ def _check_whole(catalog: Catalog, manifest: Manifest | None, path: Path) -> Non
     except CorruptCheckpointError:
         if not catalog.is_replaced(manifest):
             raise
-
-
-# ── the user's own check ─────────────────────────────────────────────────────────────────────────────────────────────
-def _validate(path: Path) -> None:
-    """Ask the function of the environment variable whether ``path`` may be read."""
-    name = os.environ.get(_VALIDATION)
-    if name and not _function(name)(path, None):  # None: the file as a whole, as Composer calls it
-        raise CorruptCheckpointError(f"checkpoint {str(path)!r} was refused by {name}, which {_VALIDATION} names.")
-
-
-@functools.cache
-def _function(name: str) -> Callable[[Path, None], bool]:
-    module, _, attribute = name.rpartition(".")
-    try:
-        found: Any = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise ConfigError(
-            f"{_VALIDATION}={name!r} cannot be imported: {e}. Want 'package.module.function', a function of "
-            "(path, specs) that returns whether the file may be read."
-        ) from e
-    if not callable(found):
-        raise ConfigError(f"{_VALIDATION}={name!r} is {type(found).__name__} and no function.")
-    return cast("Callable[[Path, None], bool]", found)
 
 
 # ── finding it ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -167,8 +167,9 @@ class RemoteCatalog:
             CheckpointExistsError: there is another checkpoint of that name.
         """
         if not self._is_there(manifest, overwrite=overwrite):
-            for record, path in zip(manifest.files, files, strict=True):
-                self.transfer.upload(self.name_of(record.path), path)
+            named = [(self.name_of(record.path), path) for record, path in zip(manifest.files, files, strict=True)]
+            for name, path in sorted(named, key=lambda pair: pair[0].endswith("/.metadata")):  # that is an index
+                self.transfer.upload(name, path)
             if link is not None:  # a kill before the link is moved: the next start looks here first
                 self.transfer.put_bytes(self._intention(link), self.name_of(manifest.name).encode())
             self._create_manifest(manifest)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["capture", "restore"]
+__all__ = ["capture", "packed", "restore", "unpacked"]
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,21 @@ def capture() -> dict[str, Any]:
     return state
 
 
-def restore(states: Sequence[dict[str, Any]], rank: int = 0) -> None:
-    """Put the generators where :func:`capture` found them. ``states`` holds one entry per rank of the saved run.
+def packed(state: Mapping[str, Any]) -> torch.Tensor:
+    """What :func:`capture` gave as one tensor of bytes: what travels between ranks, and is in sharded checkpoints."""
+    data = io.BytesIO()
+    torch.save(dict(state), data)
+    return torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
+
+
+def unpacked(state: torch.Tensor) -> dict[str, Any]:
+    """What :func:`packed` was given."""
+    return torch.load(io.BytesIO(bytes(state.numpy())), weights_only=True)
+
+
+def restore(states: Sequence[dict[str, Any] | torch.Tensor], rank: int = 0) -> None:
+    """Put the generators where :func:`capture` found them. ``states`` holds one entry per rank of the saved run, each
+    as it was captured or :func:`packed`.
 
     A rank that the saved run did not have keeps its seed, which is logged as a warning.
     """
@@ -38,6 +52,7 @@ def restore(states: Sequence[dict[str, Any]], rank: int = 0) -> None:
         log.warning("the checkpoint has generators for %d ranks: rank %d keeps its seed", len(states), rank)
         return
     state = states[rank]
+    state = unpacked(state) if isinstance(state, torch.Tensor) else state
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     kind, keys, position, has_gauss, gauss = state["numpy"]

@@ -1,27 +1,27 @@
-"""What is left of a save after the snapshot: write, commit, point ``latest``, give older checkpoints up."""
+"""What is left of a save after the snapshot: write, vote, commit, point ``latest``, give older checkpoints up."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import final
+from typing import Any, Protocol, final
 
+from composerlite import dist
 from composerlite.checkpoint.catalog import Catalog
-from composerlite.checkpoint.formats import format_of
-from composerlite.checkpoint.formats.torch_file import TorchImage
-from composerlite.checkpoint.manifest import FileRecord, Manifest
-from composerlite.checkpoint.snapshot import Snapshot
-from composerlite.errors import SaveError
-from composerlite.storage import FileDigest, HostMemory, Sink, StagedFile
+from composerlite.checkpoint.manifest import Manifest
+from composerlite.checkpoint.snapshot import Snapshot, Stageable
+from composerlite.storage import HostMemory
 
-__all__ = ["SaveJob", "SaveReport"]
+__all__ = ["Body", "SaveJob", "SaveReport"]
 
 log = logging.getLogger(__name__)
+_LONGEST_WORK = timedelta(hours=1)
+"""A rank that writes for longer than that does not count as alive any more: its disk hangs."""
 
 
 @final
@@ -35,8 +35,9 @@ class SaveReport:
         size_bytes: of its data.
         seconds: by name. ``stall``: the training thread was kept from training. ``snapshot``: copying, behind training
             in part. ``waiting``: for the save before this one. ``hash``, ``write``, ``flush``: of the writing threads.
-            ``commit``: from durable data to a checkpoint that exists. ``total``: from the call until then.
-        weights_crc: CRC-32 of each storage of the model.
+            ``commit``: from durable data to a checkpoint that exists. ``total``: from the call until then. With several
+            ranks they are those of rank 0, but for the stall, which is this rank's own.
+        weights_crc: CRC-32 of each storage of the model, where rank 0 has all of it.
         deleted: names of the checkpoints that were given up for it.
     """
 
@@ -48,6 +49,48 @@ class SaveReport:
     deleted: Sequence[str] = ()
 
 
+class Body(Stageable, Protocol):
+    """What this rank writes of a checkpoint: its bytes, and how they become a part of what is committed.
+
+    Attributes:
+        gathers: the ranks need each other for :meth:`staged_in` and :meth:`write`, which are called on all, or none.
+        seconds: spent by name, complete after :meth:`finish`.
+        weights_crc: CRC-32 of each storage of the model, after :meth:`write`.
+    """
+
+    gathers: bool
+    seconds: dict[str, float]
+    weights_crc: Sequence[int]
+
+    def write(self, memory: HostMemory | None, ring_bytes: int) -> None:
+        """Hand all bytes to those who write them, and who may still be writing when this returns.
+
+        Args:
+            memory: what :meth:`staged_in` was given; ``None`` to read from the tensors themselves.
+            ring_bytes: memory to write with in that case.
+
+        Raises:
+            OSError: no space, no permission, and the like.
+        """
+        ...
+
+    def finish(self) -> Any:
+        """Wait until everything is durable; what rank 0 needs to know of it, which can be pickled.
+
+        Raises:
+            OSError: no space, no permission, and the like.
+        """
+        ...
+
+    def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
+        """On rank 0: make the checkpoint exist, of ``parts``, what :meth:`finish` gave on each rank; its manifest."""
+        ...
+
+    def close(self, *, may_be_committed: bool) -> None:
+        """Let go of everything, and remove what was written unless it is committed or may be. Twice is fine."""
+        ...
+
+
 @final
 @dataclass(kw_only=True)
 class SaveJob:
@@ -55,88 +98,94 @@ class SaveJob:
 
     Attributes:
         manifest: what will be committed, but for its files.
-        image: the file to write.
-        weights: numbers of the image's storages that belong to the model.
+        body: what this rank writes.
         memory: where the snapshot is; ``None`` to read from the tensors themselves.
         snapshot: the copy.
+        failure: why this rank cannot do its part: it votes against the checkpoint.
         ring_bytes: memory to write with where there is no snapshot.
         latest: name of the link to point to it.
-        publish: is given the manifest after the commit, before anything is given up.
-        give_up: which checkpoints to delete after that.
+        publish: is given the manifest after the commit, before anything is given up. On rank 0.
+        give_up: which checkpoints to delete after that. On rank 0.
+        vote: of all ranks over the commit; ``None`` where there is one rank.
+        timeout: of the vote.
         started: when the save was called for. waiting_seconds: how long it waited for the one before it.
         stall_seconds: how long it has kept training besides the snapshot. blocking: training waits until the end.
     """
 
     manifest: Manifest
     catalog: Catalog
-    path: Path
-    image: TorchImage
-    weights: Sequence[int]
+    body: Body
     started: float
     waiting_seconds: float
     memory: HostMemory | None = None
     snapshot: Snapshot | None = None
+    failure: BaseException | None = None
     ring_bytes: int = 32 << 20
     latest: str | None = None
     publish: Callable[[Manifest], object] | None = None
     give_up: Callable[[], Sequence[Manifest]] | None = None
+    vote: dist.CommitRound[Any] | None = None
+    timeout: timedelta = timedelta(seconds=300)
     stall_seconds: float = 0.0
     blocking: bool = False
 
     def __post_init__(self) -> None:
-        self._stack = ExitStack()
-        self._data: StagedFile | None = None
-        self._sink: Sink | None = None
-        self._crcs: list[int] = []
+        self._written = False
+
+    @property
+    def path(self) -> Path:
+        """Where the checkpoint will be."""
+        return self.catalog.folder / self.manifest.name
 
     def write(self) -> None:
-        """Hand all bytes to the file's writer, which may still be writing when this returns.
+        """Hand all bytes to those who write them, and who may still be writing when this returns.
 
         Raises:
             OSError: no space, no permission, and the like. Nothing is left behind.
         """
-        with ExitStack() as stack:
-            self._data = stack.enter_context(StagedFile(self.path))
-            file_format = format_of(self.manifest.template)
-            self._sink = stack.enter_context(
-                file_format.open_sink(
-                    self._data.temporary, self.image.size_bytes, memory=self.memory, ring_bytes=self.ring_bytes
-                )
-            )
-            with _named(self.path):
-                self._crcs = self.image.write(self._sink)
-            self._stack = stack.pop_all()
+        try:
+            self.body.write(self.memory, self.ring_bytes)
+        except BaseException:
+            self.body.close(may_be_committed=False)
+            raise
+        self._written = True
 
     def run(self) -> SaveReport:
-        """Write what is not written, make it durable and commit it.
+        """Write what is not written, make it durable and commit it, together with the other ranks.
 
         Raises:
             SaveError: the snapshot changed while it was taken.
             OSError: no space, no permission, and the like. Nothing is left behind.
+            RankError: the same where there are several ranks; its cause is what one of them raised.
         """
+        try:
+            if self.vote is None:
+                report = self._commit([self._finish()])
+            else:
+                report = self.vote.run(self._finish, self._commit, self.timeout, longest_work=_LONGEST_WORK)
+        finally:
+            self.body.close(may_be_committed=self.vote is not None and self.vote.may_be_committed)
+        return self._as_seen_here(report)
+
+    def _finish(self) -> Any:
+        """This rank's part, until it is durable."""
+        if self.failure is not None:
+            raise self.failure
         if self.snapshot is not None:
             self.snapshot.wait()
-        if self._sink is None:
+        if not self._written:
             self.write()
-        assert self._sink is not None
-        assert self._data is not None
-        with self._stack:
-            with _named(self.path):
-                digest = self._sink.finish()
-            seconds = self._seconds()
-            before_commit = time.perf_counter()
-            record = _record(self.manifest.name, digest)
-            manifest = dataclasses.replace(
-                self.manifest, files=(record,), timings=seconds, unpacked_bytes=self.image.size_bytes
-            )
-            self.catalog.commit(manifest, self._data)
+        return self.body.finish()
+
+    def _commit(self, parts: Sequence[Any]) -> SaveReport:
+        seconds = self._seconds()
+        before_commit = time.perf_counter()
+        manifest = self.body.commit(dataclasses.replace(self.manifest, timings=seconds), parts)
         if self.latest is not None and self.latest != manifest.name:
             self.catalog.point_latest(self.latest, manifest.name)
         now = time.perf_counter()
         seconds = {**seconds, "commit": now - before_commit, "total": now - self.started}
-        if self.blocking:
-            seconds["stall"] = seconds["total"]
-        log.info("saved checkpoint %s (%.1f MB in %.2f s)", self.path, digest.size_bytes / 1e6, seconds["total"])
+        log.info("saved checkpoint %s (%.1f MB in %.2f s)", self.path, manifest.size_bytes / 1e6, seconds["total"])
         if self.publish is not None:
             self.publish(manifest)
         deleted: list[str] = []
@@ -146,37 +195,30 @@ class SaveJob:
         return SaveReport(
             path=self.path,
             batch=manifest.batch,
-            size_bytes=digest.size_bytes,
+            size_bytes=manifest.size_bytes,
             seconds=seconds,
-            weights_crc=[self._crcs[number] for number in self.weights],
+            weights_crc=self.body.weights_crc,
             deleted=deleted,
         )
 
+    def _as_seen_here(self, report: SaveReport) -> SaveReport:
+        """What rank 0 reports, with this rank's name for the folder and how long it was kept from training."""
+        if self.blocking:
+            stall = time.perf_counter() - self.started if self.vote is not None else report.seconds["total"]
+        elif self.vote is not None:
+            stall = self._stall_seconds()
+        else:
+            return report
+        return dataclasses.replace(report, path=self.path, seconds={**report.seconds, "stall": stall})
+
+    def _stall_seconds(self) -> float:
+        return self.stall_seconds + (0.0 if self.snapshot is None else self.snapshot.stall_seconds)
+
     def _seconds(self) -> dict[str, float]:
         """What was spent until the data were durable."""
-        snapshot = self.snapshot
-        seconds = {
-            "stall": self.stall_seconds if snapshot is None else self.stall_seconds + snapshot.stall_seconds,
-            "snapshot": 0.0 if snapshot is None else snapshot.seconds,
+        return {
+            "stall": self._stall_seconds(),
+            "snapshot": 0.0 if self.snapshot is None else self.snapshot.seconds,
             "waiting": self.waiting_seconds,
+            **self.body.seconds,
         }
-        return {**seconds, **({} if self._sink is None else self._sink.seconds)}
-
-
-@contextmanager
-def _named(path: Path) -> Generator[None]:
-    """Name the checkpoint in an error of what compresses it."""
-    try:
-        yield
-    except SaveError as e:
-        raise SaveError(f"checkpoint {str(path)!r}: {e}") from e
-
-
-def _record(name: str, digest: FileDigest) -> FileRecord:
-    return FileRecord(
-        path=name,
-        size_bytes=digest.size_bytes,
-        xxh3_128=digest.xxh3_128,
-        chunk_bytes=digest.chunk_bytes,
-        chunks=digest.chunks,
-    )

@@ -10,24 +10,42 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Protocol, final
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from composerlite.checkpoint.formats.torch_file import StorageCopy, TorchImage, storage_id
+from composerlite.checkpoint.formats.torch_file import StorageCopy, storage_id
 from composerlite.errors import SaveError
 from composerlite.storage import Copier, Copying, HostMemory, available_memory
 
-__all__ = ["Snapshot", "Staging", "StepFence"]
+__all__ = ["Snapshot", "Stageable", "Staging", "StepFence"]
 
 log = logging.getLogger(__name__)
 _GRANULE_BYTES = 4 << 20  # what a checkpoint may grow by before it needs new memory
 _LEAST_RING_BYTES, _RING_BYTES = 16 << 20, 32 << 20
 _WAIT_SECONDS = 600.0
 Job = tuple[int, int, int]  # address to, address from, bytes
+
+
+class Stageable(Protocol):
+    """What can be copied before it is written.
+
+    Attributes:
+        size_bytes: of memory for the copy.
+    """
+
+    size_bytes: int
+
+    def storages(self) -> Sequence[StorageCopy]:
+        """What is to be copied before training changes it, each storage once, and where to."""
+        ...
+
+    def staged_in(self, memory: HostMemory) -> None:
+        """From now on the bytes are those in ``memory``, which holds each storage at its offset."""
+        ...
 
 
 @final
@@ -151,7 +169,7 @@ class Staging:
             self._preparing = None
         return True
 
-    def take(self, image: TorchImage, lazy: Sequence[Optimizer] = ()) -> tuple[HostMemory, Snapshot]:
+    def take(self, image: Stageable, lazy: Sequence[Optimizer] = ()) -> tuple[HostMemory, Snapshot]:
         """Copy the tensors of ``image`` and make it read from the copy.
 
         Args:
@@ -246,4 +264,5 @@ def _tensors_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     """The parameters and the state of ``optimizers`` that are in this machine's memory."""
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     states = [v for optimizer in optimizers for state in optimizer.state.values() for v in state.values()]
-    return [t for t in (*parameters, *states) if isinstance(t, Tensor) and t.device.type == "cpu"]
+    local = [getattr(t, "_local_tensor", t) for t in (*parameters, *states)]  # the shard of this rank, if it is one
+    return [t for t in local if isinstance(t, Tensor) and t.device.type == "cpu"]

@@ -19,7 +19,8 @@ from torch import Tensor
 from composerlite.checkpoint.formats import sharded
 from composerlite.checkpoint.formats.directory import PathOrUri
 from composerlite.checkpoint.formats.torch_file import TorchImage
-from composerlite.checkpoint.state_dict import WorkDir, nested
+from composerlite.checkpoint.state_dict import WorkDir
+from composerlite.checkpoint.state_keys import nested
 from composerlite.errors import CheckpointExistsError, ConfigError, IncompatibleCheckpointError
 from composerlite.storage import StagedFile, StreamWriter, atomic_write, is_uri, make_folder, parse_uri
 

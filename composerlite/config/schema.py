@@ -84,6 +84,9 @@ class TrainerArguments:
     accumulate_train_batch_on_tokens: bool = False
     seed: int | None = None
     deterministic_mode: bool = False
+    dist_timeout: float = 300.0
+    ddp_sync_strategy: str | None = None
+    parallelism_config: dict[str, Any] | None = None
     python_log_level: str | None = None
     compile_config: dict[str, Any] | None = None
 

@@ -1,4 +1,9 @@
-"""The vocabulary of training: time, events, state, and what takes part in it."""
+"""The vocabulary of training: time, events, state, and what takes part in it.
+
+What only runs of several ranks are told is imported when it is used.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from composerlite.core.algorithm import Algorithm
 from composerlite.core.auto_interval import AutoInterval
@@ -24,6 +29,9 @@ from composerlite.core.time import Time, TimeInput, Timestamp, TimeUnit, ensure_
 from composerlite.types import JSON, Batch
 from composerlite.types import Stateful as Serializable
 
+if TYPE_CHECKING:
+    from composerlite.core.parallelism import FSDPConfig, ParallelismConfig, TPConfig, ensure_parallelism
+
 __all__ = [
     "JSON",
     "MAX_SEED",
@@ -36,14 +44,17 @@ __all__ = [
     "Engine",
     "Evaluator",
     "Event",
+    "FSDPConfig",
     "IntervalScheduler",
     "Logger",
     "LoggerDestination",
     "MeasuredMetrics",
+    "ParallelismConfig",
     "Precision",
     "SchedulePredicate",
     "Serializable",
     "State",
+    "TPConfig",
     "Time",
     "TimeInput",
     "TimeUnit",
@@ -58,6 +69,7 @@ __all__ = [
     "create_interval_scheduler",
     "ensure_data_spec",
     "ensure_evaluator",
+    "ensure_parallelism",
     "ensure_precision",
     "ensure_time",
     "get_precision_context",
@@ -69,3 +81,17 @@ __all__ = [
     "seed_context",
     "split_batch",
 ]
+
+_OF_SEVERAL_RANKS = ("FSDPConfig", "ParallelismConfig", "TPConfig", "ensure_parallelism")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_SEVERAL_RANKS:
+        raise AttributeError(f"module 'composerlite.core' has no attribute {name!r}")
+    from composerlite.core import parallelism
+
+    return getattr(parallelism, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from composerlite import dist
 from composerlite.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -20,14 +21,15 @@ _TRAIN = "train"
 
 
 def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The values of ``metrics`` by name.
+    """The values of ``metrics`` by name, over what all ranks have seen. Every rank calls it.
 
     A metric that computes a dict gives one value per key, one that computes a vector ``<name>/0``, ``<name>/1``, …; one
     that has seen no batch gives none.
     """
     values: dict[str, float] = {}
-    for name, metric in metrics.items():
-        if metric.update_count == 0:  # resumed behind the last batch of an epoch, or an empty loader
+    updated = _updated(list(metrics.values()))
+    for (name, metric), has_values in zip(metrics.items(), updated, strict=True):
+        if not has_values:  # resumed behind the last batch of an epoch, or an empty loader
             continue
         computed: Any = metric.compute()
         for key, value in computed.items() if isinstance(computed, dict) else [(name, computed)]:
@@ -36,6 +38,17 @@ def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
             else:
                 values[str(key)] = float(value)
     return values
+
+
+def _updated(metrics: Sequence[Metric]) -> list[bool]:
+    """Which of them have seen a batch on any rank: only those can be computed, and by all ranks."""
+    counts = torch.tensor([metric.update_count for metric in metrics], dtype=torch.int64)
+    if metrics and dist.get_world_size() > 1:
+        dist.all_reduce(counts, "MAX")
+        for metric, count in zip(metrics, counts.tolist(), strict=True):
+            if count and metric.update_count == 0:  # it would warn, and the others have something for it
+                metric._update_count = 1  # pyright: ignore[reportPrivateUsage] - torchmetrics has no other way
+    return [count > 0 for count in counts.tolist()]
 
 
 def gives_one_value(metric: Metric) -> bool:

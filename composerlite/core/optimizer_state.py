@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from composerlite import dist
 from composerlite.errors import IncompatibleCheckpointError
 
 __all__ = [
@@ -77,10 +79,18 @@ def optimizer_problems(
     return [f"{source}: {kind} does not fit. {'; '.join(problems)}. {way_out}"] if problems else []
 
 
-def optimizer_places(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+def optimizer_places(
+    optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Mapping[str, Any]] | None = None
+) -> dict[str, dict[str, torch.Tensor]]:
     """The tensors that ``optimizer`` keeps, by parameter name and key, for those parameters that it has stepped.
 
     None for an optimizer that takes back its state in a way of its own: what it does with a tensor is not known.
+
+    Args:
+        optimizer: whose state it is.
+        model: has the parameters.
+        saved: state by parameter name, as a checkpoint has it. Where a distributed parameter was not stepped yet, new
+            tensors are made for it, distributed as the parameter is: they become the state when they are loaded.
     """
     own_way = type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
     if own_way or optimizer._optimizer_load_state_dict_pre_hooks:  # pyright: ignore[reportPrivateUsage]
@@ -91,7 +101,38 @@ def optimizer_places(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict
             if parameter in optimizer.state:  # to read what is not there would make it
                 state = optimizer.state[parameter]
                 places[name] = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            elif saved is not None and dist.is_distributed_tensor(parameter):
+                places[name] = {
+                    key: dist.empty_shard_like(parameter, value.dtype)
+                    for key, value in saved.get(name, {}).items()
+                    if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+                }
     return places
+
+
+def _as_kept(
+    optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Mapping[str, Any]]:
+    """``saved`` with whole tensors distributed as those are that the optimizer keeps, or as the parameter is."""
+    places = optimizer_places(optimizer, model)
+    parameters = {
+        name: parameter
+        for group, names in zip(optimizer.param_groups, _names(optimizer, model), strict=True)
+        for parameter, name in zip(group["params"], names, strict=True)
+        if dist.is_distributed_tensor(parameter)
+    }
+    if not parameters:
+        return dict(saved)
+
+    def kept(name: str, key: str, value: Any) -> Any:
+        if name not in parameters or not isinstance(value, torch.Tensor) or dist.is_distributed_tensor(value):
+            return value
+        like = places.get(name, {}).get(key)
+        if like is None and value.dim() > 0 and value.shape == parameters[name].shape:
+            like = parameters[name]
+        return dist.distributed_like(value, like) if like is not None and dist.is_distributed_tensor(like) else value
+
+    return {name: {key: kept(name, key, value) for key, value in state.items()} for name, state in saved.items()}
 
 
 def load_named_optimizer_state(
@@ -109,7 +150,7 @@ def load_named_optimizer_state(
     optimizer.load_state_dict(
         {
             **state_dict,
-            "state": {number_of[name]: value for name, value in state_dict["state"].items()},
+            "state": {number_of[n]: value for n, value in _as_kept(optimizer, model, state_dict["state"]).items()},
             "param_groups": [
                 {**group, "params": [number_of[name] for name in group_names]}
                 for group, group_names in zip(saved, names, strict=True)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from composerlite import dist
 from composerlite.core.algorithm import Algorithm
 from composerlite.core.event import Event
 from composerlite.core.logger import Logger
@@ -169,7 +170,7 @@ def places_for(
             saved = contents["optimizers"].get(name)
             if saved is not None:
                 problems += optimizer_problems(optimizer, state.model, saved, source=source)
-                places["optimizers"][name] = {"state": optimizer_places(optimizer, state.model)}
+                places["optimizers"][name] = {"state": optimizer_places(optimizer, state.model, saved["state"])}
     if problems:
         raise IncompatibleCheckpointError("\n".join(problems))
     return places
@@ -349,10 +350,19 @@ def _model_problems(model: nn.Module, saved: StateDict, *, strict: bool, source:
 
 def _model_places(model: nn.Module, saved: StateDict) -> StateDict:
     """The tensors of ``model`` by their names in ``saved``; none where a hook of the model changes what is loaded."""
-    if any(module._load_state_dict_pre_hooks for module in model.modules()):  # pyright: ignore[reportPrivateUsage]
+    if any(_changes_what_is_loaded(hook) for module in model.modules() for hook in _load_hooks(module)):
         return {}
     own = {clean_name(name): value for name, value in model.state_dict().items()}
     return {name: own[clean_name(name)] for name in saved if clean_name(name) in own}
+
+
+def _load_hooks(module: nn.Module) -> Iterable[Any]:
+    return module._load_state_dict_pre_hooks.values()  # pyright: ignore[reportPrivateUsage] - there is no other way
+
+
+def _changes_what_is_loaded(hook: Any) -> bool:
+    """Not those of ``fully_shard``, which only see to it that the parameters are sharded."""
+    return not str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def _load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str) -> None:
@@ -377,7 +387,16 @@ def _load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str
     ]
     if cast:
         log.warning("%s: saved in another precision and converted (%d): %s", source, len(cast), ", ".join(cast))
-    model.load_state_dict({own[name][0]: value for name, value in saved.items() if name in own}, strict=False)
+    model.load_state_dict(
+        {own[name][0]: _distributed_as(value, own[name][1]) for name, value in saved.items() if name in own},
+        strict=False,
+    )
+
+
+def _distributed_as(value: Any, own: Any) -> Any:
+    """A whole tensor as a distributed one, where that of the model is one."""
+    whole = isinstance(value, torch.Tensor) and not dist.is_distributed_tensor(value)
+    return dist.distributed_like(value, own) if whole and dist.is_distributed_tensor(own) else value
 
 
 def _kind_problems(state: State, contents: StateDict, source: str) -> list[str]:

@@ -13,6 +13,7 @@ from composerlite.core import serialization
 from composerlite.core.algorithm import Algorithm
 from composerlite.core.callback import Callback
 from composerlite.core.precision import Precision
+from composerlite.core.reproducibility import MAX_SEED
 from composerlite.core.time import MICROSECONDS, Time, TimeInput, Timestamp, TimeUnit
 from composerlite.errors import ConfigError
 from composerlite.types import Batch, StateDict, Stateful
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
     from composerlite.core.evaluator import Evaluator
+    from composerlite.core.parallelism import ParallelismConfig
 
 __all__ = ["State"]
 
@@ -45,6 +47,8 @@ class State:
         dataloader, dataloader_label, dataloader_len: the loader in use now.
         data_position: gives ``dataset_state`` while training; set by the training loop.
         device_train_microbatch_size: samples per forward pass; ``None`` for a whole batch.
+        parallelism: how the model is spread over ranks; ``None`` for a whole copy on each.
+        stop_requested: with several ranks, :meth:`stop_training` was called on this one and the others do not know yet.
     """
 
     serialized_attributes = (
@@ -82,6 +86,7 @@ class State:
         save_metrics: bool = False,
         rank: int = 0,
         world_size: int = 1,
+        parallelism: ParallelismConfig | None = None,
     ) -> None:
         self.model = model
         self.rank_zero_seed = rank_zero_seed
@@ -100,6 +105,8 @@ class State:
         self.save_metrics = save_metrics
         self.rank = rank
         self.world_size = world_size
+        self.parallelism = parallelism
+        self.stop_requested = False
 
         self._max_duration: Time | None = None
         self.max_duration = max_duration
@@ -175,14 +182,30 @@ class State:
         return Time(self.timestamp.count(end.unit) / end.value if end.value else 1.0, TimeUnit.DURATION)
 
     def stop_training(self) -> None:
-        """End training after the current batch: ``max_duration`` becomes now."""
-        self.max_duration = self.timestamp.batch
+        """End training after the current batch: ``max_duration`` becomes now.
+
+        With several ranks one of them is enough: all end after the same batch, the first at whose end they can agree.
+        """
+        if self.world_size > 1:
+            self.stop_requested = True
+        else:
+            self.max_duration = self.timestamp.batch
+
+    @property
+    def sharding(self) -> str | None:
+        """How a checkpoint of a model that is spread over ranks is laid out: ``'sharded'`` or ``'full'``.
+
+        ``None`` where every rank has the whole model.
+        """
+        if self.parallelism is None:
+            return None
+        return "sharded" if self.parallelism.fsdp is None else self.parallelism.fsdp.state_dict_type
 
     # ── identity ─────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def seed(self) -> int:
         """The seed of this rank: ``rank_zero_seed`` plus its rank."""
-        return self.rank_zero_seed + self.rank
+        return (self.rank_zero_seed + self.rank) % (MAX_SEED + 1)
 
     # ── data ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @property

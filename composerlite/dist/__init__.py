@@ -30,26 +30,37 @@ if TYPE_CHECKING:
         broadcast,
         broadcast_object,
         broadcast_object_list,
+        cause_elsewhere,
         gather_outcomes,
         leave_with,
         run_local_rank_zero_first,
     )
     from composerlite.dist.commit_barrier import CommitBarrier, CommitRound
     from composerlite.dist.sampling import get_sampler
+    from composerlite.dist.shards import Part, distributed_like, empty_shard_like, is_distributed_tensor, part_of
+    from composerlite.dist.spread import Spread, spreading
+    from composerlite.dist.tensors import any_distributed, full_tensor, total_norm
 
 __all__ = [
     "CommitBarrier",
     "CommitRound",
     "Control",
+    "Part",
+    "Spread",
     "all_gather",
     "all_gather_object",
     "all_reduce",
     "all_succeed",
+    "any_distributed",
     "barrier",
     "broadcast",
     "broadcast_object",
     "broadcast_object_list",
+    "cause_elsewhere",
+    "distributed_like",
+    "empty_shard_like",
     "finalize_dist",
+    "full_tensor",
     "gather_outcomes",
     "get_control",
     "get_device",
@@ -61,15 +72,22 @@ __all__ = [
     "get_world_size",
     "initialize_dist",
     "is_available",
+    "is_distributed_tensor",
     "is_initialized",
     "leave_with",
+    "part_of",
     "run_local_rank_zero_first",
+    "spreading",
+    "total_norm",
 ]
 
 _HOMES = {
     "CommitBarrier": "commit_barrier",
     "CommitRound": "commit_barrier",
     "get_sampler": "sampling",
+    **dict.fromkeys(("any_distributed", "full_tensor", "total_norm"), "tensors"),
+    **dict.fromkeys(("Part", "distributed_like", "empty_shard_like", "is_distributed_tensor", "part_of"), "shards"),
+    **dict.fromkeys(("Spread", "spreading"), "spread"),
     **dict.fromkeys(
         (
             "all_gather",
@@ -80,6 +98,7 @@ _HOMES = {
             "broadcast",
             "broadcast_object",
             "broadcast_object_list",
+            "cause_elsewhere",
             "gather_outcomes",
             "leave_with",
             "run_local_rank_zero_first",

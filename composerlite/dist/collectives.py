@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import re
+import time
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -35,6 +37,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "broadcast_object_list",
+    "cause_elsewhere",
     "gather_outcomes",
     "leave_with",
     "run_local_rank_zero_first",
@@ -43,6 +46,8 @@ __all__ = [
 T = TypeVar("T")
 
 _FIND_LOST_RANKS = timedelta(seconds=2)
+_LOOK_AROUND = timedelta(seconds=1)
+_BROKEN = re.compile(r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe", re.IGNORECASE)
 _REDUCTIONS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
@@ -68,7 +73,8 @@ def all_succeed(what: str, timeout: timedelta | None = None) -> Generator[None]:
         timeout: of the wait for the others, from the end of this rank's block.
 
     Raises:
-        RankError: the block failed on a rank; its cause is the exception. In a run of one process: the exception.
+        RankError: the block failed on a rank; its cause is the exception. Where it failed on every rank in the same
+            way, and in a run of one process: the exception.
         LateRankError: not every rank came to the end of the block in ``timeout``.
     """
     try:
@@ -108,6 +114,27 @@ def leave_with(error: BaseException) -> None:
     """
     if get_world_size() > 1 and not (isinstance(error, RankError) and error.everywhere):
         get_control().meetings.leave(error)
+
+
+def cause_elsewhere(what: str, error: BaseException) -> RankError | None:
+    """The failure of another rank that ``error`` follows from: it left, or was lost, and the connection broke.
+
+    ``None`` if ``error`` is this rank's own, or says already whose it is.
+
+    Args:
+        what: these ranks were doing, for the error.
+        error: was raised here.
+    """
+    is_broken = isinstance(error, torch.distributed.DistError) or _BROKEN.search(str(error)) is not None
+    if get_world_size() == 1 or isinstance(error, RankError) or not (isinstance(error, RuntimeError) and is_broken):
+        return None
+    meetings = get_control().meetings
+    try:
+        meetings.check_nobody_left(what)
+        lost = meetings.missing(what, _FIND_LOST_RANKS)
+    except RankError as e:
+        return e
+    return RankError(f"{what}: lost {format_ranks(lost)}: {error}", lost) if lost else None
 
 
 def all_gather_object(obj: T, timeout: timedelta | None = None) -> list[T]:
@@ -236,6 +263,8 @@ def _meet(what: str, timeout: timedelta | None, error: Exception | None) -> None
     if get_world_size() == 1:
         return
     if failures := control.meetings.meet(what, _limit(timeout), error):
+        if error is not None and len(failures) == get_world_size() and len({f.text for f in failures}) == 1:
+            raise error  # everybody's: the user's mistake, most likely
         raise rank_error(what, failures, error)
 
 
@@ -281,4 +310,18 @@ def _run_on_tensor(
         return
     ticket = control.meetings.pass_by(what)
     with _gloo(what, timeout, ticket) as group:
-        cast("Work", start(group)).wait(_limit(timeout))
+        _wait(cast("Work", start(group)), what, _limit(timeout))
+
+
+def _wait(work: Work, what: str, limit: timedelta) -> None:
+    """Wait for ``work``, and look around meanwhile: a rank that failed and said so ends it."""
+    end = time.monotonic() + limit.total_seconds()
+    while True:
+        left = timedelta(seconds=max(0.001, end - time.monotonic()))
+        try:
+            work.wait(min(left, _LOOK_AROUND))
+            return
+        except RuntimeError as e:
+            if left <= _LOOK_AROUND or "timed out" not in str(e).lower():
+                raise
+        get_control().meetings.check_nobody_left(what)

@@ -6,14 +6,18 @@ sends meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
+
+from torch.distributed import DistError
 
 from composerlite.dist.meetings import (
     Failure,
@@ -100,26 +104,36 @@ class CommitRound(Generic[T]):
         self._poll = Poll(store, world_size)
         self._own_error: BaseException | None = None
 
-    def run(self, write: Callable[[], T], commit: Callable[[list[T]], R], timeout: timedelta) -> R:
+    def run(
+        self,
+        write: Callable[[], T],
+        commit: Callable[[list[T]], R],
+        timeout: timedelta,
+        *,
+        longest_work: timedelta = timedelta(),
+    ) -> R:
         """Write on every rank, commit on rank 0 when all have; every rank returns what ``commit`` returned.
 
         Args:
             write: this rank's part; what it returns must be picklable.
             commit: called on rank 0 only, with the results of ``write`` in the order of ranks.
             timeout: from the end of this rank's ``write`` until every rank has voted; and once more for ``commit``.
+            longest_work: so long this rank shows that it is alive and at work: for those who wait for it ``timeout``
+                counts from the last time it did.
 
         Raises:
             RankError: a rank failed in ``write`` or rank 0 in ``commit``: the same on every rank.
             LateRankError: not every rank voted in time. Nothing is committed unless ``may_be_committed``.
         """
         try:
-            value = write()
+            with self._at_work(timeout, longest_work):
+                value = write()
         except BaseException as e:
             self.arrive(error=e)
-            self._finish(timeout)
+            self._finish(timeout, longest_work)
             raise AssertionError("a vote against it was not counted") from e
         self.arrive(value)
-        return self._finish(timeout, commit)
+        return self._finish(timeout, longest_work, commit)
 
     def arrive(self, value: T | None = None, *, error: BaseException | None = None) -> None:
         """Vote, once: for the commit, with a ``value`` for rank 0, or against it with the ``error`` that is why.
@@ -143,7 +157,7 @@ class CommitRound(Generic[T]):
             LateRankError: not every rank voted in ``timeout``, or the time of another rank was up before.
         """
         with self._reaching():
-            if not self._poll.until(self._key("voted"), timeout):
+            if not self._until("voted", timeout):
                 self._give_up(timeout)
             if self._store.check([self._key("decision")]):
                 self._raise_decision()
@@ -175,10 +189,10 @@ class CommitRound(Generic[T]):
             LateRankError: the time is up. See ``may_be_committed``.
         """
         with self._reaching():
-            if not self._poll.until(self._key("released"), timeout):
+            if not self._until("released", timeout):
                 self._give_up(timeout)
                 self.may_be_committed = True
-                if not self._poll.until(self._key("released"), timeout):
+                if not self._until("released", timeout):
                     raise self._unknown(timeout)
             good, outcome = pickle.loads(self._store.get(self._key("released")))
             self._leave()
@@ -187,18 +201,59 @@ class CommitRound(Generic[T]):
             raise self._error(outcome)
         return outcome
 
-    def _finish(self, timeout: timedelta, commit: Callable[[list[T]], Any] = list) -> Any:
+    def _finish(self, timeout: timedelta, longest_work: timedelta, commit: Callable[[list[T]], Any] = list) -> Any:
         if self._rank != 0:
             return self.wait(timeout)
         values = self.decide(timeout)
         try:
-            result = commit(values)
+            with self._at_work(timeout, longest_work):
+                result = commit(values)
         except BaseException as e:
             self.release(error=e)
             self._own_error = e
             raise self._error([Failure.of(e, self._rank)]) from e
         self.release(result)
         return result
+
+    @contextlib.contextmanager
+    def _at_work(self, timeout: timedelta, longest: timedelta) -> Generator[None]:
+        """Have a thread say every now and then, while the block runs, that this rank is alive."""
+        if not longest:
+            yield
+            return
+        done = threading.Event()
+
+        def beat() -> None:
+            until = time.monotonic() + longest.total_seconds()
+            with contextlib.suppress(DistError):  # the store is gone: this rank says so when it votes
+                while not done.wait(timeout.total_seconds() / 5) and time.monotonic() < until:
+                    self._store.add(self._key(f"beats/{self._rank}"), 1)
+
+        thread = threading.Thread(target=beat, name="commit-vote", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _until(self, name: str, timeout: timedelta) -> bool:
+        """Wait for a key; false if one of the ranks that are waited for has shown nothing for ``timeout``."""
+        started = time.monotonic()
+        heard: dict[int, tuple[int, float]] = {}
+        while not self._poll.until(self._key(name), timeout / 4):
+            now = time.monotonic()
+            for rank in self._late() or [0]:
+                beats = self._store.add(self._key(f"beats/{rank}"), 0)
+                count, since = heard.get(rank, (0, started))
+                if beats != count:
+                    heard[rank] = beats, now
+                elif now - since >= timeout.total_seconds():
+                    return False
+        return True
+
+    def _late(self) -> list[int]:
+        return [rank for rank, key in enumerate(self._vote_keys()) if not self._store.check([key])]
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
@@ -214,7 +269,7 @@ class CommitRound(Generic[T]):
 
     def _give_up(self, timeout: timedelta) -> None:
         """End the round for all, because ranks are late. Returns if none is, or if rank 0 is committing already."""
-        late = [rank for rank, key in enumerate(self._vote_keys()) if not self._store.check([key])]
+        late = self._late()
         if not late and self._rank == 0:  # they came in this moment
             return
         self._decide_against([Failure.of(late_error(self._what, timeout, late or [0]), self._rank)])
@@ -248,5 +303,10 @@ class CommitRound(Generic[T]):
     def _leave(self) -> None:
         """The last to leave removes the keys of this round: nobody reads them any more."""
         if self._store.add(self._key("gone"), 1) == self._world_size:
-            for key in [*self._vote_keys(), *map(self._key, ("votes", "voted", "decision", "released", "gone"))]:
+            beats = [self._key(f"beats/{rank}") for rank in range(self._world_size)]
+            for key in [
+                *beats,
+                *self._vote_keys(),
+                *map(self._key, ("votes", "voted", "decision", "released", "gone")),
+            ]:
                 self._store.delete_key(key)

@@ -17,9 +17,10 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignor
 from composerlite.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage] - documented
+
     from composerlite.dist.commit_barrier import CommitBarrier
     from composerlite.dist.meetings import Meetings
-    from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage] - documented
 
 __all__ = [
     "Control",
@@ -166,7 +167,7 @@ def initialize_dist(
     timeout: float | timedelta = 300.0,
     *,
     min_world_size: int = 2,
-) -> None:
+) -> bool:
     """Connect the ranks that torchrun started: a process group for training; apart from it a gloo group and a store.
 
     Every rank calls it. Where there is a process group already, that one stays the group of training. Nothing happens
@@ -177,6 +178,9 @@ def initialize_dist(
         timeout: seconds, of every wait of these groups.
         min_world_size: 1 makes a process group for one process too; a device mesh needs one.
 
+    Returns:
+        Whether this call connected them: then :func:`finalize_dist` is for the caller.
+
     Raises:
         ConfigError: the environment says only half of what is needed, or contradicts itself.
         RankError: a rank failed here; every rank raises it.
@@ -185,7 +189,7 @@ def initialize_dist(
     global _control
     _check_environment()
     if _control is not None or (get_world_size() < min_world_size and not is_initialized()):
-        return
+        return False
     rank, world_size = get_global_rank(), get_world_size()
     limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     store = _existing_store(rank, world_size) if is_initialized() else _connect(rank, world_size, limit)
@@ -201,6 +205,7 @@ def initialize_dist(
         meetings, "making process groups", limit, lambda: _make_groups(store, rank, world_size, chosen, limit)
     )
     _control = _make_control(ours, rank, world_size, group, limit, meetings)
+    return True
 
 
 def _do_on_all_ranks(meetings: Meetings, what: str, timeout: timedelta, act: Callable[[], T]) -> T:

@@ -110,6 +110,7 @@ def rank_error(what: str, failures: Sequence[Failure], own: BaseException | None
         ranks.setdefault(failure.text, []).append(failure.rank)
     texts = [f"{format_ranks(who)} failed: {text}" for text, who in ranks.items()]
     error = RankError(f"{what}: {'; '.join(texts)}", [failure.rank for failure in failures], everywhere=True)
+    error.causes = tuple(failure.exception() for failure in failures)
     first = failures[0]
     if own is None:
         error.__cause__ = first.exception()
@@ -247,10 +248,11 @@ class Meetings:
         """Raise the error of a rank that called :meth:`leave`.
 
         Raises:
-            RankError: with the cause.
+            RankError: with the cause; or the store is gone.
         """
-        if self._store.check(["left"]):
-            raise rank_error(what, [pickle.loads(self._store.get("left"))])
+        with reaching_the_store(what):
+            if self._store.check(["left"]):
+                raise rank_error(what, [pickle.loads(self._store.get("left"))])
 
     def late(self, ticket: int, what: str, timeout: timedelta) -> LateRankError | None:
         """The error that names the ranks that have not come to ``ticket``; None if all have."""

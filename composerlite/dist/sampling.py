@@ -24,6 +24,9 @@ def get_sampler(
 ) -> DistributedSampler[Any]:
     """A sampler that gives each rank its share of ``dataset``.
 
+    The trainer needs none: it deals the samples of a plain ``DataLoader`` to the ranks. Where there is one it keeps to
+    its order, and gives no sample twice.
+
     Args:
         dataset: with a length.
         drop_last: leave out the samples that do not go up evenly; else some are given twice.

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
@@ -83,6 +84,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         self._prefix = ""
         self._run_name = ""
         self._count = 0
+        self._sent: set[str] = set()
 
     @property
     def uploader(self) -> Uploader:
@@ -143,6 +145,7 @@ class RemoteUploaderDownloader(LoggerDestination):
             finally:
                 staged.unlink(missing_ok=True)
 
+        self._sent.add(name)
         self._uploader.submit(
             name,
             upload,
@@ -172,8 +175,10 @@ class RemoteUploaderDownloader(LoggerDestination):
         self._uploader.raise_failures()
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Wait for all uploads and raise what went wrong with one."""
-        self._uploader.wait(_WAIT_SECONDS)
+        """Wait for all files and raise what went wrong with one. Checkpoints are waited for by who saves them."""
+        until = time.monotonic() + _WAIT_SECONDS
+        while self._sent:
+            self._uploader.wait(until - time.monotonic(), lane=self._sent.pop())
         self._uploader.raise_failures()
 
     def post_close(self) -> None:

@@ -116,13 +116,17 @@ class SecondName:
     The name is that of a temporary, locked as long as this process lives: :func:`abandoned_temporaries` finds it after
     a kill. Where the file system has no second names it is a copy.
 
+    Args:
+        path: of the file.
+        folder: where the name is to be, on the same disk; ``None``: in the same folder.
+
     Attributes:
-        path: the name, in the same folder.
+        path: the name.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, folder: Path | None = None) -> None:
         while True:
-            self.path = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
+            self.path = (folder or path.parent) / f".{path.name}.tmp-{secrets.token_hex(8)}"
             try:
                 os.link(path, self.path)
             except FileExistsError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -27,9 +28,17 @@ if TYPE_CHECKING:
 
 __all__ = ["RankOutcome", "run_ranks", "run_ranks_to_the_end"]
 
-# Forked from one that has imported what takes long, so that a rank starts in a moment.
+# Forked from one that has imported what takes long, so that a rank starts in a moment. None of these starts a thread or
+# opens a process group when it is imported; torch._dynamo is imported by the first optimizer.
 _processes = multiprocessing.get_context("forkserver")
-_PRELOAD = ["torch", "composerlite.dist", "composerlite.testing.cluster"]
+_PRELOAD = [
+    "composerlite.testing.cluster",
+    "composerlite.trainer",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torchmetrics",
+]
 _STACKS = signal.SIGUSR1
 _STACKS_SECONDS = 2.0
 _START_SECONDS = 60.0
@@ -243,10 +252,10 @@ class _Pool:
             for worker in workers:
                 worker.end()
             raise
-        usable = [worker for worker in workers if worker.is_usable_again()]
         assert self._folder is not None
-        lost = world_size - len(usable)
-        self._idle += [*usable, *(_Worker(Path(self._folder.name)) for _ in range(lost))]  # they start by themselves
+        folder = Path(self._folder.name)
+        # Each in its place: torch remembers which rank a process was. New ones start by themselves.
+        self._idle[:0] = [worker if worker.is_usable_again() else _Worker(folder) for worker in workers]
         return outcomes
 
     def close(self) -> None:
@@ -354,6 +363,7 @@ def _serve(connection: Connection[Any, Any], stacks: Path) -> None:
     """What a process of the pool does: one task after the other, until the connection is closed."""
     import torch
 
+    gc.freeze()  # what was imported stays: collections need not go through it, nor copy its pages
     torch.set_num_threads(1)
     with stacks.open("w") as file:
         faulthandler.register(_STACKS, file=file, all_threads=True)

@@ -9,12 +9,14 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from composerlite import dist
+from composerlite.callbacks import CheckpointSaver
 from composerlite.core import (
     Algorithm,
     Callback,
@@ -29,10 +31,15 @@ from composerlite.core import (
     ensure_evaluator,
 )
 from composerlite.errors import ConfigError
+from composerlite.loggers import ConsoleLogger, ProgressBarLogger
 from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler, DecoupledSGDW, compile_composer_scheduler
+from composerlite.storage import ObjectStore
 from composerlite.trainer.checks import as_list, check_ratio, is_several
 from composerlite.types import Batch
+
+if TYPE_CHECKING:
+    from composerlite.core import ParallelismConfig
 
 __all__ = [
     "build_evaluators",
@@ -40,12 +47,29 @@ __all__ = [
     "build_schedulers",
     "check_parts",
     "eval_metrics",
+    "in_a_store",
     "limited",
+    "output_loggers",
+    "parallelism",
     "resolve_run_name",
+    "saver",
     "scaled_duration",
 ]
 
 log = logging.getLogger(__name__)
+
+_RENAMED = {"save_interval": "save_interval", "save_async": "asynchronous"}
+
+
+def in_a_store(uri: str, loggers: Iterable[LoggerDestination]) -> tuple[str, ObjectStore | None]:
+    """``uri`` as a name in the store of the logger that uploads there, which has settings of its own; else as it is."""
+    for logger in loggers:
+        if logger.uploader is not None:
+            store = logger.uploader.transfer.store
+            root = store.get_uri("x").removesuffix("x")
+            if uri.startswith(root):
+                return uri.removeprefix(root), store
+    return uri, None
 
 
 def resolve_run_name(run_name: str | None, *, autoresume: bool) -> str:
@@ -193,3 +217,34 @@ def check_parts(algorithms: Any, callbacks: Any, loggers: Any) -> tuple[list[Alg
         as_list(callbacks, Callback, argument="callbacks"),
         as_list(loggers, LoggerDestination, argument="loggers"),
     )
+
+
+def output_loggers(arguments: Mapping[str, Any]) -> list[LoggerDestination]:
+    """The progress bar or the lines on the console that the trainer's ``arguments`` ask for."""
+    given: dict[str, Any] = {"stream": arguments["console_stream"], "log_traces": arguments["log_traces"]}
+    interval, to_console = arguments["console_log_interval"], arguments["log_to_console"]
+    if arguments["progress_bar"]:
+        return [ProgressBarLogger(log_to_console=to_console or None, console_log_interval=interval, **given)]
+    return [ConsoleLogger(log_interval=interval, **given)] if to_console else []
+
+
+def saver(arguments: Mapping[str, Any]) -> CheckpointSaver:
+    """The saver that the trainer's arguments ``save_…`` describe. They are its own, with that before their names."""
+    given = {
+        _RENAMED.get(name, name.removeprefix("save_")): value
+        for name, value in arguments.items()
+        if name.startswith("save_") and name != "save_metrics"
+    }
+    return CheckpointSaver(**given)
+
+
+def parallelism(value: Mapping[str, Any] | ParallelismConfig | None) -> ParallelismConfig | None:
+    """How the model is spread over the ranks, checked against their number; ``None`` for a whole copy on each."""
+    if value is None:
+        return None
+    from composerlite.core import ensure_parallelism
+
+    config = ensure_parallelism(value)
+    if config is not None:
+        config.degrees(dist.get_world_size())
+    return config

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, final
 
 import torch
 
+from composerlite.checkpoint import rng
 from composerlite.core import (
     DataSpec,
     Engine,
@@ -23,23 +25,41 @@ from composerlite.core import (
     metric_values,
     move_to_device,
 )
+from composerlite.errors import ConfigError
+from composerlite.trainer.company import Alone as NoCompany
+from composerlite.trainer.company import Company
+from composerlite.trainer.dataloading import EvaluationBatches, Share, batches_per_epoch
+from composerlite.trainer.parallel import Alone, Parallel
 from composerlite.types import Batch
 
-__all__ = ["EvaluationSchedule", "evaluate", "log_metrics", "predict"]
+__all__ = ["EvaluationSchedule", "Ranks", "evaluate", "log_metrics", "predict"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What evaluation needs to know of the others."""
+
+    parallel: Parallel = field(default_factory=Alone)
+    company: Company = field(default_factory=NoCompany)
+    share: Share = field(default_factory=Share)
 
 
 @final
 class EvaluationSchedule:
     """Runs each evaluator when its interval says so, at most once per batch count."""
 
-    def __init__(self, state: State, engine: Engine, logger: Logger) -> None:
+    def __init__(self, state: State, engine: Engine, logger: Logger, ranks: Ranks | None = None) -> None:
         self._state = state
         self._engine = engine
         self._logger = logger
+        self._ranks = Ranks() if ranks is None else ranks
         self._last: dict[str, int] = {}
 
     def run_due(self, event: Event) -> bool:
-        """Run the evaluators that are due at ``event``; whether any was."""
+        """Run the evaluators that are due at ``event``; whether any was.
+
+        The generators of training stand afterwards as before: training is the same however often it is interrupted.
+        """
         state = self._state
         if not state.evaluators:
             return False
@@ -54,16 +74,22 @@ class EvaluationSchedule:
         if not due:
             return False
         self._last.update({evaluator.label: batch for evaluator in due})
-        evaluate(state, self._engine, self._logger, due)
+        generators = rng.capture()
+        evaluate(state, self._engine, self._logger, due, self._ranks)
+        rng.restore([generators])
         return True
 
 
-def evaluate(state: State, engine: Engine, logger: Logger, evaluators: Sequence[Evaluator]) -> None:
-    """Evaluate the model. What training uses of the state is as before afterwards."""
+def evaluate(state: State, engine: Engine, logger: Logger, evaluators: Sequence[Evaluator], ranks: Ranks) -> None:
+    """Evaluate the model. What training uses of the state is as before afterwards.
+
+    The metrics are those of the samples of all ranks.
+    """
     engine.run_event(Event.EVAL_BEFORE_ALL)
     with _set_aside(state), torch.no_grad():
+        ranks.parallel.before_evaluation(state.model)
         for evaluator in evaluators:
-            _evaluate_one(state, engine, logger, evaluator)
+            _evaluate_one(state, engine, logger, evaluator, ranks)
     engine.run_event(Event.EVAL_AFTER_ALL)
 
 
@@ -87,36 +113,41 @@ def _length(state: State) -> int | None:
     return None if state.dataloader_len is None else int(state.dataloader_len)
 
 
-def _evaluate_one(state: State, engine: Engine, logger: Logger, evaluator: Evaluator) -> None:
+def _evaluate_one(state: State, engine: Engine, logger: Logger, evaluator: Evaluator, ranks: Ranks) -> None:
     model: Any = state.model
     spec = evaluator.dataloader
     metrics = state.eval_metrics.get(evaluator.label, {})
     for metric in metrics.values():
         metric.reset()
-    state.set_dataloader(spec.dataloader, evaluator.label, evaluator.subset_num_batches)
+    limit = -1 if evaluator.subset_num_batches is None else evaluator.subset_num_batches
+    state.set_dataloader(spec.dataloader, evaluator.label, batches_per_epoch(spec, ranks.share, subset=limit))
     state.eval_timestamp = Timestamp()
     engine.run_event(Event.EVAL_START)
-    for batch in _batches(spec.dataloader, evaluator.subset_num_batches):
+    for batch, is_stand_in, counted in _batches(spec, limit, ranks):
         start = time.perf_counter()
         state.batch = _prepare(state, spec, batch)
-        whole, samples, tokens = state.batch, spec.get_num_samples_in_batch(batch), spec.get_num_tokens_in_batch(batch)
+        whole, samples = state.batch, spec.get_num_samples_in_batch(batch)
         engine.run_event(Event.EVAL_BATCH_START)
         size = evaluator.device_eval_microbatch_size
-        parts: Iterable[Batch] = (
+        parts: Sequence[Batch] = (
             [state.batch] if size is None or size >= samples else spec.split_batch(state.batch, size)
         )
-        for part in parts:
+        for number in range(ranks.company.max(len(parts)) if ranks.parallel.forward_is_shared else len(parts)):
+            part = parts[min(number, len(parts) - 1)]
             state.batch = part if spec.microbatch_transforms is None else spec.microbatch_transforms(part)
             engine.run_event(Event.EVAL_BEFORE_FORWARD)
             with get_precision_context(state.precision, state.device):
                 state.outputs = model.eval_forward(state.batch)
             engine.run_event(Event.EVAL_AFTER_FORWARD)
+            if is_stand_in or number >= len(parts) or not ranks.parallel.counts:
+                continue
             for metric in metrics.values():
                 model.update_metric(state.batch, state.outputs, metric)
         state.batch = whole
         elapsed = timedelta(seconds=time.perf_counter() - start)
-        state.eval_timestamp = state.eval_timestamp.to_next_batch(samples, tokens, elapsed)
+        state.eval_timestamp = state.eval_timestamp.to_next_batch(*counted, elapsed)
         engine.run_event(Event.EVAL_BATCH_END)
+    ranks.parallel.after_evaluation(state.model)
     values = log_metrics(logger, metrics, evaluator.label)
     state.eval_metric_values.update(values)
     engine.run_event(Event.EVAL_END)
@@ -130,19 +161,21 @@ def log_metrics(logger: Logger, metrics: dict[str, Any], label: str) -> dict[str
 
 
 def predict(
-    state: State, engine: Engine, spec: DataSpec, *, subset_num_batches: int, return_outputs: bool
+    state: State, engine: Engine, spec: DataSpec, *, subset_num_batches: int, return_outputs: bool, ranks: Ranks
 ) -> list[Any]:
-    """The model's outputs for each batch, on the CPU, in order; an empty list without ``return_outputs``."""
+    """The model's outputs for each batch of this rank, on the CPU, in order; none without ``return_outputs``."""
     outputs: list[Any] = []
     model: Any = state.model
     with _set_aside(state):
-        state.set_dataloader(spec.dataloader, "predict", subset_num_batches)
+        ranks.parallel.before_evaluation(model)
+        state.set_dataloader(
+            spec.dataloader, "predict", batches_per_epoch(spec, ranks.share, subset=subset_num_batches)
+        )
         state.predict_timestamp = Timestamp()
         engine.run_event(Event.PREDICT_START)
         with torch.no_grad():
-            for batch in _batches(spec.dataloader, subset_num_batches):
+            for batch, is_stand_in, counted in _batches(spec, subset_num_batches, ranks):
                 start = time.perf_counter()
-                samples, tokens = spec.get_num_samples_in_batch(batch), spec.get_num_tokens_in_batch(batch)
                 state.batch = _prepare(state, spec, batch)
                 if spec.microbatch_transforms is not None:
                     state.batch = spec.microbatch_transforms(state.batch)
@@ -151,19 +184,45 @@ def predict(
                 with get_precision_context(state.precision, state.device):
                     state.outputs = model.eval_forward(state.batch)
                 engine.run_event(Event.PREDICT_AFTER_FORWARD)
-                if return_outputs:
+                if return_outputs and not is_stand_in:
                     outputs.append(move_to_device(state.outputs, torch.device("cpu")))
                 elapsed = timedelta(seconds=time.perf_counter() - start)
-                state.predict_timestamp = state.predict_timestamp.to_next_batch(samples, tokens, elapsed)
+                state.predict_timestamp = state.predict_timestamp.to_next_batch(*counted, elapsed)
                 engine.run_event(Event.PREDICT_BATCH_END)
+        ranks.parallel.after_evaluation(model)
         engine.run_event(Event.PREDICT_END)
     return outputs
 
 
-def _batches(dataloader: Iterable[Batch], subset_num_batches: int | None) -> Iterator[Batch]:
-    if subset_num_batches is None or subset_num_batches < 0:
-        return iter(dataloader)
-    return itertools.islice(dataloader, subset_num_batches)
+def _batches(spec: DataSpec, limit: int, ranks: Ranks) -> Iterator[tuple[Batch, bool, tuple[int, int]]]:
+    """Each batch of this rank, whether it is there only to keep step, and the samples and tokens of all ranks in it.
+
+    Where a forward pass waits for other ranks, one whose batches have ended gives its last one again until all end.
+    """
+    own = EvaluationBatches(spec, ranks.share)
+    batches = iter(own) if limit < 0 else itertools.islice(own, limit)
+    batch: Batch = None
+    began = False
+    while True:
+        try:
+            batch, has_batch, began = next(batches), True, True
+        except StopIteration:
+            has_batch = False
+        counts = has_batch and not own.is_stand_in
+        samples = spec.get_num_samples_in_batch(batch) if counts else 0
+        tokens = spec.get_num_tokens_in_batch(batch) if counts else 0
+        counted = ranks.company.step(has_batch, samples, tokens)
+        if counted is None:
+            return
+        if has_batch:
+            yield batch, own.is_stand_in, counted
+        elif ranks.parallel.forward_is_shared:
+            if not began:
+                raise ConfigError(
+                    "the loader to evaluate on gives no batch on this rank, and others wait for it in their forward "
+                    "passes: give every rank one at least."
+                )
+            yield batch, True, counted
 
 
 def _prepare(state: State, spec: DataSpec, batch: Batch) -> Batch:

@@ -12,21 +12,27 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-__all__ = ["IndexSampler", "ReseedingDataset"]
+__all__ = ["IndexSampler", "NumberedBatch", "ReseedingDataset", "chained"]
 
 
 class NumberedBatch(list[Any]):
-    """The indices of one batch, and which batch of which epoch it is: what a worker seeds its generators with."""
+    """The indices of one batch, and which batch of which epoch it is: what a worker seeds its generators with.
 
-    __slots__ = ("epoch", "number")
+    Attributes:
+        number: of the batch. With a ``stride``: of its first sample.
+        stride: how far the numbers of its samples are from each other; ``None`` if only the batch has a number.
+    """
 
-    def __init__(self, indices: Any = (), epoch: int = 0, number: int = 0) -> None:
+    __slots__ = ("epoch", "number", "stride")
+
+    def __init__(self, indices: Any = (), epoch: int = 0, number: int = 0, stride: int | None = None) -> None:
         super().__init__(indices)
         self.epoch = epoch
         self.number = number
+        self.stride = stride
 
     def __reduce__(self) -> Any:
-        return NumberedBatch, (list(self), self.epoch, self.number)
+        return NumberedBatch, (list(self), self.epoch, self.number, self.stride)
 
 
 @final
@@ -85,7 +91,7 @@ class IndexSampler:
 
     def _draw(self) -> Iterator[Any]:
         for indices in self._inner:
-            self.digest = _digest(self.digest, indices)
+            self.digest = chained(self.digest, indices)
             number = self.drawn
             self.drawn += 1
             if not self._numbered:
@@ -94,7 +100,8 @@ class IndexSampler:
                 yield NumberedBatch(indices if self._batched else (indices,), self._epoch, number)
 
 
-def _digest(previous: int, indices: Any) -> int:
+def chained(previous: int, indices: Any) -> int:
+    """The digest of the batches so far, from that of the ones before and the indices of one more."""
     if isinstance(indices, list) and indices and type(indices[0]) is int:
         return hash((previous, *indices))  # the hash of integers is the same in every process
     return zlib.crc32(repr(indices).encode(), previous & 0xFFFFFFFF)
@@ -102,10 +109,10 @@ def _digest(previous: int, indices: Any) -> int:
 
 @final
 class ReseedingDataset:
-    """A map-style data set in a worker process, with the generators seeded for each batch.
+    """A map-style data set in a worker process, with the generators seeded for each batch, or for each numbered sample.
 
-    The seed is a function of (run seed, epoch, batch) and of nothing else: random transforms of a batch are the same
-    whichever worker loads it and whatever that worker loaded before. Attributes are those of the data set inside.
+    The seed is a function of (run seed, epoch, number) and of nothing else: random transforms are the same whichever
+    worker loads a batch and whatever that worker loaded before. Attributes are those of the data set inside.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -113,16 +120,20 @@ class ReseedingDataset:
         object.__setattr__(self, "_seed", seed)
 
     def __getitems__(self, batch: NumberedBatch) -> list[Any]:
-        self._reseed(batch)
-        indices = list(batch)
+        self._reseed(batch, batch.number)
         if fetch := getattr(self._dataset, "__getitems__", None):
-            return fetch(indices)
-        return [self._dataset[index] for index in indices]
+            return fetch(list(batch))
+        if batch.stride is None:
+            return [self._dataset[index] for index in batch]
+        return [self._numbered(batch, index, batch.number + i * batch.stride) for i, index in enumerate(batch)]
+
+    def _numbered(self, batch: NumberedBatch, index: Any, number: int) -> Any:
+        self._reseed(batch, number)
+        return self._dataset[index]
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, NumberedBatch):  # a loader without automatic batching: one index at a time
-            self._reseed(index)
-            return self._dataset[index[0]]
+            return self._numbered(index, index[0], index.number)
         return self._dataset[index]
 
     def __len__(self) -> int:
@@ -137,8 +148,8 @@ class ReseedingDataset:
     def __reduce__(self) -> Any:
         return ReseedingDataset, (self._dataset, self._seed)
 
-    def _reseed(self, batch: NumberedBatch) -> None:
-        words = np.random.SeedSequence((self._seed, batch.epoch, batch.number)).generate_state(3)
+    def _reseed(self, batch: NumberedBatch, number: int) -> None:
+        words = np.random.SeedSequence((self._seed, batch.epoch, number)).generate_state(3)
         random.seed(int(words[0]))
         np.random.seed(int(words[1]))
         torch.manual_seed(int(words[2]))

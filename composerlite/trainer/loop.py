@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import torch
 
 from composerlite.checkpoint import rng
-from composerlite.core import DataSpec, Engine, Event, Logger, State, TimeUnit, move_to_device
-from composerlite.errors import ConfigError
+from composerlite.core import DataSpec, Engine, Event, Logger, State, TimeUnit, count_samples, move_to_device
+from composerlite.errors import ConfigError, TrainingError
+from composerlite.trainer.company import Alone, Company
 from composerlite.trainer.dataloading import DataPosition
 from composerlite.trainer.evaluate import EvaluationSchedule, log_metrics
 from composerlite.trainer.step import TrainStep
@@ -35,6 +36,11 @@ class Loop:
         step_schedulers_every_batch: when learning rates change; else once per epoch.
         spin_dataloaders: in the first epoch after a resume leave out what was seen of it.
         rng_states: the generators' states to start from, one per rank; ``None`` to go on from where they are.
+        company: the other ranks.
+        data_ranks: into how many shares the data are dealt. weight_by_tokens: the batches of ranks count by tokens.
+        asks: before each batch the ranks tell each other how much data they have. They do without where all know the
+            samples of all, from the first batch on if that has no tokens. may_stop_asking: whether they know.
+        logs: whether any rank logs.
         moves_batches: whether batches go to another device than the CPU.
     """
 
@@ -49,10 +55,19 @@ class Loop:
     step_schedulers_every_batch: bool = True
     spin_dataloaders: bool = True
     rng_states: list[dict[str, object]] | None = None
+    company: Company = field(default_factory=Alone)
+    data_ranks: int = 1
+    weight_by_tokens: bool = False
     moves_batches: bool = field(init=False)
+    logs: bool = field(init=False)
+    asks: bool = field(init=False, default=True)
+    may_stop_asking: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.moves_batches = self.state.device.type != "cpu"
+        self.logs = self.company.any(bool(self.logger.destinations))
+        knows = self.position.knows_samples() and self.spec.get_num_samples_in_batch is count_samples
+        self.may_stop_asking = self.company.same(self.subset_num_batches) and not self.company.any(not knows)
 
 
 def run(loop: Loop) -> None:
@@ -102,19 +117,45 @@ def _epoch(loop: Loop) -> tuple[bool, bool]:
         try:
             batch = next(batches)
         except StopIteration:
+            if loop.asks:
+                loop.company.end_of_data()
             _check_progress(state, done)
             return True, loop.subset_num_batches < 0 or int(state.timestamp.batch_in_epoch) < loop.subset_num_batches
-        clock = _batch(loop, batch, clock)
+        samples, tokens = loop.spec.get_num_samples_in_batch(batch), loop.spec.get_num_tokens_in_batch(batch)
+        if loop.position.is_stand_in:
+            samples = tokens = 0
+        counted = loop.company.count(samples, tokens) if loop.asks else _known(loop, tokens)
+        if counted is None:
+            _check_progress(state, done)
+            return True, False
+        if loop.may_stop_asking and not counted[1]:
+            loop.asks = False
+        clock = _batch(loop, batch, clock, (samples, tokens), counted)
         done += 1
         if state.training_is_over:
-            return _at_end_of_epoch(state), False
+            return _at_end_of_epoch(loop), False
 
 
-def _batch(loop: Loop, batch: Batch, clock: int) -> int:
-    """Train on one batch and do what follows it; the time at its end, in microseconds."""
+def _known(loop: Loop, tokens: int) -> tuple[int, int]:
+    """Samples and tokens of all ranks, where none needs to ask."""
+    if tokens:
+        raise TrainingError(
+            f"this batch has {tokens} tokens and the first one had none: the ranks do not count tokens any more. Pass "
+            "DataSpec(loader, get_num_samples_in_batch=…) of your own, and they count before every batch."
+        )
+    return loop.position.samples, 0
+
+
+def _batch(loop: Loop, batch: Batch, clock: int, own: tuple[int, int], counted: tuple[int, int]) -> int:
+    """Train on one batch and do what follows it; the time at its end, in microseconds.
+
+    Args:
+        loop: what it works with.
+        batch: of this rank. clock: the time at the end of the one before.
+        own: its samples and tokens. counted: those of all ranks.
+    """
     state, spec, on, logger = loop.state, loop.spec, loop.engine.handlers, loop.logger
     state.batch = batch
-    samples, tokens = spec.get_num_samples_in_batch(batch), spec.get_num_tokens_in_batch(batch)
     for handler in on[Event.AFTER_DATALOADER]:
         handler(state, logger)
     if loop.moves_batches:
@@ -124,20 +165,22 @@ def _batch(loop: Loop, batch: Batch, clock: int) -> int:
     for handler in on[Event.BATCH_START]:
         handler(state, logger)
 
-    loop.step.run(samples)
+    share = 1.0 if loop.data_ranks == 1 else _share(loop, own, counted)
+    loop.step.run(own[0], share)
 
     now = time.perf_counter_ns() // 1000
     state.previous_timestamp = state.timestamp
-    state.timestamp = state.timestamp.after_batch(samples, tokens, now - clock)
+    state.timestamp = state.timestamp.after_batch(*counted, now - clock)
     if loop.step_schedulers_every_batch:  # they look at the timestamp: the rate of the next batch is that of now
         for scheduler in state.schedulers:
             scheduler.step()
-    if logger.destinations:
-        _log_batch(loop)
+    if loop.logs:
+        _log_batch(loop, share)
     for handler in on[Event.BATCH_END]:
         handler(state, logger)
     if state.evaluators and loop.evaluation.run_due(Event.BATCH_END):
         now = time.perf_counter_ns() // 1000  # evaluation is not training time; saving a checkpoint is
+    loop.company.agree_on_end(state)  # before a checkpoint, which all save together
     for handler in on[Event.BATCH_CHECKPOINT]:
         handler(state, logger)
     return now
@@ -152,6 +195,7 @@ def _end_epoch(loop: Loop) -> None:
             scheduler.step()
     engine.run_event(Event.EPOCH_END)
     loop.evaluation.run_due(Event.EPOCH_END)
+    loop.company.agree_on_end(state)
     engine.run_event(Event.EPOCH_CHECKPOINT)
     _end_iteration_if_due(loop)
 
@@ -165,12 +209,18 @@ def _end_iteration_if_due(loop: Loop) -> None:
         state.timestamp = state.timestamp.to_next_iteration()
         engine.run_event(Event.ITERATION_END)
         loop.evaluation.run_due(Event.ITERATION_END)
+        loop.company.agree_on_end(state)
         engine.run_event(Event.ITERATION_CHECKPOINT)
 
 
-def _at_end_of_epoch(state: State) -> bool:
+def _at_end_of_epoch(loop: Loop) -> bool:
     """Whether the batch that ended training was the last of its epoch: then the epoch has ended as well."""
-    return state.dataloader_len is not None and state.timestamp.batch_in_epoch >= state.dataloader_len
+    state, batches = loop.state, loop.position.batches_in_epoch()
+    if batches is None:
+        return state.dataloader_len is not None and state.timestamp.batch_in_epoch >= state.dataloader_len
+    if loop.subset_num_batches >= 0:
+        batches = min(batches, loop.subset_num_batches)
+    return int(state.timestamp.batch_in_epoch) >= batches
 
 
 def _check_progress(state: State, done: int) -> None:
@@ -187,7 +237,13 @@ def _check_progress(state: State, done: int) -> None:
         )
 
 
-def _log_batch(loop: Loop) -> None:
+def _share(loop: Loop, own: tuple[int, int], counted: tuple[int, int]) -> float:
+    """How much the batch of this rank counts: gradients are averaged over ranks as if all had equal batches."""
+    place = 1 if loop.weight_by_tokens else 0
+    return own[place] * loop.data_ranks / counted[place] if counted[place] else 1.0
+
+
+def _log_batch(loop: Loop, share: float) -> None:
     state = loop.state
     now = state.timestamp
     losses = {
@@ -200,4 +256,4 @@ def _log_batch(loop: Loop) -> None:
         "time/sample": int(now.sample),
         "time/token": int(now.token),
     }
-    loop.logger.log_metrics({**losses, **counts})
+    loop.logger.log_metrics({**loop.company.mean(losses, share), **counts})

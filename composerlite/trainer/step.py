@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -11,10 +12,22 @@ import torch
 from composerlite.core import DataSpec, Engine, Event, Precision, State, get_precision_context
 from composerlite.errors import TrainingError
 from composerlite.trainer.attempt import BeforeBatch
+from composerlite.trainer.company import Alone as NoCompany
+from composerlite.trainer.company import Company
+from composerlite.trainer.parallel import Alone, Parallel
+from composerlite.types import Batch
 
 __all__ = ["TrainStep"]
 
 log = logging.getLogger(__name__)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _StandIn:
+    """A piece that is trained on once more, for nothing, because other ranks have more pieces."""
+
+    batch: Batch
 
 
 @final
@@ -28,26 +41,44 @@ class TrainStep:
         state: the training state.
         engine: runs the events from ``BEFORE_TRAIN_BATCH`` to ``AFTER_TRAIN_BATCH``.
         spec: how to split and count batches.
-        weight_by_tokens: weigh microbatches by tokens rather than samples.
+        weight_by_tokens: weigh microbatches, and the batches of ranks, by tokens rather than samples.
+        parallel: how the ranks train the model together. company: the other ranks.
     """
 
-    def __init__(self, state: State, engine: Engine, spec: DataSpec, *, weight_by_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        state: State,
+        engine: Engine,
+        spec: DataSpec,
+        *,
+        weight_by_tokens: bool = False,
+        parallel: Parallel | None = None,
+        company: Company | None = None,
+    ) -> None:
         self._state = state
         self._engine = engine
         self._spec = spec
         self._count = spec.get_num_tokens_in_batch if weight_by_tokens else spec.get_num_samples_in_batch
+        self._parallel = Alone() if parallel is None else parallel
+        self._company = NoCompany() if company is None else company
+        self._is_alone = isinstance(self._parallel, Alone)
 
-    def run(self, samples: int) -> None:
+    def run(self, samples: int, share: float = 1.0) -> None:
         """Train on ``state.batch``, which has ``samples`` samples.
+
+        Args:
+            samples: in the batch of this rank.
+            share: how much it counts: 1 where the batches of all ranks are equal; over all ranks the mean is 1.
 
         Raises:
             TrainingError: with automatic microbatching, if a single sample does not fit into memory.
         """
         state = self._state
         if state.auto_microbatching:
-            self._train_halving(samples)
+            self._train_halving(samples, share)
         else:
-            self._train(samples)
+            self._train(samples, share)
+            self._finish_gradients()
         for optimizer in state.optimizers:
             if state.scaler is None:
                 optimizer.step()
@@ -55,30 +86,37 @@ class TrainStep:
                 state.scaler.step(optimizer)
                 state.scaler.update()
 
-    def _train_halving(self, samples: int) -> None:
-        """Train with the microbatch size found so far; while memory does not suffice, halve it and try again."""
+    def _train_halving(self, samples: int, share: float) -> None:
+        """Train with the microbatch size found so far; while memory does not suffice, halve it and try again.
+
+        All ranks do so together: the gradients are reduced when all have theirs.
+        """
         state = self._state
         if state.device_train_microbatch_size is None:
-            state.device_train_microbatch_size = samples
+            state.device_train_microbatch_size = self._company.max(samples)
         before = BeforeBatch(state)
         while True:
+            cause: Exception | None = None
             try:
-                self._train(samples)
-                return
+                self._train(samples, share)
             except (torch.OutOfMemoryError, RuntimeError, MemoryError) as e:
                 if not _is_out_of_memory(e):
                     raise
-                size = min(state.device_train_microbatch_size, samples)
-                if size <= 1:
-                    raise TrainingError("out of memory with a microbatch of one sample: the model is too large.") from e
-            # Outside the handler: its traceback held the activations that did not fit.
+                cause = e.with_traceback(None)  # that held the activations that did not fit
+            size = state.device_train_microbatch_size
+            if not self._company.any(cause is not None):
+                self._finish_gradients()
+                return
+            size = min(size, self._company.max(samples))
+            if size <= 1:
+                raise TrainingError("out of memory with a microbatch of one sample: the model is too large.") from cause
             state.device_train_microbatch_size = (size + 1) // 2
             log.info("out of memory with microbatches of %d: trying %d", size, state.device_train_microbatch_size)
             before.restore()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def _train(self, samples: int) -> None:
+    def _train(self, samples: int, share: float) -> None:
         state, engine = self._state, self._engine
         for optimizer in state.optimizers:
             if _zeroes_plainly(optimizer):
@@ -89,34 +127,54 @@ class TrainStep:
                 optimizer.zero_grad()
         engine.run_event(Event.BEFORE_TRAIN_BATCH)
 
-        size = state.device_train_microbatch_size
-        if size is None or size >= samples:
-            self._microbatch(None)
+        microbatches = self._microbatches(samples)
+        if len(microbatches) == 1:
+            self._microbatch(None if share == 1.0 else share, last=True)
         else:
-            whole = state.batch
-            microbatches = self._spec.split_batch(whole, size)
-            counts = [self._count(microbatch) for microbatch in microbatches]
-            total = sum(counts)
-            if not total:
-                raise TrainingError(
-                    "accumulate_train_batch_on_tokens=True: the batch has no tokens to weigh its microbatches by. Pass "
-                    "DataSpec(loader, get_num_tokens_in_batch=lambda batch: …)."
-                )
-            losses: dict[str, Any] = {}
-            for microbatch, count in zip(microbatches, counts, strict=True):
-                state.batch = microbatch
-                self._microbatch(count / total)
-                for name, value in state.total_loss_dict.items():
-                    losses[name] = losses.get(name, 0.0) + value * (count / total)
-            state.total_loss_dict = losses
-            state.batch = whole
+            self._accumulate(microbatches, share)
 
+    def _microbatches(self, samples: int) -> Sequence[Batch]:
+        """``state.batch`` in pieces; where ranks wait for each other in a pass, as many on each."""
+        batch, size = self._state.batch, self._state.device_train_microbatch_size
+        if size is None:
+            return (batch,)
+        pieces = (batch,) if size >= samples else self._spec.split_batch(batch, size)
+        if self._parallel.passes_are_shared:
+            missing = self._company.max(len(pieces)) - len(pieces)
+            pieces = [*pieces, *[_StandIn(pieces[-1])] * missing]
+        return pieces
+
+    def _accumulate(self, microbatches: Sequence[Batch], share: float) -> None:
+        """Train on each; what it counts is its part of the batch's samples or tokens."""
+        state = self._state
+        whole = state.batch
+        counts = [0 if isinstance(piece, _StandIn) else self._count(piece) for piece in microbatches]
+        total = sum(counts)
+        if not total and share:
+            raise TrainingError(
+                "accumulate_train_batch_on_tokens=True: the batch has no tokens to weigh its microbatches by. Pass "
+                "DataSpec(loader, get_num_tokens_in_batch=lambda batch: …)."
+            )
+        losses: dict[str, Any] = {}
+        for number, (piece, count) in enumerate(zip(microbatches, counts, strict=True), 1):
+            state.batch = piece.batch if isinstance(piece, _StandIn) else piece
+            part = count / total if total else 0.0
+            self._microbatch(part * share, last=number == len(microbatches))
+            for name, value in state.total_loss_dict.items():
+                losses[name] = losses.get(name, 0.0) + value * part
+        state.total_loss_dict = losses
+        state.batch = whole
+
+    def _finish_gradients(self) -> None:
+        state, engine = self._state, self._engine
+        if not self._is_alone:
+            self._parallel.reduce(state.model)
         if state.scaler is not None:
             for optimizer in state.optimizers:
                 state.scaler.unscale_(optimizer)
         engine.run_event(Event.AFTER_TRAIN_BATCH)
 
-    def _microbatch(self, weight: float | None) -> None:
+    def _microbatch(self, weight: float | None, *, last: bool) -> None:
         """Forward, loss and backward on ``state.batch``; ``weight`` is its share of the batch, ``None`` for all."""
         state, spec, on, logger = self._state, self._spec, self._engine.handlers, self._engine.logger
         model: Any = state.model
@@ -125,8 +183,11 @@ class TrainStep:
 
         # Entering a context that does nothing costs as much as an event: without autocast there is none.
         forward, loss = model, model.loss
+        if not self._is_alone:
+            forward = self._parallel.trained(model)
+            self._parallel.before_microbatch(last=last)
         if state.precision is not Precision.FP32:
-            forward, loss = _in_precision(state, model), _in_precision(state, model.loss)
+            forward, loss = _in_precision(state, forward), _in_precision(state, loss)
         for handler in on[Event.BEFORE_FORWARD]:
             handler(state, logger)
         state.outputs = forward(state.batch)
@@ -154,7 +215,7 @@ class TrainStep:
         for handler in on[Event.AFTER_BACKWARD]:
             handler(state, logger)
 
-        if state.train_metrics:
+        if state.train_metrics and weight != 0.0 and self._parallel.counts:
             with torch.no_grad():
                 for metric in state.train_metrics.values():
                     model.update_metric(state.batch, state.outputs, metric)

@@ -15,9 +15,7 @@ from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import (
     IgnoreKeys,
     check_ignore_keys,
-    download_bar,
     load_checkpoint,
-    newest_good,
     save_checkpoint,
 )
 from composerlite.core import (
@@ -44,18 +42,21 @@ from composerlite.core import (
     seed_all,
 )
 from composerlite.errors import ConfigError, checked_arguments
-from composerlite.loggers import ConsoleLogger, ProgressBarLogger
 from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler
 from composerlite.storage import ObjectStore
 from composerlite.trainer import build, checks
-from composerlite.trainer.dataloading import DataPosition, position_in
-from composerlite.trainer.evaluate import EvaluationSchedule, evaluate, predict
+from composerlite.trainer.company import Membership, company, connected, failing_together, of_rank_zero
+from composerlite.trainer.dataloading import DataPosition, Share, batches_per_epoch, position_in
+from composerlite.trainer.evaluate import EvaluationSchedule, Ranks, evaluate, predict
 from composerlite.trainer.loop import Loop, run
+from composerlite.trainer.parallel import check_sync_strategy, copy_model, shard_model
+from composerlite.trainer.resuming import newest_checkpoint
 from composerlite.trainer.step import TrainStep
 from composerlite.types import Batch
 
 if TYPE_CHECKING:
+    from composerlite.core import ParallelismConfig
     from composerlite.loggers import RemoteUploaderDownloader
 
 __all__ = ["Trainer"]
@@ -117,6 +118,13 @@ class Trainer:
         device_train_microbatch_size: samples per forward pass, or ``'auto'`` to halve it until it fits into memory.
         accumulate_train_batch_on_tokens: weigh microbatches by tokens rather than samples.
         seed: of all random generators; a random one by default. deterministic_mode: use deterministic kernels only.
+        dist_timeout: seconds that a rank waits for the others before it raises an error that names those who are late.
+        ddp_sync_strategy: when ranks average their gradients: ``'single_auto_sync'``, in the backward pass of a batch's
+            last microbatch, the default; ``'multi_auto_sync'``, in that of every microbatch, and a parameter may be
+            unused in it; ``'forced_sync'``, after the last backward pass.
+        parallelism_config: how the model is spread over ranks: a :class:`ParallelismConfig` or
+            ``{'fsdp': {…}, 'tp': {…}}`` with the fields of :class:`FSDPConfig` and :class:`TPConfig`; ``None`` for a
+            whole copy on each.
         python_log_level: log level of composerlite.
         compile_config: arguments of ``torch.compile``, with which the model is compiled; ``None`` for not at all.
 
@@ -125,7 +133,10 @@ class Trainer:
         CheckpointError: ``load_path`` is missing, damaged or does not fit.
     """
 
+    _membership: Membership
+
     @checked_arguments
+    @connected
     def __init__(
         self,
         *,
@@ -189,6 +200,9 @@ class Trainer:
         accumulate_train_batch_on_tokens: bool = False,
         seed: int | None = None,
         deterministic_mode: bool = False,
+        dist_timeout: float = 300.0,
+        ddp_sync_strategy: str | None = None,
+        parallelism_config: Mapping[str, Any] | ParallelismConfig | None = None,
         python_log_level: str | None = None,
         compile_config: dict[str, Any] | None = None,
     ) -> None:
@@ -196,10 +210,8 @@ class Trainer:
         checks.check_flags(type(self).__init__, arguments)
         if python_log_level is not None:
             logging.getLogger("composerlite").setLevel(checks.check_log_level(python_log_level))
-        if dist.get_world_size() > 1:
-            raise ConfigError(
-                f"WORLD_SIZE={dist.get_world_size()}: this version trains in one process. Start it without torchrun."
-            )
+        ddp_sync_strategy = check_sync_strategy(ddp_sync_strategy)
+        parallelism = build.parallelism(parallelism_config)
         self._autoresume = autoresume
         self._step_schedulers_every_batch = step_schedulers_every_batch
         self._scale_schedule_ratio = scale_schedule_ratio
@@ -219,19 +231,21 @@ class Trainer:
         # Reproducibility first: whatever draws random numbers from here on does so from the seed.
         if deterministic_mode:
             configure_deterministic_mode()
-        seed = get_random_seed() if seed is None else checks.check_seed(seed)
+        seed = of_rank_zero(get_random_seed() if seed is None else checks.check_seed(seed))
         seed_all(seed)
 
         # The parts of the run.
         chosen_device = dist.get_device(device)
         chosen_precision = ensure_precision(precision, chosen_device)
-        model = checks.check_model(model).to(chosen_device)
+        model = checks.check_model(model)
+        if parallelism is None or parallelism.fsdp is None:  # FSDP moves it piece by piece: it need not fit as a whole
+            model = model.to(chosen_device)
         size, auto = checks.microbatch_size(device_train_microbatch_size)
         user_algorithms, user_callbacks, user_loggers = build.check_parts(algorithms, callbacks, loggers)
         self.state = State(
             model,
             rank_zero_seed=seed,
-            run_name=build.resolve_run_name(run_name, autoresume=autoresume),
+            run_name=of_rank_zero(build.resolve_run_name(run_name, autoresume=autoresume)),
             device=chosen_device,
             max_duration=build.scaled_duration(max_duration, scale_schedule_ratio),
             optimizers=build.build_optimizer(optimizers, model),
@@ -241,45 +255,12 @@ class Trainer:
             save_metrics=save_metrics,
             rank=dist.get_global_rank(),
             world_size=dist.get_world_size(),
+            parallelism=parallelism,
         )
         self._set_precision(chosen_precision)
-        if progress_bar:
-            user_loggers.append(
-                ProgressBarLogger(
-                    log_to_console=log_to_console or None,
-                    console_log_interval=console_log_interval,
-                    stream=console_stream,
-                    log_traces=log_traces,
-                )
-            )
-        elif log_to_console:
-            user_loggers.append(
-                ConsoleLogger(log_interval=console_log_interval, stream=console_stream, log_traces=log_traces)
-            )
+        user_loggers += build.output_loggers(arguments)
         if save_folder is not None:
-            saver = CheckpointSaver(
-                folder=save_folder,
-                filename=save_filename,
-                remote_file_name=save_remote_file_name,
-                latest_filename=save_latest_filename,
-                save_interval=save_interval,
-                overwrite=save_overwrite,
-                num_checkpoints_to_keep=save_num_checkpoints_to_keep,
-                weights_only=save_weights_only,
-                ignore_keys=save_ignore_keys,
-                asynchronous=save_async,
-                staging_bytes=save_staging_bytes,
-                lazy=save_lazy,
-                failure_limit=save_failure_limit,
-                ephemeral_interval=save_ephemeral_interval,
-                keep_every=save_keep_every,
-                best_k=save_best_k,
-                best_metric=save_best_metric,
-                best_mode=save_best_mode,
-                staging_folder=save_staging_folder,
-                num_remote_checkpoints_to_keep=save_num_remote_checkpoints_to_keep,
-            )
-            user_callbacks.append(saver)  # last: it saves what the other callbacks have done
+            user_callbacks.append(build.saver(arguments))  # last: it saves what the other callbacks have done
         self.state.callbacks = [*user_loggers, *user_callbacks]
         self.logger = Logger(self.state, user_loggers)
         model.logger = self.logger
@@ -298,15 +279,23 @@ class Trainer:
             if self.state.max_duration is not None or all(isinstance(s, LRScheduler) for s in self._schedulers):
                 self._build_schedulers(keep_rates=False)
 
+            sharded = shard_model(self.state)
+            if sharded is not None:
+                self._membership.stay()
+
             # Loading comes last: everything that has a state is there to take it.
             self.engine.run_event(Event.BEFORE_LOAD)
             load_ignore_keys = check_ignore_keys(load_ignore_keys, argument="load_ignore_keys")
-            resume_from = self._newest_checkpoint(load_progress_bar) if autoresume else None
+            resume_from = (
+                newest_checkpoint(self.state, self._savers, progress_bar=load_progress_bar) if autoresume else None
+            )
             self._resumed = resume_from is not None
             if resume_from is not None or load_path is not None:
                 self.state.load_path = str(resume_from or load_path)
-                name, store = self.state.load_path, None if self._resumed else load_object_store
-                if store is not None and not isinstance(store, ObjectStore):
+                name, store = self.state.load_path, load_object_store
+                if self._resumed:
+                    name, store = build.in_a_store(name, self.logger.destinations)
+                elif store is not None and not isinstance(store, ObjectStore):
                     name, store = store.object_name(name, self.state.run_name), store.object_store
                 self._rng_states = load_checkpoint(
                     name,
@@ -318,9 +307,14 @@ class Trainer:
                     ignore_keys=load_ignore_keys,
                     exclude_algorithms=load_exclude_algorithms,
                     trust_checkpoint=trust_checkpoint,
+                    monolith_rank0_only=parallelism is not None
+                    and parallelism.fsdp is not None
+                    and parallelism.fsdp.load_monolith_rank0_only,
                 )
             self.engine.run_event(Event.AFTER_LOAD)
-            seed_all(self.state.seed)
+            self._parallel = copy_model(self.state, ddp_sync_strategy) if sharded is None else sharded
+            self._company = company(counts=self._parallel.counts)
+            seed_all(self.state.rank_zero_seed + self._parallel.data_rank)
             if compile_config is not None:
                 self.state.model.compile(**compile_config)
         except BaseException:
@@ -329,6 +323,7 @@ class Trainer:
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────
     @checked_arguments
+    @failing_together("training")
     def fit(
         self,
         *,
@@ -410,23 +405,36 @@ class Trainer:
         if schedulers is not None or scale_schedule_ratio is not None or len(state.schedulers) < len(self._schedulers):
             self._build_schedulers(keep_rates=begun_before)
 
-        state.set_dataloader(self._train_spec.dataloader, self._train_label, self._train_subset)
+        self._use_train_data(self._train_spec)
         rng_states, self._rng_states = self._rng_states, None
-        run(
-            Loop(
-                state=state,
-                engine=self.engine,
-                logger=self.logger,
-                spec=self._train_spec,
-                position=self._place_in(self._train_spec),
-                step=TrainStep(state, self.engine, self._train_spec, weight_by_tokens=self._accumulate_on_tokens),
-                evaluation=EvaluationSchedule(state, self.engine, self.logger),
-                subset_num_batches=self._train_subset,
-                step_schedulers_every_batch=self._schedulers_step_every_batch(),
-                spin_dataloaders=self.spin_dataloaders,
-                rng_states=rng_states,
-            )
+        loop = Loop(
+            state=state,
+            engine=self.engine,
+            logger=self.logger,
+            spec=self._train_spec,
+            position=self._place_in(self._train_spec),
+            step=TrainStep(
+                state,
+                self.engine,
+                self._train_spec,
+                weight_by_tokens=self._accumulate_on_tokens,
+                parallel=self._parallel,
+                company=self._company,
+            ),
+            evaluation=EvaluationSchedule(state, self.engine, self.logger, self._ranks),
+            subset_num_batches=self._train_subset,
+            step_schedulers_every_batch=self._schedulers_step_every_batch(),
+            spin_dataloaders=self.spin_dataloaders,
+            rng_states=rng_states,
+            company=self._company,
+            data_ranks=self._parallel.data_ranks,
+            weight_by_tokens=self._accumulate_on_tokens,
         )
+        try:
+            run(loop)
+        except BaseException:
+            self._parallel.give_up()
+            raise
 
     def _place_in(self, spec: DataSpec) -> DataPosition:
         """The position in the training data: that of the last ``fit`` on it, of the checkpoint, or its start."""
@@ -434,9 +442,13 @@ class Trainer:
         loaded = state.dataset_state.get("train") is not None  # since the last fit: by this trainer, or into its state
         if self._position is None or loaded:
             self._forget_position()
-            self._position = position_in(spec, seed=state.seed, timestamp=lambda: state.timestamp)
-            if loaded and self.spin_dataloaders:
-                self._position.load_state_dict(state.dataset_state["train"])
+            self._position = position_in(
+                spec,
+                seed=state.rank_zero_seed,
+                timestamp=lambda: state.timestamp,
+                share=self._share,
+                saved=state.dataset_state["train"] if self.spin_dataloaders else None,
+            )
             state.dataset_state = {"train": None, "eval": {}}
             state.data_position = self._position
         return self._position
@@ -458,6 +470,7 @@ class Trainer:
         return begun_before
 
     # ── evaluation, prediction ───────────────────────────────────────────────────────────────────────────────────
+    @failing_together("evaluation")
     def eval(self, eval_dataloader: EvalLoader | None = None, subset_num_batches: int = -1) -> None:
         """Evaluate now, on ``eval_dataloader`` or on the constructor's. Values are in ``state.eval_metric_values``.
 
@@ -476,9 +489,10 @@ class Trainer:
         if not evaluators:
             raise ConfigError("there is no eval_dataloader: pass it to Trainer or to eval.")
         self.engine.run_event(Event.EVAL_STANDALONE_START)
-        evaluate(self.state, self.engine, self.logger, evaluators)
+        evaluate(self.state, self.engine, self.logger, evaluators, self._ranks)
         self.engine.run_event(Event.EVAL_STANDALONE_END)
 
+    @failing_together("prediction")
     def predict(self, dataloader: Loader, subset_num_batches: int = -1, *, return_outputs: bool = True) -> list[Any]:
         """The model's outputs for each batch of ``dataloader``, on the CPU, in order.
 
@@ -490,6 +504,7 @@ class Trainer:
             ensure_data_spec(dataloader),
             subset_num_batches=checks.check_subset(subset_num_batches, argument="subset_num_batches"),
             return_outputs=return_outputs,
+            ranks=self._ranks,
         )
 
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -516,11 +531,17 @@ class Trainer:
     def close(self) -> None:
         """Close all callbacks and loggers. Safe to call twice.
 
+        With several ranks every rank calls it; the trainer that connected them lets go of the connection.
+
         Raises:
             Exception: what one of them raised, after all were closed.
         """
         self._forget_position()
-        self.engine.close()
+        try:
+            with failing_together("closing the trainer"):
+                self.engine.close()
+        finally:
+            self._membership.leave()
 
     def __enter__(self) -> Trainer:
         return self
@@ -545,7 +566,22 @@ class Trainer:
         self._train_spec = ensure_data_spec(train_dataloader)
         self._forget_position()
         self.state.train_dataloader = self._train_spec.dataloader
-        self.state.set_dataloader(self._train_spec.dataloader, self._train_label, self._train_subset)
+        self._use_train_data(self._train_spec)
+
+    def _use_train_data(self, spec: DataSpec) -> None:
+        batches = batches_per_epoch(spec, self._share, subset=self._train_subset)
+        self.state.set_dataloader(spec.dataloader, self._train_label, batches)
+
+    @property
+    def _ranks(self) -> Ranks:
+        return Ranks(self._parallel, self._company, self._share)
+
+    @property
+    def _share(self) -> Share:
+        """Which part of the data is this rank's: ranks that share layers have the same."""
+        state = self.state
+        together = 1 if state.parallelism is None else state.parallelism.tensor_parallel_degree
+        return Share(state.rank // together, state.world_size // together)
 
     def _forget_position(self) -> None:
         if self._position is not None:
@@ -582,26 +618,6 @@ class Trainer:
         if self._step_schedulers_every_batch is not None:
             return self._step_schedulers_every_batch
         return not any(isinstance(scheduler, LRScheduler) for scheduler in self._schedulers)
-
-    def _newest_checkpoint(self, progress_bar: bool) -> Path | None:
-        """The newest good checkpoint of this run that any of its savers wrote."""
-        savers = [saver for saver in self._savers if not saver.weights_only]
-        if not savers:
-            raise ConfigError(
-                "autoresume=True needs checkpoints to resume from: pass save_folder, or a CheckpointSaver that saves "
-                "more than weights."
-            )
-        with download_bar(progress_bar) as tell:
-            found = newest_good(
-                [saver.catalog for saver in savers],
-                self.state.run_name,
-                templates=[saver.filename.filename for saver in savers],
-                buckets=[bucket for saver in savers for bucket in saver.buckets],
-                progress=tell,
-            )
-        if found is None:
-            log.info("autoresume: run %r has no checkpoint yet", self.state.run_name)
-        return found
 
 
 def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:

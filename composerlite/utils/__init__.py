@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     )
     from composerlite.checkpoint.download import download_checkpoint, get_file
     from composerlite.checkpoint.formats import KNOWN_COMPRESSORS, get_compressor, is_compressed_pt, is_tar
-    from composerlite.core import create_interval_scheduler
+    from composerlite.core import FSDPConfig, ParallelismConfig, TPConfig, create_interval_scheduler
     from composerlite.errors import ObjectStoreTransientError
     from composerlite.storage import ObjectStore, maybe_create_object_store_from_uri, parse_uri, retry
     from composerlite.storage.gcs import GCSObjectStore
@@ -30,14 +30,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KNOWN_COMPRESSORS",
+    "FSDPConfig",
     "GCSObjectStore",
     "LibcloudObjectStore",
     "OCIObjectStore",
     "ObjectStore",
     "ObjectStoreTransientError",
+    "ParallelismConfig",
     "PartialFilePath",
     "S3ObjectStore",
     "SFTPObjectStore",
+    "TPConfig",
     "checkpoint",
     "create_interval_scheduler",
     "dist",
@@ -62,7 +65,7 @@ __all__ = [
 
 _MODULES = ("checkpoint", "dist", "object_store", "reproducibility")
 _HOMES = {
-    "create_interval_scheduler": "composerlite.core",
+    **dict.fromkeys(("FSDPConfig", "ParallelismConfig", "TPConfig", "create_interval_scheduler"), "composerlite.core"),
     "ObjectStoreTransientError": "composerlite.errors",
     "S3ObjectStore": "composerlite.storage.s3",
     "GCSObjectStore": "composerlite.storage.gcs",

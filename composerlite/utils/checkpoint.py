@@ -1,5 +1,8 @@
 """The documented path of functions that save and load checkpoints by hand. They live in ``composerlite.checkpoint``."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from composerlite.checkpoint import (
     PartialFilePath,
     get_save_filename,
@@ -10,7 +13,12 @@ from composerlite.checkpoint import (
 )
 from composerlite.checkpoint.download import download_checkpoint
 
+if TYPE_CHECKING:
+    from composerlite.checkpoint.formats.sharded_readers import DistCPObjectStoreReader, FileSystemReaderWithValidation
+
 __all__ = [
+    "DistCPObjectStoreReader",
+    "FileSystemReaderWithValidation",
     "PartialFilePath",
     "download_checkpoint",
     "get_save_filename",
@@ -19,3 +27,15 @@ __all__ = [
     "safe_torch_load",
     "save_checkpoint",
 ]
+
+_READERS = ("DistCPObjectStoreReader", "FileSystemReaderWithValidation")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _READERS:  # they need torch.distributed.checkpoint, which takes its time
+        raise AttributeError(f"module 'composerlite.utils.checkpoint' has no attribute {name!r}")
+    return getattr(importlib.import_module("composerlite.checkpoint.formats.sharded_readers"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composerlite.checkpoint import Catalog, save
+from composerlite.checkpoint import Catalog, Manifest, rng, save, save_state_dict
 from composerlite.core import Callback, State
 
 
@@ -52,6 +53,18 @@ def save_batch(folder: Path, batch: int, **arguments: Any) -> Path:
     state = new_state(batch, value=float(batch), run_name=arguments.pop("run_name", "run"))
     how: dict[str, Any] = {"template": "ba{batch}.pt", "latest": "latest.pt", **arguments}
     return save(state, catalog=Catalog(folder), **how)
+
+
+def save_directory(folder: Path, batch: int, **arguments: Any) -> Path:
+    """A directory ``ba<batch>`` of the run ``run``, as a run with many ranks leaves it."""
+    path = folder / f"ba{batch}"
+    state = new_state(batch, value=float(batch), **arguments)
+    save_state_dict(path, {"state": state.state_dict(), "rng": [rng.capture()]})
+    manifest_path = folder / ".manifest" / f"{path.name}.json"
+    manifest = Manifest.from_json(manifest_path.read_bytes(), "")
+    manifest = dataclasses.replace(manifest, run_name="run", timestamp={"batch": batch})
+    manifest_path.write_bytes(manifest.to_json())
+    return path
 
 
 def value_in(contents: dict[str, Any]) -> float:

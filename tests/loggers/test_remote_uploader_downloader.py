@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,22 @@ def test_the_newest_content_of_a_name_is_what_is_there(
         logger.upload_file(state, "a.txt", tmp_path / "a", overwrite=True)
     logger.post_close()
     assert store.read_range("a.txt", 0, 100) == b"29"
+
+
+def test_the_end_of_fit_waits_for_files(
+    s3_server: Any, bucket: str, store: ObjectStore, state: State, tmp_path: Path
+) -> None:
+    """And not for checkpoints: who saves those waits for them, on all ranks together."""
+    logger = started(bucket, s3_server, state, num_concurrent_uploads=2)
+    done = threading.Event()
+    logger.uploader.submit("checkpoints", lambda _: done.wait(30), what="a checkpoint")
+    (tmp_path / "a").write_bytes(b"content")
+    logger.upload_file(state, "a.txt", tmp_path / "a", overwrite=False)
+    logger.fit_end(state, Logger(state, logger))
+    assert list(logger.uploader.pending) == ["a checkpoint"]
+    assert store.read_range("a.txt", 0, 100) == b"content"
+    done.set()
+    logger.post_close()
 
 
 def test_names_are_formatted(s3_server: Any, bucket: str, store: ObjectStore, state: State, tmp_path: Path) -> None:

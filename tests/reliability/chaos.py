@@ -1,8 +1,10 @@
 """Has the public tool ckpt-chaos kill runs of twelve batches at every file event of their saves, and resume them.
 
-``chaos.py [--max-points N] [--work FOLDER]``. Four runs: saves that wait and saves that do not, with all checkpoints
-kept and with two; three modes: death before the event, death with the file cut in half, and SIGTERM. Prints a table and
-fails if there is any verdict but PASS, a run that did not die, or one that died elsewhere than planned.
+``chaos.py [--max-points N] [--ranks 1 2] [--work FOLDER]``. Of one rank four runs: saves that wait and saves that do
+not, with all checkpoints kept and with two. Of two ranks six, all checkpoints kept: whole copies of the model, of which
+rank 0 dies, and shards of it, of which either dies; the tool gives the other three seconds then. Three modes: death
+before the event, death with the file cut in half, and SIGTERM. Prints a table and fails if there is any verdict but
+PASS, a run that did not die, or one that died elsewhere than planned.
 
 The tool compares file names between runs; ours end in a random number, which it reports as PLAN DRIFT. What is compared
 here is the event and the name without that number. It cannot know which of the checkpoints that retention deletes were
@@ -27,7 +29,32 @@ from ckpt_chaos.runner import rejudge
 PROGRAM = Path(__file__).with_name("twelve_batches.py")
 CRASHES = ("before", "torn", "term")
 MODES = ("sync", "async")
-KEEP = (-1, 2)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is killed again and again: how it saves, how many checkpoints it keeps, on how many ranks it is."""
+
+    mode: str
+    keep: int = -1
+    spread: str = "alone"
+    ranks: int = 1
+    victim: int = 0
+
+    @property
+    def name(self) -> str:
+        kept = "all" if self.keep == -1 else self.keep
+        return f"{self.mode}-{kept}" if self.ranks == 1 else f"{self.mode}-{kept}-{self.spread}-rank{self.victim}"
+
+
+RUNS = {
+    1: [Run(mode, keep) for mode in MODES for keep in (-1, 2)],
+    2: [
+        Run(mode, -1, spread, 2, victim)
+        for mode in MODES
+        for spread, victim in (("copies", 0), ("shards", 0), ("shards", 1))
+    ],
+}
 
 
 @dataclass(frozen=True)
@@ -41,19 +68,21 @@ class Point:
     verdict: str
 
 
-def run_tool(work: Path, mode: str, keep: int, max_points: int) -> None:
+def run_tool(work: Path, run: Run, max_points: int) -> None:
     """Let the tool do its work; what it found is in ``work``."""
-    command = [sys.executable, "-m", "ckpt_chaos", "run", "--work", str(work), "--jobs", "2", "--timeout", "120"]
-    command += ["--checkpoint-glob", "{out}/checkpoints/ba*.pt", "--ckpt-ignore-size"]  # clocks vary in size
+    command = [sys.executable, "-m", "ckpt_chaos", "run", "--work", str(work), "--timeout", "120"]
+    command += ["--jobs", "2" if run.ranks == 1 else "1"]
+    command += ["--ranks", str(run.ranks), "--crash-rank", str(run.victim)]
+    command += ["--checkpoint-glob", "{out}/checkpoints/ba*", "--ckpt-ignore-size"]  # clocks vary in size
     command += ["--step-regex", r"resumed from step (\d+)", "--result-file", "{out}/final"]
     command += ["--modes", ",".join(CRASHES), "--max-points", str(max_points), "--fail-on", "NONE"]
-    command += ["--", sys.executable, str(PROGRAM), "{out}", mode, str(keep)]
+    command += ["--", sys.executable, str(PROGRAM), "{out}", run.mode, str(run.keep), "3ba", run.spread]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(done.stdout + done.stderr)
 
 
-def points(work: Path) -> Iterator[Point]:
+def points(work: Path, victim: int) -> Iterator[Point]:
     """Every death, and the control, which did not die."""
     records = sorted((json.loads(path.read_text()) for path in work.glob("pt_*/result.json")), key=lambda r: r["order"])
     for record, row in zip(records, rejudge(work), strict=True):
@@ -62,7 +91,7 @@ def points(work: Path) -> Iterator[Point]:
             yield Point("none", "", "", record["rc"], row.verdict)
             continue
         number, crash = record["point"]
-        log = (work / f"pt_{record['order']:03d}" / "events.log.rank0").read_text().splitlines()
+        log = (work / f"pt_{record['order']:03d}" / f"events.log.rank{victim}").read_text().splitlines()
         seen = {int(line.split("\t")[0]): line.split("\t")[1:3] for line in log}
         planned, happened = (anonymous(" ".join(event)) for event in (record["event"], seen.get(number, ["none"])))
         yield Point(crash, planned, happened, record["rc"], row.verdict)
@@ -70,7 +99,7 @@ def points(work: Path) -> Iterator[Point]:
 
 def anonymous(event: str) -> str:
     """An event without the random number in the names of temporaries."""
-    return re.sub(r"\.tmp-[0-9a-f]+", ".tmp", event)
+    return re.sub(r"\.(tmp|saving)-[0-9a-f]+", r".\1", event)
 
 
 def complaints(found: list[Point]) -> list[str]:
@@ -82,29 +111,30 @@ def complaints(found: list[Point]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--max-points", type=int, default=1_000_000, help="deaths for each of the four runs")
+    parser.add_argument("--max-points", type=int, default=1_000_000, help="deaths for each of the runs")
+    parser.add_argument("--ranks", type=int, nargs="+", choices=sorted(RUNS), default=sorted(RUNS), help="of the runs")
     parser.add_argument("--work", type=Path, help="keep what was run in this new folder")
     arguments = parser.parse_args()
     wrong: list[str] = []
     rows: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
         work: Path = (arguments.work or Path(temporary) / "chaos").resolve()
-        for mode in MODES:
-            for keep in KEEP:
-                folder = work / f"{mode}-{'all' if keep == -1 else keep}"
-                run_tool(folder, mode, keep, arguments.max_points)
-                found = list(points(folder))
-                wrong += complaints(found)
-                crashes = Counter(point.crash for point in found)
-                passed = sum(point.verdict == "PASS" for point in found)
-                lost = sum(point.verdict == "LOST_WORK" for point in found)
-                counts = " | ".join(str(crashes[crash]) for crash in (*CRASHES, "none"))
-                kept = "all" if keep == -1 else keep
-                rows.append(f"| {mode} | {kept} | {counts} | {passed} of {len(found)} | {lost} |")
-                sys.stdout.write(f"{rows[-1]}\n")
-                sys.stdout.flush()
-    header = f"| saves | kept | {' | '.join(CRASHES)} | control | PASS | LOST_WORK |"
-    sys.stdout.write("\n".join(["", header, "|---" * 8 + "|", *rows, "", *wrong, ""]))
+        for run in [run for ranks in arguments.ranks for run in RUNS[ranks]]:
+            folder = work / run.name
+            run_tool(folder, run, arguments.max_points)
+            found = list(points(folder, run.victim))
+            wrong += complaints(found)
+            crashes = Counter(point.crash for point in found)
+            passed = sum(point.verdict == "PASS" for point in found)
+            lost = sum(point.verdict == "LOST_WORK" for point in found)
+            counts = " | ".join(str(crashes[crash]) for crash in (*CRASHES, "none"))
+            kept = "all" if run.keep == -1 else run.keep
+            who = "1" if run.ranks == 1 else f"2, {run.spread}, rank {run.victim} dies"
+            rows.append(f"| {run.mode} | {kept} | {who} | {counts} | {passed} of {len(found)} | {lost} |")
+            sys.stdout.write(f"{rows[-1]}\n")
+            sys.stdout.flush()
+    header = f"| saves | kept | ranks | {' | '.join(CRASHES)} | control | PASS | LOST_WORK |"
+    sys.stdout.write("\n".join(["", header, "|---" * 9 + "|", *rows, "", *wrong, ""]))
     if wrong:
         raise SystemExit(1)
 

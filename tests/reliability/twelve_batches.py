@@ -1,12 +1,14 @@
 """A small real run to be killed: 12 batches in 3 shuffled epochs with dropout and Adam, resumed when started again.
 
-As a program: ``twelve_batches.py <folder> [way to save] [checkpoints to keep] [interval]``. It says where it resumes,
-trains, and writes the digest of all that it ended with to ``<folder>/final``. It refuses to train from an older
-checkpoint than the newest that has its name: whoever runs it sees lost work as a failure.
+As a program: ``twelve_batches.py <folder> [way to save] [checkpoints to keep] [interval] [spread]``. It says where it
+resumes, trains, and writes the digest of all that it ended with to ``<folder>/final``. It refuses to train from an
+older checkpoint than the newest that has its name: whoever runs it sees lost work as a failure. With several ranks it
+is started once for each, with the environment that torchrun sets.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +19,7 @@ import xxhash
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from composerlite import Callback, ComposerModel, Logger, State, Trainer
+from composerlite import Callback, ComposerModel, Logger, State, Trainer, dist
 from composerlite.callbacks import CheckpointSaver
 
 BATCHES, BATCHES_PER_EPOCH, BATCH_SIZE = 12, 4, 4
@@ -32,6 +34,13 @@ SAVING: dict[str, dict[str, Any]] = {
     "ring": {"asynchronous": True, "staging_bytes": 0},
 }
 """The ways to save: training waits; it goes on after the copy; before it; there is no memory for a copy."""
+
+SPREAD: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "copies": {"dist_timeout": 5},
+    "shards": {"dist_timeout": 5, "parallelism_config": {"fsdp": {}}},
+}
+"""How many ranks share the work: one has it; each has the whole model; each has a part of it."""
 
 
 class Net(ComposerModel):
@@ -55,11 +64,13 @@ def build(
     width: int = 8,
     callbacks: Sequence[Callback] = (),
     max_duration: str = f"{BATCHES}ba",
+    spread: str = "alone",
     **saver: Any,
 ) -> Trainer:
     """A trainer as a new process would build it: a save after every batch, resumed if there is what to resume from.
 
-    Without a ``folder`` nothing is saved. ``mode`` is one of ``SAVING``; ``saver`` are arguments of CheckpointSaver.
+    Without a ``folder`` nothing is saved. ``mode`` is one of ``SAVING``, ``spread`` one of ``SPREAD``; ``saver`` are
+    arguments of CheckpointSaver.
     """
     torch.manual_seed(5)
     model = Net(width)
@@ -80,17 +91,18 @@ def build(
         autoresume=folder is not None,
         progress_bar=False,
         seed=11,
+        **SPREAD[spread],
     )
 
 
 def digest(state_dict: dict[str, Any]) -> str:
-    """Of weights and optimizer, bit for bit."""
+    """Of weights and optimizer, bit for bit. Where ranks have parts of them, all call it."""
     digest = xxhash.xxh3_128()
 
     def add(path: str, value: Any) -> None:
         digest.update(path.encode())
         if isinstance(value, torch.Tensor):
-            digest.update(value.detach().contiguous().numpy().tobytes())
+            digest.update(dist.full_tensor(value).detach().contiguous().numpy().tobytes())
         elif isinstance(value, dict):
             for key in sorted(value, key=str):
                 add(f"{path}/{key}", value[key])
@@ -120,12 +132,13 @@ def batch_in(name: str) -> int:
     return int(Path(name).stem.removeprefix("ba"))
 
 
-def main(folder: str, mode: str = "sync", keep: str = "-1", interval: str = "3ba") -> None:
+def main(folder: str, mode: str = "sync", keep: str = "-1", interval: str = "3ba", spread: str = "alone") -> None:
     """Train as a relaunched job does."""
     torch.set_num_threads(1)
+    os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))  # ckpt-chaos leaves it out
     checkpoints = Path(folder) / "checkpoints"
-    newest = max((batch_in(path.name) for path in checkpoints.glob("ba*.pt")), default=0)
-    trainer = build(checkpoints, mode, save_interval=interval, num_checkpoints_to_keep=int(keep))
+    newest = max((batch_in(path.name) for path in checkpoints.glob("ba*")), default=0)
+    trainer = build(checkpoints, mode, save_interval=interval, num_checkpoints_to_keep=int(keep), spread=spread)
     resumed = int(trainer.state.timestamp.batch)
     sys.stdout.write(f"resumed from step {resumed}\n")
     sys.stdout.flush()
@@ -133,7 +146,9 @@ def main(folder: str, mode: str = "sync", keep: str = "-1", interval: str = "3ba
         raise SystemExit(f"lost work: there was ba{newest}.pt")
     trainer.fit()
     trainer.close()
-    Path(folder, "final").write_text(digest(trainer.state.state_dict()))
+    ended = digest(trainer.state.state_dict())
+    if trainer.state.rank == 0:
+        Path(folder, "final").write_text(ended)
 
 
 if __name__ == "__main__":

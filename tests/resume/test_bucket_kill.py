@@ -51,11 +51,21 @@ def launch(work: Path, uri: str, environment: Mapping[str, str], die: str = "") 
     return done.returncode, {int(batch): rest for batch, rest in said}, done.stderr
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, str], Path]:
+    """What the program says of each batch, and its end, if nothing happens to it."""
+    work = tmp_path_factory.mktemp("uninterrupted")
+    code, said, _ = launch(work, "run", {})
+    assert (code, len(said)) == (0, BATCHES)
+    return said, work / "final.pt"
+
+
 @pytest.mark.parametrize("store", STORES)
-def test_a_killed_run_goes_on_from_the_bucket(store: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_killed_run_goes_on_from_the_bucket(
+    store: str, uninterrupted: tuple[dict[int, str], Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """SIGKILL, twice, each time with a new empty disk: the run ends bit for bit like one that was not interrupted."""
-    code, whole, _ = launch(tmp_path / "whole", "run", {})
-    assert (code, len(whole)) == (0, BATCHES)
+    whole, whole_final = uninterrupted
     uri, environment = place(store, request)
     for number, die in enumerate(["batch_end:18", "batch_checkpoint:42", ""]):
         code, said, _ = launch(tmp_path / f"machine{number}", uri, environment, die)
@@ -63,7 +73,7 @@ def test_a_killed_run_goes_on_from_the_bucket(store: str, tmp_path: Path, reques
         assert said.items() <= whole.items()
         if number:
             assert min(said) > 1, "it started afresh although the bucket has a checkpoint"
-    final = [torch.load(tmp_path / machine / "final.pt", weights_only=True) for machine in ("machine2", "whole")]
+    final = [torch.load(path, weights_only=True) for path in (tmp_path / "machine2" / "final.pt", whole_final)]
     assert differences(*final) == []
     code, said, _ = launch(tmp_path / "machine3", uri, environment)
     assert (code, said) == (0, {}), "a finished run that is started again does nothing"

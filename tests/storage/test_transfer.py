@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -473,6 +474,15 @@ def test_an_error_ends_the_others_quickly(store: FaultyStore, file: Path, data: 
     assert time.monotonic() - began < 5
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C works, also where a shell that started these tests in the background has them ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_a_download(store: FaultyStore, transfer: Transfer, quick_folder: Path, data: bytes) -> None:
     """Ctrl-C does not wait for the network, and leaves no file; the transfer can be used on."""
     store.put_bytes("run/a", data)
@@ -503,6 +513,7 @@ def test_interrupted_memory_is_left_alone(store: FaultyStore, data: bytes) -> No
     assert memory == bytes(2 * MiB)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_upload_is_gone_on_with(store: FaultyStore, transfer: Transfer, file: Path, data: bytes) -> None:
     """Ctrl-C leaves the parts: the next upload goes on with them."""
     store.faults = [Fault("send", error=None, after=3, times=3, seconds=0.5)]

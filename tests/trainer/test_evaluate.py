@@ -222,7 +222,9 @@ def test_transforms_apply_in_evaluation_and_prediction() -> None:
 
 # ── training does not notice ─────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
-    "data", [held_out, lambda: loader(8, generator=torch.Generator().manual_seed(1))], ids=["list", "own generator"]
+    "data",
+    [held_out, lambda: loader(8, generator=torch.Generator().manual_seed(1)), lambda: loader(8)],
+    ids=["list", "own generator", "shared generator"],
 )
 def test_training_does_not_notice_an_evaluation(data: Any) -> None:
     """With dropout, shuffling and momentum: the same weights with evaluation after each batch and without."""
@@ -236,7 +238,8 @@ def test_training_does_not_notice_an_evaluation(data: Any) -> None:
 
 
 def test_a_plain_loader_draws_one_number_as_it_always_does() -> None:
-    """torch's DataLoader draws a seed for its workers each time it is iterated over; evaluation adds nothing to it."""
+    """torch's DataLoader draws a seed for its workers each time it is iterated over; an evaluation that is asked for
+    adds nothing to it."""
     with build(eval_dataloader=loader(8, shuffle=False), dropout=0.5) as trainer:
         torch.manual_seed(5)
         trainer.eval()

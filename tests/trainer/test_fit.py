@@ -554,10 +554,10 @@ def test_an_end_that_is_behind_is_an_error(tmp_path: Path) -> None:
         trainer.fit()
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This version trains in one process and says so, rather than have each train on everything."""
+def test_half_an_environment_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what is missing, rather than have each process train on everything."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="WORLD_SIZE=2: this version trains in one process"):
+    with pytest.raises(ConfigError, match="sets WORLD_SIZE, but not RANK"):
         build()
 
 

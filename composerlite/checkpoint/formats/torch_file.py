@@ -13,7 +13,7 @@ import logging
 import pickle
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, final
 
 import torch
@@ -67,6 +67,7 @@ class TorchImage:
 
     Attributes:
         size_bytes: of the file.
+        stand_in: gives the storage to read in the place of one of those in the contents, as each is written.
 
     Raises:
         Exception: whatever pickle raises for something that it cannot write.
@@ -84,6 +85,7 @@ class TorchImage:
         data = [(f"data/{number}", storage.nbytes()) for number, storage in enumerate(pickler.storages)]
         self._layout = Layout([*data, *((name, len(value)) for name, value in self._rest)])
         self._memory: HostMemory | None = None
+        self.stand_in: Callable[[torch.UntypedStorage], torch.UntypedStorage] | None = None
         self.size_bytes = self._layout.end + trailer_bytes(self._layout.records, self._layout.end)
 
     def storages(self) -> list[StorageCopy]:
@@ -119,6 +121,8 @@ class TorchImage:
         else:
             assert self._storages is not None
             storage = self._storages[number]
+            if self.stand_in is not None:
+                storage = self.stand_in(storage)
             if storage.device.type != "cpu":
                 storage = storage.cpu()
             crc = sink.copy(storage.data_ptr(), record.size_bytes)

@@ -10,7 +10,7 @@ import io
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple, Protocol, final
 
 import torch
@@ -21,12 +21,14 @@ from composerlite.checkpoint.trusted import StorageKind, storage_kind
 from composerlite.checkpoint.unpickler import RestrictedUnpickler
 from composerlite.errors import CorruptCheckpointError
 
-__all__ = ["ByteSource", "FileSource", "MapLocation", "Record", "TorchFile"]
+__all__ = ["ByteSource", "FileSource", "MapLocation", "Record", "Sieve", "TorchFile"]
 
 MapLocation = str | torch.device | Mapping[str, str] | Callable[[Any, str], Any] | None
 """Where tensors go: as ``torch.load`` takes it."""
 
 _MOST_PICKLE_BYTES = 1 << 30
+_SIEVED_BYTES = 32 << 20
+"""What is read at a time of what is not kept whole."""
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 Piece = tuple[int, int, int]  # offset in the file, address in memory, bytes
 
@@ -69,6 +71,17 @@ class FileSource:
                     raise CorruptCheckpointError(f"it ends before {offset + size}")
                 progress(count)
                 view = view[count:]
+
+
+class Sieve(Protocol):
+    """Takes the bytes of a record a part at a time, from front to back, and keeps what it needs."""
+
+    step_bytes: int
+    """Parts are multiples of it."""
+
+    def take(self, start: int, part: torch.Tensor) -> None:
+        """The bytes from ``start`` on. ``part`` is used again afterwards."""
+        ...
 
 
 class Record(NamedTuple):
@@ -186,11 +199,18 @@ class TorchFile:
             if (storage := item.storage()) is not None
         }
 
-    def read(self, *, places: Mapping[str, int] | None = None, progress: Callable[[int], object] = int) -> None:
+    def read(
+        self,
+        *,
+        places: Mapping[str, int] | None = None,
+        sieves: Mapping[str, Sieve] | None = None,
+        progress: Callable[[int], object] = int,
+    ) -> None:
         """Read the bytes of every tensor that something still refers to, each storage once.
 
         Args:
             places: addresses of memory that has the size of a record and is filled with it as well, by record name.
+            sieves: what else takes records, by their names.
             progress: is told of each so many bytes.
         """
         alive = [(item, storage) for item in self._unread if (storage := item.storage()) is not None]
@@ -201,26 +221,79 @@ class TorchFile:
             for item, storage in alive:
                 storage.byteswap(item.dtype)
         self._unread = []
+        if sieves:
+            self._sift(sieves, progress)
+
+    def _sift(self, sieves: Mapping[str, Sieve], progress: Callable[[int], object]) -> None:
+        """Read records in parts, several at a time where they are small."""
+        scratch = torch.empty(max(_SIEVED_BYTES, *(sieve.step_bytes for sieve in sieves.values())), dtype=torch.uint8)
+        batch: list[tuple[str, int, int]] = []
+        sums: dict[str, int] = {}
+        for name, start, size in self._parts(sieves):
+            if sum(size for _, _, size in batch) + size > scratch.numel():
+                self._sift_batch(batch, scratch, sieves, sums, progress)
+                batch = []
+            batch.append((name, start, size))
+        self._sift_batch(batch, scratch, sieves, sums, progress)
+        for name, crc in sums.items():
+            self._compare_sum(name, self._records[name], crc)
+
+    def _parts(self, sieves: Mapping[str, Sieve]) -> Iterator[tuple[str, int, int]]:
+        """(record, first byte in it, bytes) of what is read at a time."""
+        for name, sieve in sorted(sieves.items(), key=lambda item: self._records[item[0]].offset):
+            size, step = self._records[name].size, max(1, sieve.step_bytes)
+            part = max(step, _SIEVED_BYTES // step * step)
+            for start in range(0, size, part):
+                yield name, start, min(part, size - start)
+
+    def _sift_batch(
+        self,
+        batch: Sequence[tuple[str, int, int]],
+        scratch: torch.Tensor,
+        sieves: Mapping[str, Sieve],
+        sums: dict[str, int],
+        progress: Callable[[int], object],
+    ) -> None:
+        pieces: list[Piece] = []
+        address = scratch.data_ptr()
+        for name, start, size in batch:
+            pieces.append((self._records[name].offset + start, address, size))
+            address += size
+        self._read_records([self._records[name] for name, start, _ in batch if start == 0], pieces, progress)
+        begin = 0
+        for name, start, size in batch:
+            part = scratch[begin : begin + size]
+            if self._check_sums:
+                sums[name] = isal_zlib.crc32(part.numpy(), sums.get(name, 0))
+            sieves[name].take(start, part)
+            begin += size
 
     def _fill(self, wanted: Sequence[tuple[str, int]], progress: Callable[[int], object]) -> None:
         """Read records to addresses."""
         ordered = sorted(((self._records[name], name, address) for name, address in wanted), key=lambda w: w[0].offset)
-        headers = bytearray(sum(len(entry.header_bytes) for entry, _, _ in ordered) + 1)
-        header_address = ctypes.addressof(ctypes.c_char.from_buffer(headers))
-        pieces: list[Piece] = []
-        for entry, _, address in ordered:
-            # The directory says where headers are, headers where data are: they are verified with the data.
-            pieces.append((entry.header, header_address, len(entry.header_bytes)))
-            header_address += len(entry.header_bytes)
-            if entry.size:
-                pieces.append((entry.offset, address, entry.size))
-        if pieces:
-            self._source.read_into(pieces, progress)
-        if bytes(headers[:-1]) != b"".join(entry.header_bytes for entry, _, _ in ordered):
-            raise CorruptCheckpointError("it changed while it was read")
+        pieces = [(entry.offset, address, entry.size) for entry, _, address in ordered if entry.size]
+        self._read_records([entry for entry, _, _ in ordered], pieces, progress)
         if self._check_sums:
             for entry, name, address in ordered:
                 self._check_sum(name, entry, (ctypes.c_char * entry.size).from_address(address))
+
+    def _read_records(
+        self, records: Sequence[Entry], pieces: Sequence[Piece], progress: Callable[[int], object]
+    ) -> None:
+        """Read ``pieces`` of data, and the headers of ``records``: all are in the order of the file.
+
+        The directory says where headers are, headers where data are: they are verified with the data.
+        """
+        headers = bytearray(sum(len(entry.header_bytes) for entry in records) + 1)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(headers))
+        wanted = list(pieces)
+        for entry in records:
+            wanted.append((entry.header, address, len(entry.header_bytes)))
+            address += len(entry.header_bytes)
+        if wanted:
+            self._source.read_into(sorted(wanted), progress)
+        if bytes(headers[:-1]) != b"".join(entry.header_bytes for entry in records):
+            raise CorruptCheckpointError("it changed while it was read")
 
     def _small(self, name: str, default: bytes | None = None) -> bytes:
         """The bytes of a record that is no storage."""
@@ -239,7 +312,10 @@ class TorchFile:
         return data
 
     def _check_sum(self, name: str, entry: Entry, data: Any) -> None:
-        if isal_zlib.crc32(data) != entry.crc:
+        self._compare_sum(name, entry, isal_zlib.crc32(data))
+
+    def _compare_sum(self, name: str, entry: Entry, crc: int) -> None:
+        if crc != entry.crc:
             raise CorruptCheckpointError(f"the bytes of its record {name!r} have another CRC-32 than it says")
 
 

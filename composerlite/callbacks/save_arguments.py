@@ -1,0 +1,49 @@
+"""Arguments of a saver that can be wrong, and what its intervals depend on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from composerlite.core import (
+    IntervalScheduler,
+    SchedulePredicate,
+    State,
+    Time,
+    TimeInput,
+    TimeUnit,
+    create_interval_scheduler,
+)
+from composerlite.errors import ConfigError
+
+__all__ = ["interval_of", "is_of_one_rank", "time_of", "whole_number"]
+
+
+def interval_of(value: Any, *, argument: str, allow_auto: bool = False) -> SchedulePredicate:
+    """When to save; ConfigError, which names ``argument``, if ``value`` does not say that."""
+    try:
+        return create_interval_scheduler(value, allow_auto=allow_auto)
+    except ConfigError as e:
+        raise ConfigError(f"{argument}={value!r}: {e}") from e
+
+
+def time_of(value: TimeInput, *, argument: str) -> Time:
+    """An amount of training, in epochs if no unit is given; ConfigError, which names ``argument``."""
+    try:
+        return Time.from_input(value, TimeUnit.EPOCH)
+    except ConfigError as e:
+        raise ConfigError(f"{argument}={value!r}: {e}") from e
+
+
+def whole_number(value: Any, *, argument: str, least: int) -> int:
+    """``value``, if it is ``least`` or more; ConfigError, which names ``argument``, otherwise."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{argument}={value!r}: want a whole number, {least} or more.")
+    return value
+
+
+def is_of_one_rank(interval: SchedulePredicate | None, state: State) -> bool:
+    """Whether ranks may differ in what ``interval`` says: those that look at a clock, and functions of the user."""
+    if interval is None:
+        return False
+    by_clock = state.max_duration is not None and state.max_duration.unit is TimeUnit.SECOND
+    return by_clock or not isinstance(interval, IntervalScheduler) or interval.interval.unit is TimeUnit.SECOND

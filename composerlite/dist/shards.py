@@ -1,0 +1,63 @@
+"""Tensors of which each rank has a part (``DTensor``), seen from one rank. Nothing here waits for another rank."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["Part", "distributed_like", "empty_shard_like", "is_distributed_tensor", "part_of"]
+
+
+class Part(NamedTuple):
+    """This rank's part of a tensor.
+
+    Attributes:
+        offsets: where it begins in the whole, by dimension.
+        lengths: how long it is; with a 0 where this rank has nothing of it.
+        local: the part itself.
+    """
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    local: Tensor
+
+
+def is_distributed_tensor(value: object) -> bool:
+    """Whether ``value`` is a tensor of which each rank has a part."""
+    module = sys.modules.get(
+        "torch.distributed.tensor"
+    )  # where it was not imported there is none, and it takes its time
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def part_of(tensor: Tensor) -> Part:
+    """What this rank has of ``tensor``; all of it where it is not distributed."""
+    if not is_distributed_tensor(tensor):
+        return Part((0,) * tensor.dim(), tuple(tensor.shape), tensor.detach())
+    value: Any = cast("DTensor", tensor).detach()
+    local: Tensor = value.to_local()
+    if value.device_mesh.get_coordinate() is None:
+        return Part((0,) * value.dim(), (0,) * value.dim(), local)
+    (chunk,) = value.__create_chunk_list__()  # what torch.distributed.checkpoint asks it for
+    return Part(tuple(chunk.offsets), tuple(chunk.sizes), local)
+
+
+def empty_shard_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A new tensor of ``dtype`` that is distributed as ``tensor`` is."""
+    return torch.empty_like(tensor.detach(), dtype=dtype, requires_grad=False)
+
+
+def distributed_like(whole: Tensor, tensor: Tensor) -> Tensor:
+    """``whole``, which every rank has, distributed as ``tensor`` of the same shape is, on its device."""
+    made = empty_shard_like(tensor, whole.dtype)
+    part = part_of(made)
+    for dim, (start, length) in enumerate(zip(part.offsets, part.lengths, strict=True)):
+        whole = whole.narrow(dim, start, length)
+    part.local.copy_(whole)
+    return made

@@ -1,0 +1,271 @@
+"""What the ranks of a run tell each other while they train: how much data there was, and when to stop."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, final
+
+import torch
+
+from composerlite import dist
+from composerlite.core import State
+from composerlite.errors import ConfigError, RankError
+
+__all__ = ["Alone", "Company", "Membership", "Together", "company", "connected", "failing_together", "of_rank_zero"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+_DEFAULT_TIMEOUT_SECONDS = 300.0
+
+
+class Company(ABC):
+    """The other ranks. Every rank calls the same methods in the same order."""
+
+    @abstractmethod
+    def count(self, samples: int, tokens: int) -> tuple[int, int] | None:
+        """A batch of so many is here; the samples and tokens of all ranks, or ``None`` if the data of one has ended."""
+
+    @abstractmethod
+    def end_of_data(self) -> None:
+        """This rank's data have ended. In place of :meth:`count`."""
+
+    @abstractmethod
+    def step(self, has_batch: bool, samples: int, tokens: int) -> tuple[int, int] | None:
+        """As :meth:`count`, where ranks may have different numbers of batches: ``None`` when no rank has another."""
+
+    @abstractmethod
+    def agree_on_end(self, state: State) -> None:
+        """Make training end now on every rank if it does on one."""
+
+    @abstractmethod
+    def any(self, happened: bool) -> bool:
+        """Whether it happened on any rank."""
+
+    @abstractmethod
+    def same(self, value: int) -> bool:
+        """Whether every rank has this value."""
+
+    @abstractmethod
+    def max(self, value: int) -> int:
+        """The greatest of all ranks."""
+
+    @abstractmethod
+    def mean(self, values: Mapping[str, float], weight: float) -> dict[str, float]:
+        """The mean over ranks, where the ``weight`` of all add up to the number of ranks."""
+
+
+@final
+class Alone(Company):
+    """A run of one process. Costs nothing."""
+
+    def count(self, samples: int, tokens: int) -> tuple[int, int] | None:
+        return samples, tokens
+
+    def end_of_data(self) -> None: ...
+
+    def step(self, has_batch: bool, samples: int, tokens: int) -> tuple[int, int] | None:
+        return (samples, tokens) if has_batch else None
+
+    def agree_on_end(self, state: State) -> None: ...
+
+    def any(self, happened: bool) -> bool:
+        return happened
+
+    def same(self, value: int) -> bool:
+        return True
+
+    def max(self, value: int) -> int:
+        return value
+
+    def mean(self, values: Mapping[str, float], weight: float) -> dict[str, float]:
+        return dict(values)
+
+
+@final
+class Together(Company):
+    """Several ranks, which reduce a few numbers in host memory, apart from the process group of training.
+
+    Args:
+        counts: whether the data of this rank are its own: those that share layers have the same.
+    """
+
+    def __init__(self, *, counts: bool = True) -> None:
+        self._counts = counts
+        self._world_size = dist.get_world_size()
+        self._warned = False
+
+    def count(self, samples: int, tokens: int) -> tuple[int, int] | None:
+        numbers = torch.tensor([samples, tokens, 0] if self._counts else [0, 0, 0])
+        dist.all_reduce(numbers)
+        all_samples, all_tokens, ended = numbers.tolist()
+        if ended:
+            self._warn(ended)
+            return None
+        return all_samples, all_tokens
+
+    def end_of_data(self) -> None:
+        numbers = torch.tensor([0, 0, 1])
+        dist.all_reduce(numbers)
+        self._warn(int(numbers[2]))
+
+    def step(self, has_batch: bool, samples: int, tokens: int) -> tuple[int, int] | None:
+        own = [samples, tokens] if self._counts else [0, 0]
+        numbers = torch.tensor([*own, int(has_batch)])
+        dist.all_reduce(numbers)
+        all_samples, all_tokens, ranks = numbers.tolist()
+        return (all_samples, all_tokens) if ranks else None
+
+    def agree_on_end(self, state: State) -> None:
+        ends = state.training_is_over or state.stop_requested
+        if self.any(ends):
+            state.stop_requested = False
+            if not state.training_is_over:
+                state.max_duration = state.timestamp.batch
+
+    def any(self, happened: bool) -> bool:
+        return bool(self.max(int(happened)))
+
+    def same(self, value: int) -> bool:
+        return self.max(value) == -self.max(-value)
+
+    def max(self, value: int) -> int:
+        greatest = torch.tensor(value)
+        dist.all_reduce(greatest, "MAX")
+        return int(greatest)
+
+    def mean(self, values: Mapping[str, float], weight: float) -> dict[str, float]:
+        numbers = torch.tensor(list(values.values()), dtype=torch.float64) * weight
+        dist.all_reduce(numbers)
+        return dict(zip(values, (numbers / self._world_size).tolist(), strict=True))
+
+    def _warn(self, ended: int) -> None:
+        """Say once on rank 0 that loaders are of different lengths."""
+        if ended == self._world_size or self._warned:
+            return
+        self._warned = True
+        if dist.get_global_rank() == 0:
+            log.warning(
+                "the data of %d of %d ranks ended before those of the others, which ends the epoch for all: batches "
+                "were left out. Give every rank a loader of the same length",
+                ended,
+                self._world_size,
+            )
+
+
+def company(*, counts: bool = True) -> Company:
+    """The other ranks of this run.
+
+    Args:
+        counts: whether the data of this rank are its own.
+    """
+    return Alone() if dist.get_world_size() == 1 else Together(counts=counts)
+
+
+@contextlib.contextmanager
+def failing_together(what: str) -> Generator[None]:
+    """Run a block in which ranks meet; an exception that ends it on this rank ends it on all.
+
+    Raises:
+        RankError: another rank failed and this one noticed; its cause is the other's exception.
+    """
+    try:
+        yield
+    except BaseException as e:
+        if dist.get_world_size() == 1:
+            raise
+        cause: Any = dist.cause_elsewhere(what, e)
+        if cause is not None:
+            raise cause from e
+        if not (isinstance(e, RankError) and e.everywhere):
+            dist.leave_with(e)
+        raise
+
+
+@final
+class Membership:
+    """The ranks are connected as long as one of the trainers of this process is open.
+
+    Those who called ``initialize_dist`` themselves keep their connection.
+
+    Args:
+        device: as ``initialize_dist`` takes it.
+        timeout: of every wait for other ranks, in seconds.
+        alone: connect a run of one process too: a device mesh needs that.
+    """
+
+    _members = 0
+    _connected_here = False
+
+    def __init__(self, device: str | torch.device | None, timeout: float, *, alone: bool) -> None:
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"dist_timeout={timeout!r}: want a positive number of seconds.")
+        if dist.initialize_dist(device, timeout, min_world_size=1 if alone else 2):
+            Membership._members, Membership._connected_here = 0, True
+        Membership._members += 1
+        self._is_member = True
+
+    def stay(self) -> None:
+        """Keep the connection until the process ends: tensors that are spread over ranks need it to be read."""
+        if Membership._connected_here:
+            Membership._connected_here = False
+            atexit.register(dist.finalize_dist)
+
+    def leave(self) -> None:
+        """The trainer is closed. Twice is fine."""
+        if not self._is_member:
+            return
+        self._is_member = False
+        Membership._members -= 1
+        if Membership._members == 0 and Membership._connected_here:
+            Membership._connected_here = False
+            dist.finalize_dist()
+
+
+class _Member(Protocol):
+    _membership: Membership
+
+
+M = TypeVar("M", bound=_Member)
+
+
+def connected(construct: Callable[Concatenate[M, P], None]) -> Callable[Concatenate[M, P], None]:
+    """Decorate the constructor of the trainer: the ranks are connected before, and it succeeds on all or on none.
+
+    Afterwards the object has a ``_membership``.
+    """
+
+    @functools.wraps(construct)
+    def wrapper(self: M, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        given: dict[str, Any] = dict(kwargs)
+        membership = Membership(
+            given.get("device"),
+            given.get("dist_timeout", _DEFAULT_TIMEOUT_SECONDS),
+            alone=given.get("parallelism_config") is not None,
+        )
+        self._membership = membership  # pyright: ignore[reportPrivateUsage] - this is its constructor
+        try:
+            with _succeeding_together("building the trainer"):
+                construct(self, *args, **kwargs)
+        except BaseException:
+            membership.leave()
+            raise
+
+    return wrapper
+
+
+def _succeeding_together(what: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if dist.get_world_size() == 1 else dist.all_succeed(what)
+
+
+def of_rank_zero(value: T) -> T:
+    """The ``value`` of rank 0."""
+    return value if dist.get_world_size() == 1 else dist.broadcast_object(value)

@@ -1,0 +1,265 @@
+"""The order of the samples over all ranks, and which of them are whose.
+
+Every rank draws the whole order, the same on all, and takes its share of each global batch. So a rank needs nobody to
+know what the others load, and a run may go on with another number of ranks: what was done is a length of the order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+
+from composerlite.errors import ConfigError
+from composerlite.trainer.index_sampler import NumberedBatch, chained
+
+__all__ = ["Dealer", "Part", "SavedBatches", "Share", "deals_by_itself"]
+
+# They draw from the shared generators at the start of an epoch only.
+_DRAW_AT_ONCE = (RandomSampler, SequentialSampler, WeightedRandomSampler, DistributedSampler)
+_PIECE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which part of the data is this rank's: one of ``world_size`` equal ones.
+
+    Ranks that hold parts of one tensor-parallel model have the same share: they need the same samples.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank loads of one global batch.
+
+    Attributes:
+        indices: for the data set.
+        end: how much of the order is done after it, by all ranks.
+        digest: of the order up to there.
+        is_stand_in: the rank has no sample of its own in it; it loads one of another's to keep step.
+    """
+
+    indices: Any
+    end: int
+    digest: int
+    is_stand_in: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBatches:
+    """What a run of one process has noted of its order: so many batches of that size were drawn, with this digest."""
+
+    count: int
+    size: int | None
+    digest: int
+
+
+@final
+class Dealer:
+    """Stands in for the (batch) sampler of a loader: gives this rank's share of each global batch.
+
+    The order is counted in samples where the loader makes the batches; ``k``-th global batch: the next ``batch_size`` ×
+    ``world_size`` samples. It is counted in batches where a sampler of the user's makes them: then a global batch is
+    the next ``world_size`` batches. The last global batch is shared out evenly, a batch of the user's is cut for that.
+
+    Attributes:
+        counts_samples: else batches of the user's.
+        batch_size: samples a rank takes at a time; ``None`` where the user's sampler makes the batches.
+        done: how much of the order was drawn.
+        parts: what the loader has been told to load and training has not yet been given.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        share: Share,
+        drawing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        """``drawing`` is the context in which the sampler draws what all ranks draw."""
+        self._share = share
+        self._drawing = drawing
+        self._batched = loader.batch_sampler is not None
+        batch_sampler: Any = loader.batch_sampler
+        self.counts_samples = type(batch_sampler) is BatchSampler
+        self.batch_size: int | None = batch_sampler.batch_size if self.counts_samples else None
+        self._drop_last: bool = self.counts_samples and batch_sampler.drop_last
+        whole: Any = (
+            batch_sampler.sampler if self.counts_samples else batch_sampler if self._batched else loader.sampler
+        )
+        self._distributed = isinstance(whole, DistributedSampler)
+        self._sampler: Any = _undivided(whole, share) if self._distributed else whole
+        self._numbered = loader.num_workers > 0
+        self._limit: int | None = None
+        if self._distributed and whole.drop_last:
+            self._limit = len(whole.dataset) // share.world_size * share.world_size
+        self._draws_at_once = type(self._sampler) in _DRAW_AT_ONCE
+        self._epoch = 0
+        self._order: Iterator[Any] = iter(())
+        self.done = 0
+        self._digest = 0
+        self.parts: deque[Part] = deque()
+
+    @property
+    def global_batch(self) -> int:
+        """How much of the order all ranks take at a time."""
+        return self._share.world_size * (self.batch_size or 1)
+
+    def __len__(self) -> int:
+        """Global batches in an epoch."""
+        return self.batches_after(0)
+
+    def batches_after(self, done: int) -> int:
+        """Global batches that are left of an epoch when ``done`` of the order is done.
+
+        Raises:
+            TypeError, NotImplementedError: the sampler has no length.
+        """
+        length = len(self._sampler) if self._limit is None else self._limit
+        full, rest = divmod(max(0, length - done), self.global_batch)
+        return full if self._drop_last or not rest else full + 1
+
+    def set_epoch(self, number: int) -> None:
+        """Tell the sampler that shuffles by epoch number."""
+        self._epoch = number
+        if self._distributed:
+            self._sampler.set_epoch(number)
+
+    def begin(self, done: int, saved: SavedBatches | None = None) -> int | None:
+        """Draw the order of an epoch anew and leave out what is done of it, or all there is; the digest of that.
+
+        Called where the sampler may draw. ``None`` if ``saved`` is given and is not of this order.
+        """
+        self._order = itertools.islice(self._sampler, self._limit)
+        self.done = self._digest = 0
+        self.parts.clear()
+        if saved is not None and not self._begins_with(saved):
+            return None
+        while self.done < done and self._take(min(_PIECE, done - self.done)):
+            pass
+        if self._draws_at_once:  # now, where it may draw from what the ranks share
+            first = list(itertools.islice(self._order, 1))
+            self._order = itertools.chain(first, self._order)
+        return self._digest
+
+    def __iter__(self) -> Iterator[Any]:
+        """What this rank loads, from where :meth:`begin` has put it."""
+        while batch := self._draw():
+            if self._drop_last and len(batch) < self.global_batch:
+                return
+            indices, first, stride = self._mine(batch)
+            is_stand_in = indices is None
+            if indices is None:
+                indices = _one_of(batch[0]) if not self.counts_samples else batch[:1]
+            self.parts.append(Part(indices, self.done, self._digest, is_stand_in))
+            if not self._numbered:
+                yield indices
+            else:
+                yield NumberedBatch(indices if self._batched else (indices,), self._epoch, first, stride)
+
+    def _draw(self) -> list[Any]:
+        if self._draws_at_once:
+            return self._take(self.global_batch)
+        with self._drawing():
+            return self._take(self.global_batch)
+
+    def _take(self, count: int) -> list[Any]:
+        taken = list(itertools.islice(self._order, count))
+        self.done += len(taken)
+        self._digest = _digest(self._digest, taken, self.counts_samples)
+        return taken
+
+    def _begins_with(self, saved: SavedBatches) -> bool:
+        """Whether a run of one process would have drawn the same; nothing is taken."""
+        size = saved.size if self.counts_samples else 1
+        if size is None or (saved.size is None) == self.counts_samples:
+            return False
+        drawn = list(itertools.islice(self._order, saved.count * size))
+        self._order = itertools.chain(drawn, self._order)
+        batches = [drawn[i : i + size] for i in range(0, len(drawn), size)] if self.counts_samples else drawn
+        digest = 0
+        for batch in batches:
+            digest = chained(digest, batch)
+        return digest == saved.digest
+
+    def _mine(self, batch: list[Any]) -> tuple[Any, int, int | None]:
+        """This rank's share of a global batch; and the place in the order of its first sample, and how far the next."""
+        rank, world_size = self._share.rank, self._share.world_size
+        start = self.done - len(batch)
+        if self.counts_samples:
+            if self._distributed:  # as that sampler deals them
+                return batch[rank::world_size] or None, start + rank, world_size
+            first, last = _bounds(len(batch), rank, world_size)
+            return batch[first:last] or None, start + first, 1
+        if len(batch) == world_size:
+            return batch[rank], start + rank, None
+        if all(isinstance(item, list) for item in batch):
+            samples = list(itertools.chain.from_iterable(batch))
+            first, last = _bounds(len(samples), rank, world_size)
+            return samples[first:last] or None, start + rank, None
+        return (batch[rank] if rank < len(batch) else None), start + rank, None
+
+
+def deals_by_itself(loader: DataLoader[Any]) -> bool:
+    """Whether a sampler of ``loader`` gives each rank indices of its own in a way that only itself knows."""
+    batch_sampler: Any = loader.batch_sampler
+    for sampler in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+        known = type(sampler).__iter__ is DistributedSampler.__iter__ if sampler is not None else True
+        if not known and (hasattr(sampler, "num_replicas") or isinstance(sampler, DistributedSampler)):
+            return True
+    # In a batch sampler of the user's it deals before those batches are made.
+    return type(batch_sampler) is not BatchSampler and isinstance(
+        getattr(batch_sampler, "sampler", None), DistributedSampler
+    )
+
+
+def _undivided(sampler: DistributedSampler[Any], share: Share) -> DistributedSampler[Any]:
+    """The order of which ``sampler`` gives each rank its part, without what it repeats to fill up the last ones."""
+    if (sampler.rank, sampler.num_replicas) not in ((share.rank, share.world_size), (0, 1)):
+        raise ConfigError(
+            f"DistributedSampler(num_replicas={sampler.num_replicas}, rank={sampler.rank}) on rank {share.rank} of the "
+            f"{share.world_size} that share the data: want these two numbers. Without a DistributedSampler the trainer "
+            "deals the samples itself."
+        )
+    return DistributedSampler(sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed)
+
+
+def _bounds(count: int, rank: int, world_size: int) -> tuple[int, int]:
+    return count * rank // world_size, count * (rank + 1) // world_size
+
+
+def _one_of(batch: Any) -> Any:
+    return batch[:1] if isinstance(batch, list) else batch
+
+
+def _digest(previous: int, order: list[Any], counts_samples: bool) -> int:
+    """The digest of an order goes on over the next of it: the same in however many pieces it is drawn."""
+    if counts_samples:
+        return zlib.crc32(_as_bytes(order), previous)
+    for batch in order:
+        previous = zlib.crc32(b"|" + _as_bytes(batch if isinstance(batch, list) else [batch]), previous)
+    return previous
+
+
+def _as_bytes(indices: list[Any]) -> bytes:
+    try:
+        return array("q", indices).tobytes()
+    except (TypeError, OverflowError):  # a data set may be indexed by anything
+        return "".join(f"{index!r};" for index in indices).encode()

@@ -1,0 +1,211 @@
+"""The position in a plain DataLoader over a map-style data set that the trainer deals out to several ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader, Subset, default_collate
+
+from composerlite import dist
+from composerlite.checkpoint import rng
+from composerlite.core import Timestamp
+from composerlite.errors import IncompatibleCheckpointError
+from composerlite.trainer.data_position import DataPosition
+from composerlite.trainer.dealing import Dealer, SavedBatches, Share
+from composerlite.trainer.index_sampler import ReseedingDataset
+from composerlite.trainer.indexed_position import fetched, warn_of_disorder
+from composerlite.types import Batch, StateDict
+
+__all__ = ["DealtPosition"]
+
+log = logging.getLogger(__name__)
+
+_REMEMBERED = 64  # batches that were given and are perhaps not yet trained on
+
+
+@final
+class DealtPosition(DataPosition):
+    """Every rank draws the same order of samples and loads its share of each global batch.
+
+    What is saved is how much of the order is done: the rest can be dealt to another number of ranks, in batches of
+    another size. The samplers draw from generators that are the same on every rank and that training does not draw
+    from: they start where those of rank 0 stand when the first epoch begins, so that the order is that of one process.
+
+    In worker processes the generators are seeded for each sample from (seed, epoch, place in the order), so that random
+    transforms of a sample do not depend on the number of ranks.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], timestamp: Callable[[], Timestamp], *, seed: int | None, share: Share
+    ) -> None:
+        """``seed`` is that of the run; ``None`` leaves workers as they are, and they end with each epoch."""
+        super().__init__(loader, share)
+        self._loader: DataLoader[Any] = loader
+        self._timestamp = timestamp
+        warn_of_disorder(loader)
+        self._dealer = Dealer(loader, share, self._drawing)
+        # The user's loader is left as it is, as in IndexedPosition.
+        own = copy.copy(loader)
+        vars(own)["_iterator"] = None
+        vars(own)["batch_sampler" if loader.batch_sampler is not None else "sampler"] = self._dealer
+        own.generator = torch.Generator()
+        if seed is None:
+            vars(own)["persistent_workers"] = False
+        elif loader.num_workers:
+            vars(own)["dataset"] = ReseedingDataset(loader.dataset, seed)
+        self._own = own
+        self._stream: dict[str, Any] | None = None
+        self._agreed = False
+        self._number = 0
+        self._begun_at = 0
+        self._given = 0
+        self._reached: deque[tuple[int, int, int]] = deque(maxlen=_REMEMBERED)
+
+    def epoch(self, number: int, skip: int) -> Iterator[Batch]:
+        """See :meth:`DataPosition.epoch`. The order is compared with that of the interrupted run."""
+        self._number = number
+        self._dealer.set_epoch(number)
+        self._set_epoch(number)
+        self._agree()
+        done, digest, saved = self._where(skip) if skip else (0, 0, None)
+        self._restored = None
+        if skip and self._epoch_rng is not None:
+            self._stream = self._epoch_rng
+            self._set_generators(self._epoch_generators)
+        elif skip:
+            log.warning(
+                "the checkpoint does not tell how epoch %d began: the order may be another from here on", number
+            )
+        self._epoch_rng = self._stream
+        self._epoch_generators = self._generator_states()
+        with self._drawing():
+            if not self._own.persistent_workers or number == 0:  # as the loader itself does
+                seed = torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+                assert self._own.generator is not None
+                self._own.generator.manual_seed(int(seed))
+            found = self._dealer.begin(done, saved)
+        if found is None or (digest is not None and (self._dealer.done, found) != (done, digest)):
+            raise IncompatibleCheckpointError(
+                "the data loader gives another order of samples than in the interrupted run (epoch "
+                f"{number}, first {done} {self._unit}). The data set or sampler has changed, or it draws from "
+                "something that is not in the checkpoint. To go on regardless, pass spin_dataloaders=False."
+            )
+        self._begun_at = int(self._timestamp().batch_in_epoch)
+        self._given = 0
+        self._reached.clear()
+        self._reached.append((self._begun_at, self._dealer.done, found))
+        return self._counted(fetched(self._own))
+
+    def batches_in_epoch(self) -> int | None:
+        """See :meth:`DataPosition.batches_in_epoch`. Those done may have been of another size."""
+        try:
+            if not self._reached:
+                return len(self._dealer)
+            return self._reached[0][0] + self._dealer.batches_after(self._reached[0][1])
+        except (TypeError, NotImplementedError):
+            return None
+
+    def knows_samples(self) -> bool:
+        """See :meth:`DataPosition.knows_samples`. A ``collate_fn`` of the user's may leave samples out."""
+        dataset: Any = self._loader.dataset
+        while type(dataset) is Subset:
+            dataset = dataset.dataset
+        whole = self._loader.collate_fn is default_collate and not hasattr(dataset, "__getitems__")
+        return whole and self._dealer.counts_samples
+
+    def finish_epoch(self, *, exhausted: bool) -> None:
+        """See :meth:`DataPosition.finish_epoch`."""
+        super().finish_epoch(exhausted=exhausted)
+        self._epoch_rng = self._stream
+        self._reached.clear()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """See :meth:`DataPosition.load_state_dict`. The state of a run of one process is understood as well."""
+        super().load_state_dict(state_dict)
+        self._stream = self._epoch_rng
+
+    def close(self) -> None:
+        """See :meth:`DataPosition.close`."""
+        vars(self._own)["_iterator"] = None
+
+    @property
+    def _unit(self) -> str:
+        return "samples" if self._dealer.counts_samples else "batches"
+
+    def _accepts(self, kind: object) -> bool:
+        return kind in ("DealtPosition", "IndexedPosition")
+
+    def _is_for_all(self) -> bool:
+        return True
+
+    def _own_state(self) -> StateDict:
+        trained = int(self._timestamp().batch_in_epoch)
+        for batches, done, digest in self._reached:
+            if batches == trained and done:
+                return {"unit": self._unit, "done": done, "order": digest}
+        return {}
+
+    def _where(self, skip: int) -> tuple[int, int | None, SavedBatches | None]:
+        """How much of the order is done after ``skip`` batches; its digest; or else what one process noted of it."""
+        saved = self._restored
+        if saved is None:
+            for batches, done, digest in self._reached:
+                if batches == skip:
+                    return done, digest, None
+            saved = {}
+        if "done" in saved:
+            if saved["unit"] != self._unit:
+                raise IncompatibleCheckpointError(
+                    f"the interrupted run counted its data in {saved['unit']}, this one counts {self._unit}: a "
+                    "batch_sampler was added or left out. Build the loader as in that run; or start the epoch's data "
+                    "afresh with spin_dataloaders=False."
+                )
+            return saved["done"], saved["order"], None
+        batch_size = saved.get("batch_size", self._dealer.batch_size)
+        noted = SavedBatches(saved["drawn"], batch_size, saved["indices"]) if "drawn" in saved else None
+        if noted is None:
+            return skip * self._dealer.global_batch, None, None
+        return skip * (batch_size or 1), None, noted
+
+    def _agree(self) -> None:
+        """Every rank draws from where the generators of rank 0 stand, whatever seeds the user has given."""
+        if self._agreed:
+            return
+        self._agreed = True
+        stream = _on_cpu(rng.capture() if self._stream is None else self._stream)
+        packed = rng.packed({"stream": stream, "generators": self._generator_states()}).numpy().tobytes()
+        agreed = rng.unpacked(torch.frombuffer(bytearray(dist.broadcast_object(packed)), dtype=torch.uint8))
+        self._stream = agreed["stream"]
+        self._set_generators(agreed["generators"])
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Generator[None]:
+        """Python's, numpy's and torch's generators are those that all ranks draw the order from."""
+        assert self._stream is not None
+        own = rng.capture()
+        rng.restore([self._stream])
+        try:
+            yield
+        finally:
+            self._stream = _on_cpu(rng.capture())
+            rng.restore([own])
+
+    def _counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            part = self._dealer.parts.popleft()
+            self._given += 1
+            self.is_stand_in = part.is_stand_in
+            self.samples = part.end - self._reached[-1][1]
+            self._reached.append((self._begun_at + self._given, part.end, part.digest))
+            yield batch
+
+
+def _on_cpu(states: dict[str, Any]) -> dict[str, Any]:
+    """The generators that samplers draw from."""
+    return {name: state for name, state in states.items() if name != "cuda"}

@@ -1,0 +1,392 @@
+"""How the ranks train one model: whole copies (DDP), shards (FSDP2, HSDP), split layers (TP), or any of these together.
+
+``state.model`` stays the user's module in all of them. DDP is a wrapper that only this module and the training step
+know; sharding changes the module in place, after which its parameters are DTensors.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+import torch.distributed
+from torch import nn
+
+from composerlite import dist
+from composerlite.core import Precision, State
+from composerlite.errors import ConfigError, did_you_mean
+from composerlite.trainer.same_model import check_same_model
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    from composerlite.core import FSDPConfig, ParallelismConfig, TPConfig
+
+__all__ = ["Alone", "Parallel", "Replicated", "Sharded", "check_sync_strategy", "copy_model", "shard_model"]
+
+_STRATEGIES = ("single_auto_sync", "multi_auto_sync", "forced_sync")
+_BUCKET_BYTES = 25 << 20
+
+
+class Parallel(ABC):
+    """How this rank trains the model together with the others.
+
+    Attributes:
+        data_rank: which share of the data is this rank's.
+        data_ranks: number of shares.
+        counts: whether the data of this rank are counted; of ranks that share layers one is enough.
+        forward_is_shared: a forward pass waits for the other ranks, so that all need as many.
+        passes_are_shared: the same of the forward and backward pass of a microbatch.
+    """
+
+    data_rank: int = 0
+    data_ranks: int = 1
+    counts: bool = True
+    forward_is_shared: bool = False
+    passes_are_shared: bool = False
+
+    @abstractmethod
+    def trained(self, model: nn.Module) -> Callable[..., Any]:
+        """What to call for the forward pass of a training batch."""
+
+    @abstractmethod
+    def before_microbatch(self, *, last: bool) -> None:
+        """Call it before the forward pass of each microbatch."""
+
+    @abstractmethod
+    def reduce(self, model: nn.Module) -> None:
+        """Make gradients those of all ranks, if they are not yet. Call it after the last backward pass of a batch."""
+
+    @abstractmethod
+    def before_evaluation(self, model: nn.Module) -> None:
+        """Make the model the same on all ranks."""
+
+    @abstractmethod
+    def after_evaluation(self, model: nn.Module) -> None:
+        """Let go of what forward passes without a backward pass have left."""
+
+    def give_up(self) -> None:
+        """This rank failed and trains no more: hold nothing on which others could wait for it."""
+
+
+@final
+class Alone(Parallel):
+    """One process with the whole model."""
+
+    def trained(self, model: nn.Module) -> Callable[..., Any]:
+        return model
+
+    def before_microbatch(self, *, last: bool) -> None: ...
+
+    def reduce(self, model: nn.Module) -> None: ...
+
+    def before_evaluation(self, model: nn.Module) -> None: ...
+
+    def after_evaluation(self, model: nn.Module) -> None: ...
+
+
+@final
+class Replicated(Parallel):
+    """A whole copy on every rank, whose gradients are averaged.
+
+    All ranks begin with the parameters and buffers of rank 0. Before each forward pass they get its buffers.
+
+    Args:
+        model: with parameters that need gradients.
+        device: where it is.
+        strategy: when gradients are averaged: ``'single_auto_sync'``, during the backward pass of a batch's last
+            microbatch; ``'multi_auto_sync'``, during that of every microbatch, and a parameter may be unused in it;
+            ``'forced_sync'``, after the last backward pass.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, strategy: str) -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
+        self.data_rank, self.data_ranks = dist.get_global_rank(), dist.get_world_size()
+        self.passes_are_shared = self._every_time = strategy == "multi_auto_sync"
+        self._forced = strategy == "forced_sync"
+        self._wrapper: Any = None
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            self._wrapper = DistributedDataParallel(
+                model,
+                device_ids=[device] if device.type == "cuda" else None,
+                find_unused_parameters=self._every_time,
+            )
+            # With forced_sync nothing waits for other ranks before the end of a batch: one may break off and try again.
+            self._wrapper.require_forward_param_sync = not self._forced
+
+    def trained(self, model: nn.Module) -> Callable[..., Any]:
+        return model if self._wrapper is None else self._wrapper
+
+    def before_microbatch(self, *, last: bool) -> None:
+        if self._wrapper is not None:
+            self._wrapper.require_backward_grad_sync = not self._forced and (last or self._every_time)
+
+    def reduce(self, model: nn.Module) -> None:
+        if self._forced:
+            average_gradients(model.parameters())
+            self.before_evaluation(model)
+
+    def before_evaluation(self, model: nn.Module) -> None:
+        _send_tensors(model.buffers())
+
+    def after_evaluation(self, model: nn.Module) -> None: ...
+
+    def give_up(self) -> None:
+        wrapper, self._wrapper = self._wrapper, None
+        if wrapper is not None:  # an exception may hold it for long, and it would hold the connection to the others
+            del wrapper.reducer, wrapper.logger, wrapper.process_group
+
+
+@final
+class Sharded(Parallel):
+    """Shards of the model on every rank, or parts of its layers, or both. The model is changed in place.
+
+    All ranks begin with the parameters and buffers of rank 0, and after each batch they get its buffers.
+
+    Args:
+        state: its model and optimizers; the optimizers are given the new parameters.
+        config: how.
+
+    Raises:
+        ConfigError: what ``config`` asks for cannot be had with this model or this number of ranks.
+    """
+
+    forward_is_shared = True
+    passes_are_shared = True
+
+    def __init__(self, state: State, config: ParallelismConfig) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        model = state.model
+        _check_shardable(state)
+        copies, shards, tensor = config.degrees(state.world_size)
+        rank = dist.get_global_rank()
+        self.data_rank, self.data_ranks = rank // tensor, copies * shards
+        self.counts = rank % tensor == 0
+        named = {"replicate": copies, "shard": shards, "tensor": tensor}
+        used = {
+            name: size for name, size in named.items() if size > 1 or name == ("shard" if config.fsdp else "tensor")
+        }
+        mesh = init_device_mesh(state.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+        old = {id(parameter): name for name, parameter in model.named_parameters()}
+        _send_tensors(itertools.chain(model.parameters(), model.buffers()))
+        if config.tp is not None:
+            _split_layers(model, mesh["tensor"], config.tp)
+        if config.fsdp is not None:
+            names = tuple(name for name in used if name != "tensor")
+            _shard(state, mesh[names[0] if len(names) == 1 else names], config.fsdp)
+        self._buffers = _saved_buffers(model)
+        self._fsdp: Any = None if config.fsdp is None else model
+        self._reduces = True
+        _give_parameters(state, old)
+
+    def trained(self, model: nn.Module) -> Callable[..., Any]:
+        return model
+
+    def before_microbatch(self, *, last: bool) -> None:
+        if self._fsdp is not None and last is not self._reduces:
+            self._fsdp.set_requires_gradient_sync(last)
+            self._reduces = last
+
+    def reduce(self, model: nn.Module) -> None:
+        _send_tensors(self._buffers)
+
+    def before_evaluation(self, model: nn.Module) -> None: ...
+
+    def after_evaluation(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _check_shardable(state: State) -> None:
+    if any(parameter.is_meta for parameter in state.model.parameters()):
+        raise ConfigError(
+            "parallelism_config: the model is on the meta device, it has no values to train. Build it on the CPU: "
+            "sharding moves it to the device piece by piece."
+        )
+    if state.auto_microbatching:
+        raise ConfigError(
+            "device_train_microbatch_size='auto' contradicts parallelism_config: a rank that is out of memory cannot "
+            "leave a forward pass in which the others wait for its shards. Give a number of samples."
+        )
+    if any(optimizer.state for optimizer in state.optimizers):
+        raise ConfigError(
+            "optimizers: the optimizer has stepped before the model is sharded, and its state cannot follow. Build a "
+            "new one; load_path restores its state."
+        )
+
+
+def _send_tensors(tensors: Iterable[torch.Tensor]) -> None:
+    """Copy those of rank 0 to all."""
+    for tensor in tensors:
+        torch.distributed.broadcast(tensor.detach(), 0)
+
+
+def _saved_buffers(model: nn.Module) -> list[torch.Tensor]:
+    """Buffers that a forward pass may change: those that are saved, as the statistics of batch norm."""
+    saved = model.state_dict().keys()
+    return [b for name, b in model.named_buffers() if name in saved and not dist.is_distributed_tensor(b)]
+
+
+def _give_parameters(state: State, old: dict[int, str]) -> None:
+    """Put the parameters that sharding has made into the optimizers, where the ``old`` ones were."""
+    new = dict(state.model.named_parameters())
+    for optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [new[old[id(p)]] if id(p) in old else p for p in group["params"]]
+
+
+def _split_layers(model: nn.Module, mesh: DeviceMesh, config: TPConfig) -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    styles = {name: _style(style) for name, style in config.layer_plan.items()}
+    names = [name for name, _ in model.named_modules()]
+    for pattern in styles:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"tp: layer_plan[{pattern!r}]: the model has no such module.{did_you_mean(pattern, names)}"
+            )
+    plan = {
+        name: style
+        for name in names
+        for pattern, style in styles.items()
+        if name and fnmatch.fnmatchcase(name, pattern)
+    }
+    parallelize_module(model, mesh, plan)
+
+
+def _style(style: Any) -> ParallelStyle:
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+
+    named = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel, "sequence": SequenceParallel}
+    if isinstance(style, str) and style in named:
+        return named[style]()
+    if not isinstance(style, ParallelStyle):
+        raise ConfigError(
+            f"tp: layer_plan: {style!r} does not say how to split a layer.{did_you_mean(str(style), named)}"
+        )
+    return style
+
+
+def _shard(state: State, mesh: DeviceMesh, config: FSDPConfig) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.utils.checkpoint import checkpoint
+
+    model = state.model
+    blocks = _blocks(model, config)
+    compute = {Precision.AMP_BF16: torch.bfloat16, Precision.AMP_FP16: torch.float16}.get(state.precision)
+    if config.mixed_precision == "FULL":
+        compute = None
+    reduce = compute if config.mixed_precision == "PURE" or compute is None else torch.float32
+    arguments: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
+        "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if config.cpu_offload else OffloadPolicy(),
+        "ignored_params": {p for module in config.ignored_modules or () for p in module.parameters()},
+    }
+    for block in blocks:
+        if config.activation_checkpointing:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **arguments)
+    fully_shard(model, **arguments)
+
+
+def _blocks(model: nn.Module, config: FSDPConfig) -> list[nn.Module]:
+    """What is gathered at once, inner ones first."""
+    if not config.auto_wrap:
+        return []
+    modules = [module for module in model.modules() if module is not model]
+    wants = getattr(model, "fsdp_wrap_fn", None)
+    if callable(wants):
+        chosen = [module for module in modules if wants(module)]
+    elif any(getattr(module, "_fsdp_wrap", False) for module in modules):
+        chosen = [module for module in modules if getattr(module, "_fsdp_wrap", False)]
+    elif config.wrap_classes:
+        classes = {type(module).__name__ for module in modules}
+        for name in config.wrap_classes:
+            if name not in classes:
+                raise ConfigError(f"fsdp: wrap_classes: the model has no {name!r}.{did_you_mean(name, classes)}")
+        chosen = [module for module in modules if type(module).__name__ in config.wrap_classes]
+    else:
+        chosen = [item for module in modules if isinstance(module, nn.ModuleList) for item in module]
+    without_forward = (nn.ModuleList, nn.ModuleDict)
+    return [m for m in reversed(chosen) if any(True for _ in m.parameters()) and not isinstance(m, without_forward)]
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Average gradients over all ranks. Where a rank has none and another has, that of the first counts as zero."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return
+    device = trained[0].device
+    used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.uint8, device=device)
+    torch.distributed.all_reduce(used, torch.distributed.ReduceOp.MAX)
+    gradients: list[torch.Tensor] = []
+    for parameter, is_used in zip(trained, used.tolist(), strict=True):
+        if is_used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        torch.distributed.all_reduce(flat)
+        flat /= torch.distributed.get_world_size()
+        for gradient, mean in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
+def _buckets(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Tensors of one kind next to each other, in pieces of bounded size."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (size >= _BUCKET_BYTES or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def check_sync_strategy(value: str | None) -> str:
+    """``value`` if it says when gradients are averaged; the default for ``None``.
+
+    Raises:
+        ConfigError: there is no such strategy.
+    """
+    name = _STRATEGIES[0] if value is None else str(value).lower()
+    if name not in _STRATEGIES:
+        raise ConfigError(f"ddp_sync_strategy={value!r} does not exist.{did_you_mean(name, _STRATEGIES)}")
+    return name
+
+
+def shard_model(state: State) -> Parallel | None:
+    """Spread ``state.model`` over the ranks as ``state.parallelism`` says; ``None`` if it says nothing.
+
+    Before a checkpoint is loaded, so that each rank loads only its shards.
+
+    Raises:
+        ConfigError: the model cannot be spread like that, or differs between ranks.
+    """
+    if state.world_size > 1:
+        check_same_model(state.model)
+    return None if state.parallelism is None else Sharded(state, state.parallelism)
+
+
+def copy_model(state: State, strategy: str) -> Parallel:
+    """Make ``state.model`` ready to be trained as a whole on every rank. After a checkpoint was loaded."""
+    if state.world_size == 1:
+        return Alone()
+    return Replicated(state.model, state.device, "forced_sync" if state.auto_microbatching else strategy)

@@ -1,0 +1,167 @@
+"""What runs on each of several ranks whose checkpoints are directories in a bucket."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Generator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_training import Classifier, trainer
+
+from composerlite import dist
+from composerlite.checkpoint import shared_folder
+from composerlite.errors import ConfigError, ObjectStoreError, RankError
+from composerlite.loggers import RemoteUploaderDownloader
+from composerlite.storage import Transfer
+
+WIDTH = 16384
+"""Large enough that the parts of two ranks are not in one chunk of a file."""
+HOW: dict[str, Any] = {
+    "parallelism_config": {"fsdp": {}},
+    "save_filename": "ba{batch}.pt",
+    "save_interval": "1ba",
+    "train_subset_num_batches": 2,
+}
+
+
+def train(**arguments: Any) -> dict[str, Any]:
+    """Train, and what one can see of it."""
+    torch.manual_seed(dist.get_global_rank())
+    with trainer(model=Classifier(WIDTH), **arguments) as run:
+        began = {name: dist.full_tensor(t).clone() for name, t in run.state.model.state_dict().items()}
+        run.fit()
+        ended = {name: dist.full_tensor(t).clone() for name, t in run.state.model.state_dict().items()}
+    return {
+        "loaded": run.state.load_path,
+        "began": began,
+        "ended": ended,
+        "saved": [Path(path).name for path in run.saved_checkpoints],
+    }
+
+
+def lose_folder() -> None:
+    """The folder is gone, for all ranks."""
+    dist.barrier()
+    if dist.get_global_rank() == 0:
+        shutil.rmtree("run")
+    dist.barrier()
+
+
+@contextlib.contextmanager
+def counting(reads: dict[str, int]) -> Generator[None]:
+    """Add up the bytes that this rank reads of each object with data."""
+    real = Transfer.read_into
+
+    def read_into(self: Transfer, name: str, targets: Any, *rest: Any) -> None:
+        if name.endswith(".distcp"):
+            reads[name] = reads.get(name, 0) + sum(size for _, _, size in targets)
+        real(self, name, targets, *rest)
+
+    setattr(Transfer, "read_into", read_into)  # noqa: B010 - pyright: it takes less
+    try:
+        yield
+    finally:
+        Transfer.read_into = real
+
+
+@contextlib.contextmanager
+def failing_uploads(name: str) -> Generator[None]:
+    """The network is gone for the objects with ``name`` in theirs."""
+    real = Transfer.upload
+
+    def upload(self: Transfer, object_name: str, *arguments: Any, **more: Any) -> Any:
+        if name in object_name:
+            raise ObjectStoreError(f"{object_name}: there is no network")
+        return real(self, object_name, *arguments, **more)
+
+    setattr(Transfer, "upload", upload)  # noqa: B010 - pyright: it takes less
+    try:
+        yield
+    finally:
+        Transfer.upload = real
+
+
+def runs(bucket: str, own_settings: dict[str, str]) -> dict[str, Any]:
+    """A run, the same interrupted and resumed without its folder, and others that go less well."""
+    told: dict[str, Any] = {"whole": train(**HOW)}
+    how = {**HOW, "save_folder": f"{bucket}/run", "save_num_checkpoints_to_keep": 2}
+    how["save_num_remote_checkpoints_to_keep"] = 3
+    told["first"] = train(**how, max_duration="2ep")
+    lose_folder()
+    told["reads"] = {}
+    with counting(told["reads"]):
+        told["resumed"] = train(**how, autoresume=True)
+    told["apart"] = with_folders_apart(f"{bucket}/apart")
+    told["tolerated"] = with_failing_uploads(f"{bucket}/tolerant", save_failure_limit=1)
+    lose_folder()
+    with without_settings():
+        for autoresume in (False, True):
+            logger = RemoteUploaderDownloader(f"{bucket}/logged", backend_kwargs=own_settings)
+            how = {**HOW, "save_folder": "run", "loggers": [logger], "autoresume": autoresume}
+            told["logged"] = train(**how, max_duration="3ep" if autoresume else "2ep")["loaded"]
+            lose_folder()
+    try:
+        with_failing_uploads(f"{bucket}/strict")
+    except (ObjectStoreError, RankError) as e:  # the last: a rank that failed does not meet others any more
+        told["raised"] = str(e)
+    return told
+
+
+def with_folders_apart(folder: str) -> str:
+    """What is raised where each rank has a folder of its own to make checkpoints in."""
+    there, patience = Path.cwd(), shared_folder._APPEARS_SECONDS  # pyright: ignore[reportPrivateUsage]
+    mine = Path(f"disk{dist.get_global_rank()}")
+    mine.mkdir()
+    os.chdir(mine)
+    setattr(shared_folder, "_APPEARS_SECONDS", 0.2)  # noqa: B010 - it is private
+    try:
+        train(**HOW, save_folder=folder)
+    except ConfigError as e:
+        return str(e)
+    finally:
+        setattr(shared_folder, "_APPEARS_SECONDS", patience)  # noqa: B010 - it is private
+        os.chdir(there)
+    return "nothing was raised"
+
+
+def with_failing_uploads(folder: str, **arguments: Any) -> list[str]:
+    """Four batches, and what is saved, where the second checkpoint cannot be published."""
+    with failing_uploads("/ba2/"):
+        return train(**HOW, save_folder=folder, max_duration="2ep", **arguments)["saved"]
+
+
+@contextlib.contextmanager
+def without_settings() -> Generator[None]:
+    """The environment does not say where the service is."""
+    taken = {name: os.environ.pop(name) for name in ("S3_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
+    try:
+        yield
+    finally:
+        os.environ.update(taken)
+
+
+def be_killed(bucket: str, name: str) -> str:
+    """A run in which rank 0 is killed when it sends the object ``name``: what rank 1 raises."""
+    object.__setattr__(dist.get_control(), "timeout", timedelta(seconds=4))  # they have met: that took longer
+    for method in ("upload", "put_bytes"):
+        setattr(Transfer, method, _deadly(getattr(Transfer, method), name))
+    try:
+        train(**HOW, save_folder=f"{bucket}/run")
+    except RankError as e:
+        return str(e)
+    return "nothing was raised"
+
+
+def _deadly(real: Any, name: str) -> Any:
+    def send(self: Transfer, object_name: str, *arguments: Any, **more: Any) -> Any:
+        if object_name.endswith(name):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, object_name, *arguments, **more)
+
+    return send

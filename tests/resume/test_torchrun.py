@@ -1,0 +1,170 @@
+"""The same run in one process, under torchrun, and on two nodes with disks of their own: kills change nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("digits_run.py")
+COMPOSERLITE = str(Path(sysconfig.get_path("scripts")) / "composerlite")
+INTERVAL, GLOBAL_BATCH = 4, 48
+SECONDS = 200.0
+CONFIG = """
+seed: 17
+max_duration: 14ba
+run_name: digits
+autoresume: true
+dist_timeout: 10
+model:
+  name: digits_run:Net
+train_loader:
+  dataset:
+    name: digits_run:images
+    path: {images}
+  batch_size: 24
+  shuffle: true
+optimizer:
+  name: decoupled_adamw
+  lr: 5.0e-3
+callbacks:
+  "digits_run:Diary":
+    folder: {folder}
+  "digits_run:DieAt":
+    rank: {rank}
+    batch: {batch}
+parallelism_config: {parallelism}
+save_folder: {folder}/checkpoints
+save_interval: 4ba
+progress_bar: false
+"""
+
+Ended = list[tuple[int, str]]
+"""How each process that was started ended, and what it and its ranks said."""
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of real images of digits."""
+    datasets = pytest.importorskip("sklearn.datasets")
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    path = tmp_path_factory.mktemp("digits") / "images.pt"
+    torch.save([torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8), torch.tensor(labels)], path)
+    return path
+
+
+def configured(folder: Path, images: Path, *, parallelism: str = "null", die: tuple[int, int] = (-1, -1)) -> str:
+    """The file that describes a run in ``folder``, in which a rank is killed when it has a batch done."""
+    path = folder.with_name(f"{folder.name}-{die[0]}.yaml")
+    rank, batch = die
+    path.write_text(CONFIG.format(folder=folder, images=images, parallelism=parallelism, rank=rank, batch=batch))
+    return str(path)
+
+
+def run(*commands: Sequence[str]) -> Ended:
+    """Start processes at once and wait until all have ended."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent)}
+    processes = [
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for command in commands
+    ]
+    try:
+        said = [process.communicate(timeout=SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+
+
+def one_node(*program: str) -> Ended:
+    """Two ranks on one node."""
+    return run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program])
+
+
+def two_nodes(*configs: str) -> Ended:
+    """Two agents with a rank each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+    agent = [sys.executable, "-m", "torch.distributed.run", *where]
+    return run(*([*agent, "--node-rank", str(n), str(SCRIPT), config] for n, config in enumerate(configs)))
+
+
+def diary(folder: Path, rank: int) -> dict[str, str]:
+    """What a rank wrote down: the images of each batch, and the digest at the end."""
+    kept: dict[str, str] = {}
+    for line in (folder / f"rank{rank}.txt").read_text().splitlines():
+        batch, rest = line.split(" ", 1)
+        assert kept.setdefault(batch, rest) == rest, "a batch was repeated with other images"
+    return kept
+
+
+def order(*diaries: dict[str, str]) -> list[str]:
+    """The images in the order in which a run saw them."""
+    batches = sorted(int(batch) for batch in diaries[0] if batch != "end")
+    return [image for batch in batches for diary in diaries for image in diary[str(batch)].split()]
+
+
+def check(ended: Ended) -> None:
+    """All ended well."""
+    assert [code for code, _ in ended] == [0] * len(ended), "\n".join(said for _, said in ended)
+
+
+def check_death(ended: Ended) -> None:
+    """Rank 1 was killed, and every process ended with an error that says so."""
+    assert all(code != 0 for code, _ in ended), ended
+    assert "RankError" in ended[0][1], ended[0][1]
+    assert "rank 1" in ended[0][1]
+    assert "SIGKILL" in ended[1][1]
+
+
+def test_a_node_that_dies_changes_nothing(tmp_path: Path, images: Path) -> None:
+    """A rank on one of two nodes, whose disks are their own, is killed. The same commands go on from the newest
+    checkpoint and end bit for bit as ``composerlite train`` does on one node; one process goes on with the same images.
+    """
+    whole = tmp_path / "whole"
+    check(one_node("--no-python", COMPOSERLITE, "train", configured(whole, images)))
+    undisturbed = [diary(whole, rank) for rank in (0, 1)]
+
+    nodes = [tmp_path / "node0", tmp_path / "node1"]
+    check_death(two_nodes(*(configured(node, images, die=(1, 10)) for node in nodes)))
+    assert sorted((nodes[0] / "checkpoints").glob("*.pt"))
+    assert not list(tmp_path.glob("node1/checkpoints/*.pt"))
+    alone = tmp_path / "alone"
+    shutil.copytree(nodes[0], alone, symlinks=True)
+    (alone / "rank0.txt").unlink()
+
+    check(two_nodes(*(configured(node, images) for node in nodes)))
+    assert [diary(node, rank) for rank, node in enumerate(nodes)] == undisturbed
+
+    check(run([sys.executable, str(SCRIPT), configured(alone, images)]))
+    seen, expected = order(diary(alone, 0)), order(*undisturbed)
+    start = expected.index(seen[0])
+    assert start in (INTERVAL * GLOBAL_BATCH, 2 * INTERVAL * GLOBAL_BATCH)
+    length = min(len(seen), len(expected) - start)
+    assert seen[:length] == expected[start : start + length]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_a_sharded_run_on_two_nodes_goes_on_after_a_kill(tmp_path: Path, images: Path) -> None:
+    """Two agents that share a folder; one rank is killed; the same commands end with the very same bits."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    sharded = "{fsdp: {}}"
+    check(one_node(str(SCRIPT), configured(whole, images, parallelism=sharded)))
+    check_death(two_nodes(*[configured(cut, images, parallelism=sharded, die=(1, 10))] * 2))
+    check(two_nodes(*[configured(cut, images, parallelism=sharded)] * 2))
+    assert [diary(cut, rank) for rank in (0, 1)] == [diary(whole, rank) for rank in (0, 1)]
