@@ -26,7 +26,7 @@ from composerlite.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
-__all__ = ["RankOutcome", "run_ranks", "run_ranks_to_the_end"]
+__all__ = ["RankOutcome", "quick_processes", "run_ranks", "run_ranks_to_the_end"]
 
 # Forked from one that has imported what takes long, so that a rank starts in a moment. None of these starts a thread or
 # opens a process group when it is imported; torch._dynamo is imported by the first optimizer.
@@ -61,6 +61,12 @@ class RankOutcome:
     rank: int
     value: Any = None
     error: BaseException | None = None
+
+
+def quick_processes() -> multiprocessing.context.ForkServerContext:
+    """Where processes come from that start in a moment: each is forked from one that has only imported things."""
+    _processes.set_forkserver_preload(_PRELOAD)
+    return _processes
 
 
 def run_ranks(
@@ -288,7 +294,7 @@ class _Pool:
     def _open(self) -> None:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
-        _processes.set_forkserver_preload(_PRELOAD)
+        quick_processes()
         self._owner = os.getpid()  # a fork starts anew
         self._idle = []
         self._folder = tempfile.TemporaryDirectory(prefix="composerlite-ranks-")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import bucket_run
 import pytest
 import torch
+from relaunch import Ended, run
 from small_run import BATCHES, differences
 
-PROGRAM = Path(__file__).with_name("bucket_run.py")
 STORES = ["s3", "gcs", "oci", "sftp", "libcloud"]
 
 
@@ -34,21 +32,10 @@ def place(store: str, request: pytest.FixtureRequest) -> tuple[str, dict[str, st
     return f"{scheme}://{bucket}/run", dict(server.environment)
 
 
-def launch(work: Path, uri: str, environment: Mapping[str, str], die: str = "") -> tuple[int, dict[int, str], str]:
-    """Run the program once on a machine whose disk is ``work``: exit code, what it said of each batch, its log."""
+def launch(work: Path, uri: str, environment: Mapping[str, str], die: str = "", *, fork: bool = True) -> Ended:
+    """Run the program once on a machine whose disk is ``work``."""
     work.mkdir(exist_ok=True)
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(work), uri, die],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    if done.returncode not in (0, -signal.SIGKILL):
-        raise AssertionError(done.stderr)
-    said = [line.split(" ", 1) for line in done.stdout.splitlines()]
-    return done.returncode, {int(batch): rest for batch, rest in said}, done.stderr
+    return run(bucket_run.main, [str(work), uri, die], work.parent, environment, fork=fork)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +55,7 @@ def test_a_killed_run_goes_on_from_the_bucket(
     whole, whole_final = uninterrupted
     uri, environment = place(store, request)
     for number, die in enumerate(["batch_end:18", "batch_checkpoint:42", ""]):
-        code, said, _ = launch(tmp_path / f"machine{number}", uri, environment, die)
+        code, said, _ = launch(tmp_path / f"machine{number}", uri, environment, die, fork=bool(die))
         assert code == (-signal.SIGKILL if die else 0)
         assert said.items() <= whole.items()
         if number:

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import small_run
 import torch
+from relaunch import run
 from small_run import BATCHES, CELLS, Cell, differences
 
-PROGRAM = Path(__file__).with_name("small_run.py")
 
-
-def launch(folder: Path, cell: Cell, interval: str, die: str = "") -> tuple[int, dict[int, str]]:
+def launch(folder: Path, cell: Cell, interval: str, die: str = "", *, fork: bool = True) -> tuple[int, dict[int, str]]:
     """Run the program once: its exit code, and what it said of each batch."""
     arguments = [str(folder), str(cell.workers), str(cell.accumulation), cell.extra, interval, die]
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, timeout=240, check=False
-    )
-    if done.returncode not in (0, -signal.SIGKILL):
-        raise AssertionError(done.stderr)
-    said = [line.split(" ", 1) for line in done.stdout.splitlines()]
-    return done.returncode, {int(batch): rest for batch, rest in said}
+    ended = run(small_run.main, arguments, folder.parent, {}, fork=fork)
+    return ended.code, ended.said
 
 
 def check_chain(folder: Path, cell: Cell, interval: str, deaths: list[str]) -> None:
@@ -36,7 +29,7 @@ def check_chain(folder: Path, cell: Cell, interval: str, deaths: list[str]) -> N
         code, said = launch(folder / "killed", cell, interval, die)
         assert code == -signal.SIGKILL, f"the run was to die at {die}"
         assert said.items() <= whole.items(), f"before {die} it trained on other samples, or with other losses"
-    code, said = launch(folder / "killed", cell, interval)
+    code, said = launch(folder / "killed", cell, interval, fork=False)
     assert code == 0
     assert said.items() <= whole.items()
     final = [torch.load(folder / run / "final.pt", weights_only=True) for run in ("whole", "killed")]
