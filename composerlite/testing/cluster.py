@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -63,7 +64,7 @@ class RankOutcome:
     error: BaseException | None = None
 
 
-def quick_processes() -> multiprocessing.context.ForkServerContext:
+def quick_processes() -> ForkServerContext:
     """Where processes come from that start in a moment: each is forked from one that has only imported things."""
     _processes.set_forkserver_preload(_PRELOAD)
     return _processes
