@@ -21,7 +21,7 @@ demo: $(VENV)/.installed ## train, kill, resume, compare: under two minutes
 	$(BIN)/python configs/demo.py
 
 test: $(VENV)/.installed ## the test suite
-	$(BIN)/pytest -n 3 -m 'not soak'
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not soak'
 
 soak: $(VENV)/.installed ## the long form of the tests: every kill, every combination
 	$(BIN)/pytest -n 2 -m soak --timeout 7200

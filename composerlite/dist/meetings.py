@@ -232,7 +232,10 @@ class Meetings:
                 decide_once(self._store, f"{ticket}/outcome", self._failures(ticket, what))
             elif not self._poll.until(f"{ticket}/outcome", timeout, lambda: self.check_nobody_left(what)):
                 late = self._late(ticket, what, timeout)
-                if late.ranks or not self._poll.until(f"{ticket}/outcome", timeout):  # or the last is about to say so
+                if not late.ranks and not self._poll.until(f"{ticket}/outcome", timeout):  # the last to come says it
+                    lost = self.missing(what, timeout) or [rank for rank in range(self.world_size) if rank != self.rank]
+                    late = late_error(what, timeout, lost, ["Lost in the moment of coming."])
+                if late.ranks:
                     decide_once(self._store, f"{ticket}/outcome", [Failure.of(late, self.rank)])
             outcome = pickle.loads(self._store.get(f"{ticket}/outcome"))
             if not any(failure.late for failure in outcome):
