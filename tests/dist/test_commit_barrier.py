@@ -1,0 +1,306 @@
+"""A commit happens when every rank has written, once; otherwise every rank knows why it did not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from composerlite import dist
+from composerlite.dist import CommitBarrier
+from composerlite.errors import LateRankError, RankError
+from composerlite.testing.cluster import run_ranks, run_ranks_to_the_end
+
+LONG = timedelta(seconds=20)
+SHORT = timedelta(seconds=0.5)
+
+
+class Ranks:
+    """Ranks that are threads: each has a barrier of its own, and all have one store."""
+
+    def __init__(self, world_size: int) -> None:
+        self.store = HashStore()
+        self.committed: list[list[Any]] = []
+        self._barriers = [CommitBarrier(self.store, rank, world_size) for rank in range(world_size)]
+        self._threads = ThreadPoolExecutor(4 * world_size)
+
+    def save(
+        self,
+        write: Callable[[int], Any],
+        commit: Callable[[list[Any]], Any] | None = None,
+        timeout: timedelta | Callable[[int], timedelta] = LONG,
+    ) -> list[Future[Any]]:
+        """Begin one round on every rank."""
+
+        def take_part(barrier: CommitBarrier, ticket: int) -> Any:
+            limit = timeout if isinstance(timeout, timedelta) else timeout(barrier.rank)
+            one = barrier.round(ticket, "saving ep1")
+            try:
+                return one.run(lambda: write(barrier.rank), commit or self._commit, limit)
+            except RankError as e:
+                e.add_note(f"may_be_committed={one.may_be_committed}")
+                raise
+
+        return [self._threads.submit(take_part, barrier, barrier.ticket()) for barrier in self._barriers]
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+    def _commit(self, values: list[Any]) -> str:
+        self.committed.append(values)
+        return f"manifest {len(self.committed)}"
+
+
+@pytest.fixture(params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    ranks = Ranks(request.param)
+    yield ranks
+    ranks.close()
+
+
+def _size(ranks: Ranks) -> int:
+    return len(ranks._barriers)
+
+
+def _errors(saves: list[Future[Any]]) -> list[RankError]:
+    errors = [save.exception(60) for save in saves]
+    assert all(isinstance(error, RankError) for error in errors), errors
+    return [error for error in errors if isinstance(error, RankError)]
+
+
+def _fail_on_rank_1(rank: int, seconds: float = 0.0) -> None:
+    time.sleep(seconds)
+    if rank == 1:
+        raise OSError(28, "No space left on device", "__1_0.distcp")
+
+
+def test_rank_0_commits_what_all_have_written(ranks: Ranks) -> None:
+    """Once, with the values of all in the order of ranks; all get what the commit returned."""
+    saves = ranks.save(lambda rank: f"file {rank}")
+    assert [save.result() for save in saves] == ["manifest 1"] * _size(ranks)
+    assert ranks.committed == [[f"file {rank}" for rank in range(_size(ranks))]]
+
+
+def test_nothing_is_committed_before_the_last_has_written() -> None:
+    """However long it takes, up to the timeout."""
+    ranks, wrote = Ranks(2), threading.Event()
+    saves = ranks.save(lambda rank: wrote.wait() if rank == 1 else None)
+    time.sleep(0.3)
+    assert ranks.committed == []
+    assert not any(save.done() for save in saves)
+    wrote.set()
+    assert [save.result() for save in saves] == ["manifest 1"] * 2
+    ranks.close()
+
+
+def test_a_rank_that_fails_to_write_is_named_by_all(ranks: Ranks) -> None:
+    """With the cause; nothing is committed."""
+    for error in _errors(ranks.save(_fail_on_rank_1)):
+        assert str(error) == "saving ep1: rank 1 failed: OSError: [Errno 28] No space left on device: '__1_0.distcp'"
+        assert error.ranks == (1,)
+        assert isinstance(error.__cause__, OSError)
+        assert "may_be_committed=False" in error.__notes__
+    assert ranks.committed == []
+
+
+def test_a_vote_is_never_read_twice() -> None:
+    """A save after one that a rank never came to is decided by its own votes, also where those come late."""
+    ranks, wrote = Ranks(3), threading.Event()
+    first = ranks.save(lambda rank: wrote.wait() if rank == 2 else None, timeout=SHORT)
+    assert [error.ranks for error in _errors(first[:2])] == [(2,)] * 2
+    for error in _errors(ranks.save(lambda rank: _fail_on_rank_1(rank, 0.3 * rank))):
+        assert "rank 1 failed" in str(error)
+    wrote.set()
+    assert [error.ranks for error in _errors(first[2:])] == [(2,)]
+    assert ranks.committed == []
+    ranks.close()
+
+
+def test_after_a_failed_save_the_next_is_good(ranks: Ranks) -> None:
+    """Nothing of the failed one is met again."""
+    _errors(ranks.save(_fail_on_rank_1))
+    assert [save.result() for save in ranks.save(lambda rank: rank)] == ["manifest 1"] * _size(ranks)
+
+
+def test_a_commit_that_fails_is_told_to_all(ranks: Ranks) -> None:
+    """Rank 0 is named, with the cause."""
+
+    def fail(values: list[Any]) -> None:
+        raise PermissionError(13, "denied", "manifest.json")
+
+    for error in _errors(ranks.save(lambda rank: rank, fail)):
+        assert str(error) == "saving ep1: rank 0 failed: PermissionError: [Errno 13] denied: 'manifest.json'"
+        assert "may_be_committed=False" in error.__notes__
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_rank_that_is_late_is_named_by_all(late: int) -> None:
+    """Nothing is committed; when the late one comes it is told the same."""
+    ranks, wrote = Ranks(3), threading.Event()
+    saves = ranks.save(lambda rank: wrote.wait() if rank == late else None, timeout=SHORT)
+    others = [save for rank, save in enumerate(saves) if rank != late]
+    for error in _errors(others):
+        assert isinstance(error, LateRankError)
+        assert str(error) == f"saving ep1: rank {late} has not come in 0.5 s."
+        assert error.ranks == (late,)
+    assert not saves[late].done()
+    wrote.set()
+    assert _errors([saves[late]])[0].ranks == (late,)
+    assert ranks.committed == []
+    ranks.close()
+
+
+def test_the_first_whose_time_is_up_ends_the_wait_of_all() -> None:
+    """Also of rank 0, that would have waited longer."""
+    ranks, wrote = Ranks(3), threading.Event()
+    start = time.monotonic()
+    saves = ranks.save(
+        lambda rank: wrote.wait() if rank == 2 else None, timeout=lambda rank: SHORT if rank == 1 else LONG
+    )
+    _errors(saves[:2])
+    assert time.monotonic() - start < 5
+    wrote.set()
+    _errors(saves[2:])
+    assert ranks.committed == []
+    ranks.close()
+
+
+def test_a_rank_that_is_tired_of_waiting_does_not_undo_a_commit() -> None:
+    """What it voted on must stay: rank 0 may have committed it."""
+    ranks, committed = Ranks(2), threading.Event()
+    saves = ranks.save(lambda rank: rank, lambda values: committed.wait(), timeout=SHORT)
+    (error,) = _errors(saves[1:])
+    assert "Whether it is committed is not known here" in str(error)
+    assert "may_be_committed=True" in error.__notes__
+    committed.set()
+    assert saves[0].result() is True
+    ranks.close()
+
+
+class _StoreThatIsWatched(HashStore):
+    """Calls ``on_count`` when votes are read."""
+
+    on_count: Callable[[], object] = list
+
+    def multi_get(self, keys: Any) -> list[bytes]:
+        self.on_count()
+        return super().multi_get(keys)
+
+
+def test_a_rank_that_gives_up_while_votes_are_counted_is_heeded() -> None:
+    """It may remove its files now: rank 0 must not commit them."""
+    store = _StoreThatIsWatched()
+    zero, one = (CommitBarrier(store, rank, 2).round(1, "saving ep1") for rank in range(2))
+    zero.arrive()
+    one.arrive()
+
+    def give_up() -> None:
+        with pytest.raises(LateRankError):
+            one.wait(timedelta(0))
+
+    store.on_count = give_up
+    with pytest.raises(LateRankError, match="rank 0 has not come"):
+        zero.decide(LONG)
+    assert not zero.may_be_committed
+    assert not one.may_be_committed
+
+
+def test_a_slow_commit_is_waited_for() -> None:
+    """For one more timeout."""
+    ranks = Ranks(2)
+    saves = ranks.save(lambda rank: rank, lambda values: time.sleep(0.7) or "slow", timeout=SHORT)
+    assert [save.result() for save in saves] == ["slow"] * 2
+    ranks.close()
+
+
+def test_saves_may_overlap(ranks: Ranks) -> None:
+    """Each is decided by its own votes, in whatever order they end."""
+    first, second = threading.Event(), threading.Event()
+    slow = ranks.save(lambda rank: first.wait() and "slow")
+    failing = ranks.save(lambda rank: second.wait() and _fail_on_rank_1(rank))
+    quick = ranks.save(lambda rank: "quick")
+    assert [save.result() for save in quick] == ["manifest 1"] * _size(ranks)
+    second.set()
+    _errors(failing)
+    first.set()
+    assert [save.result() for save in slow] == ["manifest 2"] * _size(ranks)
+    assert ranks.committed == [["quick"] * _size(ranks), ["slow"] * _size(ranks)]
+
+
+def test_no_keys_are_left_in_the_store() -> None:
+    """After good saves, failed ones, and ones that were late."""
+    ranks = Ranks(3)
+    before = ranks.store.num_keys()
+    for save in ranks.save(lambda rank: rank):
+        save.result()
+    _errors(ranks.save(_fail_on_rank_1))
+    _errors(ranks.save(lambda rank: time.sleep(0.4 * rank), timeout=SHORT))
+    assert ranks.store.num_keys() == before
+    ranks.close()
+
+
+def test_one_process_commits_by_itself() -> None:
+    """Without a group or a server; what it fails with is not wrapped."""
+    barrier = dist.get_control().commits
+    assert barrier.round(barrier.ticket(), "saving").run(lambda: 7, sum, SHORT) == 7
+    with pytest.raises(OSError, match="No space"):
+        barrier.round(barrier.ticket(), "saving").run(lambda: _fail_on_rank_1(1), sum, SHORT)
+    with pytest.raises(ZeroDivisionError):
+        barrier.round(barrier.ticket(), "saving").run(lambda: 1, lambda values: 1 / 0, SHORT)
+
+
+def _save_while_training(saves: int) -> list[int]:
+    """Save in a thread of its own, while the main thread sends tensors and objects."""
+    control = dist.get_control()
+    tensor = torch.ones(1000)
+
+    def save(ticket: int) -> int:
+        rank = dist.get_global_rank()
+        return control.commits.round(ticket, f"save {ticket}").run(lambda: rank + ticket, sum, LONG)
+
+    with ThreadPoolExecutor(2) as threads:
+        pending = []
+        for _ in range(saves):
+            pending.append(threads.submit(save, control.commits.ticket()))
+            for _ in range(5):
+                torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+                dist.all_reduce(torch.ones(1))
+            dist.all_gather_object("batch")
+        return [one.result() for one in pending]
+
+
+def test_ranks_save_while_they_train() -> None:
+    """Votes of several threads and collectives of the main thread do not disturb each other."""
+    expected = [0 + 1 + 2 + 3 * ticket for ticket in range(1, 21)]
+    assert run_ranks(_save_while_training, 3, 20) == [expected] * 3
+
+
+def _die_while_writing(who: int, committed: str) -> str:
+    control = dist.get_control()
+
+    def write() -> None:
+        if dist.get_global_rank() == who:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    one = control.commits.round(control.commits.ticket(), "saving ep1")
+    return one.run(write, lambda values: committed, timedelta(seconds=1))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_is_killed_is_named_by_all(who: int) -> None:
+    """After the timeout; nothing is committed."""
+    outcomes = run_ranks_to_the_end(_die_while_writing, 3, who, "committed")
+    assert isinstance(outcomes[who].error, ChildProcessError)
+    for rank in {0, 1, 2} - {who}:
+        assert isinstance(outcomes[rank].error, LateRankError)
+        assert str(outcomes[rank].error) == f"saving ep1: rank {who} has not come in 1 s."
