@@ -49,6 +49,7 @@ def test_other_lanes_do_not_wait(uploader: Uploader) -> None:
     uploader.submit("slow", lambda _: None, what="behind slow")
     uploader.submit("quick", lambda _: done.set(), what="quick")
     assert done.wait(WAIT)
+    assert uploader.wait(WAIT, lane="quick")
     assert uploader.pending == ["slow", "behind slow"]
     go.set()
 
