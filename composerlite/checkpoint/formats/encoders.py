@@ -34,8 +34,12 @@ class Encoder(Protocol):
         """The end of the file. Nothing may be encoded any more."""
         ...
 
+    def stop(self) -> None:
+        """Do not go on. For any thread: one that waits for a program meanwhile fails."""
+        ...
+
     def close(self) -> None:
-        """Give everything back. May be called while another thread encodes, which then fails, and twice."""
+        """Give everything back, when no thread encodes any more; twice is fine."""
         ...
 
 
@@ -56,6 +60,9 @@ class BlockEncoder:
 
     def finish(self) -> bytes:
         return b""
+
+    def stop(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -79,6 +86,9 @@ class StreamEncoder:
     def finish(self) -> bytes:
         return self._start + self._compressor.flush()
 
+    def stop(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -92,6 +102,7 @@ class ToolEncoder:
 
     def __init__(self, command: list[str]) -> None:
         self._pipe = ToolPipe(command, SaveError)
+        self.stop = self._pipe.stop
         self.close = self._pipe.close
 
     def encode(self, block: memoryview) -> bytes:

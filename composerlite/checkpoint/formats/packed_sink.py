@@ -142,9 +142,9 @@ class PackedSink:
             return
         self._open = False
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._encoder.close()  # whoever waits for the program does not any more
+        self._encoder.stop()  # whoever waits for the program does not any more
         self._pool.shutdown()
-        self._encoder.close()  # the program may have been started in between
+        self._encoder.close()
         os.close(self._file)
 
 

@@ -18,6 +18,7 @@ __all__ = ["ToolPipe"]
 
 _PIECE_BYTES = 64 << 10
 _EXIT_SECONDS = 10.0
+_SILENCE_SECONDS = 600.0  # a program that neither takes nor gives a byte for so long has stopped
 
 
 @final
@@ -40,7 +41,7 @@ class ToolPipe:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the pipe
         self._process: subprocess.Popen[bytes] | None = None
         self._starting = threading.Lock()
-        self._closed = False
+        self._stopped = False
 
     def exchange(self, data: memoryview | bytes) -> Iterator[bytes]:
         """Send ``data`` while it is iterated over; what the program gives meanwhile, in pieces of 64 KiB at most."""
@@ -48,8 +49,8 @@ class ToolPipe:
         assert process.stdin is not None
         left = memoryview(data)
         while left:
-            for key, _ in self._selector.select():
-                if key.fileobj is process.stdin:
+            for file in self._ready():
+                if file is process.stdin:
                     left = left[self._send(process, left) :]
                     if not left:
                         break
@@ -69,18 +70,23 @@ class ToolPipe:
         assert process.stdout is not None
         self._selector.unregister(process.stdin)
         process.stdin.close()
-        while piece := self._receive(process):
+        while self._ready() and (piece := self._receive(process)):
             yield piece
         if process.wait(_EXIT_SECONDS) != 0:
             self._fail(process)
 
+    def stop(self) -> None:
+        """End the program if it still runs, and start none. For any thread: another one that exchanges bytes fails."""
+        with self._starting:
+            self._stopped = True
+            if self._process is not None:
+                self._process.kill()
+
     def close(self) -> None:
-        """End the program if it still runs. May be called at any time, from any thread, twice."""
-        with self._starting:  # a thread that has not started the program yet does not start it any more
-            self._closed = True
+        """Give everything back, when no thread exchanges bytes any more; twice is fine."""
+        self.stop()
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            self._process.wait(_EXIT_SECONDS)
             for pipe in (self._process.stdin, self._process.stdout):
                 assert pipe is not None
                 pipe.close()
@@ -89,7 +95,7 @@ class ToolPipe:
 
     def _running(self) -> subprocess.Popen[bytes]:
         with self._starting:
-            if self._closed:
+            if self._stopped:
                 raise CheckpointError(f"the program {self._command[0]!r} is not started: the file was given up")
             if self._process is None:
                 self._process = self._start()
@@ -111,6 +117,14 @@ class ToolPipe:
         self._selector.register(process.stdin, selectors.EVENT_WRITE)
         self._selector.register(process.stdout, selectors.EVENT_READ)
         return process
+
+    def _ready(self) -> list[object]:
+        """Wait for the pipes of the program; those that can be used, at least one."""
+        ready = self._selector.select(_SILENCE_SECONDS)
+        if not ready:
+            name = Path(self._command[0]).name
+            raise CheckpointError(f"the program {name!r} has done nothing for {_SILENCE_SECONDS:g} s: it hangs")
+        return [key.fileobj for key, _ in ready]
 
     def _send(self, process: subprocess.Popen[bytes], data: memoryview) -> int:
         assert process.stdin is not None
