@@ -14,14 +14,19 @@ import contextlib
 import dataclasses
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
+import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from forked import Launcher, run_forked
 
+from composerlite.cli import main
 from composerlite.utils import FSDPConfig, TPConfig
 
 ROOT = Path(__file__).parent.parent
@@ -31,9 +36,6 @@ _FENCE = re.compile(r"\s*```\s*(\w*)")
 _NOT_RUN = re.compile(r"<!--\s*not run:\s*(.+?)\s*-->")
 _PRELUDE = re.compile(r"<!--\s*prelude:\s*(\S+)\s*-->")
 _BUCKET = re.compile(r"<!--\s*bucket:\s*s3://(\S+)\s*-->")
-
-# As a program of its own, so that what the blocks define lives in __main__ and worker processes find it there.
-_RUN_FILES = "import sys\nfor path in sys.argv[1:]: exec(compile(open(path).read(), path, 'exec'), globals())"
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,13 @@ def cases(language: str) -> list[object]:
     return found
 
 
+def program_of(*files: str) -> None:
+    """Run files one after the other as one program: what they define lives in ``__main__``, where workers find it."""
+    program = sys.modules["__main__"] = types.ModuleType("__main__")
+    for file in files:
+        exec(compile(Path(file).read_text(), file, "exec"), program.__dict__)
+
+
 @pytest.mark.parametrize(("document", "blocks"), cases("python"))
 def test_python_examples_run(
     document: Path, blocks: list[Block], tmp_path: Path, request: pytest.FixtureRequest
@@ -111,23 +120,33 @@ def test_python_examples_run(
 
     folder = tmp_path / "empty"
     folder.mkdir()
-    result = subprocess.run(
-        [sys.executable, "-c", _RUN_FILES, *files],
-        cwd=folder,
-        env=environment_of(document, request),
-        capture_output=True,
-        text=True,
-    )
+    result = run_forked(program_of, *files, cwd=folder, environment=environment_of(document, request))
     at = re.findall(rf'"{re.escape(str(program))}", line (\d+)', result.stderr)
     where = f"{document.relative_to(ROOT)}:{at[-1] if at else blocks[0].line}"
     assert result.returncode == 0, f"{where}\n{result.stdout}{result.stderr}"
 
 
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the command ``composerlite``, which need not import torch first."""
+    folder = tmp_path_factory.mktemp("commands")
+    with Launcher(composerlite) as launcher:
+        command = folder / "composerlite"
+        command.write_text(f'#!/bin/sh\nexec {shlex.join(launcher.command)} "$@"\n')
+        command.chmod(0o755)
+        yield folder
+
+
+def composerlite(*_: str) -> None:
+    """What the command does with the arguments of its process."""
+    main()
+
+
 @pytest.mark.parametrize(("document", "blocks"), cases("bash"))
-def test_bash_examples_run(document: Path, blocks: list[Block], request: pytest.FixtureRequest) -> None:
+def test_bash_examples_run(document: Path, blocks: list[Block], commands: Path, request: pytest.FixtureRequest) -> None:
     """A reader can paste the commands of a page into a shell, in the root of the repository."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = environment_of(document, request)
+    path = f"{commands}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     for block in blocks:
         result = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block.code],

@@ -371,6 +371,7 @@ def _serve(connection: Connection[Any, Any], stacks: Path) -> None:
     import torch
 
     gc.freeze()  # what was imported stays: collections need not go through it, nor copy its pages
+    multiprocessing.set_start_method(None, force=True)  # workers of DataLoaders start as in any other program
     torch.set_num_threads(1)
     with stacks.open("w") as file:
         faulthandler.register(_STACKS, file=file, all_threads=True)

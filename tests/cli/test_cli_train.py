@@ -10,16 +10,32 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from forked import run_forked
 
+from composerlite.cli import main
 from composerlite.cli.errors import readable_errors
 
 ROOT = Path(__file__).parents[2]
 COMPOSERLITE = str(Path(sysconfig.get_path("scripts")) / "composerlite")
 
 
-def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    return subprocess.run([COMPOSERLITE, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command."""
+    environment = {**os.environ, **ENVIRONMENT}
+    return subprocess.run([COMPOSERLITE, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def train(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """``composerlite train`` in a process that need not import torch first."""
+    return run_forked(command, "train", *arguments, cwd=ROOT, environment=ENVIRONMENT)
+
+
+def command(*_: str) -> None:
+    """What the command does with the arguments of its process."""
+    main()
 
 
 # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -37,9 +53,9 @@ def test_digits_are_learned(tmp_path: Path) -> None:
 
 def test_a_finished_run_that_is_started_again_ends_at_once(tmp_path: Path) -> None:
     """With ``autoresume`` the same command trains what is missing: nothing, if nothing is, and that is no error."""
-    arguments = ("train", "configs/digits.yaml", f"save_folder={tmp_path}", "run_name=digits", "autoresume=true")
-    first = run(*arguments, "max_duration=2ba")
-    again = run(*arguments, "max_duration=2ba")
+    arguments = ("configs/digits.yaml", f"save_folder={tmp_path}", "run_name=digits", "autoresume=true")
+    first = train(*arguments, "max_duration=2ba")
+    again = train(*arguments, "max_duration=2ba")
     assert [first.returncode, again.returncode] == [0, 0], first.stderr + again.stderr
     assert first.stdout.startswith("run digits ended at epoch 0, batch 2: ")
     assert again.stdout == f"run digits had ended before at epoch 0, batch 2: checkpoint {tmp_path}/ep0-ba2-rank0.pt\n"
@@ -50,8 +66,7 @@ def test_a_finished_run_that_is_started_again_ends_at_once(tmp_path: Path) -> No
 )
 def test_the_gpt_reads_real_text(tmp_path: Path) -> None:
     """A few batches of Shakespeare at a small size, with tokens counted and the validation text evaluated."""
-    done = run(
-        "train",
+    done = train(
         "configs/gpt-text.yaml",
         "max_duration=1024tok",
         "eval_interval=1dur",
@@ -123,7 +138,7 @@ def test_a_bug_keeps_its_traceback() -> None:
 
 def test_a_missing_checkpoint_is_one_message_and_status_1(tmp_path: Path) -> None:
     """What is wrong with the world rather than with the configuration has a status of its own."""
-    done = run("train", "configs/digits.yaml", f"load_path={tmp_path}/absent.pt", f"save_folder={tmp_path}")
+    done = train("configs/digits.yaml", f"load_path={tmp_path}/absent.pt", f"save_folder={tmp_path}")
     assert done.returncode == 1
     assert f"{tmp_path}/absent.pt" in done.stderr
     assert "Traceback" not in done.stderr

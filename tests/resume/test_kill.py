@@ -16,7 +16,7 @@ from small_run import BATCHES, CELLS, Cell, differences
 def launch(folder: Path, cell: Cell, interval: str, die: str = "", *, fork: bool = True) -> tuple[int, dict[int, str]]:
     """Run the program once: its exit code, and what it said of each batch."""
     arguments = [str(folder), str(cell.workers), str(cell.accumulation), cell.extra, interval, die]
-    ended = run(small_run.main, arguments, folder.parent, {}, fork=fork)
+    ended = run(small_run.main, arguments, {}, fork=fork)
     return ended.code, ended.said
 
 
