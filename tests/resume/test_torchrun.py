@@ -11,11 +11,14 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+import digits_run
 import pytest
 import torch
+from forked import run_forked
+
+from composerlite.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = Path(__file__).with_name("digits_run.py")
 COMPOSERLITE = str(Path(sysconfig.get_path("scripts")) / "composerlite")
 INTERVAL, GLOBAL_BATCH = 4, 48
 SECONDS = 200.0
@@ -72,7 +75,7 @@ def configured(folder: Path, images: Path, *, parallelism: str = "null", die: tu
 
 def run(*commands: Sequence[str]) -> Ended:
     """Start processes at once and wait until all have ended."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
     processes = [
         subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -88,19 +91,15 @@ def run(*commands: Sequence[str]) -> Ended:
     return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
 
 
-def one_node(*program: str) -> Ended:
-    """Two ranks on one node."""
-    return run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program])
-
-
 def two_nodes(*configs: str) -> Ended:
-    """Two agents with a rank each."""
+    """Two agents with a rank each, which trains as ``composerlite train`` does."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
     agent = [sys.executable, "-m", "torch.distributed.run", *where]
-    return run(*([*agent, "--node-rank", str(n), str(SCRIPT), config] for n, config in enumerate(configs)))
+    program = ["--no-python", COMPOSERLITE, "train"]
+    return run(*([*agent, "--node-rank", str(n), *program, config] for n, config in enumerate(configs)))
 
 
 def diary(folder: Path, rank: int) -> dict[str, str]:
@@ -126,17 +125,17 @@ def check(ended: Ended) -> None:
 def check_death(ended: Ended) -> None:
     """Rank 1 was killed, and every process ended with an error that says so."""
     assert all(code != 0 for code, _ in ended), ended
-    assert "RankError" in ended[0][1], ended[0][1]
+    assert "composerlite: error: " in ended[0][1], ended[0][1]
     assert "rank 1" in ended[0][1]
     assert "SIGKILL" in ended[1][1]
 
 
 def test_a_node_that_dies_changes_nothing(tmp_path: Path, images: Path) -> None:
     """A rank on one of two nodes, whose disks are their own, is killed. The same commands go on from the newest
-    checkpoint and end bit for bit as ``composerlite train`` does on one node; one process goes on with the same images.
+    checkpoint and end bit for bit as two ranks of one node do; one process goes on with the same images.
     """
     whole = tmp_path / "whole"
-    check(one_node("--no-python", COMPOSERLITE, "train", configured(whole, images)))
+    run_ranks(digits_run.main, 2, configured(whole, images), dist_timeout=None)
     undisturbed = [diary(whole, rank) for rank in (0, 1)]
 
     nodes = [tmp_path / "node0", tmp_path / "node1"]
@@ -150,7 +149,7 @@ def test_a_node_that_dies_changes_nothing(tmp_path: Path, images: Path) -> None:
     check(two_nodes(*(configured(node, images) for node in nodes)))
     assert [diary(node, rank) for rank, node in enumerate(nodes)] == undisturbed
 
-    check(run([sys.executable, str(SCRIPT), configured(alone, images)]))
+    assert run_forked(digits_run.main, configured(alone, images), cwd=ROOT).returncode == 0
     seen, expected = order(diary(alone, 0)), order(*undisturbed)
     start = expected.index(seen[0])
     assert start in (INTERVAL * GLOBAL_BATCH, 2 * INTERVAL * GLOBAL_BATCH)
@@ -164,7 +163,7 @@ def test_a_sharded_run_on_two_nodes_goes_on_after_a_kill(tmp_path: Path, images:
     """Two agents that share a folder; one rank is killed; the same commands end with the very same bits."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     sharded = "{fsdp: {}}"
-    check(one_node(str(SCRIPT), configured(whole, images, parallelism=sharded)))
+    run_ranks(digits_run.main, 2, configured(whole, images, parallelism=sharded), dist_timeout=None)
     check_death(two_nodes(*[configured(cut, images, parallelism=sharded, die=(1, 10))] * 2))
     check(two_nodes(*[configured(cut, images, parallelism=sharded)] * 2))
     assert [diary(cut, rank) for rank in (0, 1)] == [diary(whole, rank) for rank in (0, 1)]
