@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 from small_run import BATCHES, CELLS, Cell, Trace, build, differences, final_state
 
+from composerlite import Event, State
 
-def uninterrupted(cell: Cell, folder: Path) -> tuple[Trace, dict[str, Any]]:
-    """Train to the end, saving after every batch."""
+
+def uninterrupted(cell: Cell, folder: Path, batches: list[int]) -> tuple[Trace, dict[str, Any]]:
+    """Train to the end, saving after each of ``batches``."""
+
+    def interval(state: State, event: Event) -> bool:
+        return event is Event.BATCH_CHECKPOINT and int(state.timestamp.batch) in batches
+
     trace = Trace()
-    with build(cell, [trace], save_folder=folder, save_interval="1ba", run_name="whole") as trainer:
+    with build(cell, [trace], save_folder=folder, save_interval=interval, run_name="whole") as trainer:
         trainer.fit()
         return trace, final_state(trainer)
 
@@ -27,7 +33,7 @@ def resumed(cell: Cell, checkpoint: Path) -> tuple[Trace, dict[str, Any]]:
 
 def check_every(cell: Cell, folder: Path, batches: list[int]) -> None:
     """Resume after each of ``batches`` and compare everything with the uninterrupted run."""
-    trace, final = uninterrupted(cell, folder)
+    trace, final = uninterrupted(cell, folder, batches)
     assert [step[0] for step in trace.steps] == list(range(1, BATCHES + 1))
     checkpoints = {int(path.name.split("ba")[1].split("-")[0]): path for path in folder.glob("ep*.pt")}
     for batch in batches:
