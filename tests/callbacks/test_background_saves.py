@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_forked
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -148,20 +147,14 @@ def test_what_cannot_be_pickled_is_an_error_of_the_save(tmp_path: Path) -> None:
         run.fit()
 
 
-PROGRAM = """
-import sys
-sys.path.insert(0, sys.argv[2])
-from pathlib import Path
-from test_background_saves import InTheWay, trainer
-folder = Path(sys.argv[1])
-trainer(folder, InTheWay(folder, 3, 12), save_filename="ba{batch}.pt", save_overwrite=True, width=10).fit()
-"""
+def a_run_whose_last_save_fails(where: str) -> None:
+    folder = Path(where)
+    trainer(folder, InTheWay(folder, 3, 12), save_filename="ba{batch}.pt", save_overwrite=True, width=10).fit()
 
 
 def test_a_program_whose_last_save_fails_does_not_exit_well(tmp_path: Path) -> None:
     """Its exit status is not 0, and it says which file."""
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(Path(__file__).parent)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_forked(a_run_whose_last_save_fails, str(tmp_path), cwd=tmp_path)
     assert done.returncode != 0
     assert "ba12.pt" in done.stderr
 

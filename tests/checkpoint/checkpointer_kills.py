@@ -51,7 +51,8 @@ def attempt(folder: Path, die_at: int) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-def main(root: Path) -> None:
+def main(folder: str) -> None:
+    root = Path(folder)
     torch.set_num_threads(1)
     for kind in ("first", "again"):
         for number in range(0, 300, 9):
@@ -65,4 +66,4 @@ def main(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1])

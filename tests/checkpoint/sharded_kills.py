@@ -38,7 +38,8 @@ def attempt(folder: Path, die_at: int, overwrite: bool) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-def main(root: Path) -> None:
+def main(folder: str) -> None:
+    root = Path(folder)
     torch.set_num_threads(1)
     save_state_dict(root / "warm", {"a": torch.ones(3)})
     for kind in ("first", "replace"):
@@ -55,4 +56,4 @@ def main(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1])

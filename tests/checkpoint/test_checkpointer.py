@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint import checkpointer_ranks
+from checkpoint import checkpointer_kills, checkpointer_ranks
 from checkpoint.sharded_parts import same, small_model, states, trained
+from forked import run_forked
 from storage.servers.seaweedfs import S3Server
 from torch.optim import AdamW
 
@@ -215,11 +214,7 @@ def memory_folder(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_kill_behind_training_leaves_the_step_before(memory_folder: Path) -> None:
     """At whatever file it came: the latest is whole, a new process goes on from it, and saves the same step again."""
-    program = Path(__file__).with_name("checkpointer_kills.py")
-    environment = {**os.environ, "PYTHONPATH": f"{program.parents[1]}:{program.parents[2]}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(program), str(memory_folder)], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = run_forked(checkpointer_kills.main, str(memory_folder), cwd=memory_folder)
     assert done.returncode == 0, done.stderr
     outcomes: dict[str, set[Any]] = {"first": set(), "again": set()}
     model = small_model()

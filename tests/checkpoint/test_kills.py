@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import kill_points
 import pytest
+from forked import run_forked
 from parts import save_batch, temporaries, tree, value_in
 
 from composerlite.checkpoint import Catalog, newest_good, read_checkpoint
 from composerlite.storage import StagedFile
-
-PROGRAM = Path(__file__).with_name("kill_points.py")
-
 
 Attempts = list[tuple[Path, str]]
 """The folders in which a process died, and where it did."""
@@ -24,7 +21,7 @@ Attempts = list[tuple[Path, str]]
 def kills(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Attempts]:
     """What the killed processes left, by scenario; the last attempt at each step survived."""
     root = tmp_path_factory.mktemp("kills")
-    done = subprocess.run([sys.executable, str(PROGRAM), str(root)], capture_output=True, text=True, check=False)
+    done = run_forked(kill_points.main, str(root), cwd=root)
     assert done.returncode == 0, done.stderr
     kills: dict[str, Attempts] = {}
     for line in done.stdout.splitlines():

@@ -9,7 +9,6 @@ import os
 import pickle
 import random
 import shutil
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -19,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint import sharded_ranks
+from checkpoint import sharded_kills, sharded_ranks
 from checkpoint.sharded_parts import same, small_model, states, trained
+from forked import run_forked
 from storage.servers.seaweedfs import S3Server
 
 from composerlite.checkpoint import (
@@ -342,8 +342,7 @@ def test_what_a_killed_save_left_is_swept_unless_it_lives(tmp_path: Path) -> Non
 
 def test_a_kill_at_any_step_leaves_the_old_the_new_or_nothing(tmp_path: Path) -> None:
     """Never half of one; and the same directory is saved to again, after which nothing is left behind."""
-    program = Path(__file__).with_name("sharded_kills.py")
-    done = subprocess.run([sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=120)
+    done = run_forked(sharded_kills.main, str(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     outcomes: dict[str, set[float]] = {"first": set(), "replace": set()}
     for name in done.stdout.split():
