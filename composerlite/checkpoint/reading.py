@@ -33,12 +33,14 @@ class RawFile(NamedTuple):
         size_bytes: how many there are.
         peek: reads bytes that are verified later, or not at all.
         check_sums: whether nothing but the sums in the file verifies them.
+        expect: is told which bytes ``peek`` will be asked for.
     """
 
     source: ByteSource
     size_bytes: int
     peek: Callable[[int, int], bytes]
     check_sums: bool
+    expect: Callable[[int, int], object] | None = None
 
     def torch_file(self, *, map_location: MapLocation = "cpu", trust: bool = False) -> TorchFile:
         """What is in it."""
@@ -46,6 +48,7 @@ class RawFile(NamedTuple):
             self.source,
             self.size_bytes,
             peek=self.peek,
+            expect=self.expect,
             map_location=map_location,
             trust=trust,
             check_sums=self.check_sums,
@@ -118,7 +121,8 @@ def _verified(
 
 
 def _raw_file(source: ByteSource, file: IO[bytes], *, check_sums: bool) -> RawFile:
-    return RawFile(source, file.seek(0, os.SEEK_END), FileSource(file).read, check_sums)
+    beside = FileSource(file)
+    return RawFile(source, file.seek(0, os.SEEK_END), beside.read, check_sums, beside.expect)
 
 
 def _digest(catalog: Catalog, manifest: Manifest, path: Path) -> FileDigest:

@@ -1,9 +1,8 @@
-"""The threads of a :class:`~composerlite.storage.ParallelReader`."""
+"""The threads of a :class:`~composerlite.storage.ParallelReader`, where the bytes are in the page cache."""
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import threading
@@ -15,14 +14,12 @@ import xxhash
 
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage.addresses import address_of, memory_at, move, move_small
-from composerlite.storage.memory import HostMemory
 from composerlite.storage.read_plan import UNIT_BYTES, Places, Unit, cut
 
-__all__ = ["OpenFile", "Work", "cached_share"]
+__all__ = ["OpenFile", "Tally", "Work", "cached_share", "ends_at", "pieces", "put", "verify"]
 
 _PIECE_BYTES = 512 << 10  # read, then summed while it is in the cache
 _SMALL_BYTES = 16 << 10  # it is quicker to read a neighbourhood and take such things from there
-_BLOCK = 4096  # what O_DIRECT wants sizes and places in the file to be multiples of
 _CACHESTAT = 451  # number of the system call, on all processors
 
 _Counts = ctypes.c_uint64 * 5  # pages: in the cache, dirty, being written, evicted, evicted not long ago
@@ -52,51 +49,78 @@ class OpenFile(NamedTuple):
 
 
 @final
-class Work:
-    """Units of a file that several threads read, each taking the next one.
+class Tally:
+    """What the threads that read have come to, together.
 
     Attributes:
-        stopped: threads end after the unit they are at.
+        stopped: threads end after the part they are at.
     """
 
-    def __init__(self, file: OpenFile, places: Places, units: Sequence[Unit]) -> None:
+    def __init__(self) -> None:
         self.stopped = False
-        self._file = file
-        self._places = places
-        self._units = iter(units)
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._read = self._told = 0
 
-    def run(self, progress: Callable[[int], object] | None = None) -> None:
-        """Read units until none is left; ``progress`` is told of what all threads read. Raises nothing."""
-        reader = _UnitReader(self._file, self._places)
-        try:
-            for unit in self._units:
-                if self.stopped:
-                    return
-                reader.read(*unit)
-                with self._lock:
-                    self._read += unit[1] - unit[0]
-                if progress is not None:
-                    self._tell(progress)
-        except BaseException as e:  # noqa: BLE001 - raised by end
-            self._error = self._error or e
-            self.stopped = True
-        finally:
-            reader.close()
+    def add(self, size: int) -> None:
+        """So many bytes are in place."""
+        with self._lock:
+            self._read += size
+
+    def fail(self, error: BaseException) -> None:
+        """Have all threads stop. The first error is raised by :meth:`end`."""
+        self._error = self._error or error
+        self.stopped = True
+
+    def tell(self, progress: Callable[[int], object]) -> None:
+        """Tell of what was read since the last time."""
+        with self._lock:
+            new, self._told = self._read - self._told, self._read
+        if new:
+            progress(new)
 
     def end(self, progress: Callable[[int], object]) -> None:
         """After all threads have ended: raise what went wrong in one of them."""
         if self._error is not None:
             raise self._error
-        self._tell(progress)
+        self.tell(progress)
 
-    def _tell(self, progress: Callable[[int], object]) -> None:
-        with self._lock:
-            new, self._told = self._read - self._told, self._read
-        if new:
-            progress(new)
+
+@final
+class Work:
+    """Units of a file that several threads read through the page cache, each taking the next one."""
+
+    def __init__(self, file: OpenFile, places: Places, units: Sequence[Unit]) -> None:
+        self.tally = Tally()
+        self._file = file
+        self._places = places
+        self._units = iter(units)
+
+    def help(self) -> None:
+        """Read units until none is left. Raises nothing."""
+        self.run(None)
+
+    def run(self, progress: Callable[[int], object] | None) -> None:
+        """The same; ``progress`` is told of what all threads read."""
+        tally = self.tally
+        try:
+            reader = _UnitReader(self._file, self._places)
+            for unit in self._units:
+                if tally.stopped:
+                    return
+                reader.read(*unit)
+                tally.add(unit[1] - unit[0])
+                if progress is not None:
+                    tally.tell(progress)
+        except BaseException as e:  # noqa: BLE001 - raised by the tally's end
+            tally.fail(e)
+
+    def stop(self, error: BaseException) -> None:
+        """Have all threads end."""
+        self.tally.fail(error)
+
+    def close(self) -> None:
+        """There is nothing to give back."""
 
 
 @final
@@ -106,37 +130,18 @@ class _UnitReader:
     def __init__(self, file: OpenFile, places: Places) -> None:
         self._file = file
         self._places = places
-        self._digest = xxhash.xxh3_64()
         self._aside = bytearray(_PIECE_BYTES)
         self._aside_view, self._aside_address = memoryview(self._aside), address_of(self._aside)
-        self._block: HostMemory | None = None
 
     def read(self, start: int, end: int) -> None:
-        """Read a unit, which begins and ends with a chunk where chunks are verified."""
-        direct = self._file.direct
-        past_cache = direct is not None and cached_share(self._file.buffered, start, end) < 0.5
-        for block_start in range(start, end, UNIT_BYTES):
-            block_end = min(end, block_start + UNIT_BYTES)
-            block = self._load(direct, block_start, block_end) if past_cache and direct is not None else None
-            for piece_start, piece_end in self._pieces(block_start, block_end):
-                if block is None:
-                    self._read_into_place(piece_start, piece_end)
-                else:
-                    at = piece_start - block_start
-                    self._take(block[at : at + piece_end - piece_start], piece_start, piece_end)
+        """Read a unit, which begins and ends with a chunk where chunks are verified: large things into place, the rest
+        aside and from there.
+        """
+        digest = xxhash.xxh3_64()
+        for piece_start, piece_end in pieces(self._file, start, end):
+            self._read_piece(digest, piece_start, piece_end)
 
-    def close(self) -> None:
-        """Give the memory back."""
-        if self._block is not None:
-            self._block.close()
-
-    def _pieces(self, start: int, end: int) -> Iterator[Unit]:
-        for chunk_start, chunk_end in cut(start, end, self._file.chunk_bytes or UNIT_BYTES):
-            for at in range(chunk_start, chunk_end, _PIECE_BYTES):
-                yield at, min(chunk_end, at + _PIECE_BYTES)
-
-    def _read_into_place(self, start: int, end: int) -> None:
-        """Read a piece through the page cache: large things into place, the rest aside and from there."""
+    def _read_piece(self, digest: xxhash.xxh3_64, start: int, end: int) -> None:
         views: list[memoryview] = []
         moves: list[tuple[int, int, int]] = []
         aside, last = 0, -1  # how much lies aside; where the last view begins if it lies aside
@@ -154,54 +159,42 @@ class _UnitReader:
                 last = aside
             aside += size
         _read_all(self._file, views, start, end)
-        self._verify(views, start, end)
+        verify(self._file, digest, views, start, end)
         for job in moves:
             move_small(*job)
 
-    def _load(self, direct: int, start: int, end: int) -> memoryview | None:
-        """Read a block past the page cache; ``None`` where the file system refuses after all."""
-        if self._block is None:
-            self._block = HostMemory(UNIT_BYTES + 2 * _BLOCK)
-        before = start % _BLOCK
-        size = before + end - start
-        view, got = self._block.view(0, size + -size % _BLOCK), 0
-        while got < size:
-            try:
-                count = os.preadv(direct, [view[got:]], start - before + got)
-            except OSError as e:
-                if e.errno == errno.EINVAL:
-                    return None
-                raise
-            if not count:
-                raise _ends_at(self._file, start - before + got)
-            got += count
-        return view[before:size]
 
-    def _take(self, data: memoryview, start: int, end: int) -> None:
-        """Put a piece that was loaded into place."""
-        self._verify([data], start, end)
-        source = address_of(data)
-        for address, size in self._places.of(start, end):
-            if address is not None:
-                (move if size >= _SMALL_BYTES else move_small)(address, source, size)
-            source += size
+def pieces(file: OpenFile, start: int, end: int) -> Iterator[Unit]:
+    """``start`` to ``end`` in pieces that fit the processor's cache and end where a chunk does."""
+    for chunk_start, chunk_end in cut(start, end, file.chunk_bytes or UNIT_BYTES):
+        for at in range(chunk_start, chunk_end, _PIECE_BYTES):
+            yield at, min(chunk_end, at + _PIECE_BYTES)
 
-    def _verify(self, views: Sequence[memoryview], start: int, end: int) -> None:
-        """Sum the piece ``start`` to ``end``, and compare at the end of a chunk."""
-        file = self._file
-        if not file.chunk_bytes:
-            return
-        for view in views:
-            self._digest.update(view)
-        if end % file.chunk_bytes and end != file.size_bytes:
-            return
-        number = start // file.chunk_bytes
-        if self._digest.digest() != file.chunks[number]:
-            raise CorruptCheckpointError(
-                f"the bytes of {str(file.path)!r} are not those that were saved: those from "
-                f"{number * file.chunk_bytes} to {end} differ."
-            )
-        self._digest.reset()
+
+def verify(file: OpenFile, digest: xxhash.xxh3_64, views: Sequence[memoryview], start: int, end: int) -> None:
+    """Sum the piece ``start`` to ``end``, and compare at the end of a chunk."""
+    if not file.chunk_bytes:
+        return
+    for view in views:
+        digest.update(view)
+    if end % file.chunk_bytes and end != file.size_bytes:
+        return
+    number = start // file.chunk_bytes
+    if digest.digest() != file.chunks[number]:
+        raise CorruptCheckpointError(
+            f"the bytes of {str(file.path)!r} are not those that were saved: those from "
+            f"{number * file.chunk_bytes} to {end} differ."
+        )
+    digest.reset()
+
+
+def put(places: Places, data: memoryview, start: int) -> None:
+    """Move ``data``, which begins at ``start`` in the file, to where they belong."""
+    source = address_of(data)
+    for address, size in places.of(start, start + len(data)):
+        if address is not None:
+            (move if size >= _SMALL_BYTES else move_small)(address, source, size)
+        source += size
 
 
 def cached_share(descriptor: int, start: int, end: int) -> float:
@@ -219,12 +212,13 @@ def _read_all(file: OpenFile, views: list[memoryview], start: int, end: int) -> 
     while start < end:
         count = os.preadv(file.buffered, views, start)
         if not count:
-            raise _ends_at(file, start)
+            raise ends_at(file, start)
         start += count
         views = _after(views, count)
 
 
-def _ends_at(file: OpenFile, position: int) -> CorruptCheckpointError:
+def ends_at(file: OpenFile, position: int) -> CorruptCheckpointError:
+    """The error for a file that has less than it had when it was opened."""
     return CorruptCheckpointError(f"{str(file.path)!r} ends at byte {position}: it became shorter as it was read.")
 
 

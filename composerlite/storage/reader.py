@@ -15,6 +15,7 @@ import xxhash
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage.addresses import address_of
 from composerlite.storage.digests import FileDigest
+from composerlite.storage.read_direct import DirectWork
 from composerlite.storage.read_plan import Places, Target, Unit, all_chunks, apart, runs, touched_chunks
 from composerlite.storage.read_work import OpenFile, Work, cached_share
 
@@ -29,12 +30,13 @@ class ParallelReader:
 
     With a digest that has chunks, every chunk that is touched is read whole and verified as it passes. With one that
     has none the whole file is verified before the first part is read. What is in the page cache is read from there,
-    the rest past it (O_DIRECT) where the file system takes that.
+    the rest past it (O_DIRECT) where the file system takes that and it is more than a tenth of the file.
 
     Args:
         path: the file.
         digest: what it must contain; ``None``: it is read unverified.
-        threads: that read at the same time, the caller's included; four times as many where the disk is waited for.
+        threads: that read at the same time, the caller's included; twice as many beside it where the disk is waited
+            for.
 
     Attributes:
         size_bytes: of the file.
@@ -152,22 +154,32 @@ class ParallelReader:
 
     def _run(self, places: Places, units: Sequence[Unit], progress: Callable[[int], object]) -> None:
         """Read ``units`` with several threads, this one included."""
-        waits = self._direct is not None and cached_share(self._buffered, 0, self.size_bytes) < 0.9
-        count = min(len(units), 4 * self._threads if waits else self._threads)
-        work = Work(self._file, places, units)
-        helpers = [threading.Thread(target=work.run, name="checkpoint-reader", daemon=True) for _ in range(1, count)]
-        for helper in helpers:
-            helper.start()
-        work.run(progress)
+        work, count = self._work(places, units)
+        helpers: list[threading.Thread] = []
         try:
+            for _ in range(count):
+                helper = threading.Thread(target=work.help, name="checkpoint-reader", daemon=True)
+                helper.start()
+                helpers.append(helper)
+            work.run(progress)
             for helper in helpers:
                 helper.join()
-        except BaseException:  # an interrupt: the memory is the caller's again only when nobody fills it any more
-            work.stopped = True
+        except BaseException as e:  # an interrupt: the memory is the caller's again only when nobody fills it any more
+            work.stop(e)
             for helper in helpers:
                 helper.join()
             raise
-        work.end(progress)
+        finally:
+            work.close()
+        work.tally.end(progress)
+
+    def _work(self, places: Places, units: Sequence[Unit]) -> tuple[Work | DirectWork, int]:
+        """What is to be done, and how many threads help this one."""
+        waits = self._direct is not None and cached_share(self._buffered, 0, self.size_bytes) < 0.9
+        if not waits:
+            return Work(self._file, places, units), min(len(units), self._threads) - 1
+        loaders = min(len(units), 2 * self._threads) if len(units) > 1 else 0
+        return DirectWork(self._file, places, units, loaders=loaders), loaders
 
 
 def verify_file(path: Path, digest: FileDigest, progress: Callable[[int], object] = int, *, threads: int = 2) -> None:

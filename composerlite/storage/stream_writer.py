@@ -22,9 +22,9 @@ _BLOCK_BYTES = 4096  # what O_DIRECT wants sizes and places in the file to be mu
 _SMALL_FILE_BYTES = 8 << 20
 _WINDOW_BYTES = 4 << 20
 _LEAST_WINDOW_BYTES = 1 << 20
-_RING_WINDOWS = 16
+_RING_WINDOWS = 8
 _PIECE_BYTES = 512 << 10  # copied, then summed while it is in the cache
-_WRITERS = 3  # one alone leaves the disk idle between two writes, and longer where the processors are busy
+_WRITERS = 4  # fewer leave the disk idle between two writes, and longer where the processors are busy
 
 
 class _Window(NamedTuple):
@@ -266,7 +266,7 @@ class StreamWriter:
 
 
 def _ring_window(ring_bytes: int) -> int:
-    """The size of a ring's windows: many small ones keep all threads busy."""
+    """The size of a ring's windows: twice as many as threads, so that all are busy and the caller, too."""
     even = ring_bytes // _RING_WINDOWS // _BLOCK_BYTES * _BLOCK_BYTES
     return min(_WINDOW_BYTES, max(_LEAST_WINDOW_BYTES, even))
 

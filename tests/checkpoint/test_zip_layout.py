@@ -9,6 +9,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composerlite.checkpoint.formats.zip_directory import entries
 from composerlite.checkpoint.formats.zip_layout import Layout, trailer
 
 GiB = 1 << 30
@@ -68,3 +69,24 @@ def test_more_records_than_sixteen_bits_can_count(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "many.pt") as archive:
         assert len(archive.namelist()) == 70_000
         assert archive.read("archive/data/69999") == b"x"
+
+
+def test_where_headers_are_is_told_before_they_are_asked_for(tmp_path: Path) -> None:
+    """Every page that one begins in, once and within the file: the disk looks for all at the same time."""
+    path = tmp_path / "a.pt"
+    layout = build(path, [(f"data/{i}", bytes(70_000 if i % 2 else 10)) for i in range(9)])
+    data = path.read_bytes()
+    told: list[tuple[int, int]] = []
+    asked: list[int] = []
+
+    def peek(offset: int, size: int) -> bytes:
+        asked.append(offset)
+        return data[offset : offset + size]
+
+    def expect(offset: int, size: int) -> None:
+        assert not asked
+        told.append((offset, size))
+
+    found = entries(len(data), lambda offset, size: data[offset : offset + size], peek, expect)
+    assert [entry.header for entry in found.values()] == [record.offset for record in layout.records]
+    assert told == [(page * 4096, 4096) for page in sorted({record.offset // 4096 for record in layout.records})]

@@ -173,6 +173,44 @@ def test_an_exception_of_progress_ends_the_reading(file: Path, data: bytes) -> N
     assert threading.active_count() == before
 
 
+def test_who_waits_for_the_disk_helps_a_caller_who_is_slow(tmp_path: Path) -> None:
+    """Held up in ``progress``, it finds everything but what it was given in place when it comes back."""
+    content = random.Random(4).randbytes(40 * MiB + 5)
+    path, memory = tmp_path / "file", bytearray(40 * MiB + 5)
+    path.write_bytes(content)
+    forget(path)
+    loaders: list[threading.Thread] = []
+
+    def progress(_: int) -> None:
+        if not loaders:
+            loaders.extend(thread for thread in threading.enumerate() if thread.name == "checkpoint-reader")
+            for loader in loaders:
+                loader.join(30)
+
+    with ParallelReader(path, digest_of(content), threads=1) as reader:
+        reader.read_into([(0, address_of(memory), len(memory))], progress)
+    assert loaders
+    assert not any(loader.is_alive() for loader in loaders)
+    assert memory == content
+
+
+@pytest.mark.parametrize("chunk_bytes", [MiB, 8 * MiB])
+def test_an_interrupt_ends_those_who_wait_for_the_disk(tmp_path: Path, chunk_bytes: int) -> None:
+    """Whether they may help or can only wait for the caller: none is left."""
+    content = random.Random(5).randbytes(40 * MiB)
+    path, memory = tmp_path / "file", bytearray(40 * MiB)
+    path.write_bytes(content)
+    forget(path)
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    before = threading.active_count()
+    with ParallelReader(path, digest_of(content, chunk_bytes)) as reader, pytest.raises(KeyboardInterrupt):
+        reader.read_into([(0, address_of(memory), len(memory))], interrupt)
+    assert threading.active_count() == before
+
+
 # ── damage ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def damage(path: Path, position: int) -> None:
     with path.open("r+b") as file:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import os
 import pickle
 import sys
 import weakref
@@ -72,6 +73,10 @@ class FileSource:
                 progress(count)
                 view = view[count:]
 
+    def expect(self, offset: int, size: int) -> None:
+        """Have the system read so many bytes ahead: they will be asked for."""
+        os.posix_fadvise(self._file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
+
 
 class Sieve(Protocol):
     """Takes the bytes of a record a part at a time, from front to back, and keeps what it needs."""
@@ -110,6 +115,7 @@ class TorchFile:
         source: its bytes.
         size_bytes: how many there are.
         peek: reads bytes that need not be verified: they are verified when the tensors are read.
+        expect: is told which bytes ``peek`` will be asked for.
         map_location: where tensors go.
         trust: load any type, **running whatever code the file holds**.
         check_sums: compare the CRC-32 of each record with that in the archive; for what nothing else verifies.
@@ -125,6 +131,7 @@ class TorchFile:
         size_bytes: int,
         *,
         peek: Callable[[int, int], bytes],
+        expect: Callable[[int, int], object] | None = None,
         map_location: MapLocation = "cpu",
         trust: bool = False,
         check_sums: bool = False,
@@ -135,7 +142,7 @@ class TorchFile:
                 "it has the format of torch before 1.6. Only if the file is yours, convert it: "
                 "torch.save(torch.load(path, weights_only=False), path)"
             )
-        listed = entries(size_bytes, source.read, peek)
+        listed = entries(size_bytes, source.read, peek, expect)
         root = records_root(listed)
         self._records = {name.removeprefix(root): entry for name, entry in listed.items() if name.startswith(root)}
         # torch.serialization.set_crc32_options(False) writes zeros.

@@ -19,7 +19,9 @@ _END = struct.Struct("<4s4H2IH")
 _END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64 = struct.Struct("<4sIQI")
 _LOCAL = struct.Struct("<4s5H3I2H")
+_PAGE_BYTES = 4096
 Read = Callable[[int, int], bytes]  # offset, size
+Expect = Callable[[int, int], object]
 
 
 class Entry(NamedTuple):
@@ -40,11 +42,12 @@ class Entry(NamedTuple):
     crc: int
 
 
-def entries(size_bytes: int, read: Read, peek: Read) -> dict[str, Entry]:
+def entries(size_bytes: int, read: Read, peek: Read, expect: Expect | None = None) -> dict[str, Entry]:
     """The records of a zip archive of ``size_bytes``, by name.
 
     ``read`` gives bytes of the directory. ``peek`` gives those of local headers, of which there is one per record: it
-    need not verify them if the caller compares ``header_bytes`` later.
+    need not verify them if the caller compares ``header_bytes`` later. ``expect`` is told before that which they are:
+    they lie all over the file, and a disk that is asked for all of them at once does not take much longer than for one.
 
     Raises:
         CorruptCheckpointError: no zip archive; or records that are compressed or encrypted, overlap, lie outside of the
@@ -56,7 +59,11 @@ def entries(size_bytes: int, read: Read, peek: Read) -> dict[str, Entry]:
     listed = _listed(read(start, size), count)
     found: dict[str, Entry] = {}
     end = 0
-    for name, (header, length, crc) in sorted(listed.items(), key=lambda item: item[1][0]):
+    ordered = sorted(listed.items(), key=lambda item: item[1][0])
+    if expect is not None:
+        for page in {header // _PAGE_BYTES: None for _, (header, *_) in ordered if header < start}:
+            expect(page * _PAGE_BYTES, _PAGE_BYTES)
+    for name, (header, length, crc) in ordered:
         if header < end or header + _LOCAL.size > start:
             raise CorruptCheckpointError(f"its record {name!r} at {header} lies over another, or outside of the file")
         fixed = _LOCAL.unpack(peek(header, _LOCAL.size))

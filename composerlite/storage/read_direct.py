@@ -1,0 +1,152 @@
+"""Reading a file past the page cache: some threads wait for the disk, one puts what comes into place."""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
+
+import xxhash
+
+from composerlite.storage.memory import HostMemory
+from composerlite.storage.read_plan import UNIT_BYTES, Places, Unit
+from composerlite.storage.read_work import OpenFile, Tally, cached_share, ends_at, pieces, put, verify
+
+__all__ = ["DirectWork"]
+
+_BLOCKS_EACH = 2  # one is loaded while another is put into place
+_ALIGNMENT = 4096  # what O_DIRECT wants sizes and places in the file to be multiples of
+_BLOCK_BYTES = UNIT_BYTES + 2 * _ALIGNMENT
+
+
+class _Block(NamedTuple):
+    """A part of the file that is in memory: which block of it, and the digest of the chunk that it goes on with."""
+
+    number: int
+    data: memoryview
+    start: int
+    digest: xxhash.xxh3_64
+
+
+@final
+class DirectWork:
+    """Units of a file that ``loaders`` threads load, and that the caller verifies and puts into place.
+
+    A thread that asks for the interpreter's lock between two steps may wait for it as long as for the disk, so those
+    that wait for the disk do nothing else. A loader that finds no free block helps the caller, who is the slower one
+    then. What is in the page cache already is taken from there.
+
+    Args:
+        file: to read.
+        places: where the bytes belong.
+        units: to read.
+        loaders: how many threads call :meth:`help`; 0: the caller loads, too.
+    """
+
+    def __init__(self, file: OpenFile, places: Places, units: Sequence[Unit], *, loaders: int) -> None:
+        self.tally = Tally()
+        self._file = file
+        self._places = places
+        self._units = iter(units)
+        self._loaders = loaders
+        # A chunk that is larger than a block is digested block by block: by one thread, in the order of its loading.
+        self._any_order = file.chunk_bytes <= UNIT_BYTES
+        blocks = max(1, loaders) * _BLOCKS_EACH
+        self._memory = HostMemory(blocks * _BLOCK_BYTES)
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
+        for number in range(blocks):
+            self._free.put(number)
+
+    def help(self) -> None:
+        """Load units until none is left. Raises nothing."""
+        try:
+            for unit in self._units:
+                self._load_unit(*unit)
+                if self.tally.stopped:
+                    return
+        except BaseException as e:  # noqa: BLE001 - raised by the tally's end
+            self.tally.fail(e)
+        finally:
+            self._full.put(None)
+
+    def run(self, progress: Callable[[int], object]) -> None:
+        """Put into place what the loaders load; ``progress`` is told of it. Raises nothing."""
+        try:
+            if not self._loaders:
+                self.help()
+            running = max(1, self._loaders)
+            while running:
+                block = self._full.get()
+                if block is None:
+                    running -= 1
+                    continue
+                if not self.tally.stopped:
+                    self._place(block)
+                    self.tally.tell(progress)
+                self._free.put(block.number)
+        except BaseException as e:  # noqa: BLE001 - raised by the tally's end
+            self.stop(e)
+
+    def stop(self, error: BaseException) -> None:
+        """Have the loaders end."""
+        self.tally.fail(error)
+        for number in range(self._loaders):
+            self._free.put(number)  # who waits for a block sees that it is over
+
+    def close(self) -> None:
+        """Give the memory back, after all threads have ended."""
+        self._memory.close()
+
+    def _load_unit(self, start: int, end: int) -> None:
+        """Load a unit, which begins and ends with a chunk where chunks are verified."""
+        digest = xxhash.xxh3_64()
+        cached = cached_share(self._file.buffered, start, end) >= 0.5
+        for at in range(start, end, UNIT_BYTES):
+            number = self._free_block()
+            if self.tally.stopped:
+                return
+            data = self._load(number, at, min(end, at + UNIT_BYTES), cached=cached)
+            self._full.put(_Block(number, data, at, digest))
+
+    def _free_block(self) -> int:
+        """The number of a block that nobody uses. If there is none, one is put into place, or it is waited for."""
+        if self._free.empty() and (self._any_order or not self._loaders):
+            try:
+                block = self._full.get_nowait()
+            except queue.Empty:
+                return self._free.get()  # the caller has just taken it
+            if block is not None:
+                self._place(block)
+                return block.number
+            self._full.put(None)
+        return self._free.get()
+
+    def _load(self, number: int, start: int, end: int, *, cached: bool) -> memoryview:
+        file = self._file
+        descriptor = file.buffered if cached or file.direct is None else file.direct
+        before = start % _ALIGNMENT
+        size = before + end - start
+        view, got = self._memory.view(number * _BLOCK_BYTES, size + -size % _ALIGNMENT), 0
+        while got < size:
+            try:
+                count = os.preadv(descriptor, [view[got:]], start - before + got)
+            except OSError as e:
+                if e.errno != errno.EINVAL or descriptor == file.buffered:
+                    raise
+                descriptor = file.buffered  # some file systems refuse only here, all in the middle of a block
+                continue
+            if not count:
+                raise ends_at(file, start - before + got)
+            got += count
+        return view[before:size]
+
+    def _place(self, block: _Block) -> None:
+        """Verify a block and move it to where it belongs."""
+        for start, end in pieces(self._file, block.start, block.start + len(block.data)):
+            data = block.data[start - block.start : end - block.start]
+            verify(self._file, block.digest, [data], start, end)
+            put(self._places, data, start)
+        self.tally.add(len(block.data))
