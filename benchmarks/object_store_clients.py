@@ -7,6 +7,7 @@ do once, before the first transfer, its constructor does.
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ __all__ = ["CLIENTS", "Client", "Service"]
 
 MIB = 1 << 20
 PIECE = MIB
+RENAME_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,17 @@ class Boto3Crt(Client):
         self.manager.download(self.bucket, name, Memory(memory)).result()
 
     def download(self, name: str, path: Path) -> None:
-        self.manager.download(self.bucket, name, str(path)).result()
+        from s3transfer.subscribers import BaseSubscriber
+
+        renamed = threading.Event()  # the file has its name only some time after the result is there
+
+        class Done(BaseSubscriber):
+            def on_done(self, future: Any, **kwargs: Any) -> None:
+                renamed.set()
+
+        self.manager.download(self.bucket, name, str(path), subscribers=[Done()]).result()
+        if not renamed.wait(RENAME_SECONDS):
+            raise TimeoutError(f"{path}: downloaded, and not there {RENAME_SECONDS:.0f} s later")
 
     def close(self) -> None:
         self.manager.shutdown()
