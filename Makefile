@@ -27,7 +27,7 @@ soak: $(VENV)/.installed ## the long form of the tests: every kill, every combin
 	$(BIN)/pytest -n 2 -m soak --timeout 7200
 
 chaos: $(VENV)/.installed ## kill a run at every file event of its saves, resume it, compare (the tool ckpt-chaos)
-	$(BIN)/python tests/reliability/chaos.py
+	PYTHONPATH=tests $(BIN)/python tests/reliability/chaos.py
 
 lint: $(VENV)/.installed ## ruff, pyright and the import contracts
 	$(BIN)/ruff check

@@ -35,6 +35,7 @@ class Fault:
         times: so many calls fail; later ones succeed.
         lost_answer: the call does what it should, and fails then.
         seconds: that the call takes longer.
+        first: is called before anything else: it may wait for something.
     """
 
     verb: str = "*"
@@ -44,6 +45,7 @@ class Fault:
     times: int = 1
     lost_answer: bool = False
     seconds: float = 0.0
+    first: Callable[[], object] = lambda: None
 
 
 @final
@@ -143,6 +145,7 @@ class FaultyStore(ObjectStore):
         if fault is None:
             yield
             return
+        fault.first()
         time.sleep(fault.seconds)
         if fault.lost_answer or fault.error is None:
             yield

@@ -234,9 +234,13 @@ from tiny_training import trainer
 from parts import Remember
 
 def kill_in_the_middle():
-    while not any(pathlib.Path(sys.argv[1]).glob(".*.tmp-*")):
+    while not any(pathlib.Path(sys.argv[1]).glob(".*ba8-*.tmp-*")):
         pass
     os.kill(os.getpid(), signal.SIGKILL)
+
+def kill_at_the_end(event, arguments):  # if this was too slow
+    if event == "open" and "ba8-rank0.pt.json.tmp-" in str(arguments[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 class At8(Remember):
     def batch_end(self, state, logger):
@@ -244,6 +248,7 @@ class At8(Remember):
             self.what = torch.zeros(100_000_000)
             threading.Thread(target=kill_in_the_middle).start()
 
+sys.addaudithook(kill_at_the_end)
 trainer(callbacks=[At8()], save_folder=sys.argv[1], save_interval="4ba").fit()
 """
 

@@ -22,7 +22,7 @@ from composerlite.dist.meetings import Meetings
 from composerlite.errors import ConfigError, LateRankError, RankError
 from composerlite.testing.cluster import RankOutcome, run_ranks, run_ranks_to_the_end
 
-SHORT = timedelta(seconds=0.5)
+SHORT = timedelta(seconds=1)
 
 
 def _errors(outcomes: list[RankOutcome]) -> list[str]:
@@ -197,7 +197,7 @@ def test_outcomes_are_gathered_with_their_types() -> None:
 def _be_late_on_rank_1(act: Callable[[], object]) -> tuple[list[int], str, list[str]]:
     dist.barrier("the place before")
     if dist.get_global_rank() == 1:
-        time.sleep(1)
+        time.sleep(2)
     try:
         act()
     except LateRankError as e:
@@ -213,14 +213,14 @@ def test_a_late_rank_is_named_by_all() -> None:
     """With the place where it was last seen. When it comes it is told the same, and they can go on."""
     for ranks, text, gathered in run_ranks(_be_late_on_rank_1, 3, _gather_soon):
         assert ranks == [1]
-        assert text == "all_gather_object: rank 1 has not come in 0.5 s. Rank 1: last seen in 'the place before'."
+        assert text == "all_gather_object: rank 1 has not come in 1 s. Rank 1: last seen in 'the place before'."
         assert gathered == ["still here"] * 3
 
 
 def _be_late_for_all_reduce() -> None:
     dist.barrier("the place before")
     if dist.get_global_rank() == 1:
-        time.sleep(1.2)
+        time.sleep(2.2)
     else:
         dist.all_reduce(torch.ones(2), timeout=SHORT)
 
@@ -230,7 +230,7 @@ def test_a_late_rank_is_named_where_only_tensors_are_sent() -> None:
     zero, one, two = run_ranks_to_the_end(_be_late_for_all_reduce, 3)
     assert one.error is None
     for text in _errors([zero, two]):
-        assert text == "all_reduce: rank 1 has not come in 0.5 s. Rank 1: last seen in 'the place before'."
+        assert text == "all_reduce: rank 1 has not come in 1 s. Rank 1: last seen in 'the place before'."
 
 
 def _die_on_rank_1(act: Callable[[], object]) -> None:
@@ -276,7 +276,7 @@ def test_a_rank_that_leaves_says_why(act: Callable[[], None], cause: str) -> Non
     """Those who wait for it do not wait to the end."""
     start = time.monotonic()
     zero, one, two = run_ranks_to_the_end(act, 3)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 40
     assert isinstance(one.error, ValueError | SystemExit)
     for text in _errors([zero, two]):
         assert text.startswith("the next place: rank 1 failed: ")
@@ -359,4 +359,4 @@ def test_a_rank_that_dies_in_the_moment_of_coming_is_named() -> None:
     dying.pass_by("a checkpoint")
     (failure,) = other.meet("a checkpoint", SHORT)
     assert failure.late
-    assert "rank 0 has not come in 0.5 s. Lost in the moment of coming." in failure.text
+    assert "rank 0 has not come in 1 s. Lost in the moment of coming." in failure.text

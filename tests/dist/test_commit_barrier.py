@@ -167,7 +167,7 @@ def test_the_first_whose_time_is_up_ends_the_wait_of_all() -> None:
         lambda rank: wrote.wait() if rank == 2 else None, timeout=lambda rank: SHORT if rank == 1 else LONG
     )
     _errors(saves[:2])
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
     wrote.set()
     _errors(saves[2:])
     assert ranks.committed == []
@@ -217,7 +217,7 @@ def test_a_rank_that_gives_up_while_votes_are_counted_is_heeded() -> None:
 def test_a_slow_commit_is_waited_for() -> None:
     """For one more timeout."""
     ranks = Ranks(2)
-    saves = ranks.save(lambda rank: rank, lambda values: time.sleep(0.7) or "slow", timeout=SHORT)
+    saves = ranks.save(lambda rank: rank, lambda values: time.sleep(1.2) or "slow", timeout=timedelta(seconds=1))
     assert [save.result() for save in saves] == ["slow"] * 2
     ranks.close()
 

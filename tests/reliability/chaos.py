@@ -1,10 +1,10 @@
 """Has the public tool ckpt-chaos kill runs of twelve batches at every file event of their saves, and resume them.
 
-``chaos.py [--max-points N] [--ranks 1 2] [--work FOLDER]``. Of one rank four runs: saves that wait and saves that do
-not, with all checkpoints kept and with two. Of two ranks six, all checkpoints kept: whole copies of the model, of which
-rank 0 dies, and shards of it, of which either dies; the tool gives the other three seconds then. Three modes: death
-before the event, death with the file cut in half, and SIGTERM. Prints a table and fails if there is any verdict but
-PASS, a run that did not die, or one that died elsewhere than planned.
+``chaos.py [--max-points N] [--runs 'async-*'] [--work FOLDER]``. Saves that wait and saves that do not, with all
+checkpoints kept and with two: four runs of one rank, and twelve of two ranks, where the ranks have whole copies of the
+model, of which rank 0 dies, or shards of it, of which either dies; the tool gives the other three seconds then. Three
+modes: death before the event, death with the file cut in half, and SIGTERM. Prints a table and fails if there is any
+verdict but PASS, a run that did not die, or one that died elsewhere than planned.
 
 The tool compares file names between runs; ours end in a random number, which it reports as PLAN DRIFT. What is compared
 here is the event and the name without that number. It cannot know which of the checkpoints that retention deletes were
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,11 +23,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
+import chaos_run
 from ckpt_chaos.runner import rejudge
+from forked import Launcher
 
-PROGRAM = Path(__file__).with_name("twelve_batches.py")
 CRASHES = ("before", "torn", "term")
 MODES = ("sync", "async")
 
@@ -47,14 +50,12 @@ class Run:
         return f"{self.mode}-{kept}" if self.ranks == 1 else f"{self.mode}-{kept}-{self.spread}-rank{self.victim}"
 
 
-RUNS = {
-    1: [Run(mode, keep) for mode in MODES for keep in (-1, 2)],
-    2: [
-        Run(mode, -1, spread, 2, victim)
-        for mode in MODES
-        for spread, victim in (("copies", 0), ("shards", 0), ("shards", 1))
-    ],
-}
+RUNS = [Run(mode, keep) for mode in MODES for keep in (-1, 2)] + [
+    Run(mode, keep, spread, 2, victim)
+    for mode in MODES
+    for keep in (-1, 2)
+    for spread, victim in (("copies", 0), ("shards", 0), ("shards", 1))
+]
 
 
 @dataclass(frozen=True)
@@ -68,16 +69,16 @@ class Point:
     verdict: str
 
 
-def run_tool(work: Path, run: Run, max_points: int) -> None:
+def run_tool(launcher: Launcher, work: Path, run: Run, max_points: int) -> None:
     """Let the tool do its work; what it found is in ``work``."""
     command = [sys.executable, "-m", "ckpt_chaos", "run", "--work", str(work), "--timeout", "120"]
-    command += ["--jobs", "2" if run.ranks == 1 else "1"]
-    command += ["--ranks", str(run.ranks), "--crash-rank", str(run.victim)]
+    command += ["--jobs", str(2 * run.ranks), "--ranks", str(run.ranks), "--crash-rank", str(run.victim)]
     command += ["--checkpoint-glob", "{out}/checkpoints/ba*", "--ckpt-ignore-size"]  # clocks vary in size
     command += ["--step-regex", r"resumed from step (\d+)", "--result-file", "{out}/final"]
     command += ["--modes", ",".join(CRASHES), "--max-points", str(max_points), "--fail-on", "NONE"]
-    command += ["--", sys.executable, str(PROGRAM), "{out}", run.mode, str(run.keep), "3ba", run.spread]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command += ["--", *launcher.command, "{out}", run.mode, str(run.keep), "3ba", run.spread]
+    environment = {**os.environ, "CKPT_CHAOS_CRASH_RANK": str(run.victim)}  # the tool tells its hooks of rank 0 only
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(done.stdout + done.stderr)
 
@@ -112,16 +113,17 @@ def complaints(found: list[Point]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--max-points", type=int, default=1_000_000, help="deaths for each of the runs")
-    parser.add_argument("--ranks", type=int, nargs="+", choices=sorted(RUNS), default=sorted(RUNS), help="of the runs")
+    names = ", ".join(run.name for run in RUNS)
+    parser.add_argument("--runs", default="*", help=f"only those whose name this pattern matches, of {names}")
     parser.add_argument("--work", type=Path, help="keep what was run in this new folder")
     arguments = parser.parse_args()
     wrong: list[str] = []
     rows: list[str] = []
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, Launcher(chaos_run.main) as launcher:
         work: Path = (arguments.work or Path(temporary) / "chaos").resolve()
-        for run in [run for ranks in arguments.ranks for run in RUNS[ranks]]:
+        for run in [run for run in RUNS if fnmatchcase(run.name, arguments.runs)]:
             folder = work / run.name
-            run_tool(folder, run, arguments.max_points)
+            run_tool(launcher, folder, run, arguments.max_points)
             found = list(points(folder, run.victim))
             wrong += complaints(found)
             crashes = Counter(point.crash for point in found)

@@ -37,8 +37,8 @@ SAVING: dict[str, dict[str, Any]] = {
 
 SPREAD: dict[str, dict[str, Any]] = {
     "alone": {},
-    "copies": {"dist_timeout": 5},
-    "shards": {"dist_timeout": 5, "parallelism_config": {"fsdp": {}}},
+    "copies": {"dist_timeout": 10},
+    "shards": {"dist_timeout": 10, "parallelism_config": {"fsdp": {}}},
 }
 """How many ranks share the work: one has it; each has the whole model; each has a part of it."""
 

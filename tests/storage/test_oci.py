@@ -224,7 +224,7 @@ def test_faults_are_told_apart(
 
 def test_no_wait_is_endless(oci_server: Any, bucket: str, kwargs: dict[str, Any], tmp_path: Path) -> None:
     """A service that does not answer in time is a transient error."""
-    with OCIObjectStore(bucket, **kwargs, read_timeout_seconds=0.2) as store:
+    with OCIObjectStore(bucket, **kwargs, read_timeout_seconds=1.0) as store:
         store.list_objects()  # the namespace is known from here on
         oci_server.fail(bucket, "stall")
         for use in (

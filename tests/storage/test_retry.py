@@ -72,7 +72,7 @@ def test_the_budget_ends_it() -> None:
     began = time.monotonic()
     with pytest.raises(ObjectStoreTransientError, match="attempts"):
         policy.run(operation, "put of 'a'")
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 10.0
     assert 1 < len(calls) < 1000
 
 

@@ -150,13 +150,13 @@ def test_a_server_that_stalls_is_not_waited_for(tmp_path: Path) -> None:
     """An answer that does not come in time is transient, and does not disturb the next verb."""
     with (
         running_sftp(options=("--stall-after-bytes=10",)) as server,
-        fault(server, answer_timeout=1.0) as store,
+        fault(server, answer_timeout=3.0) as store,
     ):
         store.check_writable("")  # logs in
         begun = time.monotonic()
         with pytest.raises(ObjectStoreTransientError, match=r"put 'a'"):
             store.put_bytes("a", bytes(20))
-        assert time.monotonic() - begun < 2.0  # once, and not again to clean up
+        assert time.monotonic() - begun < 6.0  # once, and not again to clean up
         store.put_bytes("a", bytes(20))
         assert [info.name for info in store.list_objects()] == ["a"]
 

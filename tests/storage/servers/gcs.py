@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import secrets
-import socket
 import subprocess
 import threading
 import time
@@ -129,18 +129,21 @@ class _Answering(BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def running_gcs() -> Generator[GCSServer]:
     """The emulator on a free port of this machine, with its objects in memory; killed afterwards."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    command = [str(_program()), "-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-port", str(port)]
-    command += ["-external-url", url, "-public-host", f"127.0.0.1:{port}", "-log-level", "error"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        _wait_for(f"{url}/_internal/healthcheck", process)
-        yield GCSServer(url)
-    finally:
-        process.kill()
-        process.wait(timeout=30)
+    program = _program()
+    for _ in range(3):
+        # Not a port that the system gives to clients, and not of the seeded generator: several start at once.
+        port = random.Random().randrange(22_000, 32_000)
+        url = f"http://127.0.0.1:{port}"
+        command = [str(program), "-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-port", str(port)]
+        command += ["-external-url", url, "-public-host", f"127.0.0.1:{port}", "-log-level", "error"]
+        with contextlib.ExitStack() as stack:
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            stack.callback(process.wait, 30)
+            stack.callback(process.kill)
+            if _answers(f"{url}/_internal/healthcheck", process):
+                yield GCSServer(url)
+                return
+    pytest.fail("fake-gcs-server did not start at any of three ports")
 
 
 @pytest.fixture(scope="session")
@@ -160,12 +163,12 @@ def _program() -> Path:
     return found[0]
 
 
-def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+def _answers(url: str, process: subprocess.Popen[bytes]) -> bool:
+    """Whether it does in time, and is not another that had the port before."""
     until = time.monotonic() + _START_SECONDS
-    while time.monotonic() < until:
-        if process.poll() is not None:
-            raise RuntimeError(f"the emulator ended with {process.returncode} before it answered")
+    while time.monotonic() < until and process.poll() is None:
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
-            return
+            time.sleep(0.1)  # one that found the port taken has ended by now
+            return process.poll() is None
         time.sleep(0.02)
-    raise TimeoutError(f"the emulator did not answer at {url} within {_START_SECONDS} s")
+    return False
