@@ -21,6 +21,7 @@ from composerlite.callbacks.save_arguments import interval_of, is_of_one_rank, t
 from composerlite.callbacks.save_failures import FAILURES, FailuresInARow
 from composerlite.checkpoint import (
     FIRST_RANK,
+    ONE_DISK,
     Bucket,
     Catalog,
     IgnoreKeys,
@@ -31,6 +32,7 @@ from composerlite.checkpoint import (
     Publisher,
     RemoteSaving,
     SaveReport,
+    Shares,
     check_ignore_keys,
     check_template,
     deletions,
@@ -39,7 +41,7 @@ from composerlite.checkpoint import (
     format_name_with_dist,
     format_name_with_dist_and_time,
     from_first_rank,
-    ranks_without,
+    prepared_folder,
     retention_policy,
     together,
 )
@@ -182,10 +184,16 @@ class CheckpointSaver(Callback):
         self._measured = MeasuredMetrics()
         self._pending: PendingSave | None = None
         self._prepared = self._publishes = False
+        self._disks = ONE_DISK
+        self._roots: list[str] = []
         self._pipeline = Pipeline(
             None if staging_bytes is None else whole_number(staging_bytes, argument="save_staging_bytes", least=0)
         )
         self._gone: deque[str] = deque()
+        self._outcomes: list[Exception | None] = []
+        # The ranks take note of them at the same batch: what they tell each other rides on what they reduce in it.
+        self._saves_done = dist.Rider(lambda: int(self._pending is not None and self._pending.done))
+        self._ranks_with_news = dist.Rider(lambda: int(self._has_news()))
         self._retention = retention_policy(
             -1 if self._keeps_none else num_checkpoints_to_keep,
             keep_every=None if keep_every is None else time_of(keep_every, argument="save_keep_every"),
@@ -201,8 +209,8 @@ class CheckpointSaver(Callback):
         """Fill in the folder's name, make the folder, and finish or remove what a killed run left in it.
 
         Raises:
-            ConfigError: the folder cannot be made or written to, or there is nowhere to keep checkpoints; or ranks that
-                save a directory together do not see one folder.
+            ConfigError: the folder cannot be made or written to, or there is nowhere to keep checkpoints; or there are
+                ranks that save a directory together and do not see one folder with any rank of their node.
             PermissionError: the bucket cannot be written to. FileNotFoundError: there is no such bucket.
         """
         self.folder = format_name_with_dist(self._folder_template, state.run_name, **FIRST_RANK)
@@ -217,9 +225,13 @@ class CheckpointSaver(Callback):
                         "num_checkpoints_to_keep=0 keeps none in the folder, and there is no bucket to keep them in: "
                         "give save_folder a URI, or the Trainer a RemoteUploaderDownloader, or keep 1 or more."
                     )
-        if state.sharding == "sharded" and dist.get_world_size() > 1:
-            self._ensure_shared()
         self._publishes = from_first_rank("finding buckets", lambda: bool(self._remote.publishers))
+        state.riders.add(self._saves_done)
+        state.riders.add(self._ranks_with_news)
+        if state.sharding == "sharded" and dist.get_world_size() > 1:
+            self._disks = prepared_folder(self.catalog)
+            if self._disks.are_several:
+                self._publish_from_all(state, logger)
 
     def _save_directories(self, state: State) -> None:
         """Name directories instead of files; as ``sharded_ckpt_prefix_dir`` says where the user has given one."""
@@ -234,21 +246,12 @@ class CheckpointSaver(Callback):
             self.latest_filename = PartialFilePath(latest, self._folder_template)
         self._remote.name_directories(template)
 
-    def _ensure_shared(self) -> None:
-        """See that every rank can write its part of a directory to the folder.
-
-        Raises:
-            ConfigError: some do not see what rank 0 writes there; on every rank.
-        """
-        if blind := ranks_without(Path(self.folder)):
-            stays = "Choose a folder on a file system that all machines share"
-            if self._remote.is_uri:
-                stays = "Choose save_staging_folder, where checkpoints are made for the bucket, on a shared file system"
-            raise ConfigError(
-                f"the folder of checkpoints {self.folder!r} of rank 0 is not that of the ranks {blind}: "
-                "each rank writes its part of a sharded checkpoint, and all parts belong in one folder. "
-                f"{stays}; or set state_dict_type='full' in parallelism_config['fsdp'], and rank 0 writes all."
-            )
+    def _publish_from_all(self, state: State, logger: Logger) -> None:
+        """Have a rank of each node upload what is on its disk."""
+        self._roots = from_first_rank("finding buckets", lambda: self._remote.roots)
+        with together("finding buckets"):
+            if self._disks.is_keeper and not self._is_first:
+                self._remote.follow(state, logger, self._roots)
 
     def _prepare_folder(self) -> None:
         folder = Path(self.folder)
@@ -262,23 +265,52 @@ class CheckpointSaver(Callback):
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Know the checkpoints of this run that are behind it."""
-        self.saved_checkpoints, self._deletes = from_first_rank(
+        self.saved_checkpoints, self._deletes, behind = from_first_rank(
             "finding the checkpoints of this run", lambda: self._take_up(state)
         )
+        shares = [self._shares(name) for _, name in behind]
+        with together("taking up the checkpoints of this run"):
+            if self._disks.is_keeper and not self._is_first:
+                self._follow(state)
+            for (number, name), its in zip(behind, shares, strict=True):
+                self._publish_again(state, number, name, its)
 
-    def _take_up(self, state: State) -> tuple[list[str], bool]:
-        """The paths of the checkpoints of this run that are behind it, and whether any are to be deleted."""
+    def _take_up(self, state: State) -> tuple[list[str], bool, list[tuple[int, str]]]:
+        """The paths of the checkpoints of this run that are behind it, whether any are to be deleted, and which are to
+        be published: the number of the bucket, and the name.
+        """
         manifests = self._manifests(state.run_name, _moment(state))
         self.saved_checkpoints = [self._path(manifest.name) for manifest in manifests]
         if manifests and self.latest_filename is not None:
             self._catch_up(manifests[-1], state)
-        for publisher in self._remote.publishers:
+        behind: list[tuple[int, str]] = []
+        for number, publisher in enumerate(self._remote.publishers):
             if self._keeps_none:  # what was fetched, or was not uploaded when the run died: none of it stays
-                for manifest in manifests:
-                    self._publish(publisher, state, manifest)
+                behind += [(number, manifest.name) for manifest in manifests]
             elif manifests and publisher.is_behind(manifests[-1], state.run_name):
-                self._publish(publisher, state, manifests[-1])  # a kill came before the end of its upload
-        return self.saved_checkpoints, self._deletes or any(manifest.ephemeral for manifest in manifests)
+                behind.append((number, manifests[-1].name))  # a kill came before the end of its upload
+        return self.saved_checkpoints, self._deletes or any(manifest.ephemeral for manifest in manifests), behind
+
+    def _publish_again(self, state: State, number: int, name: str, shares: Shares | None) -> None:
+        """Publish a checkpoint of this run that the bucket does not have; of what its node has, on a rank of each."""
+        if self._disks.is_keeper:
+            manifest = self.catalog.manifest_of(name)
+            if manifest is None:
+                raise CheckpointError(f"checkpoint {self._path(name)!r} is gone while it was to be published.")
+            self._publish(self._remote.publishers[number], state, manifest, shares)
+        elif shares is not None:
+            shares.stay_out()
+
+    def _follow(self, state: State) -> None:
+        """On the disk of another node than the first: what a kill kept from coming or from going."""
+        manifests = self._manifests(state.run_name, _moment(state))
+        if self.saved_checkpoints and self.latest_filename is not None:
+            for manifest in manifests:
+                if self._path(manifest.name) == self.saved_checkpoints[-1]:
+                    self._catch_up(manifest, state)
+        for manifest in manifests if self._deletes and self.saved_checkpoints else ():
+            if manifest.node is not None and self._path(manifest.name) not in self.saved_checkpoints:
+                self.catalog.delete(manifest)
 
     def _catch_up(self, newest: Manifest, state: State) -> None:
         """Point ``latest`` to ``newest`` if a kill came between its commit and that."""
@@ -296,7 +328,7 @@ class CheckpointSaver(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         """Refuse to start where this run would overwrite a checkpoint that is ahead of it."""
         with together("looking for checkpoints that this run would overwrite"):
-            if self._is_first and not self.overwrite:
+            if self._disks.is_keeper and not self.overwrite:
                 self._ensure_no_conflict(state)
         if self.best_metric is not None:
             check_metric_exists(self.best_metric, state, argument="save_best_metric")
@@ -323,9 +355,10 @@ class CheckpointSaver(Callback):
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """See how the save in flight went; save if an interval says so."""
-        if self._pending is not None and self._everywhere(self._pending.done):
+        if self._pending is not None and self._saves_done.total == dist.get_world_size():
             self._collect(logger)
-        self._note_uploads(logger)
+        if self._ranks_with_news.total:
+            self._note(self._news_of_all(), logger)
         self._save_if_due(state, logger, Event.BATCH_CHECKPOINT)
         if self.asynchronous and not self._prepared:  # after the first step: optimizers have their state now
             self._prepared = True
@@ -356,7 +389,7 @@ class CheckpointSaver(Callback):
         self._collect(logger)
         if self._publishes:
             self._remote.wait_together()
-        self._note_uploads(logger)
+            self._note(self._news_of_all(), logger)
 
     def close(self, state: State, logger: Logger) -> None:
         """Wait for the save in flight and for all uploads, whatever ended training.
@@ -369,19 +402,11 @@ class CheckpointSaver(Callback):
             stack.callback(self._pipeline.close)
             self._collect(logger)  # each rank for itself: others may have failed and not come here
             self._remote.wait()
-            self._note(self._uploads_here(), logger)
+            self._note(self._take_news(), logger)
 
     @property
     def _is_first(self) -> bool:
         return dist.get_global_rank() == 0
-
-    def _everywhere(self, done: bool) -> bool:
-        """Whether ``done`` on every rank: a save is taken note of at the same batch on all."""
-        if dist.get_world_size() == 1:
-            return done
-        flag = torch.tensor(int(done))
-        dist.all_reduce(flag, "MIN")
-        return bool(flag)
 
     def _save_if_due(self, state: State, logger: Logger, event: Event) -> None:
         due, ephemeral = self._due(state, event)
@@ -425,6 +450,7 @@ class CheckpointSaver(Callback):
         if isinstance(self.save_interval, AutoInterval):
             self.save_interval.save_began(state)
         metrics = self._measured.now(state)
+        shares = [self._shares(name) for _ in self._roots]
         if self.best_metric is not None and self.best_metric not in metrics and not ephemeral:
             self._warn_of_missing_metric(name)
         try:
@@ -440,8 +466,9 @@ class CheckpointSaver(Callback):
                 lazy=self._may_copy_late(state),
                 ephemeral=ephemeral,
                 metrics=metrics,
-                publish=functools.partial(self._publish_all, state) if self._publishes else None,
+                publish=functools.partial(self._publish_all, state, shares) if self._publishes else None,
                 give_up=functools.partial(self._given_up, state.run_name, _moment(state)) if self._deletes else None,
+                disks=self._disks,
             )
         except (*FAILURES, RankError) as e:
             self._failed(e, logger)
@@ -490,12 +517,19 @@ class CheckpointSaver(Callback):
             logger.log_metrics({**metrics, "checkpoint/bytes": report.size_bytes, "checkpoint/batch": report.batch})
 
     # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────
-    def _publish_all(self, state: State, manifest: Manifest) -> None:
-        """Hand a checkpoint that was committed to all uploaders; called behind training."""
-        for publisher in self._remote.publishers:
-            self._publish(publisher, state, manifest)
+    def _shares(self, name: str) -> Shares | None:
+        """How ranks publish a checkpoint together; ``None`` where rank 0 has all files."""
+        return Shares.planned(f"checkpoint {name!r}") if self._disks.are_several else None
 
-    def _publish(self, publisher: Publisher, state: State, manifest: Manifest) -> None:
+    def _publish_all(self, state: State, shares: Sequence[Shares | None], manifest: Manifest) -> None:
+        """Hand a checkpoint that was committed to all uploaders; called behind training."""
+        if not self._disks.are_several:
+            for publisher in self._remote.publishers:
+                self._publish(publisher, state, manifest, None)
+        for number, its in enumerate(shares):
+            self._publish_again(state, number, manifest.name, its)
+
+    def _publish(self, publisher: Publisher, state: State, manifest: Manifest, shares: Shares | None) -> None:
         own = self._path(manifest.name) in self.saved_checkpoints
         publisher.publish(
             manifest,
@@ -503,6 +537,7 @@ class CheckpointSaver(Callback):
             state.run_name,
             overwrite=self.overwrite or own,
             afterwards=functools.partial(self._delete_local, manifest) if self._keeps_none else None,
+            shares=shares,
         )
 
     def _delete_local(self, manifest: Manifest) -> None:
@@ -510,25 +545,28 @@ class CheckpointSaver(Callback):
         self.catalog.delete(manifest)
         self._gone.append(self._path(manifest.name))
 
-    def _note_uploads(self, logger: Logger | None) -> None:
+    def _has_news(self) -> bool:
+        """Whether uploads have ended on this rank since :meth:`_take_news`; they are made on rank 0."""
+        if self._publishes:
+            self._outcomes += self._remote.outcomes()
+        return bool(self._gone or self._outcomes)
+
+    def _take_news(self) -> _Uploads:
+        """What became of uploads."""
+        self._has_news()
+        outcomes, self._outcomes = self._outcomes, []
+        return [self._gone.popleft() for _ in range(len(self._gone))], outcomes
+
+    def _news_of_all(self) -> _Uploads:
+        every = dist.all_gather_object(self._take_news())
+        return [path for gone, _ in every for path in gone], [one for _, outcomes in every for one in outcomes]
+
+    def _note(self, uploads: _Uploads, logger: Logger | None) -> None:
         """Take note of how uploads went.
 
         Raises:
             Exception: what made one fail, unless that is tolerated.
         """
-        if not self._publishes:
-            return
-        uploads = self._uploads_here()
-        if not self._everywhere(self._is_first and uploads == ([], [])):
-            uploads = dist.broadcast_object(uploads)
-        self._note(uploads, logger)
-
-    def _uploads_here(self) -> _Uploads:
-        """What became of uploads since the last time; they are made on rank 0."""
-        gone = [self._gone.popleft() for _ in range(len(self._gone))]
-        return gone, self._remote.outcomes()
-
-    def _note(self, uploads: _Uploads, logger: Logger | None) -> None:
         gone, outcomes = uploads
         for path in gone:
             if path in self.saved_checkpoints:
@@ -555,8 +593,8 @@ class CheckpointSaver(Callback):
         return ours and not state.algorithms
 
     def _warn_of_missing_metric(self, name: str) -> None:
-        """Once: it is the same at every save."""
-        if not self._warned:
+        """Once, on rank 0: it is the same at every save and on every rank."""
+        if not self._warned and self._is_first:
             log.warning(
                 "checkpoint %s has no %r: nothing was evaluated at that batch before the save. It is none of the best. "
                 "Give save_interval and eval_interval the same value.",

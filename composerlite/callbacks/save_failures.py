@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import final
 
+from composerlite import dist
 from composerlite.core import Logger
 from composerlite.errors import CheckpointError, ObjectStoreError, RankError
 
@@ -17,7 +18,7 @@ FAILURES = (OSError, CheckpointError, ObjectStoreError)
 
 @final
 class FailuresInARow:
-    """Counts failures since the last success.
+    """Counts failures since the last success, the same on every rank: rank 0 warns for all.
 
     Args:
         limit: so many in a row are tolerated, with a warning each.
@@ -42,7 +43,8 @@ class FailuresInARow:
         self._count += 1
         if self._count > self._limit or not _may_be_tolerated(error):
             raise error
-        log.warning(
+        warn = log.warning if dist.get_global_rank() == 0 else log.debug
+        warn(
             "a checkpoint could not be %s (%d in a row, save_failure_limit=%d): %s: %s",
             self._what,
             self._count,

@@ -26,12 +26,14 @@ from composerlite.checkpoint.naming import (
 from composerlite.checkpoint.pipeline import PendingSave, Pipeline, save, save_checkpoint
 from composerlite.checkpoint.progress import download_bar
 from composerlite.checkpoint.publishing import Publisher, RemoteSaving
+from composerlite.checkpoint.publishing_together import Shares
 from composerlite.checkpoint.reading import safe_torch_load
 from composerlite.checkpoint.remote import RemoteCatalog
 from composerlite.checkpoint.resume import Bucket, newest_good
 from composerlite.checkpoint.retention import RetentionPolicy, deletions, retention_policy
 from composerlite.checkpoint.save_job import SaveReport
-from composerlite.checkpoint.shared_folder import ranks_without
+from composerlite.checkpoint.several_disks import prepared_folder
+from composerlite.checkpoint.shared_folder import ONE_DISK, Disks
 from composerlite.checkpoint.together import from_first_rank, together
 
 if TYPE_CHECKING:
@@ -53,11 +55,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FIRST_RANK",
+    "ONE_DISK",
     "Bucket",
     "Catalog",
     "CheckpointMetadata",
     "Checkpointer",
     "CheckpointerConfig",
+    "Disks",
     "FileRecord",
     "IgnoreKeys",
     "Manifest",
@@ -71,6 +75,7 @@ __all__ = [
     "RemoteSaving",
     "RetentionPolicy",
     "SaveReport",
+    "Shares",
     "TrainingState",
     "UnshardStrategy",
     "UnshardStrategyType",
@@ -94,8 +99,8 @@ __all__ = [
     "load_state_dict",
     "merge_state_dicts",
     "newest_good",
+    "prepared_folder",
     "prune_state_dict",
-    "ranks_without",
     "read_checkpoint",
     "retention_policy",
     "rng",

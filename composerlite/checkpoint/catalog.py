@@ -66,13 +66,13 @@ class Catalog:
             CorruptCheckpointError: it has a damaged one.
         """
         try:
-            return self._read(self._manifest_path(name))
+            return self._read(self.record_path(name))
         except FileNotFoundError:
             return None
 
     def _read(self, path: Path) -> Manifest:
         manifest = Manifest.from_json(path.read_bytes(), str(path))
-        if self._manifest_path(manifest.name) != path:
+        if self.record_path(manifest.name) != path:
             raise CorruptCheckpointError(f"manifest {str(path)!r} is that of another checkpoint, {manifest.name!r}.")
         return manifest
 
@@ -93,12 +93,14 @@ class Catalog:
             yield from new
 
     def verify(self, manifest: Manifest, progress: Callable[[int], object] = int) -> None:
-        """Read all data of a checkpoint and compare it with its manifest. ``progress`` is told of each so many bytes.
+        """Read all data of a checkpoint that are here and compare them with its manifest.
+
+        ``progress`` is told of each so many bytes.
 
         Raises:
             CorruptCheckpointError: a file is missing, has another size or other bytes.
         """
-        for record in manifest.files:
+        for record in manifest.here:
             path = self.folder / record.path
             try:
                 verify_file(path, record.digest, progress)
@@ -113,7 +115,7 @@ class Catalog:
         Between the two renames of a commit the newer data is there beside the older manifest; a killed process leaves
         it so until :meth:`recover`, and a live one may have gone on since ``manifest`` was read.
         """
-        path = self._manifest_path(manifest.name)
+        path = self.record_path(manifest.name)
         for candidate in (path, *path.parent.glob(f".{glob.escape(path.name)}.tmp-*")):
             newer = self._finished_intention(candidate)
             if newer is not None and newer.name == manifest.name:
@@ -131,7 +133,7 @@ class Catalog:
         if not overwrite:
             self.check_free(name)
         make_folder(path.parent)
-        make_folder(self._manifest_path(name).parent)
+        make_folder(self.record_path(name).parent)
         return path
 
     def check_free(self, name: str) -> None:
@@ -141,7 +143,7 @@ class Catalog:
             CheckpointExistsError: there is.
         """
         path = self.folder / name
-        if path.exists() or self._manifest_path(name).exists():
+        if path.exists() or self.record_path(name).exists():
             raise CheckpointExistsError(
                 f"checkpoint {str(path)!r} exists. Give names that differ, as with '{{batch}}' in them, delete it, or "
                 "pass overwrite=True (save_overwrite=True in the Trainer). If another run is writing to this folder, "
@@ -155,7 +157,7 @@ class Catalog:
         that intention behind, and :meth:`recover` completes or forgets it; in place of an older checkpoint of the same
         name there is at every moment the old one or the new one.
         """
-        path = self._manifest_path(manifest.name)
+        path = self.record_path(manifest.name)
         with StagedFile(path) as intention:
             intention.file.write(manifest.to_json())
             intention.flush()
@@ -172,7 +174,7 @@ class Catalog:
 
     def adopt(self, manifest: Manifest) -> None:
         """Make a checkpoint exist whose data are in the folder already, durable and whole, after :meth:`vacate`."""
-        with atomic_write(self._manifest_path(manifest.name)) as file:
+        with atomic_write(self.record_path(manifest.name)) as file:
             file.write(manifest.to_json())
 
     def point_latest(self, link: str, name: str) -> None:
@@ -250,7 +252,7 @@ class Catalog:
                 if manifest is None:
                     temporary.unlink(missing_ok=True)
                 else:
-                    temporary.replace(self._manifest_path(manifest.name))
+                    temporary.replace(self.record_path(manifest.name))
                     fsync_folder(folder)
                     log.info("completed the commit of %s, whose process had died", self.folder / manifest.name)
         for folder in list(_folders(self.folder)):
@@ -269,11 +271,12 @@ class Catalog:
             return None
         return manifest
 
-    def _manifest_path(self, name: str) -> Path:
+    def record_path(self, name: str) -> Path:
+        """Where the manifest of the checkpoint ``name`` is, or would be."""
         return self.folder / _MANIFESTS / f"{name}.json"
 
     def _remove_manifest(self, name: str) -> None:
-        path = self._manifest_path(name)
+        path = self.record_path(name)
         if path.exists():
             path.unlink(missing_ok=True)
             fsync_folder(path.parent)

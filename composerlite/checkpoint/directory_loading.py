@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from composerlite import dist
+from composerlite.checkpoint.elsewhere import Elsewhere
 from composerlite.checkpoint.formats import sharded
 from composerlite.checkpoint.formats.directory import CheckpointFolder
 from composerlite.checkpoint.formats.stored_item import item_contents
 from composerlite.checkpoint.restoring import Restoring, half_loaded
-from composerlite.checkpoint.shared_file import sources_of
 from composerlite.checkpoint.state_keys import nested
 from composerlite.checkpoint.together import from_first_rank, together
 from composerlite.errors import IncompatibleCheckpointError
@@ -34,10 +34,10 @@ def load_directory(folder: CheckpointFolder, restoring: Restoring) -> list[dict[
     Raises:
         CheckpointError: as :func:`composerlite.checkpoint.load_checkpoint`, on every rank.
     """
-    with sharded.RemoteFileSystemReader(folder) as reader:
+    with sharded.RemoteFileSystemReader(folder) as reader, Elsewhere(folder, reader, restoring.source) as elsewhere:
         with together(f"reading the index of {restoring.source}"):
             metadata = reader.read_metadata()
-        values = _plain_values(reader, restoring.source)
+        values = _plain_values(reader, elsewhere, restoring.source)
         tensors = _unread_tensors(metadata)
         with together("comparing the checkpoint with the run"):
             held = nested(metadata, "", list(metadata.state_dict_metadata), {**values, **tensors})
@@ -46,40 +46,25 @@ def load_directory(folder: CheckpointFolder, restoring: Restoring) -> list[dict[
         key_of = {id(tensor): key for key, tensor in tensors.items()}
         targets: dict[str, Tensor] = {}
         wanted = _with_targets(wanted, live, key_of, targets, set())
-        _read(reader, targets, restoring.source)
+        _read(reader, elsewhere, targets)
     with together("restoring the run"):
         return restoring.load(wanted)
 
 
-def _read(reader: sharded.RemoteFileSystemReader, targets: dict[str, Tensor], source: str) -> None:
-    """Fill ``targets``: the parts of a rank by itself, what all ranks have by one rank of each node, for the others."""
-    same: dict[str, Tensor] = {}
-    if dist.get_world_size() > 1:
-        same = {key: target for key, target in targets.items() if _can_be_sent(target)}
-    sources = sources_of("" if dist.get_local_rank() == 0 else None) if same else [dist.get_global_rank()]
-    reads_all = dist.get_world_size() == 1 or not same or sources[dist.get_global_rank()] == dist.get_global_rank()
-    own = {key: target for key, target in targets.items() if reads_all or key not in same}
-    with together(f"reading {source}"), half_loaded(bool(targets)):
-        if own:
-            sharded.load(reader, own, ranks=sharded.Ranks(alone=True), is_flat=True)
-    if same:
-        pieces = [(0, target.data_ptr(), target.numel() * target.itemsize) for _, target in sorted(same.items())]
-        with dist.spreading(f"reading {source}", sources) as spread:
-            spread.fill(pieces, len)  # what is to be sent has been read
+def _read(reader: sharded.RemoteFileSystemReader, elsewhere: Elsewhere, targets: dict[str, Tensor]) -> None:
+    """Fill ``targets``, on every rank. What several ranks want of the files that they see one of them reads."""
+    elsewhere.bring_tensors(targets)
+    with half_loaded(bool(targets)):
+        sharded.load(reader, targets, ranks=sharded.Ranks(alone=dist.get_world_size() == 1), is_flat=True)
 
 
-def _can_be_sent(target: Tensor) -> bool:
-    """Whether it is the same on every rank, and lies in memory as its numbers follow each other."""
-    plain = target.device.type == "cpu" and target.layout is torch.strided and target.is_contiguous()
-    return plain and not dist.is_distributed_tensor(target) and target.numel() > 0
-
-
-def _plain_values(reader: sharded.RemoteFileSystemReader, source: str) -> dict[str, Any]:
+def _plain_values(reader: sharded.RemoteFileSystemReader, elsewhere: Elsewhere, source: str) -> dict[str, Any]:
     """What is no tensor, read by rank 0."""
     stored = reader.read_metadata().state_dict_metadata
     keys = [key for key, kind in stored.items() if not isinstance(kind, sharded.TensorStorageMetadata)]
     if dist.get_world_size() == 1:
         return sharded.load_flat(reader, keys)
+    elsewhere.bring_values(keys)
 
     def packed() -> bytes:
         buffer = io.BytesIO()

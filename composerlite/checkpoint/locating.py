@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,9 @@ class Located:
     def folder(self, object_store: ObjectStore | None) -> CheckpointFolder:
         """The directory, from this rank."""
         if self.path is not None:
-            return LocalFolder(self.path)
+            path = Path(os.path.realpath(self.path))
+            roots = (root for root in path.parents if (root / ".manifest" / f"{path.relative_to(root)}.json").is_file())
+            return LocalFolder(path, next(roots, None))
         return RemoteFolder(object_store, self.key) if object_store is not None else folder_of(self.uri)
 
 

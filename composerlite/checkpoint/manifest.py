@@ -20,8 +20,10 @@ from composerlite.storage import FileDigest
 
 __all__ = ["SCHEMA", "FileRecord", "Manifest", "plain_timestamp", "versions"]
 
-SCHEMA = 1
-"""The newest manifest schema that this code writes and reads."""
+SCHEMA = 2
+"""The newest manifest schema that this code writes and reads: that of checkpoints whose files lie on several disks."""
+_ONE_FOLDER = 1
+"""The schema of those whose files are in one folder."""
 
 
 @final
@@ -29,7 +31,8 @@ SCHEMA = 1
 class FileRecord:
     """One file of a checkpoint: its path below the folder of checkpoints, and what it must contain.
 
-    The rest is as in :class:`composerlite.storage.FileDigest`.
+    ``node`` is the one whose disk has it, where nodes have disks of their own; ``None``: it is in every folder that has
+    the manifest. The rest is as in :class:`composerlite.storage.FileDigest`.
     """
 
     path: str
@@ -37,6 +40,7 @@ class FileRecord:
     xxh3_128: str
     chunk_bytes: int = 0
     chunks: str = ""
+    node: int | None = None
 
     @property
     def digest(self) -> FileDigest:
@@ -58,7 +62,7 @@ class Manifest:
         fit_calls: calls of ``fit`` in the run so far. Counts of one run only grow together with it: ``reset_time``
             sets the timestamp back.
         world_size: number of ranks that saved.
-        files: the data.
+        files: the data, on all disks.
         left_out: globs of what was ignored when saving; ``['<function>']`` where a function chose.
         metrics: metric values at the save, by name.
         unpacked_bytes: size of the file inside, where the data are compressed or in an archive; 0: not known.
@@ -66,6 +70,8 @@ class Manifest:
         timings: what the save cost, in seconds by name: see ``SaveReport``.
         versions: of composerlite, torch and python.
         saved_at: time of the save, ISO 8601 in UTC.
+        node: of the run that saved it, whose folder this record lies in, where nodes have disks of their own; ``None``:
+            all files are in one folder.
     """
 
     name: str
@@ -83,7 +89,23 @@ class Manifest:
     timings: Mapping[str, float] = field(default_factory=dict[str, float])
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
     saved_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
-    schema: int = SCHEMA
+    node: int | None = None
+
+    @property
+    def schema(self) -> int:
+        """The oldest schema that has all that is in it."""
+        on_disks = self.node is not None or any(file.node is not None for file in self.files)
+        return SCHEMA if on_disks else _ONE_FOLDER
+
+    @property
+    def here(self) -> tuple[FileRecord, ...]:
+        """The files that are in the folder of this record."""
+        return tuple(file for file in self.files if file.node in (None, self.node))
+
+    @property
+    def identity(self) -> str:
+        """What the records of one save have in common on all disks, and no other has."""
+        return _digest({**dataclasses.asdict(self), "node": None})
 
     @property
     def batch(self) -> int:
@@ -107,7 +129,10 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """The record as JSON, with a digest of itself."""
-        fields = dataclasses.asdict(self)
+        fields: dict[str, Any] = {**dataclasses.asdict(self), "schema": self.schema}
+        for one in (fields, *fields["files"]):
+            if one["node"] is None:  # as in records of the older schema
+                del one["node"]
         return json.dumps({**fields, "digest": _digest(fields)}, indent=1).encode()
 
     @classmethod
@@ -123,10 +148,9 @@ class Manifest:
             digest = fields.pop("digest")
             if digest != _digest(fields):
                 raise CorruptCheckpointError(f"manifest {source!r} is damaged: its digest does not match.")
-            if fields["schema"] > SCHEMA:
+            if (schema := fields.pop("schema")) > SCHEMA:
                 raise IncompatibleCheckpointError(
-                    f"manifest {source!r} has schema {fields['schema']}, this version reads up to {SCHEMA}: update "
-                    "composerlite."
+                    f"manifest {source!r} has schema {schema}, this version reads up to {SCHEMA}: update composerlite."
                 )
             files = tuple(FileRecord(**file) for file in fields.pop("files"))
             return cls(files=files, left_out=tuple(fields.pop("left_out")), **fields)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch.optim import Optimizer
@@ -37,10 +37,15 @@ from composerlite.checkpoint.naming import (
     format_name_with_dist_and_time,
 )
 from composerlite.checkpoint.save_job import Body, SaveJob, SaveReport
+from composerlite.checkpoint.several_disks import DiskCommit
+from composerlite.checkpoint.shared_folder import ONE_DISK, Disks, disks_of
 from composerlite.checkpoint.snapshot import Staging
 from composerlite.checkpoint.together import together
 from composerlite.errors import SaveError
 from composerlite.types import StateDict
+
+if TYPE_CHECKING:
+    from composerlite.checkpoint.formats import sharded_saving
 
 __all__ = ["PendingSave", "Pipeline", "save", "save_checkpoint"]
 
@@ -147,6 +152,7 @@ class Pipeline:
         metrics: Mapping[str, float] | None = None,
         publish: Callable[[Manifest], object] | None = None,
         give_up: Callable[[], Sequence[Manifest]] | None = None,
+        disks: Disks = ONE_DISK,
     ) -> PendingSave:
         """Save a checkpoint of ``state``; training may go on when this returns.
 
@@ -168,6 +174,7 @@ class Pipeline:
             metrics: metric values to keep with it, by name; those that are no finite numbers are left out.
             publish: called with the manifest after the commit, perhaps on another thread.
             give_up: called after that: which checkpoints to delete.
+            disks: which ranks see the same folder, where all write to it.
 
         Raises:
             CheckpointExistsError: there is one of that name and ``overwrite`` is false.
@@ -182,13 +189,21 @@ class Pipeline:
             template = directory_template(template)
         name = _name(template, state)
         vote = _vote(f"checkpoint {name!r}")
+        more_votes = [_vote(f"checkpoint {name!r}") for _ in range(2)] if disks.are_several else []
         with together(f"checkpoint {name!r}"):  # before the ranks meet to gather: a name that is taken is told as that
-            if dist.get_global_rank() == 0:
+            if disks.is_keeper:
                 catalog.reserve(name, overwrite=overwrite)
+        body: Body
+        on_disks: DiskCommit | None = None
         with together(f"checkpoint {name!r}"):
-            body = self._body(
-                state, catalog, name, template, weights_only=weights_only, ignore_keys=ignore_keys, overwrite=overwrite
-            )
+            gathered = functools.partial(gather, state, weights_only=weights_only, ignore_keys=ignore_keys)
+            if state.sharding == "sharded":
+                folder = LocalFolder(catalog.folder / name, catalog.folder)
+                shards = _shards(gathered, folder, overwrite=overwrite, disks=disks)
+                body, on_disks = shards, DiskCommit.of(shards, [vote, *more_votes])
+            else:
+                contents = gathered(generators=_generators(weights_only))
+                body = _file(state, contents, catalog, name, template, overwrite=overwrite)
         job = SaveJob(
             manifest=Manifest(
                 name=name,
@@ -213,6 +228,8 @@ class Pipeline:
             publish=publish,
             give_up=give_up,
             vote=vote,
+            on_disks=on_disks,
+            disks=disks,
             timeout=_vote_timeout(),
             blocking=not asynchronous,
         )
@@ -228,41 +245,6 @@ class Pipeline:
         else:
             pending.settle(lambda: self._finish(job))
         return pending
-
-    def _body(
-        self,
-        state: TrainingState,
-        catalog: Catalog,
-        name: str,
-        template: str,
-        *,
-        weights_only: bool,
-        ignore_keys: IgnoreKeys,
-        overwrite: bool,
-    ) -> Body:
-        """What this rank is to write of a checkpoint of ``state``."""
-        is_first = dist.get_global_rank() == 0
-        path = catalog.folder / name
-        gathered = functools.partial(gather, state, weights_only=weights_only, ignore_keys=ignore_keys)
-        if state.sharding == "sharded":
-            from composerlite.checkpoint.formats.sharded_saving import Shards  # slow to import
-
-            own = {str(dist.get_global_rank()): rng.packed(rng.capture())}
-            return Shards(lambda: gathered(generators=own), LocalFolder(path, catalog.folder), overwrite=overwrite)
-        contents = gathered(generators=_generators(weights_only))
-        gathering = None
-        if state.sharding == "full":
-            from composerlite.checkpoint.formats.sharded_gathering import Gathering
-
-            gathering = Gathering(contents)
-            contents = gathering.contents
-        if not is_first:
-            return NothingToWrite(gathering)
-        image = _image(contents, f"checkpoint {str(path)!r}")
-        weights = contents.get("state", {}).get("model", {}).values()
-        return Monolith(
-            image, catalog, name=name, template=template, overwrite=overwrite, weights=weights, gathering=gathering
-        )
 
     def _stage(self, job: SaveJob, lazy: Sequence[Optimizer]) -> None:
         """Copy what ``job`` writes, or have it written now. With several ranks, what fails is for the vote."""
@@ -292,6 +274,7 @@ class Pipeline:
             and report.batch > before.batch
             and len(report.weights_crc) > 0
             and (list(before.weights_crc) == list(report.weights_crc))
+            and dist.get_global_rank() == 0
         ):
             log.warning(
                 "checkpoint %s holds exactly the weights of %s, %d steps before it: is the model trained? Look at the "
@@ -318,6 +301,35 @@ class Pipeline:
         seconds = time.perf_counter() - started
         self._waited += seconds
         log.info("waited %.2f s for the save of %s to end", seconds, pending.name)
+
+
+def _shards(
+    gathered: Callable[..., StateDict], folder: LocalFolder, *, overwrite: bool, disks: Disks
+) -> sharded_saving.Shards:
+    """What this rank is to write of a directory."""
+    from composerlite.checkpoint.formats.sharded_saving import Shards  # slow to import
+
+    own = {str(dist.get_global_rank()): rng.packed(rng.capture())}
+    return Shards(lambda: gathered(generators=own), folder, overwrite=overwrite, disks=disks)
+
+
+def _file(
+    state: TrainingState, contents: StateDict, catalog: Catalog, name: str, template: str, *, overwrite: bool
+) -> Body:
+    """What this rank is to write of a file with ``contents``."""
+    gathering = None
+    if state.sharding == "full":
+        from composerlite.checkpoint.formats.sharded_gathering import Gathering
+
+        gathering = Gathering(contents)
+        contents = gathering.contents
+    if dist.get_global_rank() != 0:
+        return NothingToWrite(gathering)
+    image = _image(contents, f"checkpoint {str(catalog.folder / name)!r}")
+    weights = contents.get("state", {}).get("model", {}).values()
+    return Monolith(
+        image, catalog, name=name, template=template, overwrite=overwrite, weights=weights, gathering=gathering
+    )
 
 
 def _kind(state: TrainingState, *, weights_only: bool) -> str:
@@ -376,7 +388,8 @@ def save_checkpoint(
     ``{run_name} {rank} {epoch} {batch}`` … and folders. See :meth:`Pipeline.save` for what is guaranteed and raised.
     """
     template = check_template(Path(filename).name, argument="filename")
-    folder = _name(str(Path(filename).parent), state)
+    folder = Path(_name(str(Path(filename).parent), state))
+    several = state.sharding == "sharded" and dist.get_world_size() > 1
     path = save(
         state,
         catalog=Catalog(folder),
@@ -384,5 +397,6 @@ def save_checkpoint(
         weights_only=weights_only,
         ignore_keys=ignore_keys,
         overwrite=True,
+        disks=disks_of(folder) if several else ONE_DISK,
     )
     return str(path)

@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, final
 
-from composerlite import storage
+from composerlite import dist, storage
 from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.manifest import Manifest
 from composerlite.checkpoint.naming import (
@@ -26,6 +26,7 @@ from composerlite.checkpoint.naming import (
     format_name_with_dist_and_time,
     variables_in,
 )
+from composerlite.checkpoint.publishing_together import Shares
 from composerlite.checkpoint.remote import RemoteCatalog
 from composerlite.checkpoint.retention import RetentionPolicy, deletions, retention_policy
 from composerlite.checkpoint.together import together, wait_together
@@ -96,6 +97,7 @@ class Publisher:
         *,
         overwrite: bool = False,
         afterwards: Callable[[], object] | None = None,
+        shares: Shares | None = None,
     ) -> None:
         """Have a checkpoint published that is committed in ``catalog``. It may be deleted there from now on.
 
@@ -106,27 +108,34 @@ class Publisher:
             run_name: of the run.
             overwrite: replace another checkpoint of that name.
             afterwards: is called when it is published.
+            shares: how ranks publish it together, where its files are on several disks.
 
         Raises:
             ObjectStoreError: those before it are not uploaded in time.
         """
         self.wait(at_most=_MOST_WAITING - 1)
         name = self.name_of(manifest, run_name)
-        records = [dataclasses.replace(r, path=name + r.path.removeprefix(manifest.name)) for r in manifest.files]
-        there = dataclasses.replace(manifest, name=name, template=self.template, files=tuple(records))
+        there = _in_bucket(manifest, name, self.template)
         held = _Held(catalog, manifest)
+        is_first = dist.get_global_rank() == 0  # what fails on others that share in it fails there, too
 
         def upload(_: Transfer) -> None:
             try:
-                self.remote.publish(there, held.paths, link=self.link, overwrite=overwrite)
+                if shares is None:
+                    self.remote.publish(there, held.paths, link=self.link, overwrite=overwrite)
+                else:
+                    here = _in_bucket(dataclasses.replace(manifest, files=manifest.here), name, self.template).files
+                    files = list(zip(here, held.paths, strict=True))
+                    shares.publish(self.remote, there, files, link=self.link, overwrite=overwrite)
                 if afterwards is not None:
                     afterwards()
-                self._delete_old(there)
+                if is_first:
+                    self._delete_old(there)
             except Exception as e:  # noqa: BLE001 - who saves asks for it: see outcomes
                 log.warning("checkpoint %s could not be published: %s", self.remote.uri(name), e)
-                self._outcomes.append(e)
+                self._outcomes += [e] if is_first else []
             else:
-                self._outcomes.append(None)
+                self._outcomes += [None] if is_first else []
             finally:
                 held.remove()
 
@@ -182,13 +191,13 @@ class Publisher:
 
 @final
 class _Held:
-    """The files of a checkpoint, by names that stay until :meth:`remove`, whatever becomes of the checkpoint."""
+    """The files of a checkpoint that are here, by names that stay until :meth:`remove`, whatever becomes of it."""
 
     def __init__(self, catalog: Catalog, manifest: Manifest) -> None:
         folder = (catalog.folder / manifest.name).parent
         self._names: list[SecondName] = []
         try:
-            for record in manifest.files:
+            for record in manifest.here:
                 self._names.append(SecondName(catalog.folder / record.path, folder))
         except BaseException:
             self.remove()
@@ -203,6 +212,12 @@ class _Held:
         """The files are there by their own names only; twice is fine."""
         for name in self._names:
             name.remove()
+
+
+def _in_bucket(manifest: Manifest, name: str, template: str) -> Manifest:
+    """The record of the checkpoint as it is called there: all files are in one place."""
+    files = [dataclasses.replace(r, path=name + r.path.removeprefix(manifest.name), node=None) for r in manifest.files]
+    return dataclasses.replace(manifest, name=name, template=template, files=tuple(files), node=None)
 
 
 class _Moment:
@@ -330,6 +345,26 @@ class RemoteSaving:
             for destination in logger.destinations
             if destination.uploader is not None
         ]
+
+    @property
+    def roots(self) -> list[str]:
+        """What all names in each bucket begin with."""
+        return [publisher.remote.root for publisher in self.publishers]
+
+    def follow(self, state: NamedState, logger: Destinations, roots: Sequence[str]) -> None:
+        """:meth:`open` on another rank than 0, for what its node has of checkpoints: to the same places, ``roots``.
+
+        Raises:
+            ConfigError: this rank has other loggers.
+        """
+        self.open(state, logger)
+        if len(self.publishers) != len(roots):
+            raise ConfigError(
+                f"{len(self.publishers)} loggers upload checkpoints here and {len(roots)} on rank 0: give every rank "
+                "the same loggers, for each node uploads what is on its disk."
+            )
+        for publisher, root in zip(self.publishers, roots, strict=True):
+            publisher.remote = RemoteCatalog(publisher.uploader.transfer, root)
 
     def outcomes(self) -> list[Exception | None]:
         """How publications went since the last time: what made each fail, or ``None``."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from composerlite.checkpoint.catalog import Catalog
-from composerlite.checkpoint.manifest import Manifest
+from composerlite.checkpoint.manifest import FileRecord, Manifest
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
 from composerlite.storage import check_name, verify_file
 
@@ -166,10 +166,29 @@ class RemoteCatalog:
         Raises:
             CheckpointExistsError: there is another checkpoint of that name.
         """
-        if not self._is_there(manifest, overwrite=overwrite):
-            named = [(self.name_of(record.path), path) for record, path in zip(manifest.files, files, strict=True)]
-            for name, path in sorted(named, key=lambda pair: pair[0].endswith("/.metadata")):  # that is an index
-                self.transfer.upload(name, path)
+        is_there = self.begin(manifest, overwrite=overwrite)
+        if not is_there:
+            self.send(zip(manifest.files, files, strict=True))
+        self.finish(manifest, link=link, is_there=is_there)
+
+    def send(self, files: Iterable[tuple[FileRecord, Path]]) -> None:
+        """Upload files of a checkpoint that does not exist yet, after :meth:`begin`: each where it belongs."""
+        named = [(self.name_of(record.path), path) for record, path in files]
+        for name, path in sorted(named, key=lambda pair: pair[0].endswith("/.metadata")):  # that is an index
+            self.transfer.upload(name, path)
+
+    def finish(self, manifest: Manifest, *, link: str | None, is_there: bool) -> None:
+        """Make the checkpoint exist whose files are all there, and point ``link`` to it.
+
+        Args:
+            manifest: its commit record.
+            link: full name of the link, without ``.symlink``.
+            is_there: what :meth:`begin` said.
+
+        Raises:
+            CheckpointExistsError: there is another checkpoint of that name by now.
+        """
+        if not is_there:
             if link is not None:  # a kill before the link is moved: the next start looks here first
                 self.transfer.put_bytes(self._intention(link), self.name_of(manifest.name).encode())
             self._create_manifest(manifest)
@@ -177,8 +196,12 @@ class RemoteCatalog:
             self.transfer.put_bytes(check_name(link + LINK_SUFFIX), self.name_of(manifest.name).encode())
         log.info("published checkpoint %s", self.uri(manifest.name))
 
-    def _is_there(self, manifest: Manifest, *, overwrite: bool) -> bool:
-        """Whether the bucket has just this checkpoint. If not, it has none of that name when this returns."""
+    def begin(self, manifest: Manifest, *, overwrite: bool) -> bool:
+        """Whether the bucket has just this checkpoint. If not, it has none of that name when this returns.
+
+        Raises:
+            CheckpointExistsError: as :meth:`publish`.
+        """
         try:
             there = self.manifest_of(manifest.name)
         except CorruptCheckpointError as e:

@@ -96,10 +96,13 @@ def half_loaded(in_place: bool) -> Generator[None]:
     except CorruptCheckpointError as e:
         if not in_place:
             raise
-        raise CorruptCheckpointError(
+        damaged = CorruptCheckpointError(
             f"{e} The state that it was being loaded into holds a part of it now and must not be used: build it anew, "
             "or load another checkpoint into it."
-        ) from e
+        )
+        for note in getattr(e, "__notes__", ()):  # which rank has seen it
+            damaged.add_note(note)
+        raise damaged from e
 
 
 def check_kind(contents: Any, source: str) -> None:

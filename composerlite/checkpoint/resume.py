@@ -13,6 +13,7 @@ from typing import NamedTuple, final
 
 from composerlite import dist
 from composerlite.checkpoint.catalog import Catalog
+from composerlite.checkpoint.formats.directory import ON_ALL_NODES
 from composerlite.checkpoint.manifest import FileRecord, Manifest
 from composerlite.checkpoint.remote import RemoteCatalog
 from composerlite.checkpoint.together import first_of, together
@@ -159,6 +160,7 @@ def newest_good(
                     search.accept(candidate)
                 else:
                     search.reject(candidate, error)
+            _follow(offer, error)
         if error is None:
             return offer.place
 
@@ -286,22 +288,61 @@ def _verdict(
 
 
 def _check_share(catalog: Catalog, manifest: Manifest) -> None:
-    """Verify this rank's share of the files of a directory, if all ranks see it."""
+    """Verify this rank's share of the files of a directory, if all ranks see it, each on its node's disk."""
+    mine: Manifest | None = None
     try:
-        sees = catalog.manifest_of(manifest.name) == manifest
+        mine = catalog.manifest_of(manifest.name)
     except (CorruptCheckpointError, OSError) as e:
         log.warning("%s cannot be read here: %s", manifest.name, e)
-        sees = False
-    blind = [rank for rank, its in enumerate(dist.all_gather_object(sees)) if not its]
-    if blind:
-        raise OSError(
+    sees = mine is not None and mine.identity == manifest.identity
+    knows = sees or any(other.node is not None for other in _of(manifest.run_name, catalog.manifests()))
+    absent = {file.node for file in manifest.files if not (catalog.folder / file.path).exists()}
+    told = dist.all_gather_object((sees, knows, mine.node if mine is not None and sees else None, absent))
+    if blind := [rank for rank, its in enumerate(told) if not its[0]]:
+        raise _not_everywhere(catalog, manifest, blind, [rank for rank in blind if not told[rank][1]])
+    nodes = [node for _, _, node, _ in told]
+    lost = set[int | None].intersection(*(its[3] for its in told)) - {*nodes}  # what is gone from its own disk shows
+    if lost := [file for file in manifest.files if file.node in lost]:
+        raise FileNotFoundError(
             errno.ENOENT,
-            f"checkpoint {manifest.name!r} is there for rank 0 and not for the ranks {blind}: each rank reads its part "
-            "of a directory. Is the folder on a file system that all nodes share?",
+            f"{lost[0].path!r} was saved to the disk of node {lost[0].node}, and no rank of this run has it. "
+            f"{ON_ALL_NODES} No such file in",
             str(catalog.folder),
         )
-    share = manifest.files[dist.get_global_rank() :: dist.get_world_size()]
-    catalog.verify(dataclasses.replace(manifest, files=share))
+    rank = dist.get_global_rank()
+    company = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+    assert mine is not None
+    share = mine.here[company.index(rank) :: len(company)]
+    catalog.verify(dataclasses.replace(mine, files=share))
+
+
+def _not_everywhere(catalog: Catalog, manifest: Manifest, blind: list[int], bare: list[int]) -> Exception:
+    """What to raise for a checkpoint that is there for rank 0 and not for ``blind`` ranks; ``bare`` ones see none."""
+    if manifest.node is not None and not bare:  # their disks are those of this run: it was lost there
+        return CorruptCheckpointError(
+            f"checkpoint {str(catalog.folder / manifest.name)!r} is not on the disks of the ranks {blind}, which have "
+            "others of this run."
+        )
+    return OSError(
+        errno.ENOENT,
+        f"checkpoint {manifest.name!r} is there for rank 0 and not for the ranks {blind}: each rank reads its part "
+        "of a directory. Is the folder on a file system that all nodes share, or are these the nodes that saved it?",
+        str(catalog.folder),
+    )
+
+
+def _follow(offer: Offer, error: CorruptCheckpointError | OSError | None) -> None:
+    """On the disks of other nodes than the first: what :class:`_Search` does on that one."""
+    if offer.folder is None or offer.manifest.node is None or dist.get_local_rank() != 0 or dist.get_global_rank() == 0:
+        return
+    catalog = Catalog(offer.folder)
+    mine = catalog.manifest_of(offer.manifest.name)
+    if mine is None or mine.node == offer.manifest.node:
+        return
+    if error is None:
+        catalog.mend_links(mine.name)
+    elif isinstance(error, CorruptCheckpointError):
+        catalog.set_aside(mine)
 
 
 def _check_sizes(remote: RemoteCatalog, manifest: Manifest) -> None:

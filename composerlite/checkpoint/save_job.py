@@ -14,6 +14,8 @@ from typing import Any, Protocol, final
 from composerlite import dist
 from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.manifest import Manifest
+from composerlite.checkpoint.several_disks import DiskCommit, delete_named
+from composerlite.checkpoint.shared_folder import ONE_DISK, Disks
 from composerlite.checkpoint.snapshot import Snapshot, Stageable
 from composerlite.storage import HostMemory
 
@@ -104,9 +106,12 @@ class SaveJob:
         failure: why this rank cannot do its part: it votes against the checkpoint.
         ring_bytes: memory to write with where there is no snapshot.
         latest: name of the link to point to it.
-        publish: is given the manifest after the commit, before anything is given up. On rank 0.
+        publish: is given the manifest after the commit, before anything is given up. On rank 0; where there are
+            several disks on all, and on others without files.
         give_up: which checkpoints to delete after that. On rank 0.
         vote: of all ranks over the commit; ``None`` where there is one rank.
+        on_disks: the commit where nodes have disks of their own, which has votes of its own; else ``None``.
+        disks: which ranks see the same folder: one of each points ``latest`` and deletes checkpoints there.
         timeout: of the vote.
         started: when the save was called for. waiting_seconds: how long it waited for the one before it.
         stall_seconds: how long it has kept training besides the snapshot. blocking: training waits until the end.
@@ -125,6 +130,8 @@ class SaveJob:
     publish: Callable[[Manifest], object] | None = None
     give_up: Callable[[], Sequence[Manifest]] | None = None
     vote: dist.CommitRound[Any] | None = None
+    on_disks: DiskCommit | None = None
+    disks: Disks = ONE_DISK
     timeout: timedelta = timedelta(seconds=300)
     stall_seconds: float = 0.0
     blocking: bool = False
@@ -161,11 +168,30 @@ class SaveJob:
         try:
             if self.vote is None:
                 report = self._commit([self._finish()])
+            elif self.on_disks is not None:
+                report = self._commit_on_disks(self.on_disks)
             else:
                 report = self.vote.run(self._finish, self._commit, self.timeout, longest_work=_LONGEST_WORK)
         finally:
-            self.body.close(may_be_committed=self.vote is not None and self.vote.may_be_committed)
+            vote = self.vote if self.on_disks is None else self.on_disks
+            self.body.close(may_be_committed=vote is not None and vote.may_be_committed)
         return self._as_seen_here(report)
+
+    def _commit_on_disks(self, commit: DiskCommit) -> SaveReport:
+        report = commit.run(
+            self._finish,
+            lambda: dataclasses.replace(self.manifest, timings=self._seconds()),
+            self._point_latest,
+            lambda manifest: self._conclude(dataclasses.replace(manifest, node=0), time.perf_counter()),
+            self.timeout,
+            _LONGEST_WORK,
+        )
+        if dist.get_global_rank() != 0:
+            if self.publish is not None:
+                self.publish(self.manifest)
+            if self.disks.is_keeper:
+                delete_named(self.catalog, report.deleted)
+        return report
 
     def _finish(self) -> Any:
         """This rank's part, until it is durable."""
@@ -181,10 +207,17 @@ class SaveJob:
         seconds = self._seconds()
         before_commit = time.perf_counter()
         manifest = self.body.commit(dataclasses.replace(self.manifest, timings=seconds), parts)
-        if self.latest is not None and self.latest != manifest.name:
-            self.catalog.point_latest(self.latest, manifest.name)
+        self._point_latest()
+        return self._conclude(manifest, before_commit)
+
+    def _point_latest(self) -> None:
+        if self.disks.is_keeper and self.latest is not None and self.latest != self.manifest.name:
+            self.catalog.point_latest(self.latest, self.manifest.name)
+
+    def _conclude(self, manifest: Manifest, before_commit: float) -> SaveReport:
+        """What is left on rank 0 when the checkpoint exists."""
         now = time.perf_counter()
-        seconds = {**seconds, "commit": now - before_commit, "total": now - self.started}
+        seconds = {**manifest.timings, "commit": now - before_commit, "total": now - self.started}
         log.info("saved checkpoint %s (%.1f MB in %.2f s)", self.path, manifest.size_bytes / 1e6, seconds["total"])
         if self.publish is not None:
             self.publish(manifest)

@@ -18,7 +18,7 @@ from composerlite.checkpoint.reading import RawFile, opened_as
 from composerlite.checkpoint.together import together
 from composerlite.errors import CheckpointError
 
-__all__ = ["opened_together", "sources_of"]
+__all__ = ["opened_together"]
 
 log = logging.getLogger(__name__)
 Known = dict[tuple[int, int], bytes]
@@ -58,7 +58,7 @@ def opened_together(
             mine = _opened_here(stack, path, trust=trust)
         if progress is None:
             progress = stack.enter_context(progress_of(name, 0, False))
-        sources = sources_of(None if mine is None else mine.digest)
+        sources = _sources_of(None if mine is None else mine.digest)
         spread = stack.enter_context(dist.spreading(f"reading {name}", sources))
         raw, known = spread.object(lambda: _shared(mine))
         source = _SpreadSource(spread, mine.raw if spread.is_source and mine is not None else None, known)
@@ -77,7 +77,7 @@ def _opened_here(stack: contextlib.ExitStack, path: Path, *, trust: bool) -> _Pr
         return None
 
 
-def sources_of(digest: str | None) -> list[int]:
+def _sources_of(digest: str | None) -> list[int]:
     """For each rank, the one that reads for it: the first of its node that has what rank 0 has, else rank 0.
 
     Args:

@@ -1,44 +1,119 @@
-"""Whether all ranks see one folder, or each machine has its own under the same name."""
+"""Whether all ranks see one folder, or each node has its own under the same name."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import fcntl
+import secrets
 import time
+from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import final
 
 from composerlite import dist
-from composerlite.checkpoint.together import from_first_rank
-from composerlite.storage import StagedFile
+from composerlite.checkpoint.together import from_first_rank, together
+from composerlite.errors import ConfigError
+from composerlite.storage import make_folder
 
-__all__ = ["ranks_without"]
+__all__ = ["ONE_DISK", "Disks", "disks_of"]
 
 _APPEARS_SECONDS = 5.0
 """A network file system may show a new file on other machines a moment later."""
 _PAUSE_SECONDS = 0.1
 
 
-def ranks_without(folder: Path) -> list[int]:
-    """The ranks that do not see what rank 0 writes to ``folder``, the same on every rank. Every rank calls it.
+@final
+@dataclass(frozen=True, slots=True)
+class Disks:
+    """Which ranks see the same folder of checkpoints.
+
+    Attributes:
+        keepers: for each rank, the one that begins, commits and deletes checkpoints in the folder that it sees.
+    """
+
+    keepers: tuple[int, ...] = ()
+
+    @property
+    def are_several(self) -> bool:
+        """Whether nodes have folders of their own."""
+        return len(set(self.keepers)) > 1
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """For each rank, the number of the folder that it sees, from 0; that of a node, if each has its own."""
+        numbers = {keeper: number for number, keeper in enumerate(sorted(set(self.keepers)))}
+        return tuple(numbers[keeper] for keeper in self.keepers)
+
+    @property
+    def is_keeper(self) -> bool:
+        """Whether this rank is the one for its folder."""
+        rank = dist.get_global_rank()
+        return rank == (self.keepers[rank] if self.keepers else 0)
+
+
+ONE_DISK = Disks()
+"""All ranks see one folder."""
+
+
+def disks_of(folder: Path) -> Disks:
+    """Who shares ``folder``. Every rank calls it. It is made where it is not there.
+
+    The first rank of each node tries to make one and the same file: on a file system that several nodes mount one of
+    them makes it, whatever the others have seen so far.
 
     Raises:
-        OSError: rank 0 cannot write to it; on every rank.
+        ConfigError: a rank sees the folder of none of them, or it cannot be written to; on every rank.
     """
+    mark = folder / f".seen-by-all.tmp-{from_first_rank('naming a file', lambda: secrets.token_hex(8))}"
     with contextlib.ExitStack() as stack:
-        name = from_first_rank(
-            "writing to the folder of checkpoints",
-            lambda: stack.enter_context(StagedFile(folder / "seen-by-all")).temporary.name,
+        with together("writing to the folder of checkpoints"):
+            if dist.get_local_rank() == 0:
+                try:
+                    make_folder(folder)
+                    stack.enter_context(_marked(mark))
+                except OSError as e:
+                    raise ConfigError(
+                        f"the folder of checkpoints {str(folder)!r} cannot be written to on node "
+                        f"{dist.get_node_rank()}: {e}. Choose another folder."
+                    ) from e
+        keepers = dist.all_gather_object(_keeper(mark))
+    if blind := [rank for rank, keeper in enumerate(keepers) if keeper is None]:
+        raise ConfigError(
+            f"the folder of checkpoints {str(folder)!r} of rank 0 is not that of the ranks {blind}, nor that of the "
+            "first rank of their node: each rank writes its part of a sharded checkpoint. Choose a folder (with a "
+            "URI: save_staging_folder) that all ranks of a node see; or set state_dict_type='full' in "
+            "parallelism_config['fsdp'], and rank 0 writes all."
         )
-        sees = dist.all_gather_object(_appears(folder, name))
-    return [rank for rank, seen in enumerate(sees) if not seen]
+    return Disks(tuple(keeper for keeper in keepers if keeper is not None))
 
 
-def _appears(folder: Path, name: str) -> bool:
+@contextlib.contextmanager
+def _marked(mark: Path) -> Generator[None]:
+    """For as long as the block lasts, ``mark`` says which rank has made it, this one or another."""
+    try:
+        file = mark.open("x")
+    except FileExistsError:
+        yield
+        return
+    with file:
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks: nothing is swept there
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.write(f"{dist.get_global_rank()}\n")
+            file.flush()
+            yield
+        finally:
+            mark.unlink(missing_ok=True)
+
+
+def _keeper(mark: Path) -> int | None:
+    """The rank that made ``mark``, where it is seen."""
     until = time.monotonic() + _APPEARS_SECONDS
     while True:
         with contextlib.suppress(OSError):  # whatever the reason, it is not seen
-            if name in os.listdir(folder):  # noqa: PTH208 - asks a network file system anew, where exists() may not
-                return True
+            if (text := mark.read_text()).endswith("\n"):
+                return int(text)
         if time.monotonic() >= until:
-            return False
+            return None
         time.sleep(_PAUSE_SECONDS)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from composerlite import dist
 from composerlite.core import serialization
 from composerlite.core.algorithm import Algorithm
 from composerlite.core.callback import Callback
@@ -48,6 +49,7 @@ class State:
         data_position: gives ``dataset_state`` while training; set by the training loop.
         device_train_microbatch_size: samples per forward pass; ``None`` for a whole batch.
         parallelism: how the model is spread over ranks; ``None`` for a whole copy on each.
+        riders: numbers that are added up over the ranks in each batch.
         stop_requested: with several ranks, :meth:`stop_training` was called on this one and the others do not know yet.
     """
 
@@ -107,6 +109,7 @@ class State:
         self.world_size = world_size
         self.parallelism = parallelism
         self.stop_requested = False
+        self.riders = dist.Riders()
 
         self._max_duration: Time | None = None
         self.max_duration = max_duration

@@ -36,8 +36,18 @@ if TYPE_CHECKING:
         run_local_rank_zero_first,
     )
     from composerlite.dist.commit_barrier import CommitBarrier, CommitRound
+    from composerlite.dist.exchanging import Transfer, exchange
+    from composerlite.dist.moving import Move, move
+    from composerlite.dist.riders import Rider, Riders
     from composerlite.dist.sampling import get_sampler
-    from composerlite.dist.shards import Part, distributed_like, empty_shard_like, is_distributed_tensor, part_of
+    from composerlite.dist.shards import (
+        Part,
+        distributed_like,
+        empty_shard_like,
+        has_copies,
+        is_distributed_tensor,
+        part_of,
+    )
     from composerlite.dist.spread import Spread, spreading
     from composerlite.dist.tensors import any_distributed, full_tensor, total_norm
 
@@ -45,8 +55,12 @@ __all__ = [
     "CommitBarrier",
     "CommitRound",
     "Control",
+    "Move",
     "Part",
+    "Rider",
+    "Riders",
     "Spread",
+    "Transfer",
     "all_gather",
     "all_gather_object",
     "all_reduce",
@@ -59,6 +73,7 @@ __all__ = [
     "cause_elsewhere",
     "distributed_like",
     "empty_shard_like",
+    "exchange",
     "finalize_dist",
     "full_tensor",
     "gather_outcomes",
@@ -70,11 +85,13 @@ __all__ = [
     "get_node_rank",
     "get_sampler",
     "get_world_size",
+    "has_copies",
     "initialize_dist",
     "is_available",
     "is_distributed_tensor",
     "is_initialized",
     "leave_with",
+    "move",
     "part_of",
     "run_local_rank_zero_first",
     "spreading",
@@ -85,8 +102,13 @@ _HOMES = {
     "CommitBarrier": "commit_barrier",
     "CommitRound": "commit_barrier",
     "get_sampler": "sampling",
+    **dict.fromkeys(("Move", "move"), "moving"),
+    **dict.fromkeys(("Transfer", "exchange"), "exchanging"),
+    **dict.fromkeys(("Rider", "Riders"), "riders"),
     **dict.fromkeys(("any_distributed", "full_tensor", "total_norm"), "tensors"),
-    **dict.fromkeys(("Part", "distributed_like", "empty_shard_like", "is_distributed_tensor", "part_of"), "shards"),
+    **dict.fromkeys(
+        ("Part", "distributed_like", "empty_shard_like", "has_copies", "is_distributed_tensor", "part_of"), "shards"
+    ),
     **dict.fromkeys(("Spread", "spreading"), "spread"),
     **dict.fromkeys(
         (

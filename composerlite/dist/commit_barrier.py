@@ -149,6 +149,16 @@ class CommitRound(Generic[T]):
             if self._store.add(self._key("votes"), 1) == self._world_size:
                 self._store.set(self._key("voted"), "")
 
+    def pass_by(self) -> None:
+        """Vote for it and go on, instead of :meth:`run`, on a rank other than 0 that need not know how it ends.
+
+        Raises:
+            RankError: the store is gone.
+        """
+        self.arrive()
+        with self._reaching():
+            self._leave()
+
     def decide(self, timeout: timedelta) -> list[T]:
         """Rank 0 only: wait for every vote; returns the values in the order of ranks. Now only rank 0 can fail.
 

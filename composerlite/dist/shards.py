@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from composerlite.dist.env import get_world_size
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Part", "distributed_like", "empty_shard_like", "is_distributed_tensor", "part_of"]
+__all__ = ["Part", "distributed_like", "empty_shard_like", "has_copies", "is_distributed_tensor", "part_of"]
 
 
 class Part(NamedTuple):
@@ -46,6 +48,16 @@ def part_of(tensor: Tensor) -> Part:
         return Part((0,) * value.dim(), (0,) * value.dim(), local)
     (chunk,) = value.__create_chunk_list__()  # what torch.distributed.checkpoint asks it for
     return Part(tuple(chunk.offsets), tuple(chunk.sizes), local)
+
+
+def has_copies(tensor: Tensor) -> bool:
+    """Whether another rank may have the same part of ``tensor``: false where each has one of its own."""
+    if not is_distributed_tensor(tensor):
+        return True
+    value = cast("DTensor", tensor)
+    mesh = value.device_mesh
+    split = (size == 1 or placement.is_shard() for size, placement in zip(mesh.shape, value.placements, strict=True))
+    return mesh.size() < get_world_size() or not all(split)
 
 
 def empty_shard_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, final
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, final
 
 import torch
 
@@ -16,7 +16,18 @@ from composerlite import dist
 from composerlite.core import State
 from composerlite.errors import ConfigError, RankError
 
-__all__ = ["Alone", "Company", "Membership", "Together", "company", "connected", "failing_together", "of_rank_zero"]
+__all__ = [
+    "Alone",
+    "Company",
+    "Counted",
+    "Membership",
+    "Together",
+    "company",
+    "connected",
+    "end_now",
+    "failing_together",
+    "of_rank_zero",
+]
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +42,11 @@ class Company(ABC):
     """The other ranks. Every rank calls the same methods in the same order."""
 
     @abstractmethod
-    def count(self, samples: int, tokens: int) -> tuple[int, int] | None:
-        """A batch of so many is here; the samples and tokens of all ranks, or ``None`` if the data of one has ended."""
+    def count(self, state: State, samples: int, tokens: int) -> Counted | None:
+        """A batch of so many is here; what all ranks have, or ``None`` if the data of one has ended."""
 
     @abstractmethod
-    def end_of_data(self) -> None:
+    def end_of_data(self, state: State) -> None:
         """This rank's data have ended. In place of :meth:`count`."""
 
     @abstractmethod
@@ -44,7 +55,7 @@ class Company(ABC):
 
     @abstractmethod
     def agree_on_end(self, state: State) -> None:
-        """Make training end now on every rank if it does on one."""
+        """Make training end now on every rank if it does on one. Once in a batch that no :meth:`count` began."""
 
     @abstractmethod
     def any(self, happened: bool) -> bool:
@@ -64,13 +75,36 @@ class Company(ABC):
 
 
 @final
+class Counted(NamedTuple):
+    """What all ranks have of a batch.
+
+    Attributes:
+        samples, tokens: of all ranks.
+        are_even: every rank has as many samples.
+        stops: a rank asked before this batch for the end of training.
+    """
+
+    samples: int
+    tokens: int
+    are_even: bool = True
+    stops: bool = False
+
+
+def end_now(state: State) -> None:
+    """Let training be over. Every rank calls it after the same batch."""
+    state.stop_requested = False
+    if not state.training_is_over:
+        state.max_duration = state.timestamp.batch
+
+
+@final
 class Alone(Company):
     """A run of one process. Costs nothing."""
 
-    def count(self, samples: int, tokens: int) -> tuple[int, int] | None:
-        return samples, tokens
+    def count(self, state: State, samples: int, tokens: int) -> Counted | None:
+        return Counted(samples, tokens)
 
-    def end_of_data(self) -> None: ...
+    def end_of_data(self, state: State) -> None: ...
 
     def step(self, has_batch: bool, samples: int, tokens: int) -> tuple[int, int] | None:
         return (samples, tokens) if has_batch else None
@@ -103,19 +137,25 @@ class Together(Company):
         self._world_size = dist.get_world_size()
         self._warned = False
 
-    def count(self, samples: int, tokens: int) -> tuple[int, int] | None:
-        numbers = torch.tensor([samples, tokens, 0] if self._counts else [0, 0, 0])
-        dist.all_reduce(numbers)
-        all_samples, all_tokens, ended = numbers.tolist()
+    def count(self, state: State, samples: int, tokens: int) -> Counted | None:
+        own = (samples, tokens) if self._counts else (0, 0)
+        sums = self._sums(state, *own, samples, samples**2, int(state.stop_requested), 0)
+        all_samples, all_tokens, added, squares, stops, ended = sums
         if ended:
             self._warn(ended)
             return None
-        return all_samples, all_tokens
+        return Counted(all_samples, all_tokens, are_even=self._world_size * squares == added**2, stops=stops > 0)
 
-    def end_of_data(self) -> None:
-        numbers = torch.tensor([0, 0, 1])
+    def end_of_data(self, state: State) -> None:
+        self._warn(self._sums(state, 0, 0, 0, 0, int(state.stop_requested), 1)[-1])
+
+    def _sums(self, state: State, *own: int) -> list[int]:
+        """What the ``own`` numbers of all ranks add up to, and with them those of the riders."""
+        numbers = torch.tensor([*own, *state.riders.numbers()])
         dist.all_reduce(numbers)
-        self._warn(int(numbers[2]))
+        sums: list[int] = numbers.tolist()
+        state.riders.settle(sums[len(own) :])
+        return sums[: len(own)]
 
     def step(self, has_batch: bool, samples: int, tokens: int) -> tuple[int, int] | None:
         own = [samples, tokens] if self._counts else [0, 0]
@@ -125,11 +165,9 @@ class Together(Company):
         return (all_samples, all_tokens) if ranks else None
 
     def agree_on_end(self, state: State) -> None:
-        ends = state.training_is_over or state.stop_requested
-        if self.any(ends):
-            state.stop_requested = False
-            if not state.training_is_over:
-                state.max_duration = state.timestamp.batch
+        (ends,) = self._sums(state, int(state.training_is_over or state.stop_requested))
+        if ends:
+            end_now(state)
 
     def any(self, happened: bool) -> bool:
         return bool(self.max(int(happened)))

@@ -12,7 +12,7 @@ import torch
 from composerlite.checkpoint import rng
 from composerlite.core import DataSpec, Engine, Event, Logger, State, TimeUnit, count_samples, move_to_device
 from composerlite.errors import ConfigError, TrainingError
-from composerlite.trainer.company import Alone, Company
+from composerlite.trainer.company import Alone, Company, Counted, end_now
 from composerlite.trainer.dataloading import DataPosition
 from composerlite.trainer.evaluate import EvaluationSchedule, log_metrics
 from composerlite.trainer.step import TrainStep
@@ -62,6 +62,15 @@ class Loop:
     logs: bool = field(init=False)
     asks: bool = field(init=False, default=True)
     may_stop_asking: bool = field(init=False, default=False)
+
+    @property
+    def agrees_at_end(self) -> bool:
+        """Whether ranks tell each other at the end of a batch who has asked for the end of training.
+
+        Else they do so when they count the next batch. Whom a clock stops does not get as far as that.
+        """
+        end = self.state.max_duration
+        return not self.asks or (end is not None and end.unit is TimeUnit.SECOND)
 
     def __post_init__(self) -> None:
         self.moves_batches = self.state.device.type != "cpu"
@@ -118,17 +127,17 @@ def _epoch(loop: Loop) -> tuple[bool, bool]:
             batch = next(batches)
         except StopIteration:
             if loop.asks:
-                loop.company.end_of_data()
+                loop.company.end_of_data(state)
             _check_progress(state, done)
             return True, loop.subset_num_batches < 0 or int(state.timestamp.batch_in_epoch) < loop.subset_num_batches
         samples, tokens = loop.spec.get_num_samples_in_batch(batch), loop.spec.get_num_tokens_in_batch(batch)
         if loop.position.is_stand_in:
             samples = tokens = 0
-        counted = loop.company.count(samples, tokens) if loop.asks else _known(loop, tokens)
+        counted = loop.company.count(state, samples, tokens) if loop.asks else _known(loop, tokens)
         if counted is None:
             _check_progress(state, done)
             return True, False
-        if loop.may_stop_asking and not counted[1]:
+        if loop.may_stop_asking and not counted.tokens:
             loop.asks = False
         clock = _batch(loop, batch, clock, (samples, tokens), counted)
         done += 1
@@ -136,17 +145,18 @@ def _epoch(loop: Loop) -> tuple[bool, bool]:
             return _at_end_of_epoch(loop), False
 
 
-def _known(loop: Loop, tokens: int) -> tuple[int, int]:
+def _known(loop: Loop, tokens: int) -> Counted:
     """Samples and tokens of all ranks, where none needs to ask."""
     if tokens:
         raise TrainingError(
             f"this batch has {tokens} tokens and the first one had none: the ranks do not count tokens any more. Pass "
             "DataSpec(loader, get_num_samples_in_batch=…) of your own, and they count before every batch."
         )
-    return loop.position.samples, 0
+    samples = loop.position.samples
+    return Counted(samples, 0, are_even=samples % loop.data_ranks == 0)
 
 
-def _batch(loop: Loop, batch: Batch, clock: int, own: tuple[int, int], counted: tuple[int, int]) -> int:
+def _batch(loop: Loop, batch: Batch, clock: int, own: tuple[int, int], counted: Counted) -> int:
     """Train on one batch and do what follows it; the time at its end, in microseconds.
 
     Args:
@@ -166,11 +176,11 @@ def _batch(loop: Loop, batch: Batch, clock: int, own: tuple[int, int], counted: 
         handler(state, logger)
 
     share = 1.0 if loop.data_ranks == 1 else _share(loop, own, counted)
-    loop.step.run(own[0], share)
+    loop.step.run(own[0], share, are_even=counted.are_even)
 
     now = time.perf_counter_ns() // 1000
     state.previous_timestamp = state.timestamp
-    state.timestamp = state.timestamp.after_batch(*counted, now - clock)
+    state.timestamp = state.timestamp.after_batch(counted.samples, counted.tokens, now - clock)
     if loop.step_schedulers_every_batch:  # they look at the timestamp: the rate of the next batch is that of now
         for scheduler in state.schedulers:
             scheduler.step()
@@ -178,9 +188,13 @@ def _batch(loop: Loop, batch: Batch, clock: int, own: tuple[int, int], counted: 
         _log_batch(loop, share)
     for handler in on[Event.BATCH_END]:
         handler(state, logger)
-    if state.evaluators and loop.evaluation.run_due(Event.BATCH_END):
+    evaluated = bool(state.evaluators) and loop.evaluation.run_due(Event.BATCH_END)
+    if evaluated:
         now = time.perf_counter_ns() // 1000  # evaluation is not training time; saving a checkpoint is
-    loop.company.agree_on_end(state)  # before a checkpoint, which all save together
+    if counted.stops or state.training_is_over:
+        end_now(state)
+    if evaluated or loop.agrees_at_end:
+        loop.company.agree_on_end(state)  # before a checkpoint, which all save together
     for handler in on[Event.BATCH_CHECKPOINT]:
         handler(state, logger)
     return now
@@ -237,7 +251,7 @@ def _check_progress(state: State, done: int) -> None:
         )
 
 
-def _share(loop: Loop, own: tuple[int, int], counted: tuple[int, int]) -> float:
+def _share(loop: Loop, own: tuple[int, int], counted: Counted) -> float:
     """How much the batch of this rank counts: gradients are averaged over ranks as if all had equal batches."""
     place = 1 if loop.weight_by_tokens else 0
     return own[place] * loop.data_ranks / counted[place] if counted[place] else 1.0

@@ -9,7 +9,16 @@ from typing import Any, final
 
 import torch
 
-from composerlite.core import DataSpec, Engine, Event, Precision, State, get_precision_context
+from composerlite.core import (
+    DataSpec,
+    Engine,
+    Event,
+    Precision,
+    State,
+    count_samples,
+    get_precision_context,
+    split_batch,
+)
 from composerlite.errors import TrainingError
 from composerlite.trainer.attempt import BeforeBatch
 from composerlite.trainer.company import Alone as NoCompany
@@ -62,18 +71,23 @@ class TrainStep:
         self._parallel = Alone() if parallel is None else parallel
         self._company = NoCompany() if company is None else company
         self._is_alone = isinstance(self._parallel, Alone)
+        plainly = spec.split_batch is split_batch and spec.get_num_samples_in_batch is count_samples
+        self._cuts_by_samples = plainly and spec.batch_transforms is None
+        self._cuts_alike = False
 
-    def run(self, samples: int, share: float = 1.0) -> None:
+    def run(self, samples: int, share: float = 1.0, *, are_even: bool = False) -> None:
         """Train on ``state.batch``, which has ``samples`` samples.
 
         Args:
             samples: in the batch of this rank.
             share: how much it counts: 1 where the batches of all ranks are equal; over all ranks the mean is 1.
+            are_even: the batches of all ranks are known to have as many samples.
 
         Raises:
             TrainingError: with automatic microbatching, if a single sample does not fit into memory.
         """
         state = self._state
+        self._cuts_alike = are_even and self._cuts_by_samples and not state.algorithms
         if state.auto_microbatching:
             self._train_halving(samples, share)
         else:
@@ -140,8 +154,13 @@ class TrainStep:
             return (batch,)
         pieces = (batch,) if size >= samples else self._spec.split_batch(batch, size)
         if self._parallel.passes_are_shared:
-            missing = self._company.max(len(pieces)) - len(pieces)
-            pieces = [*pieces, *[_StandIn(pieces[-1])] * missing]
+            needed = -(-samples // size) if self._cuts_alike else self._company.max(len(pieces))
+            if len(pieces) > needed:
+                raise TrainingError(
+                    f"a batch of {samples} samples became {len(pieces)} microbatches of {size}: a callback has made it "
+                    "larger, and other ranks may not. Do that in DataSpec(loader, batch_transforms=…)."
+                )
+            pieces = [*pieces, *[_StandIn(pieces[-1])] * (needed - len(pieces))]
         return pieces
 
     def _accumulate(self, microbatches: Sequence[Batch], share: float) -> None:

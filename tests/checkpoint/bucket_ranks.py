@@ -15,10 +15,9 @@ import torch
 from tiny_training import Classifier, trainer
 
 from composerlite import dist
-from composerlite.checkpoint import shared_folder
-from composerlite.errors import ConfigError, ObjectStoreError, RankError
+from composerlite.errors import ObjectStoreError, RankError
 from composerlite.loggers import RemoteUploaderDownloader
-from composerlite.storage import Transfer
+from composerlite.storage import Transfer, parse_uri
 
 WIDTH = 16384
 """Large enough that the parts of two ranks are not in one chunk of a file."""
@@ -113,21 +112,24 @@ def runs(bucket: str, own_settings: dict[str, str]) -> dict[str, Any]:
     return told
 
 
-def with_folders_apart(folder: str) -> str:
-    """What is raised where each rank has a folder of its own to make checkpoints in."""
-    there, patience = Path.cwd(), shared_folder._APPEARS_SECONDS  # pyright: ignore[reportPrivateUsage]
-    mine = Path(f"disk{dist.get_global_rank()}")
+def with_folders_apart(folder: str) -> dict[str, Any]:
+    """A run on nodes that have disks of their own to make checkpoints on, and the same one when those are lost."""
+    there, rank = Path.cwd(), dist.get_global_rank()
+    mine = Path(f"disk{rank}")
     mine.mkdir()
     os.chdir(mine)
-    setattr(shared_folder, "_APPEARS_SECONDS", 0.2)  # noqa: B010 - it is private
+    before = dict(os.environ)
+    os.environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)})
+    how = {**HOW, "save_folder": folder, "save_num_checkpoints_to_keep": 1}
     try:
-        train(**HOW, save_folder=folder)
-    except ConfigError as e:
-        return str(e)
+        train(**how, max_duration="2ep")
+        here = sorted(path.name for path in Path().glob("**/__*.distcp"))
+        shutil.rmtree(parse_uri(folder)[2])
+        return {**train(**how, autoresume=True), "here": here}
     finally:
-        setattr(shared_folder, "_APPEARS_SECONDS", patience)  # noqa: B010 - it is private
+        os.environ.clear()
+        os.environ.update(before)
         os.chdir(there)
-    return "nothing was raised"
 
 
 def with_failing_uploads(folder: str, **arguments: Any) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -14,12 +15,25 @@ import pytest
 import torch
 from checkpoint.parts import new_state
 from checkpoint.tiny_training import CrashError, Record, StopAt, trainer
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from composerlite import Trainer, dist
-from composerlite.checkpoint import Catalog, load_checkpoint, newest_good
+from composerlite.checkpoint import (
+    Catalog,
+    load_checkpoint,
+    load_model_and_optim_state,
+    newest_good,
+    save_model_and_optim_state,
+)
+from composerlite.checkpoint.formats import sharded
+from composerlite.checkpoint.formats.directory import RemoteFolder
 from composerlite.core import State
+from composerlite.dist.exchanging import _Parcel  # pyright: ignore[reportPrivateUsage] - to end in its place
 from composerlite.dist.spread import Spread
 from composerlite.errors import RankError
+from composerlite.storage.local import LocalObjectStore
 
 
 def weights(state: State) -> float:
@@ -86,6 +100,68 @@ def on_nodes_of_their_own(folder: Path) -> dict[str, Any]:
     return found
 
 
+class CountingStore(LocalObjectStore):  # type: ignore[misc]  # final, but for a test that counts
+    """A folder as a bucket, of whose data files so much was read."""
+
+    read_bytes = 0
+
+    def read_range(self, name: str, offset: int, size: int) -> bytes:
+        data = super().read_range(name, offset, size)
+        if name.endswith(".distcp"):
+            self.read_bytes += len(data)
+        return data
+
+
+def _copies_of_shards() -> State:
+    """Two copies of a model, each sharded over two ranks, whose optimizer has stepped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(384, 384) for _ in range(3)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    return State(model, rank_zero_seed=1, run_name="r", device=torch.device("cpu"), optimizers=optimizer, world_size=4)
+
+
+def _parts(state: State) -> list[torch.Tensor]:
+    weights, kept = list(state.model.parameters()), state.optimizers[0].state
+    moments = [kept[weight][name] for weight in weights for name in sorted(kept[weight])]
+    return [dist.part_of(tensor).local for tensor in (*weights, *moments)]
+
+
+def load_copies_of_shards(folder: Path) -> dict[str, tuple[bool, int]]:
+    """By each way of loading: whether all is there that was saved, and how much this rank has read."""
+    state = _copies_of_shards()
+    (optimizer,), saved = state.optimizers, [tensor.clone() for tensor in _parts(state)]
+    save_model_and_optim_state(folder / "one" / "c", state.model, optimizer)
+    node = "one" if dist.get_global_rank() < 2 else "other"
+    if dist.get_global_rank() == 2:
+        shutil.copytree(folder / "one", folder / "other")
+    dist.barrier()
+
+    def apart(store: CountingStore) -> None:
+        with sharded.RemoteFileSystemReader(folder / node / "c") as reader:
+            sharded.load(reader, {"model": dict(state.model.state_dict())})
+            store.read_bytes = reader.bytes_read
+
+    def trainer_loads(store: CountingStore) -> None:
+        load_checkpoint("c", state, object_store=store)
+
+    def function_loads(store: CountingStore) -> None:
+        load_model_and_optim_state(RemoteFolder(store, "c"), state.model, optimizer)
+
+    found: dict[str, tuple[bool, int]] = {}
+    for load in (trainer_loads, function_loads, apart):
+        for tensor in _parts(state)[: 6 if load is apart else None]:
+            tensor.zero_()
+        store = CountingStore(folder / "one")
+        load(store)
+        found[load.__name__] = all(map(torch.equal, saved, _parts(state))), store.read_bytes
+    found["needed"] = True, sum(tensor.nbytes for tensor in saved)
+    return found
+
+
 def _die(*arguments: Any, **others: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -100,6 +176,8 @@ def load_and_die(path: Path, stage: str) -> None:
         state.places_for = _die  # type: ignore[method-assign,assignment]
     if dist.get_global_rank() == 1 and stage == "read":
         Spread._send = _die  # type: ignore[method-assign,assignment] # pyright: ignore[reportPrivateUsage]
+    if dist.get_global_rank() == 1 and stage == "exchange":
+        _Parcel.start = _die  # type: ignore[method-assign,assignment]
     if dist.get_global_rank() == 1 and stage == "restore":
         state.load_state_dict = _die  # type: ignore[method-assign,assignment]
     load_checkpoint(path, state, progress_bar=False)

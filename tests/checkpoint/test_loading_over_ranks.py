@@ -10,6 +10,7 @@ import pytest
 from checkpoint.loading_ranks import (
     load_all_kinds,
     load_and_die,
+    load_copies_of_shards,
     on_nodes_of_their_own,
     resume,
     train_with_an_interruption,
@@ -81,10 +82,23 @@ def test_a_file_is_read_once_per_node_at_most(tmp_path: Path) -> None:
     assert not second["same on rank 0 only"][1]
 
 
-@pytest.mark.parametrize("stage", ["compare", "read", "restore"])
+def test_what_several_ranks_want_one_of_them_reads(tmp_path: Path) -> None:
+    """Two copies of a model cost the bytes of one (P9), to which all ranks add alike; those of a node read its own."""
+    found = run_ranks(load_copies_of_shards, 4, tmp_path)
+    needed = sum(ranks["needed"][1] for ranks in found) / 2
+    assert all(good for ranks in found for good, _ in ranks.values())
+    for way in ("trainer_loads", "function_loads"):
+        read = [ranks[way][1] for ranks in found]
+        assert sum(read) <= 1.05 * needed, (way, read)
+        assert max(read) <= 1.3 * min(read), (way, read)
+    for node in (found[:2], found[2:]):
+        assert needed / 3 <= sum(ranks["apart"][1] for ranks in node) <= 1.2 * needed / 3
+
+
+@pytest.mark.parametrize("stage", ["compare", "read", "exchange", "restore"])
 def test_a_rank_that_dies_is_named_by_the_others(tmp_path: Path, stage: str) -> None:
     """They do not wait longer than the timeout, wherever in a load it dies; the checkpoint stays as it was."""
-    path = save_batch(tmp_path, 5)
+    path = save_directory(tmp_path, 5) if stage == "exchange" else save_batch(tmp_path, 5)
     outcomes = run_ranks_to_the_end(load_and_die, 2, path, stage)
     assert isinstance(outcomes[1].error, ChildProcessError)
     assert isinstance(outcomes[0].error, RankError), outcomes[0]

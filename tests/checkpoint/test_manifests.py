@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -63,9 +64,22 @@ def test_a_manifest_is_json_for_everybody() -> None:
     fields = json.loads(EXAMPLE.to_json())
     file = {"path": "ep1-ba42-rank0.pt", "size_bytes": 1000, "xxh3_128": "0" * 32, "chunk_bytes": 0, "chunks": ""}
     assert fields["files"][0] == file
-    assert (fields["schema"], fields["timestamp"]["batch"], len(fields["digest"])) == (SCHEMA, 42, 32)
+    assert (fields["schema"], fields["timestamp"]["batch"], len(fields["digest"])) == (1, 42, 32)
     assert datetime.fromisoformat(fields["saved_at"]) <= datetime.now(UTC)
     assert (EXAMPLE.batch, EXAMPLE.size_bytes) == (42, 1024)
+
+
+def test_a_manifest_of_several_disks_says_which_is_its_own() -> None:
+    """Older versions, which do not know of disks, refuse it; what one node has of the files is told apart."""
+    files = [dataclasses.replace(file, node=number) for number, file in enumerate(EXAMPLE.files)]
+    index = FileRecord("index", 1, "2" * 32)
+    first, second = (dataclasses.replace(EXAMPLE, files=(*files, index), node=node) for node in (0, 1))
+    assert json.loads(first.to_json())["schema"] == SCHEMA
+    assert Manifest.from_json(first.to_json(), "source") == first != second
+    assert first.identity == second.identity != dataclasses.replace(second, saved_at="2000-01-01").identity
+    assert Manifest.from_json(first.to_json(), "source").identity == first.identity
+    assert (first.here, second.here) == ((files[0], index), (files[1], index))
+    assert EXAMPLE.here == EXAMPLE.files
 
 
 CHANGES: dict[str, Any] = {

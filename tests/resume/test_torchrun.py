@@ -46,7 +46,7 @@ callbacks:
     rank: {rank}
     batch: {batch}
 parallelism_config: {parallelism}
-save_folder: {folder}/checkpoints
+save_folder: {checkpoints}
 save_interval: 4ba
 progress_bar: false
 """
@@ -65,22 +65,32 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def configured(folder: Path, images: Path, *, parallelism: str = "null", die: tuple[int, int] = (-1, -1)) -> str:
+def configured(
+    folder: Path,
+    images: Path,
+    *,
+    parallelism: str = "null",
+    die: tuple[int, int] = (-1, -1),
+    checkpoints: str = "",
+) -> str:
     """The file that describes a run in ``folder``, in which a rank is killed when it has a batch done."""
     path = folder.with_name(f"{folder.name}-{die[0]}.yaml")
-    rank, batch = die
-    path.write_text(CONFIG.format(folder=folder, images=images, parallelism=parallelism, rank=rank, batch=batch))
+    (rank, batch), checkpoints = die, checkpoints or f"{folder}/checkpoints"
+    text = CONFIG.format(
+        folder=folder, images=images, parallelism=parallelism, rank=rank, batch=batch, checkpoints=checkpoints
+    )
+    path.write_text(text)
     return str(path)
 
 
-def run(*commands: Sequence[str]) -> Ended:
-    """Start processes at once and wait until all have ended."""
+def run(*commands: Sequence[str], folders: Sequence[Path] = ()) -> Ended:
+    """Start processes at once, each in its folder if there are any, and wait until all have ended."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
     processes = [
         subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        for command in commands
+        for command, folder in zip(commands, folders or [ROOT] * len(commands), strict=True)
     ]
     try:
         said = [process.communicate(timeout=SECONDS)[0] for process in processes]
@@ -91,15 +101,17 @@ def run(*commands: Sequence[str]) -> Ended:
     return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
 
 
-def two_nodes(*configs: str) -> Ended:
-    """Two agents with a rank each, which trains as ``composerlite train`` does."""
+def two_nodes(*configs: str, folders: Sequence[Path] = ()) -> Ended:
+    """Two agents with a rank each, which trains as ``composerlite train`` does; relative paths are in ``folders``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
     agent = [sys.executable, "-m", "torch.distributed.run", *where]
     program = ["--no-python", COMPOSERLITE, "train"]
-    return run(*([*agent, "--node-rank", str(n), *program, config] for n, config in enumerate(configs)))
+    return run(
+        *([*agent, "--node-rank", str(n), *program, config] for n, config in enumerate(configs)), folders=folders
+    )
 
 
 def diary(folder: Path, rank: int) -> dict[str, str]:
@@ -159,11 +171,21 @@ def test_a_node_that_dies_changes_nothing(tmp_path: Path, images: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_a_sharded_run_on_two_nodes_goes_on_after_a_kill(tmp_path: Path, images: Path) -> None:
-    """Two agents that share a folder; one rank is killed; the same commands end with the very same bits."""
+@pytest.mark.parametrize("disks", [("disk", "disk"), ("disk0", "disk1")])
+def test_a_sharded_run_on_two_nodes_goes_on_after_a_kill(tmp_path: Path, images: Path, disks: tuple[str, str]) -> None:
+    """Two agents that share a folder, or have disks of their own; one rank is killed; the same commands end with the
+    very same bits.
+    """
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     sharded = "{fsdp: {}}"
+    folders = [tmp_path / disk for disk in disks]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
     run_ranks(digits_run.main, 2, configured(whole, images, parallelism=sharded), dist_timeout=None)
-    check_death(two_nodes(*[configured(cut, images, parallelism=sharded, die=(1, 10))] * 2))
-    check(two_nodes(*[configured(cut, images, parallelism=sharded)] * 2))
+    dies = configured(cut, images, parallelism=sharded, die=(1, 10), checkpoints="checkpoints")
+    check_death(two_nodes(dies, dies, folders=folders))
+    lives = configured(cut, images, parallelism=sharded, checkpoints="checkpoints")
+    check(two_nodes(lives, lives, folders=folders))
+    for folder in folders:
+        assert (folder / "checkpoints" / "latest" / ".metadata").exists()
     assert [diary(cut, rank) for rank in (0, 1)] == [diary(whole, rank) for rank in (0, 1)]

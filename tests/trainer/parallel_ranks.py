@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 from trainer_parts import At, Points
 
-from composerlite import ComposerModel, Event, State, Trainer, dist
+from composerlite import ComposerModel, DataSpec, Event, State, Trainer, dist
 from composerlite.algorithms import EMA, SWA, GradientClipping
 from composerlite.callbacks import OptimizerMonitor
 from composerlite.loggers import InMemoryLogger
@@ -120,6 +121,14 @@ class Batches:
             yield [points.inputs, points.targets]
 
 
+def _of_tokens() -> dict[str, Any]:
+    """Samples of three tokens each."""
+    return {
+        "dataloader": DataLoader(Points(64), batch_size=4),
+        "get_num_tokens_in_batch": lambda batch: 3 * len(batch[0]),
+    }
+
+
 class Hungry(Blocks):
     """Runs out of memory with more than ``limit`` samples at once."""
 
@@ -147,7 +156,7 @@ def small(model: ComposerModel | None = None, **arguments: Any) -> Trainer:
     return Trainer(model=model, **{**given, **arguments})
 
 
-def agree(rank_of_event: int) -> dict[str, Any]:
+def agree(rank_of_event: int, folder: Path) -> dict[str, Any]:
     """What happens on one rank and concerns all."""
     rank = dist.get_global_rank()
     here = rank == rank_of_event
@@ -164,7 +173,24 @@ def agree(rank_of_event: int) -> dict[str, Any]:
     with small(train_dataloader=Batches(3 if here else 5), max_duration="2ep") as trainer:
         trainer.fit()
         found["short loader"] = int(trainer.state.timestamp.epoch), int(trainer.state.timestamp.batch)
-    found["reductions"] = [_reductions_per_batch(data) for data in (DataLoader(Points(64), 4), Batches(8))]
+    for event, evaluation in ((Event.BATCH_END, {}), (Event.EVAL_END, {"eval_dataloader": Batches(1)})):
+        with small(
+            train_dataloader=Batches(5), callbacks=[At(event, stop)], eval_interval="1ba", **evaluation
+        ) as trainer:
+            trainer.fit()
+            found[f"stopped at {event.value}, counting"] = int(trainer.state.timestamp.batch)
+    dealt: dict[str, Any] = {"train_dataloader": DataLoader(Points(64), batch_size=4)}
+    kinds: dict[str, dict[str, Any]] = {
+        "dealt": dealt,
+        "own loader": {"train_dataloader": Batches(8)},
+        "tokens": {"train_dataloader": DataSpec(**_of_tokens())},
+        "shards": {**dealt, "parallelism_config": {"fsdp": {}}, "device_train_microbatch_size": 3},
+    }
+    found["words"] = {name: _words_per_batch(**kind) for name, kind in kinds.items()}
+    found["words while saving"] = [
+        _words_per_batch(**dealt, save_folder=folder / str(behind), save_interval="1ba", save_async=behind)
+        for behind in (False, True)
+    ]
     weights: list[Any] = []
     for make, size in ((lambda: Hungry(2 if here else 4), "auto"), (Blocks, None)):
         torch.manual_seed(3)
@@ -176,26 +202,16 @@ def agree(rank_of_event: int) -> dict[str, Any]:
     return found
 
 
-def _reductions_per_batch(data: Any) -> float:
-    """How often the ranks wait for each other in a batch besides for gradients, in the middle of an epoch."""
-    reduce, calls = dist.all_reduce, 0
+def _words_per_batch(**arguments: Any) -> float:
+    """How often the ranks tell each other something in a batch besides gradients, in the middle of an epoch."""
+    numbers: list[int] = []
 
-    def counted(*arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        reduce(*arguments)
+    def note(state: State) -> None:
+        numbers.append(dist.get_control().meetings.pass_by("counting"))
 
-    calls_of: list[int] = []
-    dist.all_reduce = counted
-    try:
-        for batches in (2, 6):
-            calls = 0
-            with small(train_dataloader=data, max_duration=f"{batches}ba") as trainer:
-                trainer.fit()
-                calls_of.append(calls)
-    finally:
-        dist.all_reduce = reduce
-    return (calls_of[1] - calls_of[0]) / 4
+    with small(callbacks=[At(Event.BATCH_END, note)], max_duration="5ba", **arguments) as trainer:
+        trainer.fit()
+    return (numbers[4] - numbers[1]) / 3 - 1  # but for the notes
 
 
 def refuse() -> dict[str, str]:

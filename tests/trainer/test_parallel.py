@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import parallel_ranks
@@ -37,17 +38,21 @@ def test_many_ranks_train_as_one_process_with_the_whole_batch(world_size: int) -
                 assert result["logged"][key] == pytest.approx(values, abs=1e-5), (name, key)
 
 
-def test_what_happens_on_one_rank_holds_for_all() -> None:
+def test_what_happens_on_one_rank_holds_for_all(tmp_path: Path) -> None:
     """A stop on one rank ends all after the same batch; a loader that ends early ends the epoch for all; ranks that
-    run out of memory find one microbatch size, and train as if they had not. Who knows the data of all does not ask."""
-    outcomes = run_ranks(parallel_ranks.agree, 2, 1)
+    run out of memory find one microbatch size, and train as if they had not. They reduce once in a batch."""
+    outcomes = run_ranks(parallel_ranks.agree, 2, 1, tmp_path)
     assert outcomes[0] == outcomes[1]
     found = outcomes[0]
     assert found["stopped at batch_end"] == 1
     assert found["stopped at batch_checkpoint"] == 2  # the others hear of it at the end of the next batch
     assert found["stopped at epoch_end"] == 2
     assert found["short loader"] == (2, 6)
-    assert found["reductions"] == [1, 2]  # what is dealt is known to all; of loaders of one's own the ranks tell
+    assert found["stopped at batch_end, counting"] == 2  # the others hear of it when they count the next batch
+    assert found["stopped at eval_end, counting"] == 1
+    assert set(found["words"].values()) == {1}, found["words"]  # whatever they have to count
+    behind, waiting = found["words while saving"]
+    assert behind == waiting  # a save that goes on costs none
     assert found["microbatch"] == 2
     assert found["difference"] < 1e-6
 

@@ -10,8 +10,9 @@ import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import xxhash
 
@@ -20,7 +21,7 @@ from composerlite.checkpoint.manifest import FileRecord, Manifest
 from composerlite.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from composerlite.storage import FileDigest, Sink, StreamWriter
 
-__all__ = ["INDEX", "MANIFESTS", "SUFFIX", "CheckpointFolder", "Claim", "checked_record", "write_file"]
+__all__ = ["INDEX", "MANIFESTS", "SUFFIX", "CheckpointFolder", "Claim", "Sealed", "checked_record", "write_file"]
 
 INDEX = ".metadata"
 """The file that says what is where in the others."""
@@ -44,6 +45,20 @@ class Claim(NamedTuple):
     suffix: str
 
 
+@final
+@dataclass(frozen=True)
+class Sealed:
+    """What every disk gets, where nodes have disks of their own.
+
+    Attributes:
+        index: the content of ``.metadata``.
+        manifest: the commit record, but for the disk that it lies on.
+    """
+
+    index: bytes
+    manifest: Manifest
+
+
 class CheckpointFolder(ABC):
     """The directory of one sharded checkpoint. Used as a context manager, or until :meth:`close`."""
 
@@ -54,6 +69,10 @@ class CheckpointFolder(ABC):
     @abstractmethod
     def uri(self) -> str:
         """Where it is, for messages."""
+
+    @abstractmethod
+    def identity(self) -> str:
+        """The same for all ranks that see one and the same checkpoint here; another for those that see a copy of it."""
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     @abstractmethod
@@ -151,10 +170,13 @@ class CheckpointFolder(ABC):
         files: Mapping[str, FileDigest],
         facts: Mapping[str, object],
         record: Manifest | None = None,
+        nodes: Mapping[str, int] | None = None,
     ) -> Manifest:
         digests = {**files, INDEX: FileDigest(len(index), xxhash.xxh3_128_hexdigest(index))}
         records = tuple(
-            FileRecord(f"{self.name}/{name}", d.size_bytes, d.xxh3_128, d.chunk_bytes, d.chunks)
+            FileRecord(
+                f"{self.name}/{name}", d.size_bytes, d.xxh3_128, d.chunk_bytes, d.chunks, (nodes or {}).get(name)
+            )
             for name, d in sorted(digests.items())
         )
         if record is not None:

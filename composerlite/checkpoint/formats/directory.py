@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from composerlite.checkpoint.formats.checkpoint_folder import INDEX, CheckpointFolder, Claim
-from composerlite.checkpoint.formats.local_folder import SAVING, LocalFolder, remove_folder, take_name
+from composerlite.checkpoint.formats.checkpoint_folder import INDEX, CheckpointFolder, Claim, Sealed
+from composerlite.checkpoint.formats.local_folder import ON_ALL_NODES, SAVING, LocalFolder, remove_folder, take_name
 from composerlite.checkpoint.formats.remote_folder import RemoteFolder
 from composerlite.storage import is_uri, open_store, parse_uri
 
 __all__ = [
     "INDEX",
+    "ON_ALL_NODES",
     "SAVING",
     "CheckpointFolder",
     "Claim",
     "LocalFolder",
     "PathOrUri",
     "RemoteFolder",
+    "Sealed",
     "folder_of",
     "remove_folder",
     "take_name",

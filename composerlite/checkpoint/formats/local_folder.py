@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import errno
 import fcntl
 import glob
@@ -22,12 +23,13 @@ from composerlite.checkpoint.formats.checkpoint_folder import (
     SUFFIX,
     CheckpointFolder,
     Claim,
+    Sealed,
     checked_record,
     write_file,
 )
 from composerlite.checkpoint.formats.torch_reader import ByteSource
 from composerlite.checkpoint.manifest import Manifest
-from composerlite.errors import ConfigError
+from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.storage import (
     FileDigest,
     ParallelReader,
@@ -39,11 +41,16 @@ from composerlite.storage import (
     verify_file,
 )
 
-__all__ = ["SAVING", "LocalFolder", "remove_folder", "take_name"]
+__all__ = ["ON_ALL_NODES", "SAVING", "LocalFolder", "remove_folder", "take_name"]
 
 log = logging.getLogger(__name__)
 SAVING = re.compile(r"\.(.+)\.saving-[0-9a-f]{16}(?:-old|-failed)?")
 """The name of a directory that is being written, and in it that which it will have."""
+ON_ALL_NODES = (
+    "Load it on all the nodes that saved it, or copy the files of all of them to one folder; save to a folder that all "
+    "nodes share, or to a bucket, to be free of that."
+)
+"""What to do about files on the disks of other nodes."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -57,8 +64,14 @@ class LocalFolder(CheckpointFolder):
         path: of the directory.
         root: the folder of checkpoints that it is in; ``None``: that above it.
 
+    Where nodes have disks of their own, each has this directory with the files that its ranks wrote. A save then goes:
+    :meth:`claim` in one process for all and :meth:`join` in one for each other disk; :meth:`write`; :meth:`sealed` in
+    the first process; :meth:`prepare` for each disk; :meth:`complete` in the first process, which is the commit, and
+    then for each other disk. What is prepared is durable: after a kill it is completed if the first disk is.
+
     Attributes:
         record: what the commit record says besides files, at the next commit; ``None``: as little as can be.
+        brought: a folder with files of this directory that are on other disks, to be read from.
     """
 
     def __init__(self, path: Path, root: Path | None = None) -> None:
@@ -68,13 +81,19 @@ class LocalFolder(CheckpointFolder):
         self.record: Manifest | None = None
         if not self.name:
             raise ConfigError(f"{str(path)!r} is no directory for a checkpoint: give one below it.")
+        self.brought: Path | None = None
         self._lock = -1
         self._claimed = ""
         self._overwrite = False
+        self._prepared: StagedFile | None = None
 
     @property
     def uri(self) -> str:
         return str(self.path)
+
+    def identity(self) -> str:
+        seen = [(self.path / name).stat() for name in ("", INDEX)]  # a network file system shows all machines the same
+        return repr([(found.st_ino, found.st_mtime_ns, found.st_ctime_ns) for found in seen])
 
     def names(self) -> list[str]:
         try:
@@ -98,10 +117,29 @@ class LocalFolder(CheckpointFolder):
     def index(self) -> bytes:
         return (self.path / INDEX).read_bytes()
 
+    def has(self, name: str) -> bool:
+        """Whether the file ``name`` is on this disk."""
+        return (self.path / name).exists()
+
     @contextlib.contextmanager
     def opened(self, name: str, digest: FileDigest | None, *, threads: int) -> Generator[ByteSource]:
-        with ParallelReader(self.path / name, digest, threads=threads) as reader:
+        with ParallelReader(self._place_of(name) / name, digest, threads=threads) as reader:
             yield reader
+
+    def _place_of(self, name: str) -> Path:
+        """The folder that has the file ``name``."""
+        if self.has(name):
+            return self.path
+        if self.brought is not None:
+            return self.brought
+        records = () if (manifest := self.manifest()) is None else manifest.files
+        nodes = [record.node for record in records if record.path == f"{self.name}/{name}"]
+        if nodes and nodes[0] is not None:
+            raise IncompatibleCheckpointError(
+                f"checkpoint {self.uri!r}: its file {name!r} was saved to the disk of node {nodes[0]} of its run, and "
+                f"is not on this one. {ON_ALL_NODES}"
+            )
+        return self.path
 
     def fetch(self, name: str, digest: FileDigest | None, target: Path) -> None:
         shutil.copyfile(self.path / name, target)
@@ -109,20 +147,45 @@ class LocalFolder(CheckpointFolder):
             verify_file(target, digest)
 
     def claim(self, *, overwrite: bool) -> Claim:
+        while True:
+            claim = Claim(f".{self.path.name}.saving-{secrets.token_hex(8)}", "")
+            if self._claimed_as(claim, overwrite=overwrite):
+                return claim
+
+    def join(self, claim: Claim, *, overwrite: bool) -> None:
+        """Take part in a save that another process has begun, for the disk that this one writes to.
+
+        Raises:
+            CheckpointExistsError: as :meth:`check_free`.
+            FileExistsError: it is the disk of that process, too.
+        """
+        try:
+            joined = self._claimed_as(claim, overwrite=overwrite)
+        except FileExistsError as e:
+            raise FileExistsError(
+                errno.EEXIST,
+                "the nodes had folders of their own when the run began, and now one of them has made this for another. "
+                "Start the run again when all nodes see what they are to see. It is there already",
+                str(self.path.with_name(claim.place)),
+            ) from e
+        if not joined:
+            raise FileNotFoundError(errno.ENOENT, "another process has swept what was made for it", str(self.path))
+
+    def _claimed_as(self, claim: Claim, *, overwrite: bool) -> bool:
         self.check_free(overwrite=overwrite)
         self._overwrite = overwrite
         make_folder(self.path.parent)
         self.sweep()
-        while True:
-            place = self.path.with_name(f".{self.path.name}.saving-{secrets.token_hex(8)}")
-            place.mkdir()
-            self._lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
-            with contextlib.suppress(OSError):  # a file system without locks: nothing is swept there
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if place.is_dir():
-                self._claimed = place.name
-                return Claim(place.name, "")
-            self._unlock()  # a sweep was faster than our lock: take another name
+        place = self.path.with_name(claim.place)
+        place.mkdir()
+        self._lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+        with contextlib.suppress(OSError):  # a file system without locks: nothing is swept there
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        if place.is_dir():
+            self._claimed = place.name
+            return True
+        self._unlock()  # a sweep was faster than our lock: it takes another name
+        return False
 
     def write(self, claim: Claim, name: str, most_bytes: int, fill: Callable[[Sink], object]) -> FileDigest:
         place = self.path.with_name(claim.place)
@@ -137,28 +200,62 @@ class LocalFolder(CheckpointFolder):
         return write_file(place / name, most_bytes, fill)
 
     def commit(self, claim: Claim, index: bytes, files: Mapping[str, FileDigest], facts: Mapping[str, object]) -> None:
-        place = self.path.with_name(claim.place)
         self.check_free(overwrite=self._overwrite)  # another process may have saved here meanwhile
+        with self._staged(index, self._manifest_of(index, files, facts, self.record)) as intention:
+            before = self._record()
+            self._manifest_path.unlink(missing_ok=True)
+            fsync_folder(self._manifest_path.parent)
+            self._take_over(intention, before)
+
+    def sealed(
+        self, index: bytes, files: Mapping[str, FileDigest], facts: Mapping[str, object], nodes: Mapping[str, int]
+    ) -> Sealed:
+        """What all disks get; ``nodes`` are those whose disks have each of ``files``."""
+        return Sealed(index, self._manifest_of(index, files, facts, self.record, nodes))
+
+    def prepare(self, sealed: Sealed, node: int) -> None:
+        """Make all of this disk's part durable, so that nothing is left but to rename it."""
+        self.check_free(overwrite=self._overwrite)
+        self._prepared = self._staged(sealed.index, dataclasses.replace(sealed.manifest, node=node))
+        fsync_folder(self._manifest_path.parent)
+
+    def complete(self) -> None:
+        """Give this disk's part, which is prepared, its name and its commit record."""
+        prepared, self._prepared = self._prepared, None
+        assert prepared is not None
+        with prepared:
+            self._take_over(prepared, self._record())  # which stays until then: there is the old one or the new one
+
+    def _staged(self, index: bytes, manifest: Manifest) -> StagedFile:
+        """The index in its place, and the commit record under a temporary name; both durable."""
+        place = self.path.with_name(self._claimed)
         with (place / INDEX).open("xb") as file:
             file.write(index)
             file.flush()
             os.fsync(file.fileno())
         fsync_folder(place)
         make_folder(self._manifest_path.parent)
-        with StagedFile(self._manifest_path) as intention:
-            intention.file.write(self._manifest_of(index, files, facts, self.record).to_json())
+        with contextlib.ExitStack() as stack:
+            intention = stack.enter_context(StagedFile(self._manifest_path))
+            intention.file.write(manifest.to_json())
             intention.flush()
-            before = self._manifest_path.read_bytes() if self._manifest_path.exists() else None
-            self._manifest_path.unlink(missing_ok=True)
-            fsync_folder(self._manifest_path.parent)
-            intention.leave_behind()  # a kill from here on leaves what completes the commit at the next start
-            old = take_name(place, self.path)
-            try:
-                fsync_folder(self.path.parent)
-                intention.publish()
-            except BaseException:
-                self._give_name_back(place, old, before)
-                raise
+            stack.pop_all()
+            return intention
+
+    def _record(self) -> bytes | None:
+        return self._manifest_path.read_bytes() if self._manifest_path.exists() else None
+
+    def _take_over(self, intention: StagedFile, before: bytes | None) -> None:
+        """Replace what has this name, and the commit record ``before``, by what is staged."""
+        place = self.path.with_name(self._claimed)
+        intention.leave_behind()  # a kill from here on leaves what completes the commit at the next start
+        old = take_name(place, self.path)
+        try:
+            fsync_folder(self.path.parent)
+            intention.publish()
+        except BaseException:
+            self._give_name_back(place, old, before)
+            raise
         self._unlock()
         if old is not None:
             self._remove_old(old)
@@ -182,10 +279,20 @@ class LocalFolder(CheckpointFolder):
         remove_folder(old)
 
     def abandon(self, claim: Claim) -> None:
-        if self._claimed == claim.place:  # only one process removes what all have written
+        if self._claimed == claim.place:  # only one process removes what all have written to this disk
+            if self._prepared is not None:
+                with self._prepared:
+                    self._prepared = None
             remove_folder(self.path.with_name(claim.place))
             self._unlock()
             self._claimed = ""
+
+    def close(self) -> None:
+        if self._prepared is not None:  # it is not known here how the save ended: the next start finds out
+            self._prepared.leave_behind()
+            with self._prepared:
+                self._prepared = None
+            self._unlock()
 
     def sweep(self) -> None:
         """Remove what saves of dead processes have left."""

@@ -63,6 +63,9 @@ class RemoteFolder(CheckpointFolder):
     def uri(self) -> str:
         return self._store.get_uri(self._root)
 
+    def identity(self) -> str:
+        return self.uri
+
     def names(self) -> list[str]:
         prefix = f"{self._root}/"
         return [info.name.removeprefix(prefix) for info in self._transfer.list(prefix)]

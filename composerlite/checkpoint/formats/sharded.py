@@ -54,6 +54,7 @@ from composerlite.checkpoint.formats.sharded_copy import copied
 from composerlite.checkpoint.formats.sharded_index import key_path, read_index, untrusted
 from composerlite.checkpoint.formats.sharded_ranks import Ranks, is_distributed
 from composerlite.checkpoint.formats.sharded_reading import Item, read_items
+from composerlite.checkpoint.formats.sharded_sharing import Told, Wishes
 from composerlite.checkpoint.formats.sharded_writing import number_of
 from composerlite.checkpoint.formats.stored_item import item_contents
 from composerlite.checkpoint.formats.torch_reader import ByteSource
@@ -61,6 +62,7 @@ from composerlite.checkpoint.formats.turns import turn_at
 from composerlite.checkpoint.manifest import Manifest
 from composerlite.checkpoint.trusted import RefusedError
 from composerlite.checkpoint.validation import validate
+from composerlite.dist import exchange
 from composerlite.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
@@ -100,6 +102,8 @@ def load(
 ) -> None:
     """Fill ``state`` in place. What it has must be in the checkpoint, in the same shape.
 
+    What several ranks want one of them reads, and sends it to the others. With a group of one's own each reads all.
+
     Args:
         reader: of the checkpoint.
         state: tensors to be filled, and values to be replaced. With ``is_flat`` it has no dicts in it.
@@ -110,14 +114,28 @@ def load(
     ranks = ranks or Ranks(group)
     planner = _LoadPlanner(reader.uri, is_flat=is_flat)
 
-    def each() -> LoadPlan:
+    def plan() -> LoadPlan:
         metadata = reader.read_metadata()
         planner.set_up_planner(state, metadata, ranks.is_first)
-        reader.set_up_storage_reader(metadata, ranks.is_first)
-        return reader.prepare_local_plan(planner.create_local_plan())
+        return planner.create_local_plan()
 
-    plan = ranks.agree("plan", each)  # each rank's own is all there is to it: nothing is gathered
-    ranks.gather("read", lambda: reader.read_data(planner.finish_plan(plan), planner).wait(), lambda _: None)
+    def read(plan: LoadPlan) -> None:
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+
+    if not ranks.talk_apart:
+        own = ranks.agree("plan", plan)
+        ranks.agree("read", lambda: read(own))
+        return
+    wishes: list[Wishes] = []
+
+    def wish() -> Told:
+        wishes.append(Wishes(plan(), planner, reader.place))
+        return wishes[0].told
+
+    told = ranks.gather("plan", wish, list)
+    own, transfers = wishes[0].divided(ranks, told)
+    ranks.agree("read", lambda: read(own))
+    exchange(f"checkpoint {reader.uri!r}", transfers)
 
 
 def load_flat(reader: RemoteFileSystemReader, keys: Iterable[str]) -> dict[str, Any]:
@@ -220,6 +238,12 @@ class RemoteFileSystemReader(StorageReader):
     def checkpoint_id(self) -> str:
         """The same, as DCP calls it."""
         return self._folder.uri
+
+    @property
+    def place(self) -> str:
+        """The same on all ranks that read the same files; another where nodes have one directory each."""
+        node = None if self._manifest is None else self._manifest.node
+        return f"{self._index_digest} on {node}: {self._folder.identity()}"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin again, with another checkpoint if one is given."""
@@ -348,7 +372,7 @@ class RemoteFileSystemReader(StorageReader):
     def _opened(
         self, name: str, digest: FileDigest | None, threads: int
     ) -> contextlib.AbstractContextManager[ByteSource]:
-        if isinstance(self._folder, LocalFolder):
+        if isinstance(self._folder, LocalFolder) and self._folder.has(name):  # else its node has seen to that
             validate(self._folder.path / name)
         if not self._fetching or isinstance(self._folder, LocalFolder):
             return self._folder.opened(name, digest, threads=threads)

@@ -20,6 +20,7 @@ from composerlite.checkpoint.formats.plan_merge import PackedPlan, Share, merge_
 from composerlite.checkpoint.formats.sharded_ranks import Ranks
 from composerlite.checkpoint.formats.sharded_writing import Order, RemoteFileSystemWriter
 from composerlite.dist import get_local_world_size
+from composerlite.storage import FileDigest
 from composerlite.types import StateDict
 
 __all__ = ["PlannedSave", "plan_save"]
@@ -61,6 +62,7 @@ class PlannedSave:
 
     Attributes:
         ranks: that save together.
+        claim: of the directory.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class PlannedSave:
         self._planner = planner
         self._plan = planner.finish_plan(dataclasses.replace(known.final, storage_data=order))
         self._metadata = known.metadata
+        self.claim = order.claim
 
     def run(self) -> None:
         """Write and commit, together with the other ranks. It is there whole or not at all."""
@@ -93,6 +96,11 @@ class PlannedSave:
         """On the first rank: make the directory a checkpoint."""
         assert self._metadata is not None
         self._writer.finish(dataclasses.replace(self._metadata), results)
+
+    def indexed(self, results: list[list[WriteResult]]) -> tuple[bytes, dict[str, tuple[FileDigest, int]]]:
+        """On the first rank, for who commits himself: the index, and what each file contains, with its rank."""
+        assert self._metadata is not None
+        return self._writer.indexed(dataclasses.replace(self._metadata), results)
 
     def abandon(self) -> None:
         """After an error, when no rank writes any more: remove what was written, unless it may be committed."""

@@ -38,6 +38,7 @@ class Ranks:
         rank: this one's number among them.
         count: how many they are.
         is_first: whether this is the one that decides.
+        talk_apart: whether they are several that talk apart from the group of training.
         may_be_committed: what was voted on is committed, or it is not known that it is not: it must stay.
     """
 
@@ -55,6 +56,7 @@ class Ranks:
         self.rank: int = self._wrapper.rank
         self.count: int = self._wrapper.get_world_size()
         self.is_first: bool = self._wrapper.is_coordinator
+        self.talk_apart = self._control is not None and self.count > 1
 
     def deal(self, step: str, each: Callable[[], T], first: Callable[[list[T]], list[R]]) -> R:
         """What ``first`` makes for this rank, on the first one, of what ``each`` gave on every rank."""

@@ -16,12 +16,13 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from composerlite import dist
-from composerlite.checkpoint.formats.directory import LocalFolder
+from composerlite.checkpoint.formats.directory import LocalFolder, Sealed
 from composerlite.checkpoint.formats.sharded_leaves import leaves
 from composerlite.checkpoint.formats.sharded_planned import PlannedSave, plan_save
 from composerlite.checkpoint.formats.sharded_ranks import Ranks
 from composerlite.checkpoint.formats.torch_file import StorageCopy, storage_id
 from composerlite.checkpoint.manifest import Manifest
+from composerlite.checkpoint.shared_folder import ONE_DISK, Disks
 from composerlite.storage import HostMemory
 from composerlite.types import StateDict
 
@@ -59,22 +60,41 @@ class Shards:
         contents: makes what is saved.
         folder: the directory.
         overwrite: replace what is there.
+        disks: which ranks see the same one.
     """
 
-    def __init__(self, contents: Callable[[], StateDict], folder: LocalFolder, *, overwrite: bool) -> None:
+    def __init__(
+        self, contents: Callable[[], StateDict], folder: LocalFolder, *, overwrite: bool, disks: Disks = ONE_DISK
+    ) -> None:
         self.gathers = False
         self.seconds: dict[str, float] = {}
         self.weights_crc: Sequence[int] = ()
         self._folder = folder
+        self._disks = disks
         self._planner = _Planner()
         self._save: PlannedSave = plan_save(
             folder, contents, ranks=Ranks(), overwrite=overwrite, reuse_plan=True, planner=self._planner
         )
+        if disks.are_several:
+            self._join(overwrite=overwrite)
         self._planner.resolve(self._save.items)
         self._copies = self._lay_out()
         last = self._copies[-1] if self._copies else None
         self.size_bytes = 0 if last is None else last.offset + last.storage.nbytes()
         self._results: Any = None
+
+    def _join(self, *, overwrite: bool) -> None:
+        """Make the directory on the disks that rank 0 does not see. All of them or none, and all ranks know."""
+
+        def each() -> None:
+            if self._disks.is_keeper and dist.get_global_rank() != 0:
+                self._folder.join(self._save.claim, overwrite=overwrite)
+
+        try:
+            self._save.ranks.agree("directories", each)
+        except BaseException:
+            self._folder.abandon(self._save.claim)
+            raise
 
     def _lay_out(self) -> list[StorageCopy]:
         """A place in one memory for each storage that this rank writes something of."""
@@ -122,11 +142,30 @@ class Shards:
         assert committed is not None
         return committed
 
+    def seal(self, manifest: Manifest, parts: Sequence[Any]) -> Sealed:
+        """On rank 0, where there are several disks: the index and the record of all files."""
+        self._folder.record = manifest
+        index, files = self._save.indexed(list(parts))
+        digests = {name: digest for name, (digest, _) in files.items()}
+        nodes = {name: self._disks.nodes[rank] for name, (_, rank) in files.items()}
+        return self._folder.sealed(index, digests, {}, nodes)
+
+    def prepare(self, sealed: Sealed) -> None:
+        """Make this disk's part durable, so that nothing is left but to rename it."""
+        if self._disks.is_keeper:
+            self._folder.prepare(sealed, self._disks.nodes[dist.get_global_rank()])
+
+    def complete(self) -> None:
+        """Give this disk's part its name and its commit record."""
+        if self._disks.is_keeper:
+            self._folder.complete()
+
     def close(self, *, may_be_committed: bool) -> None:
         """Remove the directory unless it has its name, or may have."""
         self._let_go()
         if not may_be_committed:
             self._save.abandon()
+            self._folder.abandon(self._save.claim)
         self._folder.close()
 
     def _let_go(self) -> None:

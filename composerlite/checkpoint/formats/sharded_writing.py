@@ -175,25 +175,41 @@ class RemoteFileSystemWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the first rank, when all have written: make the checkpoint exist."""
         assert self._claim is not None
-        every = [result for part in results for result in part]
-        files = {r.storage_data.name: r.storage_data.digest for r in every if type(r.storage_data) is _FileWritten}
-        metadata.storage_data = {r.index: r.storage_data for r in every if type(r.storage_data) is not _FileWritten}
-        metadata.storage_meta = self.storage_meta()
-        if (number := getattr(filesystem, "CURRENT_DCP_VERSION", None)) is not None:
-            metadata.version = number
-        facts: Mapping[str, object] = {
-            "world_size": self._world_size,
-            "timings": {"save": round(time.perf_counter() - self._started, 6)},
-            "versions": versions(),
-        }
+        index, files = self.indexed(metadata, results)
         try:
-            self._folder.commit(self._claim, pickle.dumps(metadata), files, facts)
+            self._folder.commit(self._claim, index, {name: digest for name, (digest, _) in files.items()}, self.facts())
         except BaseException:
             self.abandon()
             raise
         self._claim = None
-        size = sum(digest.size_bytes for digest in files.values())
+        size = sum(digest.size_bytes for digest, _ in files.values())
         log.info("saved checkpoint %s: %.1f MB in %d files", self._folder.uri, size / 1e6, len(files))
+
+    def indexed(
+        self, metadata: Metadata, results: list[list[WriteResult]]
+    ) -> tuple[bytes, dict[str, tuple[FileDigest, int]]]:
+        """The index, and what each file contains, with the rank that wrote it."""
+        files: dict[str, tuple[FileDigest, int]] = {}
+        places: dict[MetadataIndex, Any] = {}
+        for rank, part in enumerate(results):
+            for result in part:
+                if type(result.storage_data) is _FileWritten:
+                    files[result.storage_data.name] = result.storage_data.digest, rank
+                else:
+                    places[result.index] = result.storage_data
+        metadata.storage_data = places
+        metadata.storage_meta = self.storage_meta()
+        if (number := getattr(filesystem, "CURRENT_DCP_VERSION", None)) is not None:
+            metadata.version = number
+        return pickle.dumps(metadata), files
+
+    def facts(self) -> Mapping[str, object]:
+        """What the commit record says of the save."""
+        return {
+            "world_size": self._world_size,
+            "timings": {"save": round(time.perf_counter() - self._started, 6)},
+            "versions": versions(),
+        }
 
     def abandon(self) -> None:
         """After an error, when no rank writes any more: remove what was written. Raises nothing; twice is fine."""

@@ -1,0 +1,86 @@
+"""Nodes with disks of their own save one sharded checkpoint: whole on all of them, or on none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoint import disk_ranks
+
+from composerlite.checkpoint import Catalog, load_keys
+from composerlite.checkpoint.several_disks import complete_prepared
+from composerlite.errors import IncompatibleCheckpointError
+from composerlite.testing import run_ranks, run_ranks_to_the_end
+
+
+def test_each_node_keeps_what_its_ranks_write(tmp_path: Path) -> None:
+    """Its folder has their files, the index and a record of all files; older checkpoints go on all. It is loaded as it
+    was saved, in another topology, and where each node has the disk of the other: what is missing is sent."""
+    for told in run_ranks(disk_ranks.saves_and_loads, 4, tmp_path):
+        for kind in ("FSDP", "HSDP"):
+            assert told[f"{kind} saved"] == ["ba2", "ba3"]
+            assert [told[f"{kind} {how}"] for how in ("by hand", "latest", "moved")] == [True] * 3, kind
+            assert told[f"{kind} found"] == f"{kind}/ba3"
+    for node in (0, 1):
+        folder = tmp_path / f"node{node}" / "FSDP"
+        assert sorted(path.name for path in folder.iterdir()) == [".manifest", "ba2", "ba3", "latest"]
+        assert (folder / "latest").resolve().name == "ba3"
+        files = {".metadata", f"__{2 * node}_0.distcp", f"__{2 * node + 1}_0.distcp"}
+        assert {path.name for path in (folder / "ba3").iterdir()} == files
+        for manifest in Catalog(folder).manifests():
+            assert (manifest.node, len(manifest.files)) == (node, 5)
+            Catalog(folder).verify(manifest)
+
+
+def test_a_kill_at_any_step_leaves_the_same_on_all_disks(tmp_path: Path) -> None:
+    """The next start finds on both what the first one has: the old checkpoint or the new one, and no leftovers."""
+    program = Path(__file__).with_name("disk_kills.py")
+    done = subprocess.run([sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    outcomes: dict[str, set[int]] = {"first": set(), "replace": set()}
+    for name in done.stdout.split():
+        first, second = (Catalog(tmp_path / name / f"node{number}") for number in (0, 1))
+        first.recover()
+        complete_prepared(second, {manifest.name: manifest.identity for manifest in first.manifests()})
+        second.recover()
+        found = [catalog.manifests() for catalog in (first, second)]
+        assert [one.identity for one in found[0]] == [one.identity for one in found[1]], name
+        for catalog, manifests in zip((first, second), found, strict=True):
+            for manifest in manifests:
+                catalog.verify(manifest)
+            names = [path.name for path in catalog.folder.iterdir()] if catalog.folder.exists() else []
+            assert set(names) <= {".manifest", "c"}, name
+            assert ("c" in names) == bool(manifests)
+            assert [path.name for path in catalog.folder.glob(".manifest/*")] == ["c.json"] * len(manifests), name
+        outcomes[name.rstrip("0123456789")].add(found[0][0].batch if found[0] else 0)
+    assert outcomes == {"first": {0, 2}, "replace": {1, 2}}
+    assert len(done.stdout.split()) > 30
+
+
+@pytest.mark.parametrize(("rank", "stage", "found"), [(0, "complete", 1), (1, "complete", 2)])
+def test_a_node_that_dies_in_a_save_changes_nothing(tmp_path: Path, rank: int, stage: str, found: int) -> None:
+    """The others say which, and the same nodes go on from the newest checkpoint that the first one committed: a part
+    that was only prepared is completed, or removed. Then they save again, and the older one goes from all disks."""
+    outcomes = run_ranks_to_the_end(disk_ranks.save_and_be_killed, 2, tmp_path, rank, stage)
+    assert isinstance(outcomes[rank].error, ChildProcessError)
+    assert f"rank {rank}" in outcomes[1 - rank].value
+    for told in run_ranks(disk_ranks.go_on, 2, tmp_path):
+        assert told["found"] == f"run/ba{found}"
+        assert (told["latest"], told["batch"]) == (f"ba{found}", found)
+        assert told["left"] == [".manifest", f"ba{found + 1}", "latest"]
+
+
+def test_what_one_node_has_lost_is_not_resumed_from(tmp_path: Path) -> None:
+    """The newest that is whole on all disks is; what is not is set aside on all. Disks that have nothing of the run are
+    an error, and so are fewer nodes than the checkpoint lies on: both name what is missing."""
+    for rank, told in enumerate(run_ranks(disk_ranks.lose_parts, 2, tmp_path)):
+        assert [told[name] for name in ("whole", "damaged", "gone")] == ["run/ba3", "run/ba2", "run/ba1"]
+        assert "ba3.damaged" in told["damaged here"]
+        assert rank == 1 or "ba2.damaged" in told["gone here"]
+        assert "'ba1' is there for rank 0 and not for the ranks [1]" in told["all gone"]
+    with pytest.raises(
+        IncompatibleCheckpointError, match=r"'__1_0\.distcp' was saved to the disk of node 1.*all nodes"
+    ):
+        list(load_keys(tmp_path / "node0" / "run" / "ba1", ["state.model.0.weight"]))
