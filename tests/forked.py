@@ -27,7 +27,11 @@ _starting = threading.Lock()  # multiprocessing looks at all processes whenever 
 
 
 def run_forked(
-    main: Callable[..., None], *arguments: str, cwd: Path, environment: Mapping[str, str] | None = None
+    main: Callable[..., None],
+    *arguments: str,
+    cwd: Path,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = SECONDS,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``main(*arguments)`` in a process of its own, as :func:`subprocess.run` runs a program.
 
@@ -38,11 +42,11 @@ def run_forked(
         out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
         files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (out, err)]
         process = _start(main, list(arguments), str(cwd), {**os.environ, **(environment or {})}, files)
-        process.join(SECONDS)
+        process.join(timeout)
         code = process.exitcode
         _end(process)
         if code is None:
-            raise subprocess.TimeoutExpired(command, SECONDS, _text(out), _text(err))
+            raise subprocess.TimeoutExpired(command, timeout, _text(out), _text(err))
         return subprocess.CompletedProcess(command, code, _text(out), _text(err))
 
 

@@ -23,6 +23,7 @@ from composerlite.core.reproducibility import (
     get_random_seed,
     seed_all,
     seed_context,
+    seed_torch,
 )
 from composerlite.core.state import State
 from composerlite.core.time import Time, TimeInput, Timestamp, TimeUnit, ensure_time
@@ -79,6 +80,7 @@ __all__ = [
     "move_to_device",
     "seed_all",
     "seed_context",
+    "seed_torch",
     "split_batch",
 ]
 

@@ -13,7 +13,7 @@ import torch
 
 from composerlite.errors import ConfigError
 
-__all__ = ["MAX_SEED", "configure_deterministic_mode", "get_random_seed", "seed_all", "seed_context"]
+__all__ = ["MAX_SEED", "configure_deterministic_mode", "get_random_seed", "seed_all", "seed_context", "seed_torch"]
 
 MAX_SEED = 2**32 - 1
 """The largest seed that numpy takes."""
@@ -34,7 +34,19 @@ def seed_all(seed: int) -> None:
         raise ConfigError(f"seed={seed}: want a number from 0 to {MAX_SEED}.")
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    seed_torch(seed)
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators, of all devices.
+
+    Without an accelerator that is one. :func:`torch.manual_seed` would note the whole stack for each kind of device
+    that might be initialized later, which takes up to milliseconds.
+    """
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
 
 
 @contextlib.contextmanager

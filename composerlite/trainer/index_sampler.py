@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from typing import Any, final
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader
+
+from composerlite.core import seed_torch
 
 __all__ = ["IndexSampler", "NumberedBatch", "ReseedingDataset", "chained"]
 
@@ -152,4 +153,4 @@ class ReseedingDataset:
         words = np.random.SeedSequence((self._seed, batch.epoch, number)).generate_state(3)
         random.seed(int(words[0]))
         np.random.seed(int(words[1]))
-        torch.manual_seed(int(words[2]))
+        seed_torch(int(words[2]))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import two_ranks
+from forked import run_forked
 
-PROGRAM = Path(__file__).with_name("two_ranks.py")
 RUNS = [
     *[("save", "copies", mode, 0) for mode in ("sync", "async")],  # rank 1 of copies changes no file
     *[("save", "shards", mode, rank) for mode in ("sync", "async") for rank in (0, 1)],
@@ -21,8 +20,7 @@ Run = tuple[str, str, str, int]
 
 def kill(folder: Path, run: Run, most: int, record_property: Callable[[str, object], None]) -> int:
     """Kill it at so many events: how many they were."""
-    command = [sys.executable, str(PROGRAM), str(folder), *map(str, run), str(most)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_forked(two_ranks.main, str(folder), *map(str, run), str(most), cwd=folder, timeout=3600)
     assert done.returncode == 0, done.stdout + done.stderr
     kills = done.stdout.splitlines()
     events = kills[0].split("\t")[1].split("/")[1]
