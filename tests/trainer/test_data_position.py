@@ -50,7 +50,24 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 # ── every kind of loader ─────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize("kind", KINDS)
+WITH_WORKERS = {kind for kind in KINDS if "2 workers" in kind}
+A_SAMPLE_OF_THESE = {
+    "shuffled, 2 workers",
+    "user's generator, 2 workers",
+    "noise in collate_fn, 2 workers",
+    "iterable, 2 workers",
+    "StatefulDataLoader, 2 workers",
+}
+"""The others take as long and are in ``make soak``: processes are started 24 times for each."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.soak] if kind in WITH_WORKERS - A_SAMPLE_OF_THESE else [])
+        for kind in KINDS
+    ],
+)
 def test_a_resume_sees_the_rest_of_the_batches(kind: str, tmp_path: Path) -> None:
     """Three interruptions, each in the run that the last one was resumed to: in an epoch, at its edge, in the second.
 

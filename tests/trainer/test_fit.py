@@ -177,12 +177,13 @@ SCRIPTS: dict[str, tuple[Launch, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_that_is_started_again_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
-    """Interrupted after each batch in turn: the calls of fit end where they would have ended, bit for bit."""
+def test_a_script_that_is_started_again_goes_on_where_it_was(name: str, every: int, tmp_path: Path) -> None:
+    """Interrupted after one batch or another: the calls of fit end where they would have ended, bit for bit."""
     script, arguments = SCRIPTS[name]
     steps, whole = launch(script, tmp_path / "whole", **arguments)
-    for cut in range(1, len(steps)):
+    for cut in range(1, len(steps), every):
         folder = tmp_path / str(cut)
         before, _ = launch(script, folder, cut=cut, **arguments)
         after, resumed = launch(script, folder, **arguments)
