@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import IO, final
@@ -58,8 +59,20 @@ def make_folder(folder: Path) -> None:
     if folder.is_dir():
         return
     make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        if _is_no_folder(folder):
+            raise
     fsync_folder(folder.parent)
+
+
+def _is_no_folder(path: Path) -> bool:
+    """Whether something else lies there. A folder that another process has just made may be gone again by now."""
+    try:
+        return not stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        return path.is_symlink()  # to nothing
 
 
 @final
