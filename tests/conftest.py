@@ -23,7 +23,7 @@ pytest_plugins = [
 ]
 
 # The same examples in every run, and no deadline: the machine may be busy.
-hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("repeatable")
 
 # Set by libraries on first use, for themselves: pytest, OpenMP through scikit-learn, torch.compile.

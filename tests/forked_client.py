@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import sys
 
@@ -17,7 +18,11 @@ def main(address: str, *arguments: str) -> int:
         }
         launcher.sendall(json.dumps(order).encode() + b"\n")
         code = int(launcher.makefile().readline())
-    return code if code >= 0 else 128 - code
+    if code < 0:
+        if code != -signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -29,6 +30,8 @@ try:
     import botocore
     import botocore.config
     import botocore.exceptions as sdk
+    import botocore.loaders
+    import botocore.session
     from botocore.parsers import ResponseParserError
     from urllib3.exceptions import HTTPError
 except ImportError as e:
@@ -157,6 +160,7 @@ class S3ObjectStore(ObjectStore):
         settings = _client_settings(endpoint_url, unsigned, connect_timeout_seconds, read_timeout_seconds)
         with _translated(self.get_uri(""), "open"), _wrong_arguments():
             session = boto3.Session(
+                botocore_session=_sdk_session(),
                 aws_access_key_id=aws_access_key_id,
                 aws_secret_access_key=aws_secret_access_key,
                 aws_session_token=aws_session_token,
@@ -565,6 +569,18 @@ def _abort_quietly(upload: PartUpload) -> None:
 
 
 # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def _sdk_session() -> Any:
+    """A session of the SDK that reads what describes the service once in a process: that takes a tenth of a second."""
+    session = botocore.session.get_session()
+    session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
+    return session
+
+
+@functools.cache
+def _descriptions(data_path: str | None) -> Any:
+    return botocore.loaders.create_loader(data_path)
+
+
 def _client_settings(endpoint_url: str | None, unsigned: bool, connect: float, read: float) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "connect_timeout": connect,

@@ -437,9 +437,9 @@ def mutations(folder: Path, seed: int, count: int) -> dict[str, Any]:
 
 
 def test_damage_by_chance_does_no_harm(tmp_path: Path) -> None:
-    """200 mutations of a file, most of its pickle: an error of ours or a checkpoint, in little memory and time."""
-    report = mutations(tmp_path, 0, 200)
-    assert sum(report["outcomes"].values()) == 200
+    """100 mutations of a file, most of its pickle: an error of ours or a checkpoint, in little memory and time."""
+    report = mutations(tmp_path, 0, 100)
+    assert sum(report["outcomes"].values()) == 100
 
 
 @pytest.mark.soak

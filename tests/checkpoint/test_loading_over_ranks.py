@@ -95,7 +95,9 @@ def test_what_several_ranks_want_one_of_them_reads(tmp_path: Path) -> None:
         assert needed / 3 <= sum(ranks["apart"][1] for ranks in node) <= 1.2 * needed / 3
 
 
-@pytest.mark.parametrize("stage", ["compare", "read", "exchange", "restore"])
+@pytest.mark.parametrize(
+    "stage", ["exchange", "restore", *(pytest.param(stage, marks=pytest.mark.soak) for stage in ("compare", "read"))]
+)
 def test_a_rank_that_dies_is_named_by_the_others(tmp_path: Path, stage: str) -> None:
     """They do not wait longer than the timeout, wherever in a load it dies; the checkpoint stays as it was."""
     path = save_directory(tmp_path, 5) if stage == "exchange" else save_batch(tmp_path, 5)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import errno
 import logging
+import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_forked
 from parts import Remember, new_state, save_batch, temporaries, tree
 from tiny_training import Classifier, CrashError, Record, StopAt, saved_batches, train, trainer
 
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, read_checkpoint
-from composerlite.core import Logger
+from composerlite.core import Logger, State
 from composerlite.errors import CheckpointExistsError, ConfigError, SaveError
 from composerlite.storage import StagedFile
 
@@ -226,38 +227,38 @@ def test_what_cannot_be_saved_stops_the_training(tmp_path: Path) -> None:
     assert temporaries(tmp_path) == []
 
 
-KILLED = """
-import os, pathlib, signal, sys, threading
-sys.path.insert(0, sys.argv[2])
-import torch
-from tiny_training import trainer
-from parts import Remember
+class Huge(Remember):
+    """Makes the checkpoint of batch 8 a large one, and kills the process while it is written."""
 
-def kill_in_the_middle():
-    while not any(pathlib.Path(sys.argv[1]).glob(".*ba8-*.tmp-*")):
-        pass
-    os.kill(os.getpid(), signal.SIGKILL)
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
 
-def kill_at_the_end(event, arguments):  # if this was too slow
-    if event == "open" and "ba8-rank0.pt.json.tmp-" in str(arguments[0]):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-class At8(Remember):
-    def batch_end(self, state, logger):
+    def batch_end(self, state: State, logger: Logger) -> None:
         if int(state.timestamp.batch) == 8:
             self.what = torch.zeros(100_000_000)
-            threading.Thread(target=kill_in_the_middle).start()
+            threading.Thread(target=self._kill_in_the_middle).start()
 
-sys.addaudithook(kill_at_the_end)
-trainer(callbacks=[At8()], save_folder=sys.argv[1], save_interval="4ba").fit()
-"""
+    def _kill_in_the_middle(self) -> None:
+        while not any(self._folder.glob(".*ba8-*.tmp-*")):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def a_run_that_is_killed_as_it_writes(folder: str) -> None:
+    def kill_at_the_end(event: str, arguments: tuple[object, ...]) -> None:  # if the thread was too slow
+        if event == "open" and "ba8-rank0.pt.json.tmp-" in str(arguments[0]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(kill_at_the_end)
+    train(callbacks=[Huge(Path(folder))], save_folder=folder, save_interval="4ba")
 
 
 def test_the_next_start_clears_up_after_a_kill(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """SIGKILL while a checkpoint is written: its remains go, with a line in the log, and training resumes before it."""
     caplog.set_level(logging.INFO)
-    command = [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent)]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    killed = run_forked(a_run_that_is_killed_as_it_writes, str(tmp_path), cwd=tmp_path)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert saved_batches(tmp_path) == [4]
     (left,) = temporaries(tmp_path)
     record = Record()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import platform
-import subprocess
+import resource
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from forked import run_forked
 from parts import Remember, new_state, save_batch, tree, value_in
 
 import composerlite
@@ -143,18 +144,17 @@ def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
-NO_SPACE = """
-import resource, sys
-from pathlib import Path
-from parts import save_batch
-folder = Path(sys.argv[1])
-for limit in map(int, sys.argv[2:]):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    try:
-        save_batch(folder, 2)
-    except OSError as e:
-        print(e.errno, e.filename)
-"""
+def save_where_files_may_not_be_larger(folder: str, *limits: str) -> None:
+    """Prints the error of a save for each of ``limits``, which a process can only make smaller for itself."""
+    said: list[str] = []
+    for limit in map(int, limits):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            save_batch(Path(folder), 2)
+        except OSError as e:
+            said.append(f"{e.errno} {e.filename}\n")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    sys.stdout.writelines(said)
 
 
 def test_a_save_that_does_not_fit_is_the_systems_error_and_leaves_nothing(tmp_path: Path) -> None:
@@ -162,9 +162,7 @@ def test_a_save_that_does_not_fit_is_the_systems_error_and_leaves_nothing(tmp_pa
     size = save_batch(tmp_path, 1).stat().st_size
     before = tree(tmp_path)
     limits = [0, 100, size // 2, size * 9 // 10]
-    program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n{NO_SPACE}"
-    command = [sys.executable, "-c", program, str(tmp_path), *map(str, limits)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_forked(save_where_files_may_not_be_larger, str(tmp_path), *map(str, limits), cwd=tmp_path)
     assert done.stdout.splitlines() == [f"{errno.EFBIG} {tmp_path / 'ba2.pt'}"] * len(limits), done.stderr
     assert tree(tmp_path) == before
 

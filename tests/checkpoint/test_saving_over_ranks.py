@@ -78,7 +78,16 @@ def test_what_is_spread_over_ranks_is_gathered_in_one_file(tmp_path: Path) -> No
             assert torch.equal(tensors[key], torch.from_numpy(others[number][key])), (number, key)
 
 
-@pytest.mark.parametrize(("rank", "stage"), [(1, "snapshot"), (1, "write"), (0, "vote"), (0, "commit"), (0, "release")])
+@pytest.mark.parametrize(
+    ("rank", "stage"),
+    [
+        pytest.param(1, "snapshot", marks=pytest.mark.soak),
+        (1, "write"),
+        pytest.param(0, "vote", marks=pytest.mark.soak),
+        (0, "commit"),
+        (0, "release"),
+    ],
+)
 def test_a_killed_rank_is_named_and_the_last_checkpoint_stands(tmp_path: Path, rank: int, stage: str) -> None:
     """At whatever stage of a save it dies, the other raises within the timeout, and nothing half is found."""
     outcomes = run_ranks_to_the_end(saving_ranks.save_and_be_killed, 2, tmp_path, rank, stage)

@@ -38,7 +38,9 @@ def check_chain(folder: Path, cell: Cell, interval: str, deaths: list[str]) -> N
     assert (code, said) == (0, {}), "a finished run that is started again does nothing"
 
 
-@pytest.mark.parametrize("cell", [Cell(0, 4, "dropout"), Cell(2, 1, "ema")], ids=str)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(Cell(0, 4, "dropout"), marks=pytest.mark.soak), Cell(2, 1, "ema")], ids=str
+)
 def test_a_chain_of_five_kills_changes_nothing(cell: Cell, tmp_path: Path) -> None:
     """SIGKILL in a batch, at an epoch's edge, before and after a save: five times, and the result is the same."""
     deaths = ["after_backward:5", "batch_end:14", "epoch_end:20", "batch_checkpoint:35", "before_forward:50"]

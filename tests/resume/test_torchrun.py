@@ -6,20 +6,20 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
-import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import digits_run
 import pytest
 import torch
-from forked import run_forked
+from forked import Launcher, run_forked
+from torch.distributed.run import main as torchrun
 
+from composerlite.cli import main as composerlite
 from composerlite.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
-COMPOSERLITE = str(Path(sysconfig.get_path("scripts")) / "composerlite")
 INTERVAL, GLOBAL_BATCH = 4, 48
 SECONDS = 200.0
 CONFIG = """
@@ -101,17 +101,41 @@ def run(*commands: Sequence[str], folders: Sequence[Path] = ()) -> Ended:
     return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
 
 
-def two_nodes(*configs: str, folders: Sequence[Path] = ()) -> Ended:
+@dataclass(frozen=True)
+class Commands:
+    """How to start an agent of torchrun, and what it starts. Neither need import torch first."""
+
+    agent: list[str]
+    program: list[str]
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    with Launcher(agent) as agents, Launcher(program) as programs:
+        yield Commands(agents.command, ["--no-python", *programs.command])
+
+
+def agent(*_: str) -> None:
+    """``torchrun`` with the arguments of its process."""
+    torchrun()
+
+
+def program(*_: str) -> None:
+    """``composerlite`` with the arguments of its process."""
+    composerlite()
+
+
+def two_nodes(commands: Commands, *configs: str, folders: Sequence[Path] = ()) -> Ended:
     """Two agents with a rank each, which trains as ``composerlite train`` does; relative paths are in ``folders``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
-    agent = [sys.executable, "-m", "torch.distributed.run", *where]
-    program = ["--no-python", COMPOSERLITE, "train"]
-    return run(
-        *([*agent, "--node-rank", str(n), *program, config] for n, config in enumerate(configs)), folders=folders
-    )
+    nodes = [
+        [*commands.agent, *where, "--node-rank", str(node), *commands.program, "train", config]
+        for node, config in enumerate(configs)
+    ]
+    return run(*nodes, folders=folders)
 
 
 def diary(folder: Path, rank: int) -> dict[str, str]:
@@ -142,7 +166,7 @@ def check_death(ended: Ended) -> None:
     assert "SIGKILL" in ended[1][1]
 
 
-def test_a_node_that_dies_changes_nothing(tmp_path: Path, images: Path) -> None:
+def test_a_node_that_dies_changes_nothing(tmp_path: Path, images: Path, commands: Commands) -> None:
     """A rank on one of two nodes, whose disks are their own, is killed. The same commands go on from the newest
     checkpoint and end bit for bit as two ranks of one node do; one process goes on with the same images.
     """
@@ -151,14 +175,14 @@ def test_a_node_that_dies_changes_nothing(tmp_path: Path, images: Path) -> None:
     undisturbed = [diary(whole, rank) for rank in (0, 1)]
 
     nodes = [tmp_path / "node0", tmp_path / "node1"]
-    check_death(two_nodes(*(configured(node, images, die=(1, 10)) for node in nodes)))
+    check_death(two_nodes(commands, *(configured(node, images, die=(1, 10)) for node in nodes)))
     assert sorted((nodes[0] / "checkpoints").glob("*.pt"))
     assert not list(tmp_path.glob("node1/checkpoints/*.pt"))
     alone = tmp_path / "alone"
     shutil.copytree(nodes[0], alone, symlinks=True)
     (alone / "rank0.txt").unlink()
 
-    check(two_nodes(*(configured(node, images) for node in nodes)))
+    check(two_nodes(commands, *(configured(node, images) for node in nodes)))
     assert [diary(node, rank) for rank, node in enumerate(nodes)] == undisturbed
 
     assert run_forked(digits_run.main, configured(alone, images), cwd=ROOT).returncode == 0
@@ -172,7 +196,9 @@ def test_a_node_that_dies_changes_nothing(tmp_path: Path, images: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("disks", [("disk", "disk"), ("disk0", "disk1")])
-def test_a_sharded_run_on_two_nodes_goes_on_after_a_kill(tmp_path: Path, images: Path, disks: tuple[str, str]) -> None:
+def test_a_sharded_run_on_two_nodes_goes_on_after_a_kill(
+    tmp_path: Path, images: Path, disks: tuple[str, str], commands: Commands
+) -> None:
     """Two agents that share a folder, or have disks of their own; one rank is killed; the same commands end with the
     very same bits.
     """
@@ -183,9 +209,9 @@ def test_a_sharded_run_on_two_nodes_goes_on_after_a_kill(tmp_path: Path, images:
         folder.mkdir(exist_ok=True)
     run_ranks(digits_run.main, 2, configured(whole, images, parallelism=sharded), dist_timeout=None)
     dies = configured(cut, images, parallelism=sharded, die=(1, 10), checkpoints="checkpoints")
-    check_death(two_nodes(dies, dies, folders=folders))
+    check_death(two_nodes(commands, dies, dies, folders=folders))
     lives = configured(cut, images, parallelism=sharded, checkpoints="checkpoints")
-    check(two_nodes(lives, lives, folders=folders))
+    check(two_nodes(commands, lives, lives, folders=folders))
     for folder in folders:
         assert (folder / "checkpoints" / "latest" / ".metadata").exists()
     assert [diary(cut, rank) for rank in (0, 1)] == [diary(whole, rank) for rank in (0, 1)]

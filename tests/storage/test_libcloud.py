@@ -14,7 +14,7 @@ import pytest
 from storage.servers.seaweedfs import S3Server
 
 from composerlite.errors import ConfigError, ObjectStoreTransientError
-from composerlite.storage import open_store
+from composerlite.storage import ObjectStore, open_store
 from composerlite.storage.libcloud import LibcloudObjectStore
 from composerlite.testing.contracts import ObjectStoreContract
 
@@ -61,6 +61,10 @@ class TestLibcloudOnS3(ObjectStoreContract):
     def missing_bucket(self, s3_server: S3Server) -> Generator[LibcloudObjectStore]:
         with LibcloudObjectStore("s3", "no-such-bucket", provider_kwargs=s3_arguments(s3_server)) as store:
             yield store
+
+    @pytest.mark.soak  # a thousand requests, one by one
+    def test_long_listings_are_complete(self, store: ObjectStore, prefix: str) -> None:
+        super().test_long_listings_are_complete(store, prefix)
 
 
 # ── what it is told ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,7 +14,7 @@ import pytest
 from storage.servers.sftp import SFTPServer, running_sftp
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError
-from composerlite.storage import open_store
+from composerlite.storage import ObjectStore, open_store
 from composerlite.storage.sftp import SFTPObjectStore
 from composerlite.testing.contracts import ObjectStoreContract
 
@@ -29,6 +29,10 @@ class TestSFTPObjectStore(ObjectStoreContract):
     def missing_bucket(self, sftp_server: SFTPServer) -> Generator[SFTPObjectStore]:
         with SFTPObjectStore(sftp_server.host, **sftp_server.store_kwargs, cwd="missing") as store:
             yield store
+
+    @pytest.mark.soak  # a thousand requests, one by one
+    def test_long_listings_are_complete(self, store: ObjectStore, prefix: str) -> None:
+        super().test_long_listings_are_complete(store, prefix)
 
 
 @pytest.fixture(scope="module")

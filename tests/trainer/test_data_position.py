@@ -52,8 +52,6 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 # ── every kind of loader ─────────────────────────────────────────────────────────────────────────────────────────────
 WITH_WORKERS = {kind for kind in KINDS if "2 workers" in kind}
 A_SAMPLE_OF_THESE = {
-    "shuffled, 2 workers",
-    "user's generator, 2 workers",
     "noise in collate_fn, 2 workers",
     "iterable, 2 workers",
     "StatefulDataLoader, 2 workers",
@@ -161,7 +159,7 @@ def test_a_subset_of_each_epoch_is_resumed(workers: int, tmp_path: Path) -> None
         arguments: dict[str, Any] = {"train_subset_num_batches": 3, "max_duration": "4ep"}
         steps, end = run(kind(), save_folder=folder, save_interval="1ba", **arguments)
         assert len(steps) == 12
-        for batch, checkpoint in checkpoints(folder)[1:6]:
+        for batch, checkpoint in checkpoints(folder)[1 : 3 if workers else 6]:
             rest, end_of_rest = run(kind(), load_path=checkpoint, **arguments)
             assert rest == steps[batch:]
             assert same(end_of_rest, end)

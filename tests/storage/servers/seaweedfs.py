@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import random
 import shutil
@@ -82,9 +83,16 @@ class S3Server:
     def new_bucket(self) -> str:
         """The name of a new, empty bucket."""
         name = f"bucket-{uuid.uuid4().hex[:12]}"
-        with contextlib.closing(self.client()) as client:
-            client.create_bucket(Bucket=name)
+        self._own_client.create_bucket(Bucket=name)
         return name
+
+    def close(self) -> None:
+        """Give back what was opened to reach the service."""
+        self._own_client.close()
+
+    @functools.cached_property
+    def _own_client(self) -> Any:
+        return self.client()
 
 
 @contextlib.contextmanager
@@ -101,6 +109,7 @@ def running_seaweedfs() -> Generator[S3Server]:
             stack.callback(_remove_sockets, ports)
             stack.callback(_kill, process)
             if _is_ready(process, server):
+                stack.callback(server.close)
                 yield server
                 return
             log = (Path(folder) / "log").read_text(errors="replace")[-2000:]
