@@ -20,7 +20,7 @@ __all__ = ["Buffers", "FileSource", "MemorySource", "PartSender", "Source", "par
 
 _MiB = 1 << 20
 _LEAST_PART_BYTES, _MOST_PART_BYTES = 8 * _MiB, 16 * _MiB
-_USUAL_PARTS = 64
+_USUAL_PARTS = 128
 _DRAIN_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)

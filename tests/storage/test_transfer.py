@@ -35,10 +35,14 @@ def store(quick_folder: Path) -> FaultyStore:
     return FaultyStore(LocalObjectStore(quick_folder / "bucket"))
 
 
+def small_parts(store: FaultyStore) -> Transfer:
+    """Parts of 1 MiB, three at a time."""
+    return Transfer(store, threads=3, retry=QUICK, part_bytes=MiB)
+
+
 @pytest.fixture
 def transfer(store: FaultyStore) -> Iterator[Transfer]:
-    """Parts of 1 MiB, three at a time."""
-    with Transfer(store, threads=3, retry=QUICK, part_bytes=MiB) as transfer:
+    with small_parts(store) as transfer:
         yield transfer
 
 
@@ -59,11 +63,11 @@ def content(store: FaultyStore, name: str) -> bytes:
     return store.read_range(name, 0, 2 * SIZE)
 
 
-def stop_after(store: FaultyStore, transfer: Transfer, file: Path, sent: int) -> None:
-    """Have an upload of ``run/a`` fail for the moment after so many parts."""
+def stop_after(store: FaultyStore, file: Path, sent: int) -> None:
+    """Have an upload of ``run/a`` fail for the moment after so many parts; none is on its way any more."""
     store.faults = [Fault("send", after=sent, times=1000)]
-    with pytest.raises(ObjectStoreTransientError):
-        transfer.upload("run/a", file)
+    with small_parts(store) as earlier, pytest.raises(ObjectStoreTransientError):
+        earlier.upload("run/a", file)
     store.faults = []
     store.calls.clear()
     store.sent_bytes = 0
@@ -168,7 +172,7 @@ def test_a_forgotten_upload_is_not_taken_for_complete(
 
 def test_an_upload_is_gone_on_with(store: FaultyStore, transfer: Transfer, file: Path, data: bytes) -> None:
     """The next upload of the name sends only what the store has not got yet."""
-    stop_after(store, transfer, file, 4)
+    stop_after(store, file, 4)
     (left,) = store.unfinished_parts("run/a")
     store.calls.clear()
     transfer.upload("run/a", file)
@@ -181,7 +185,7 @@ def test_an_upload_is_gone_on_with(store: FaultyStore, transfer: Transfer, file:
 
 def test_other_bytes_are_sent_again(store: FaultyStore, transfer: Transfer, file: Path, data: bytes) -> None:
     """A part is not taken for sent because it has the number and the size: its bytes count."""
-    stop_after(store, transfer, file, 4)
+    stop_after(store, file, 4)
     changed = data[:10] + b"!" + data[11:]
     file.write_bytes(changed)
     transfer.upload("run/a", file)
@@ -218,7 +222,7 @@ def test_resumed_parts_of_no_use_are_sent_anew(
     store: FaultyStore, transfer: Transfer, file: Path, data: bytes, error: Exception
 ) -> None:
     """If the store forgets or refuses the upload that was gone on with, all parts are sent, to a new one."""
-    stop_after(store, transfer, file, 4)
+    stop_after(store, file, 4)
     store.faults = [Fault("send", error=lambda: error)]
     transfer.upload("run/a", file)
     assert content(store, "run/a") == data
@@ -574,7 +578,7 @@ def test_wrong_values_are_refused(store: FaultyStore, wrong: dict[str, int]) -> 
 # ── sizes of parts ───────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
     ("size", "expected"),
-    [(17 * MiB, 8 * MiB), (256 * MiB, 8 * MiB), (1 << 30, 16 * MiB), (50 << 30, 16 * MiB), (1 << 40, 105 * MiB)],
+    [(17 * MiB, 8 * MiB), (1 << 30, 8 * MiB), (3 << 30, 16 * MiB), (50 << 30, 16 * MiB), (1 << 40, 105 * MiB)],
 )
 def test_parts_are_sized_by_the_object(store: FaultyStore, size: int, expected: int) -> None:
     """Parts are 8 to 16 MiB, larger only where there would be too many."""
