@@ -18,6 +18,9 @@
         ├── UntrustedCheckpointError                      it contains a type that may run code
         └── SaveError                                     a checkpoint could not be written
 
+    SystemExit
+    └── Preempted                              the run was asked to end, has saved, and is to be launched again
+
 Errors of the operating system (no space, no permission) keep their own type, with the path in the message. Object
 stores use those types too: ``FileNotFoundError``, ``FileExistsError`` and ``PermissionError``.
 """
@@ -41,6 +44,7 @@ __all__ = [
     "LateRankError",
     "ObjectStoreError",
     "ObjectStoreTransientError",
+    "Preempted",
     "RankError",
     "SaveError",
     "TrainingError",
@@ -124,6 +128,21 @@ class UntrustedCheckpointError(CheckpointError):
 
 class SaveError(CheckpointError):
     """A checkpoint could not be written. Every older one is as it was."""
+
+
+class Preempted(SystemExit):
+    """The run was asked from outside to end. It has saved what there was time for, and goes on when it is relaunched.
+
+    Not an error: code that handles errors does not see it. Where nobody catches it the process ends with its ``code``.
+
+    Attributes:
+        code: of the process's end: 128 and the number of the signal, by default.
+        checkpoint: what the run goes on from: path or URI; ``None`` if there is nothing.
+    """
+
+    def __init__(self, code: int, checkpoint: str | None) -> None:
+        super().__init__(code)
+        self.checkpoint = checkpoint
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from composerlite.callbacks.memory_monitor import MemoryMonitor
     from composerlite.callbacks.nan_monitor import NaNMonitor
     from composerlite.callbacks.optimizer_monitor import OptimizerMonitor
+    from composerlite.callbacks.preemption import PreemptionHandler
     from composerlite.callbacks.runtime_estimator import RuntimeEstimator
     from composerlite.callbacks.speed_monitor import SpeedMonitor
 
@@ -29,6 +30,7 @@ __all__ = [
     "MemoryMonitor",
     "NaNMonitor",
     "OptimizerMonitor",
+    "PreemptionHandler",
     "RuntimeEstimator",
     "SpeedMonitor",
 ]
@@ -42,6 +44,7 @@ _HOMES = {
     "MemoryMonitor": "memory_monitor",
     "NaNMonitor": "nan_monitor",
     "OptimizerMonitor": "optimizer_monitor",
+    "PreemptionHandler": "preemption",
     "RuntimeEstimator": "runtime_estimator",
     "SpeedMonitor": "speed_monitor",
 }

@@ -437,6 +437,37 @@ class CheckpointSaver(Callback):
             raise CheckpointError("the checkpoint could not be saved: see the warning in the log.")
         return self._path_of(pending.wait())
 
+    def has_saved(self, state: State) -> bool:
+        """Whether there is a checkpoint of where the run stands; waits for the save in flight.
+
+        Raises:
+            Exception: what made that fail, unless that is tolerated.
+        """
+        self._collect(None)
+        return self.last_checkpoint_batch == int(state.timestamp.batch) and not self._failures.last_failed
+
+    def save_last(self, state: State) -> None:
+        """Save where the run stands, which has to end here. The next regular checkpoint takes its place."""
+        self._start(state, None, ephemeral=True)
+        self._collect(None)
+
+    @property
+    def expected_seconds(self) -> float | None:
+        """How long a save takes, as the last one did; ``None``: there was none. Known on rank 0."""
+        return self.reports[-1].seconds["total"] if self.reports else None
+
+    def published(self, seconds: float) -> bool | None:
+        """Wait until all checkpoints are published, ``seconds`` at most; whether that is so; ``None``: nowhere to.
+
+        The same on every rank.
+        """
+        return self._remote.published_together(seconds) if self._publishes else None
+
+    @property
+    def newest(self) -> str | None:
+        """Path of the newest checkpoint in the folder; ``None`` if there is none."""
+        return self.saved_checkpoints[-1] if self.saved_checkpoints else None
+
     def _start(self, state: State, logger: Logger | None, *, ephemeral: bool) -> PendingSave | None:
         """Begin a save. Failures so far are raised first, or counted where that is tolerated."""
         if self._pending is not None:

@@ -30,6 +30,11 @@ class FailuresInARow:
         self._what = what
         self._count = 0
 
+    @property
+    def last_failed(self) -> bool:
+        """Whether the last one could not be."""
+        return self._count > 0
+
     def succeeded(self) -> None:
         """Begin to count anew."""
         self._count = 0

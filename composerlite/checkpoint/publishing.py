@@ -392,6 +392,10 @@ class RemoteSaving:
                 if not publisher.published(0):
                     raise publisher.late()
 
+    def published_together(self, seconds: float) -> bool:
+        """Whether everything is published on every rank, within so many seconds."""
+        return wait_together(self._published, timedelta(seconds=max(seconds, 0.001)))
+
     def _published(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
         return all(publisher.published(until - time.monotonic()) for publisher in self.publishers)

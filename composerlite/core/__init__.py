@@ -12,6 +12,7 @@ from composerlite.core.data import DataSpec, count_samples, count_tokens, ensure
 from composerlite.core.engine import AlgorithmPass, Engine, Trace, Traces
 from composerlite.core.evaluator import Evaluator, ensure_evaluator
 from composerlite.core.event import Event
+from composerlite.core.interruption import BatchAbandonedError, EvaluationAbandonedError, Interruption
 from composerlite.core.interval import IntervalScheduler, SchedulePredicate, create_interval_scheduler
 from composerlite.core.logger import Logger, LoggerDestination
 from composerlite.core.measured import MeasuredMetrics, check_metric_exists, gives_one_value, metric_values
@@ -40,12 +41,15 @@ __all__ = [
     "AlgorithmPass",
     "AutoInterval",
     "Batch",
+    "BatchAbandonedError",
     "Callback",
     "DataSpec",
     "Engine",
+    "EvaluationAbandonedError",
     "Evaluator",
     "Event",
     "FSDPConfig",
+    "Interruption",
     "IntervalScheduler",
     "Logger",
     "LoggerDestination",

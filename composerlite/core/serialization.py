@@ -124,6 +124,9 @@ def _metadata(state: State) -> StateDict:
         "device_train_microbatch_size": state.device_train_microbatch_size,
         "fit_starts": [start.plain() for start in state.fit_starts],
     }
+    if state.interruption.evaluation is not None:
+        event, labels = state.interruption.evaluation
+        metadata["interrupted_evaluation"] = {"event": event.value, "labels": list(labels)}
     batch_size = getattr(state.train_dataloader, "batch_size", None)
     return metadata if batch_size is None else {**metadata, "train_dataloader_batch_size": batch_size}
 
@@ -253,6 +256,8 @@ def _load_time(state: State, contents: StateDict) -> None:
     if contents.get("run_name") == state.run_name:  # the same run goes on: its calls of fit count from where they did
         starts = contents.get("metadata", {}).get("fit_starts", ())
         state.fit_starts = [Timestamp.from_state_dict(start) for start in starts]
+        if evaluation := contents.get("metadata", {}).get("interrupted_evaluation"):
+            state.interruption.evaluation = Event(evaluation["event"]), tuple(map(str, evaluation["labels"]))
     if "rank_zero_seed" in contents:
         state.rank_zero_seed = int(contents["rank_zero_seed"])
     if "dataset_state" in contents:

@@ -13,6 +13,7 @@ from composerlite import dist
 from composerlite.core import serialization
 from composerlite.core.algorithm import Algorithm
 from composerlite.core.callback import Callback
+from composerlite.core.interruption import Interruption
 from composerlite.core.precision import Precision
 from composerlite.core.reproducibility import MAX_SEED
 from composerlite.core.time import MICROSECONDS, Time, TimeInput, Timestamp, TimeUnit
@@ -50,6 +51,7 @@ class State:
         device_train_microbatch_size: samples per forward pass; ``None`` for a whole batch.
         parallelism: how the model is spread over ranks; ``None`` for a whole copy on each.
         riders: numbers that are added up over the ranks in each batch.
+        interruption: whether the process was asked from outside to end.
         stop_requested: with several ranks, :meth:`stop_training` was called on this one and the others do not know yet.
     """
 
@@ -110,6 +112,7 @@ class State:
         self.parallelism = parallelism
         self.stop_requested = False
         self.riders = dist.Riders()
+        self.interruption = Interruption(self.riders)
 
         self._max_duration: Time | None = None
         self.max_duration = max_duration

@@ -1,4 +1,4 @@
-"""What training changes while it tries a batch, to be put back if the batch did not fit into memory."""
+"""What training changes while it tries a batch, to be put back if the batch is given up or did not fit into memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch.nn.parameter import is_lazy
 
 from composerlite.checkpoint import rng
 from composerlite.core import State
+from composerlite.types import StateDict, Stateful
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-__all__ = ["BeforeBatch"]
+__all__ = ["BeforeBatch", "BeforeLoading"]
 
 
 @final
@@ -44,6 +45,35 @@ class BeforeBatch:
             metric._computed = None  # pyright: ignore[reportPrivateUsage]
             for name, value in _copies(values).items():
                 setattr(metric, name, value)
+
+
+@final
+class BeforeLoading:
+    """:class:`BeforeBatch`, and the position in the data: as they are before a batch is asked of the loader."""
+
+    def __init__(self, state: State, position: Stateful) -> None:
+        self._state = state
+        self._rest = BeforeBatch(state)
+        self._position = position.state_dict()
+
+    def restore(self) -> None:
+        """Put everything back, to be saved: the loader, which may have been stopped anywhere, is of no more use."""
+        self._rest.restore()
+        self._state.data_position = _Noted(self._position)
+
+
+@final
+class _Noted:
+    """Stands in for a position that is not asked any more."""
+
+    def __init__(self, state_dict: StateDict) -> None:
+        self._state_dict = state_dict
+
+    def state_dict(self) -> StateDict:
+        return self._state_dict
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        self._state_dict = state_dict
 
 
 def _with_parts(metrics: Mapping[str, Metric]) -> list[Metric]:

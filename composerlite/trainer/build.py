@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from composerlite.core import ParallelismConfig
 
 __all__ = [
+    "add_preemption_handler",
     "build_evaluators",
     "build_optimizer",
     "build_schedulers",
@@ -236,6 +237,14 @@ def saver(arguments: Mapping[str, Any]) -> CheckpointSaver:
         if name.startswith("save_") and name != "save_metrics"
     }
     return CheckpointSaver(**given)
+
+
+def add_preemption_handler(callbacks: list[Callback]) -> None:
+    """Have the run save when it is asked to end, unless one of its ``callbacks`` does so already."""
+    from composerlite.callbacks import PreemptionHandler
+
+    if not any(isinstance(callback, PreemptionHandler) for callback in callbacks):
+        callbacks.append(PreemptionHandler())
 
 
 def parallelism(value: Mapping[str, Any] | ParallelismConfig | None) -> ParallelismConfig | None:

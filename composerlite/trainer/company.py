@@ -14,7 +14,7 @@ import torch
 
 from composerlite import dist
 from composerlite.core import State
-from composerlite.errors import ConfigError, RankError
+from composerlite.errors import ConfigError, Preempted, RankError
 
 __all__ = [
     "Alone",
@@ -50,7 +50,11 @@ class Company(ABC):
         """This rank's data have ended. In place of :meth:`count`."""
 
     @abstractmethod
-    def step(self, has_batch: bool, samples: int, tokens: int) -> tuple[int, int] | None:
+    def abandon(self, state: State) -> None:
+        """This rank gives its batch up, since the run is to end. In place of :meth:`count`."""
+
+    @abstractmethod
+    def step(self, state: State, has_batch: bool, samples: int, tokens: int) -> tuple[int, int] | None:
         """As :meth:`count`, where ranks may have different numbers of batches: ``None`` when no rank has another."""
 
     @abstractmethod
@@ -106,7 +110,9 @@ class Alone(Company):
 
     def end_of_data(self, state: State) -> None: ...
 
-    def step(self, has_batch: bool, samples: int, tokens: int) -> tuple[int, int] | None:
+    def abandon(self, state: State) -> None: ...
+
+    def step(self, state: State, has_batch: bool, samples: int, tokens: int) -> tuple[int, int] | None:
         return (samples, tokens) if has_batch else None
 
     def agree_on_end(self, state: State) -> None: ...
@@ -157,11 +163,12 @@ class Together(Company):
         state.riders.settle(sums[len(own) :])
         return sums[: len(own)]
 
-    def step(self, has_batch: bool, samples: int, tokens: int) -> tuple[int, int] | None:
+    def abandon(self, state: State) -> None:
+        self._sums(state, 0, 0, 0, 0, int(state.stop_requested), 0)
+
+    def step(self, state: State, has_batch: bool, samples: int, tokens: int) -> tuple[int, int] | None:
         own = [samples, tokens] if self._counts else [0, 0]
-        numbers = torch.tensor([*own, int(has_batch)])
-        dist.all_reduce(numbers)
-        all_samples, all_tokens, ranks = numbers.tolist()
+        all_samples, all_tokens, ranks = self._sums(state, *own, int(has_batch))
         return (all_samples, all_tokens) if ranks else None
 
     def agree_on_end(self, state: State) -> None:
@@ -217,6 +224,8 @@ def failing_together(what: str) -> Generator[None]:
     """
     try:
         yield
+    except Preempted:
+        raise  # on every rank
     except BaseException as e:
         if dist.get_world_size() == 1:
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from composerlite.checkpoint import rng
 from composerlite.core import (
     DataSpec,
     Engine,
+    EvaluationAbandonedError,
     Evaluator,
     Event,
     Logger,
@@ -31,6 +33,8 @@ from composerlite.trainer.company import Company
 from composerlite.trainer.dataloading import EvaluationBatches, Share, batches_per_epoch
 from composerlite.trainer.parallel import Alone, Parallel
 from composerlite.types import Batch
+
+log = logging.getLogger(__name__)
 
 __all__ = ["EvaluationSchedule", "Ranks", "evaluate", "log_metrics", "predict"]
 
@@ -73,23 +77,54 @@ class EvaluationSchedule:
         ]
         if not due:
             return False
-        self._last.update({evaluator.label: batch for evaluator in due})
-        generators = rng.capture()
-        evaluate(state, self._engine, self._logger, due, self._ranks)
-        rng.restore([generators])
+        self._run(event, due)
         return True
 
+    def run(self, event: Event, labels: Sequence[str]) -> None:
+        """Run the evaluators of those ``labels``, which were due at ``event``."""
+        known = [evaluator for evaluator in self._state.evaluators if evaluator.label in labels]
+        if len(known) < len(labels):
+            log.warning("the interrupted run was evaluating %s: this one has %s", labels, [e.label for e in known])
+        if known:
+            self._run(event, known)
 
-def evaluate(state: State, engine: Engine, logger: Logger, evaluators: Sequence[Evaluator], ranks: Ranks) -> None:
+    def _run(self, event: Event, due: Sequence[Evaluator]) -> None:
+        state = self._state
+        self._last.update({evaluator.label: int(state.timestamp.batch) for evaluator in due})
+        generators = rng.capture()
+        try:
+            evaluate(state, self._engine, self._logger, due, self._ranks, may_stop=True)
+        except EvaluationAbandonedError:
+            state.interruption.evaluation = event, tuple(evaluator.label for evaluator in due)
+        rng.restore([generators])
+
+
+def evaluate(
+    state: State,
+    engine: Engine,
+    logger: Logger,
+    evaluators: Sequence[Evaluator],
+    ranks: Ranks,
+    *,
+    may_stop: bool = False,
+) -> None:
     """Evaluate the model. What training uses of the state is as before afterwards.
 
     The metrics are those of the samples of all ranks.
+
+    Args:
+        state, engine, logger: as everywhere.
+        evaluators: on what. ranks: the others.
+        may_stop: give up as soon as the run is to end.
+
+    Raises:
+        EvaluationAbandonedError: it was given up, on every rank.
     """
     engine.run_event(Event.EVAL_BEFORE_ALL)
     with _set_aside(state), torch.no_grad():
         ranks.parallel.before_evaluation(state.model)
         for evaluator in evaluators:
-            _evaluate_one(state, engine, logger, evaluator, ranks)
+            _evaluate_one(state, engine, logger, evaluator, ranks, may_stop=may_stop)
     engine.run_event(Event.EVAL_AFTER_ALL)
 
 
@@ -113,7 +148,9 @@ def _length(state: State) -> int | None:
     return None if state.dataloader_len is None else int(state.dataloader_len)
 
 
-def _evaluate_one(state: State, engine: Engine, logger: Logger, evaluator: Evaluator, ranks: Ranks) -> None:
+def _evaluate_one(
+    state: State, engine: Engine, logger: Logger, evaluator: Evaluator, ranks: Ranks, *, may_stop: bool
+) -> None:
     model: Any = state.model
     spec = evaluator.dataloader
     metrics = state.eval_metrics.get(evaluator.label, {})
@@ -123,7 +160,10 @@ def _evaluate_one(state: State, engine: Engine, logger: Logger, evaluator: Evalu
     state.set_dataloader(spec.dataloader, evaluator.label, batches_per_epoch(spec, ranks.share, subset=limit))
     state.eval_timestamp = Timestamp()
     engine.run_event(Event.EVAL_START)
-    for batch, is_stand_in, counted in _batches(spec, limit, ranks):
+    for batch, is_stand_in, counted in _batches(state, spec, limit, ranks):
+        if may_stop and state.interruption.is_watched and state.interruption.agreed:
+            ranks.parallel.after_evaluation(state.model)
+            raise EvaluationAbandonedError
         start = time.perf_counter()
         state.batch = _prepare(state, spec, batch)
         whole, samples = state.batch, spec.get_num_samples_in_batch(batch)
@@ -174,7 +214,7 @@ def predict(
         state.predict_timestamp = Timestamp()
         engine.run_event(Event.PREDICT_START)
         with torch.no_grad():
-            for batch, is_stand_in, counted in _batches(spec, subset_num_batches, ranks):
+            for batch, is_stand_in, counted in _batches(state, spec, subset_num_batches, ranks):
                 start = time.perf_counter()
                 state.batch = _prepare(state, spec, batch)
                 if spec.microbatch_transforms is not None:
@@ -194,12 +234,13 @@ def predict(
     return outputs
 
 
-def _batches(spec: DataSpec, limit: int, ranks: Ranks) -> Iterator[tuple[Batch, bool, tuple[int, int]]]:
+def _batches(state: State, spec: DataSpec, limit: int, ranks: Ranks) -> Iterator[tuple[Batch, bool, tuple[int, int]]]:
     """Each batch of this rank, whether it is there only to keep step, and the samples and tokens of all ranks in it.
 
     Where a forward pass waits for other ranks, one whose batches have ended gives its last one again until all end.
     """
-    own = EvaluationBatches(spec, ranks.share)
+    with state.interruption.sparing_children(spec.dataloader):
+        own = EvaluationBatches(spec, ranks.share)
     batches = iter(own) if limit < 0 else itertools.islice(own, limit)
     batch: Batch = None
     began = False
@@ -211,7 +252,7 @@ def _batches(spec: DataSpec, limit: int, ranks: Ranks) -> Iterator[tuple[Batch, 
         counts = has_batch and not own.is_stand_in
         samples = spec.get_num_samples_in_batch(batch) if counts else 0
         tokens = spec.get_num_tokens_in_batch(batch) if counts else 0
-        counted = ranks.company.step(has_batch, samples, tokens)
+        counted = ranks.company.step(state, has_batch, samples, tokens)
         if counted is None:
             return
         if has_batch:

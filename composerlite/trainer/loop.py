@@ -6,12 +6,24 @@ import itertools
 import logging
 import time
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 
 from composerlite.checkpoint import rng
-from composerlite.core import DataSpec, Engine, Event, Logger, State, TimeUnit, count_samples, move_to_device
+from composerlite.core import (
+    BatchAbandonedError,
+    DataSpec,
+    Engine,
+    Event,
+    Logger,
+    State,
+    TimeUnit,
+    count_samples,
+    move_to_device,
+)
 from composerlite.errors import ConfigError, TrainingError
+from composerlite.trainer.attempt import BeforeLoading
 from composerlite.trainer.company import Alone, Company, Counted, end_now
 from composerlite.trainer.dataloading import DataPosition
 from composerlite.trainer.evaluate import EvaluationSchedule, log_metrics
@@ -87,7 +99,9 @@ def run(loop: Loop) -> None:
     if loop.rng_states is not None:
         rng.restore(loop.rng_states, state.rank)
 
-    if int(state.timestamp.batch_in_epoch) == 0:
+    if state.interruption.evaluation is not None:
+        _evaluate_what_was_interrupted(loop)
+    elif int(state.timestamp.batch_in_epoch) == 0:
         _end_iteration_if_due(loop)  # resumed from a checkpoint of the last epoch of an iteration
     while not state.training_is_over:
         if int(state.timestamp.batch_in_epoch) == 0:
@@ -116,15 +130,26 @@ def _epoch(loop: Loop) -> tuple[bool, bool]:
         Whether the epoch is over (false: training ended within it), and whether the loader itself ended it.
     """
     state, engine = loop.state, loop.engine
+    interruption = state.interruption
     done = int(state.timestamp.batch_in_epoch)
-    batches = loop.position.epoch(int(state.timestamp.epoch), done if loop.spin_dataloaders else 0)
+    # The first batch counts as slow: workers start. The loader draws its order when the epoch begins.
+    before = _before_slow_batch(loop, is_first=True)
+    with interruption.sparing_children(loop.spec.dataloader):
+        batches = loop.position.epoch(int(state.timestamp.epoch), done if loop.spin_dataloaders else 0)
     if loop.subset_num_batches >= 0:
         batches = itertools.islice(batches, max(0, loop.subset_num_batches - done))
     clock = time.perf_counter_ns() // 1000
     while True:
         engine.run_event(Event.BEFORE_DATALOADER)
         try:
-            batch = next(batches)
+            if before is None:
+                batch = next(batches)
+            else:
+                with interruption.breaking():
+                    batch = next(batches)
+        except BatchAbandonedError:
+            loop.company.abandon(state)
+            _give_up(loop, before)
         except StopIteration:
             if loop.asks:
                 loop.company.end_of_data(state)
@@ -137,12 +162,43 @@ def _epoch(loop: Loop) -> tuple[bool, bool]:
         if counted is None:
             _check_progress(state, done)
             return True, False
-        if loop.may_stop_asking and not counted.tokens:
+        if before is not None and interruption.agreed:
+            _give_up(loop, before)
+        if loop.may_stop_asking and not counted.tokens and before is None:
             loop.asks = False
-        clock = _batch(loop, batch, clock, (samples, tokens), counted)
+        ended = clock
+        try:
+            clock = _batch(loop, batch, clock, (samples, tokens), counted)
+        except BatchAbandonedError:
+            _give_up(loop, before)
+        if interruption.is_watched:
+            interruption.look()
+            interruption.batch_took(clock - ended)
+            before = _before_slow_batch(loop)
         done += 1
         if state.training_is_over:
             return _at_end_of_epoch(loop), False
+
+
+def _before_slow_batch(loop: Loop, *, is_first: bool = False) -> BeforeLoading | None:
+    """What to go back to where a batch that may take long is given up; ``None`` where it is not to be given up."""
+    state, interruption = loop.state, loop.state.interruption
+    interruption.may_abandon = interruption.is_watched and interruption.batches_are_slow
+    if interruption.may_abandon:
+        loop.asks = True
+    if not interruption.may_abandon and not (is_first and interruption.is_watched):
+        return None
+    return BeforeLoading(state, loop.position) if loop.asks or state.world_size == 1 else None  # else they cannot agree
+
+
+def _give_up(loop: Loop, before: BeforeLoading | None) -> NoReturn:
+    """End the run as it was before the batch that it has begun."""
+    leave = loop.state.interruption.leave
+    assert before is not None
+    assert leave is not None
+    before.restore()
+    leave()
+    raise AssertionError("who leaves does not come back")
 
 
 def _known(loop: Loop, tokens: int) -> Counted:
@@ -209,8 +265,7 @@ def _end_epoch(loop: Loop) -> None:
             scheduler.step()
     engine.run_event(Event.EPOCH_END)
     loop.evaluation.run_due(Event.EPOCH_END)
-    loop.company.agree_on_end(state)
-    engine.run_event(Event.EPOCH_CHECKPOINT)
+    _checkpoint(loop, Event.EPOCH_CHECKPOINT)
     _end_iteration_if_due(loop)
 
 
@@ -223,8 +278,31 @@ def _end_iteration_if_due(loop: Loop) -> None:
         state.timestamp = state.timestamp.to_next_iteration()
         engine.run_event(Event.ITERATION_END)
         loop.evaluation.run_due(Event.ITERATION_END)
-        loop.company.agree_on_end(state)
-        engine.run_event(Event.ITERATION_CHECKPOINT)
+        _checkpoint(loop, Event.ITERATION_CHECKPOINT)
+
+
+def _checkpoint(loop: Loop, event: Event) -> None:
+    loop.company.agree_on_end(loop.state)
+    loop.engine.run_event(event)
+    loop.state.interruption.look()
+
+
+_CHECKPOINT_AFTER = {
+    Event.BATCH_END: Event.BATCH_CHECKPOINT,
+    Event.EPOCH_END: Event.EPOCH_CHECKPOINT,
+    Event.ITERATION_END: Event.ITERATION_CHECKPOINT,
+}
+
+
+def _evaluate_what_was_interrupted(loop: Loop) -> None:
+    """Make up for the evaluation that the interrupted run gave up, and for what would have followed it."""
+    state = loop.state
+    assert state.interruption.evaluation is not None
+    (event, labels), state.interruption.evaluation = state.interruption.evaluation, None
+    loop.evaluation.run(event, labels)
+    _checkpoint(loop, _CHECKPOINT_AFTER[event])
+    if int(state.timestamp.batch_in_epoch) == 0 and event is not Event.ITERATION_END:
+        _end_iteration_if_due(loop)
 
 
 def _at_end_of_epoch(loop: Loop) -> bool:

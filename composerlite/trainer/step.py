@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 
 from composerlite.core import (
+    BatchAbandonedError,
     DataSpec,
     Engine,
     Event,
@@ -142,10 +143,24 @@ class TrainStep:
         engine.run_event(Event.BEFORE_TRAIN_BATCH)
 
         microbatches = self._microbatches(samples)
-        if len(microbatches) == 1:
+        may_stop = state.interruption.may_abandon and state.device_train_microbatch_size is not None
+        if may_stop:
+            self._stop_if_asked(self._company.max(len(microbatches)) - len(microbatches))
+        if len(microbatches) == 1 and not may_stop:
             self._microbatch(None if share == 1.0 else share, last=True)
         else:
-            self._accumulate(microbatches, share)
+            self._accumulate(microbatches, share, may_stop=may_stop)
+
+    def _stop_if_asked(self, times: int = 1) -> None:
+        """Give the batch up if the run is to end: every rank asks so many times, those with fewer pieces at first.
+
+        Raises:
+            BatchAbandonedError: on every rank.
+        """
+        for _ in range(times):
+            if self._company.any(self._state.interruption.requested):
+                self._parallel.after_evaluation(self._state.model)
+                raise BatchAbandonedError
 
     def _microbatches(self, samples: int) -> Sequence[Batch]:
         """``state.batch`` in pieces; where ranks wait for each other in a pass, as many on each."""
@@ -163,8 +178,8 @@ class TrainStep:
             pieces = [*pieces, *[_StandIn(pieces[-1])] * (needed - len(pieces))]
         return pieces
 
-    def _accumulate(self, microbatches: Sequence[Batch], share: float) -> None:
-        """Train on each; what it counts is its part of the batch's samples or tokens."""
+    def _accumulate(self, microbatches: Sequence[Batch], share: float, *, may_stop: bool = False) -> None:
+        """Train on each; what it counts is its part of the batch's samples or tokens. ``may_stop`` between two."""
         state = self._state
         whole = state.batch
         counts = [0 if isinstance(piece, _StandIn) else self._count(piece) for piece in microbatches]
@@ -176,6 +191,8 @@ class TrainStep:
             )
         losses: dict[str, Any] = {}
         for number, (piece, count) in enumerate(zip(microbatches, counts, strict=True), 1):
+            if may_stop:
+                self._stop_if_asked()
             state.batch = piece.batch if isinstance(piece, _StandIn) else piece
             part = count / total if total else 0.0
             self._microbatch(part * share, last=number == len(microbatches))

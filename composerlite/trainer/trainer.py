@@ -113,6 +113,7 @@ class Trainer:
             those of :class:`CheckpointSaver`.
         save_metrics: put the state of metrics into checkpoints, so that those of an epoch survive a resume within it.
         autoresume: go on from the newest good checkpoint of this ``run_name``, if there is one. Needs a ``run_name``.
+            A run that is asked to end saves first: see :class:`PreemptionHandler`.
         device: ``'cpu'``, ``'gpu'`` or ``'mps'``; the GPU by default if there is one.
         precision: ``'fp32'``, ``'amp_bf16'``, ``'amp_fp16'``.
         device_train_microbatch_size: samples per forward pass, or ``'auto'`` to halve it until it fits into memory.
@@ -261,6 +262,8 @@ class Trainer:
         user_loggers += build.output_loggers(arguments)
         if save_folder is not None:
             user_callbacks.append(build.saver(arguments))  # last: it saves what the other callbacks have done
+        if autoresume:
+            build.add_preemption_handler(user_callbacks)
         self.state.callbacks = [*user_loggers, *user_callbacks]
         self.logger = Logger(self.state, user_loggers)
         model.logger = self.logger
@@ -392,7 +395,7 @@ class Trainer:
             log.info("call %d of fit was finished before the run was interrupted", number + 1)
             return
         begun_before = self._begin_fit(number, duration, reset_time)
-        if state.training_is_over:
+        if state.training_is_over and state.interruption.evaluation is None:
             if begun_before or self._resumed:
                 log.info("the run had ended at %s: nothing to train", state.max_duration)
                 return
@@ -435,6 +438,8 @@ class Trainer:
         except BaseException:
             self._parallel.give_up()
             raise
+        finally:
+            state.interruption.unwatch()
 
     def _place_in(self, spec: DataSpec) -> DataPosition:
         """The position in the training data: that of the last ``fit`` on it, of the checkpoint, or its start."""

@@ -99,9 +99,10 @@ def build(cell: Cell, callbacks: Sequence[Callback] = (), **arguments: Any) -> T
     """A trainer of ``cell`` from scratch, as a new process would build it."""
     torch.manual_seed(7)
     model = Net(dropout=0.5 if cell.extra == "dropout" else 0.0)
+    data = DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True, num_workers=cell.workers)
     return Trainer(
         model=model,
-        train_dataloader=DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True, num_workers=cell.workers),
+        train_dataloader=arguments.pop("train_dataloader", data),
         optimizers=DecoupledAdamW(model.parameters(), lr=0.01, weight_decay=0.01),
         algorithms=[EMA(half_life="5ba")] if cell.extra == "ema" else [],
         schedulers=[CosineAnnealingScheduler()] if cell.extra == "scheduler" else [],

@@ -1,0 +1,119 @@
+"""Interruption: a request from outside to end the process soon, and where training looks for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, final
+
+from composerlite import dist
+from composerlite.core.event import Event
+from composerlite.core.spared_children import spared_children
+
+__all__ = ["BatchAbandonedError", "EvaluationAbandonedError", "Interruption"]
+
+_SLOW_SECONDS = 1.0
+"""A batch that takes longer, its loading included, may be given up for an interruption; a shorter one is finished."""
+
+
+class BatchAbandonedError(Exception):
+    """Training gives up the batch that it has begun: the run is to end before it could be done."""
+
+
+class EvaluationAbandonedError(Exception):
+    """An evaluation is given up: the run is to end. The resumed one begins with it."""
+
+
+@final
+class Interruption:
+    """A request from outside to end the process soon, such as a scheduler's SIGTERM.
+
+    Whoever hears of it calls :meth:`request`, which only takes note. Training looks at :attr:`agreed` at every safe
+    point: after each batch, each epoch, each batch of an evaluation; and, where batches take long, between microbatches
+    and while it waits for the loader. There the run is as after a whole number of steps, on every rank the same.
+
+    Attributes:
+        requested: on this rank.
+        leave: what to do then, at the next safe point; it does not return. ``None``: nobody listens for signals.
+        evaluation: an evaluation that was given up: the event it belongs to, and the labels of its evaluators.
+        may_abandon: the batch that is trained on may be given up between microbatches. The same on every rank.
+    """
+
+    def __init__(self, riders: dist.Riders) -> None:
+        self.requested = False
+        self.leave: Callable[[], None] | None = None
+        self.evaluation: tuple[Event, tuple[str, ...]] | None = None
+        self.may_abandon = False
+        self._signals: Sequence[int] = ()
+        self._seconds = 0.0
+        self._breaks = False
+        self._asking = dist.Rider(lambda: int(self.requested))
+        self._slow = dist.Rider(lambda: int(self._seconds > _SLOW_SECONDS))
+        riders.add(self._asking)
+        riders.add(self._slow)
+
+    @property
+    def agreed(self) -> bool:
+        """Whether a rank was asked to end and all know: the same on every rank."""
+        return self._asking.total > 0
+
+    @property
+    def batches_are_slow(self) -> bool:
+        """Whether the last batch took long on a rank: the same on every rank."""
+        return self._slow.total > 0
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether anybody listens, so that looking at it is of use. The same on every rank."""
+        return self.leave is not None
+
+    def watch(self, leave: Callable[[], None], signals: Sequence[int]) -> None:
+        """From now on ``leave`` is called at the next safe point after a :meth:`request`.
+
+        Args:
+            leave: ends the run; called on every rank, at the same point.
+            signals: by which the process may be asked; the workers of loaders are kept from them.
+        """
+        self.leave, self._signals = leave, signals
+
+    def unwatch(self) -> None:
+        """Nobody looks any more: training is over."""
+        self.leave, self._signals = None, ()
+
+    def request(self, *, here: bool = False) -> None:
+        """Ask for the end of the run.
+
+        Args:
+            here: this is the training thread, in a signal handler.
+
+        Raises:
+            BatchAbandonedError: with ``here``, where training waits for its loader and may stop to do so.
+        """
+        self.requested = True
+        if here and self._breaks:
+            self._breaks = False
+            raise BatchAbandonedError
+
+    def batch_took(self, microseconds: int) -> None:
+        """Take note of how long a batch took, its loading included."""
+        self._seconds = microseconds / 1e6
+
+    def look(self) -> None:
+        """A safe point: leave if all ranks have agreed to."""
+        if self.leave is not None and self.agreed:
+            self.leave()
+
+    @contextlib.contextmanager
+    def breaking(self) -> Generator[None]:
+        """Within it a request on this thread raises :class:`BatchAbandonedError`, wherever the loader is."""
+        if self.requested:
+            raise BatchAbandonedError
+        self._breaks = True
+        try:
+            yield
+        finally:
+            self._breaks = False
+
+    def sparing_children(self, loader: Any) -> contextlib.AbstractContextManager[None]:
+        """Workers of ``loader`` that are started within it do not end by the signals that the run is asked by."""
+        return spared_children(self._signals, loader)

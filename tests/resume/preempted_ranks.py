@@ -1,0 +1,105 @@
+"""What each of several ranks does that train together while one of them is asked to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from composerlite import Callback, ComposerModel, DataSpec, Event, Logger, State, Trainer, dist
+from composerlite.callbacks import PreemptionHandler
+from composerlite.errors import Preempted
+
+LAST = 8
+
+
+class _Model(ComposerModel):
+    def __init__(self, pause: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.3), nn.LayerNorm(6), nn.Linear(6, 2))
+        self.pause = pause
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        time.sleep(self.pause if self.training else 0.0)
+        return self.layers(batch[0])
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+
+class _Asked(Callback):
+    """Has this rank's process get a signal at an event, and notes what it saw."""
+
+    def __init__(self, at: tuple[int, str, int, int] | None) -> None:
+        self.at, self.times = at, 0
+        self.seen: list[list[int]] = []
+        self.evaluated: list[int] = []
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event is Event.BATCH_END:
+            self.seen.append(state.batch[2].tolist())
+        elif event is Event.EVAL_END:
+            self.evaluated.append(int(state.timestamp.batch))
+        if self.at is not None and (dist.get_global_rank(), event.value, int(state.timestamp.batch)) == self.at[:3]:
+            self.times += 1
+            if self.times == self.at[3]:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train(
+    folder: Path,
+    at: tuple[int, str, int, int] | None,
+    *,
+    tokens: bool = False,
+    pause: float = 0.0,
+    pieces: int = 1,
+    fsdp: bool = False,
+) -> dict[str, Any]:
+    """Train, go on from what is in ``folder``; one rank gets a signal ``at`` (rank, event, batch, so many-th time)."""
+    numbers = torch.Generator().manual_seed(4)
+    inputs = torch.randn(32, 3, generator=numbers)
+    points = TensorDataset(inputs, (inputs.sum(1) > 0).long(), torch.arange(32))
+    torch.manual_seed(5)
+    model, asked = _Model(pause), _Asked(at)
+    loader: Any = DataLoader(points, batch_size=4, shuffle=True)
+    if tokens:
+        loader = DataSpec(loader, get_num_tokens_in_batch=lambda batch: 3 * len(batch[0]))
+    code = 0
+    with Trainer(
+        model=model,
+        train_dataloader=loader,
+        eval_dataloader=DataLoader(points, batch_size=4),
+        eval_interval="4ba",
+        optimizers=torch.optim.Adam(model.parameters(), lr=0.01),
+        max_duration=f"{LAST}ba",
+        device_train_microbatch_size=4 // pieces,
+        callbacks=[asked, PreemptionHandler("20s")],
+        save_folder=folder,
+        save_interval="3ba",
+        autoresume=True,
+        run_name="run",
+        seed=2,
+        device="cpu",
+        progress_bar=False,
+        parallelism_config={"fsdp": {}} if fsdp else None,
+    ) as trainer:
+        first = int(trainer.state.timestamp.batch)
+        try:
+            trainer.fit()
+        except Preempted as e:
+            code = int(e.code or 0)
+        weights = {name: dist.full_tensor(tensor).clone() for name, tensor in model.state_dict().items()}
+        return {
+            "code": code,
+            "first": first,
+            "last": int(trainer.state.timestamp.batch),
+            "seen": asked.seen,
+            "evaluated": asked.evaluated,
+            "weights": weights,
+        }

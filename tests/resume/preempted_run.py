@@ -1,0 +1,161 @@
+"""The small run, asked to end at a given moment, or after a given time; it evaluates, too.
+
+Run as ``preempted_run.py <folder> <order>``, with the order in JSON: see :class:`Order`. Each batch and each evaluation
+that was done is a line of output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_run import Cell, Noisy, Say, build, final_state
+from torch.utils.data import DataLoader, Dataset
+
+from composerlite import Callback, Event, Logger, State
+from composerlite.callbacks import PreemptionHandler
+
+
+@dataclass
+class Order:
+    """What happens in one launch.
+
+    Attributes:
+        at: ``[event, batch, count]``: at that event, when so many batches are done, the so many-th time.
+        after: seconds after which it happens. Give one of the two or none.
+        signals: what is sent to the process then, or to its whole group.
+        workers, accumulation, extra: the cell of the small run. interval: between saves.
+        save_folder: where; the folder itself by default.
+        grace: the grace period.
+        slow_batch: each takes so many seconds, half of them in the loader.
+        stuck_at: the batch that the loader does not give.
+        evaluate: every so often.
+    """
+
+    at: list[Any] = field(default_factory=list[Any])
+    after: float = 0.0
+    signals: list[str] = field(default_factory=lambda: ["SIGTERM"])
+    to_group: bool = False
+    workers: int = 0
+    accumulation: int = 1
+    extra: str = "dropout"
+    interval: str = "7ba"
+    save_folder: str = ""
+    grace: str | float = "30s"
+    slow_batch: float = 0.0
+    stuck_at: int = -1
+    evaluate: str = "10ba"
+    exit_code: int | None = None
+
+
+class Asked(Callback):
+    """Sends the process its signals."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.times = 0
+        self.timer = threading.Timer(order.after, send, [order])
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if self.order.after:
+            self.timer.start()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self.timer.cancel()
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        super().run_event(event, state, logger)
+        if not self.order.at:
+            return
+        name, batch, count = self.order.at
+        if event.value == name and int(state.timestamp.batch) == batch:
+            self.times += 1
+            if self.times == count:
+                send(self.order)
+
+
+def send(order: Order) -> None:
+    """The signals of ``order``, one after the other."""
+    for number, name in enumerate(order.signals):
+        if number:
+            time.sleep(1.2)  # a second key press is another one
+        if order.to_group:
+            os.killpg(os.getpgid(0), signal.Signals[name])
+        else:
+            os.kill(os.getpid(), signal.Signals[name])
+
+
+class SayMore(Say):
+    """Evaluations as well, and when one begins."""
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        print("evaluated", int(state.timestamp.batch), int(state.eval_timestamp.sample), flush=True)
+
+
+class Slow(Callback):
+    """Training takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def before_forward(self, state: State, logger: Logger) -> None:
+        time.sleep(self.seconds)
+
+
+class Waiting(Dataset[Any]):
+    """Loading takes its time; one batch of an epoch never comes."""
+
+    def __init__(self, seconds: float, stuck_at: int) -> None:
+        self.points, self.seconds, self.stuck_at, self.loaded = Noisy(), seconds, stuck_at, 0
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> Any:
+        self.loaded += 1
+        time.sleep(600 if self.loaded == 8 * self.stuck_at else self.seconds)
+        return self.points[index]
+
+
+def main(folder: str, given: str) -> None:
+    """Train as a relaunched job does."""
+    order = Order(**json.loads(given))
+    if order.to_group:
+        os.setpgid(0, 0)
+    torch.set_num_threads(1)
+    cell = Cell(order.workers, order.accumulation, order.extra)
+    callbacks: list[Callback] = [SayMore(), Asked(order), PreemptionHandler(order.grace, exit_code=order.exit_code)]
+    data: dict[str, Any] = {}
+    if order.slow_batch:
+        callbacks.append(Slow(order.slow_batch / 2 / order.accumulation))
+    if order.slow_batch or order.stuck_at >= 0:
+        points = Waiting(order.slow_batch / 2 / 8, order.stuck_at)
+        data = {"train_dataloader": DataLoader(points, batch_size=8, shuffle=True, num_workers=order.workers)}
+    trainer = build(
+        cell,
+        callbacks,
+        run_name="preempted",
+        eval_dataloader=DataLoader(Noisy(), batch_size=16),
+        eval_interval=order.evaluate,
+        save_folder=order.save_folder or folder,
+        save_staging_folder=f"{folder}/staged" if "://" in order.save_folder else None,
+        save_interval=order.interval,
+        save_num_checkpoints_to_keep=3,
+        autoresume=True,
+        **data,
+    )
+    with trainer:
+        trainer.fit()
+    torch.save(final_state(trainer), Path(folder) / "final.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

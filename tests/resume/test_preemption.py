@@ -1,0 +1,218 @@
+"""Runs that are asked to end lose nothing: the same command goes on with the next step, to the same end."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import preempted_run
+import pytest
+import torch
+from forked import run_forked
+from small_run import BATCHES, differences
+
+from composerlite.checkpoint import Catalog
+
+
+class Launch(NamedTuple):
+    """What became of a launch: its exit code, a line for each batch and evaluation, in order, and its log."""
+
+    code: int
+    said: list[str]
+    log: str
+
+    @property
+    def batches(self) -> list[int]:
+        return [int(line.split()[0]) for line in self.said if not line.startswith("evaluated")]
+
+
+def launch(folder: Path, environment: dict[str, str] | None = None, **order: Any) -> Launch:
+    """Run the program once."""
+    done: subprocess.CompletedProcess[str] = run_forked(
+        preempted_run.main, str(folder), json.dumps(order), cwd=Path.cwd(), environment=environment
+    )
+    return Launch(done.returncode, done.stdout.splitlines(), done.stderr)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the run says if nobody asks it to end, and its end, by what is varied."""
+    known: dict[str, tuple[list[str], Any]] = {}
+
+    def get(**cell: Any) -> tuple[list[str], Any]:
+        key = json.dumps(cell, sort_keys=True)
+        if key not in known:
+            folder = tmp_path_factory.mktemp("whole")
+            ended = launch(folder, **cell)
+            assert (ended.code, ended.batches) == (0, list(range(1, BATCHES + 1))), ended.log
+            known[key] = ended.said, torch.load(folder / "final.pt", weights_only=True)
+        return known[key]
+
+    return get
+
+
+def newest(folder: Path) -> int:
+    """The batch count of the newest checkpoint, whose bytes are verified."""
+    manifest = Catalog(folder).manifests()[-1]
+    Catalog(folder).verify(manifest)
+    return manifest.batch
+
+
+def check(folder: Path, whole: Any, orders: list[dict[str, Any]], **cell: Any) -> list[Launch]:
+    """Launch once for each of ``orders`` and once more; nothing is done twice or lost, to the end of ``whole``."""
+    said, end = whole(**cell)
+    launches, done = list[Launch](), list[str]()
+    for order in orders:
+        one = launch(folder, **cell, **order)
+        launches.append(one)
+        assert one.code == 128 + signal.SIGTERM, one.log
+        done += one.said
+        if done:
+            assert newest(folder) == max(int(line.split()[0 if line[0] != "e" else 1]) for line in done)
+            assert f"kept {folder}" in one.log
+        assert "SIGTERM" in one.log
+    last = launch(folder, **cell)
+    assert last.code == 0, last.log
+    assert done + last.said == said
+    assert differences(torch.load(folder / "final.pt", weights_only=True), end) == []
+    return launches
+
+
+MOMENTS = {
+    "before the first batch": ["epoch_start", 0, 1],
+    "while the loader works": ["before_dataloader", 3, 1],
+    "in a forward pass": ["after_forward", 11, 1],
+    "between the gradients and the step": ["after_train_batch", 12, 1],
+    "as a save is in flight": ["before_dataloader", 14, 1],
+    "before a save": ["batch_end", 21, 1],
+    "at the beginning of an evaluation": ["eval_start", 10, 1],
+    "in an evaluation": ["eval_batch_end", 20, 3],
+    "at the end of an evaluation": ["eval_after_all", 30, 1],
+    "at the end of an epoch": ["epoch_end", 20, 1],
+    "after an epoch": ["epoch_checkpoint", 40, 1],
+    "at the start of an epoch": ["epoch_start", 40, 1],
+    "in the last batch but one": ["after_loss", 58, 1],
+}
+
+
+def test_a_signal_at_any_moment_loses_no_step(tmp_path: Path, whole: Any) -> None:
+    """The process ends with 143, the newest checkpoint is of the last step that was done, evaluations are made up for,
+    and the end is bit for bit that of a run that was left alone."""
+    for name, moment in MOMENTS.items():
+        (one,) = check(tmp_path / name.replace(" ", "-"), whole, [{"at": moment}])
+        event, batch, _ = moment
+        assert one.batches[-1:] in ([batch] if batch else [], [batch + 1], [batch]), (name, one.said[-1:])
+        assert event.startswith("e") or one.batches[-1] <= batch + 1
+
+
+def test_a_run_that_is_asked_again_and_again_goes_on(tmp_path: Path, whole: Any) -> None:
+    """Five signals at moments of all kinds, in one run with workers, where each resume begins in the middle."""
+    orders = [{"at": MOMENTS[name]} for name in ("while the loader works", "in an evaluation", "after an epoch")]
+    orders += [{"at": ["after_backward", 45, 1]}, {"at": ["eval_batch_end", 50, 1]}]
+    check(tmp_path, whole, orders, workers=2, extra="ema")
+
+
+@pytest.mark.parametrize("grace", ["5s", "30s"])
+def test_signals_at_random_instants_lose_no_step(tmp_path: Path, whole: Any, grace: str) -> None:
+    """The short form: three instants."""
+    at_random_instants(tmp_path, whole, grace, launches=3)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("grace", ["5s", "30s"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_signals_at_many_random_instants_lose_no_step(tmp_path: Path, whole: Any, grace: str, workers: int) -> None:
+    """The long form: fifty for each."""
+    for chain in range(10):
+        at_random_instants(tmp_path / str(chain), whole, grace, launches=5, seed=chain, workers=workers)
+
+
+def at_random_instants(folder: Path, whole: Any, grace: str, launches: int, seed: int = 0, **cell: Any) -> None:
+    """Ask for the end so many times, each after a random time; a launch may come to the end before that."""
+    said, end = whole(**cell)
+    chooser, done = random.Random(f"{grace} {seed}"), list[str]()
+    for _ in range(launches):
+        one = launch(folder, grace=grace, after=chooser.uniform(0.001, 0.35), **cell)
+        done += one.said
+        if one.code == 0:
+            break
+        if one.code == -signal.SIGTERM:
+            assert not one.said, "only before training begins a signal may end the process as it likes"
+            continue
+        assert one.code == 128 + signal.SIGTERM, one.log
+        if one.said:
+            assert newest(folder) == int(done[-1].split()[1 if done[-1].startswith("e") else 0])
+    else:
+        last = launch(folder, **cell)
+        assert last.code == 0, last.log
+        done += last.said
+    assert done == said
+    assert differences(torch.load(folder / "final.pt", weights_only=True), end) == []
+
+
+def test_workers_of_the_loader_survive_a_signal_to_the_whole_group(tmp_path: Path, whole: Any) -> None:
+    """A terminal and Slurm signal every process of a job: the loader's workers go on until the run has saved."""
+    order = {"at": ["after_forward", 11, 1], "to_group": True}
+    (one,) = check(tmp_path, whole, [order], workers=2)
+    assert "DataLoader worker" not in one.log
+
+
+def test_a_slow_batch_is_given_up_between_microbatches(tmp_path: Path) -> None:
+    """Where batches take over a second the run does not wait for the end of one; it does it again from the start."""
+    slow: dict[str, Any] = {"slow_batch": 1.1, "accumulation": 4, "evaluate": "1dur"}
+    one = launch(tmp_path, at=["after_backward", 2, 2], **slow)
+    assert (one.code, one.batches) == (143, [1, 2])
+    assert newest(tmp_path) == 2
+    two = launch(tmp_path, at=["after_backward", 3, 1], **slow)
+    whole = launch(tmp_path / "whole", at=["after_backward", 3, 2], **slow)
+    assert two.code == whole.code == 143
+    assert one.said + two.said == whole.said
+
+
+def test_a_loader_that_hangs_does_not_keep_a_slow_run_from_leaving(tmp_path: Path) -> None:
+    """The run saves where it stands, with the generators and the position in the data of that moment."""
+    slow: dict[str, Any] = {"slow_batch": 1.1, "evaluate": "1dur"}
+    one = launch(tmp_path, after=4.5, stuck_at=3, **slow)
+    assert (one.code, one.batches) == (143, [1, 2]), one.log
+    assert newest(tmp_path) == 2
+    two = launch(tmp_path, at=["batch_end", 4, 1], **slow)
+    whole = launch(tmp_path / "whole", at=["batch_end", 4, 1], **slow)
+    assert one.said + two.said == whole.said
+
+
+def test_a_save_that_could_not_end_in_time_is_not_begun(tmp_path: Path) -> None:
+    """The log says what is kept instead."""
+    one = launch(tmp_path, at=["after_forward", 11, 1], grace=0.001)
+    assert one.code == 143
+    assert newest(tmp_path) == 7
+    assert "no checkpoint of batch 12 was begun" in one.log
+    assert f"the newest is {tmp_path}/ep0-ba7-rank0.pt" in one.log
+
+
+def test_the_second_interrupt_stops_at_once(tmp_path: Path) -> None:
+    """The first Ctrl-C is like a signal of a scheduler, with its own exit code."""
+    once = launch(tmp_path / "once", at=["after_forward", 11, 1], signals=["SIGINT"])
+    assert (once.code, once.batches[-1], newest(tmp_path / "once")) == (130, 12, 12)
+    twice = launch(tmp_path / "twice", at=["after_forward", 11, 1], signals=["SIGINT", "SIGINT"])
+    assert twice.code != 0
+    assert (twice.batches[-1], newest(tmp_path / "twice")) == (11, 7)
+    assert "KeyboardInterrupt" in twice.log
+    chosen = launch(tmp_path / "code", at=["after_forward", 3, 1], signals=["SIGUSR1", "SIGTERM"], exit_code=75)
+    assert (chosen.code, newest(tmp_path / "code")) == (75, 4)
+
+
+def test_the_last_save_is_in_the_bucket(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The run goes on on another machine, and the log of the first says that it can."""
+    server = request.getfixturevalue("s3_server")
+    place: dict[str, Any] = {"save_folder": f"s3://{server.new_bucket()}/run"}
+    one = launch(tmp_path / "a", dict(server.environment), at=["after_forward", 9, 1], **place)
+    assert one.code == 143, one.log
+    assert "and in the bucket" in one.log
+    two = launch(tmp_path / "b", dict(server.environment), **place)
+    assert two.code == 0, two.log
+    assert one.batches + two.batches == list(range(1, BATCHES + 1))
