@@ -23,8 +23,11 @@ from composerlite.checkpoint import (
     FIRST_RANK,
     ONE_DISK,
     Bucket,
+    BucketLease,
     Catalog,
+    FolderLease,
     IgnoreKeys,
+    Lease,
     Manifest,
     PartialFilePath,
     PendingSave,
@@ -97,6 +100,8 @@ class CheckpointSaver(Callback):
         lazy: training goes on before weights and optimizer state are copied, and the optimizer's next step waits for
             what is left. ``None`` does so where nothing else can change them: no algorithms, and no callbacks but those
             of composerlite.
+        on_exception: if training fails, save what there is then as ``crash-<filename>``. Autoresume passes over it;
+            ``load_path`` loads it. In one process only.
         failure_limit: so many saves in a row may fail, and so many uploads, with a warning each.
         ephemeral_interval: save at these times too, and delete such a checkpoint as soon as there is a newer one.
         keep_every: the first checkpoint at or after each multiple of this interval stays for ever.
@@ -129,6 +134,7 @@ class CheckpointSaver(Callback):
         asynchronous: bool = True,
         staging_bytes: int | None = None,
         lazy: bool | None = None,
+        on_exception: bool = False,
         failure_limit: int = 0,
         ephemeral_interval: TimeInput | SchedulePredicate | None = None,
         keep_every: TimeInput | None = None,
@@ -171,6 +177,7 @@ class CheckpointSaver(Callback):
         self.ignore_keys = check_ignore_keys(ignore_keys, argument="save_ignore_keys")
         self.asynchronous = asynchronous
         self.lazy = lazy
+        self.on_exception = on_exception
         self.failure_limit = whole_number(failure_limit, argument="save_failure_limit", least=0)
         self.best_metric = best_metric
         self.saved_checkpoints: list[str] = []
@@ -186,6 +193,7 @@ class CheckpointSaver(Callback):
         self._prepared = self._publishes = False
         self._disks = ONE_DISK
         self._roots: list[str] = []
+        self._leases: list[Lease] = []
         self._pipeline = Pipeline(
             None if staging_bytes is None else whole_number(staging_bytes, argument="save_staging_bytes", least=0)
         )
@@ -214,6 +222,11 @@ class CheckpointSaver(Callback):
             PermissionError: the bucket cannot be written to. FileNotFoundError: there is no such bucket.
         """
         self.folder = format_name_with_dist(self._folder_template, state.run_name, **FIRST_RANK)
+        if self.on_exception and (state.world_size > 1 or state.sharding is not None):
+            raise ConfigError(
+                "save_on_exception=True with several ranks, or with a model that is spread over ranks: where one fails "
+                "the others are in the middle of a step, and no state is that of all. Leave it out and save more often."
+            )
         if state.sharding == "sharded":
             self._save_directories(state)
         with together("preparing the folder of checkpoints"):
@@ -355,6 +368,12 @@ class CheckpointSaver(Callback):
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """See how the save in flight went; save if an interval says so."""
+        for lease in self._leases:
+            if lease.lost_to is not None:
+                raise CheckpointError(
+                    f"{lease.lost_to} has taken this run over: it had not heard of this process for long. It goes on "
+                    "from the newest checkpoint, and this process must not write there any more."
+                )
         if self._pending is not None and self._saves_done.total == dist.get_world_size():
             self._collect(logger)
         if self._ranks_with_news.total:
@@ -399,10 +418,23 @@ class CheckpointSaver(Callback):
         """
         with contextlib.ExitStack() as stack:
             stack.callback(self._remote.close)
+            stack.callback(self._release)
             stack.callback(self._pipeline.close)
             self._collect(logger)  # each rank for itself: others may have failed and not come here
             self._remote.wait()
             self._note(self._take_news(), logger)
+
+    def leases(self, run_name: str) -> list[Lease]:
+        """What keeps other processes from writing to the same places for this run; to be taken on rank 0."""
+        if not self._leases:
+            self._leases = [FolderLease(self.folder, run_name)]
+            self._leases += [BucketLease(publisher.remote, run_name) for publisher in self._remote.publishers]
+        return self._leases
+
+    def _release(self) -> None:
+        leases, self._leases = self._leases, []
+        for lease in leases:
+            lease.release()
 
     @property
     def _is_first(self) -> bool:
@@ -436,6 +468,30 @@ class CheckpointSaver(Callback):
         if pending is None:  # it failed and is tolerated; who asks for a path wants to know
             raise CheckpointError("the checkpoint could not be saved: see the warning in the log.")
         return self._path_of(pending.wait())
+
+    def save_after_exception(self, state: State, error: Exception) -> None:
+        """Save what there is, since training failed with ``error``, to which a note says where that is.
+
+        What makes this fail becomes a note as well: ``error`` is what the user has to see.
+        """
+        folder, _, name = self.filename.filename.rpartition("/")
+        template = f"{folder}/crash-{name}" if folder else f"crash-{name}"
+        try:
+            report = self._pipeline.save(
+                state,
+                catalog=self.catalog,
+                template=template,
+                weights_only=self.weights_only,
+                ignore_keys=self.ignore_keys,
+                overwrite=True,
+                asynchronous=False,
+                after_crash=True,
+            ).wait()
+        except Exception as e:  # noqa: BLE001 - told with the error that matters
+            log.error("what training had reached could not be saved after %r: %s", error, e)
+            error.add_note(f"What training had reached could not be saved: {type(e).__name__}: {e}")
+        else:
+            error.add_note(f"What training had reached was saved as {str(report.path)!r}.")
 
     def has_saved(self, state: State) -> bool:
         """Whether there is a checkpoint of where the run stands; waits for the save in flight.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from composerlite.checkpoint import rng
 from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, check_ignore_keys, glob_filter
+from composerlite.checkpoint.lease import BucketLease, FolderLease, Lease, take
 from composerlite.checkpoint.loading import load_checkpoint, read_checkpoint
 from composerlite.checkpoint.manifest import FileRecord, Manifest
 from composerlite.checkpoint.naming import (
@@ -57,13 +58,16 @@ __all__ = [
     "FIRST_RANK",
     "ONE_DISK",
     "Bucket",
+    "BucketLease",
     "Catalog",
     "CheckpointMetadata",
     "Checkpointer",
     "CheckpointerConfig",
     "Disks",
     "FileRecord",
+    "FolderLease",
     "IgnoreKeys",
+    "Lease",
     "Manifest",
     "PartialFilePath",
     "PendingSave",
@@ -110,6 +114,7 @@ __all__ = [
     "save_model_and_optim_state",
     "save_state_dict",
     "swap_param_keys",
+    "take",
     "together",
     "unshard_checkpoint",
 ]

@@ -55,7 +55,8 @@ class Manifest:
 
     Attributes:
         name: path of the checkpoint below its folder.
-        kind: ``'monolithic'``: everything; ``'weights'``: the model only.
+        kind: ``'monolithic'``: everything, in a file; ``'sharded'``: in a directory; ``'weights'``: the model only;
+            ``'crash'``: everything, as an exception left it.
         template: the file name template it was named by; tells the savers of one folder apart.
         run_name: the run it belongs to.
         timestamp: the fourteen fields of the timestamp; clocks in seconds.

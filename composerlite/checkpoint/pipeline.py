@@ -149,6 +149,7 @@ class Pipeline:
         asynchronous: bool = True,
         lazy: bool = False,
         ephemeral: bool = False,
+        after_crash: bool = False,
         metrics: Mapping[str, float] | None = None,
         publish: Callable[[Manifest], object] | None = None,
         give_up: Callable[[], Sequence[Manifest]] | None = None,
@@ -171,6 +172,7 @@ class Pipeline:
             lazy: return before weights and optimizer state are copied: the next step of an optimizer waits for that.
                 Nothing but optimizers may change them in between.
             ephemeral: it is given up as soon as a newer one is committed.
+            after_crash: the state is that in which an exception left it; nobody resumes from it unasked.
             metrics: metric values to keep with it, by name; those that are no finite numbers are left out.
             publish: called with the manifest after the commit, perhaps on another thread.
             give_up: called after that: which checkpoints to delete.
@@ -207,7 +209,7 @@ class Pipeline:
         job = SaveJob(
             manifest=Manifest(
                 name=name,
-                kind=_kind(state, weights_only=weights_only),
+                kind="crash" if after_crash else _kind(state, weights_only=weights_only),
                 template=template,
                 run_name=state.run_name,
                 timestamp=plain_timestamp(state.timestamp.state_dict()),

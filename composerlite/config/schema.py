@@ -69,6 +69,7 @@ class TrainerArguments:
     save_async: bool = True
     save_staging_bytes: int | None = None
     save_lazy: bool | None = None
+    save_on_exception: bool = False
     save_failure_limit: int = 0
     save_ephemeral_interval: int | str | None = None
     save_keep_every: int | str | None = None
@@ -78,6 +79,7 @@ class TrainerArguments:
     save_staging_folder: str | None = None
     save_num_remote_checkpoints_to_keep: int = -1
     autoresume: bool = False
+    autoresume_timeout: float = 60.0
     device: str | None = None
     precision: str | None = None
     device_train_microbatch_size: int | str | None = None

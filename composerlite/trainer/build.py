@@ -76,21 +76,41 @@ def in_a_store(uri: str, loggers: Iterable[LoggerDestination]) -> tuple[str, Obj
 def resolve_run_name(run_name: str | None, *, autoresume: bool) -> str:
     """The given name, that of the environment, or a new one.
 
+    Of the environment: ``COMPOSER_RUN_NAME``, ``RUN_NAME``, and with ``autoresume`` the identity of the job, where the
+    scheduler gives one that stays the same when the job is started again.
+
     Raises:
         ConfigError: with ``autoresume`` and no name, a relaunch could not find its run again; or a name with a slash.
     """
     if run_name is not None and not (isinstance(run_name, str) and run_name):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"run_name={run_name!r}: want a name, or None for that of the environment or a new one.")
     name = run_name or os.environ.get("COMPOSER_RUN_NAME") or os.environ.get("RUN_NAME")
+    if name is None and autoresume:
+        name = _job_name(os.environ)
     if name is None:
         if autoresume:
             raise ConfigError(
-                "autoresume=True needs a run_name that is the same at each launch: pass run_name='…' or set RUN_NAME."
+                "autoresume=True needs a run_name that is the same at each launch: pass run_name='…' or set RUN_NAME. "
+                "This is no job of a scheduler that would give it one."
             )
         return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     if "/" in name or name in (".", ".."):
         raise ConfigError(f"run_name={name!r} names folders: it cannot contain '/'.")
     return name
+
+
+def _job_name(environment: Mapping[str, str]) -> str | None:
+    """A name for the run from what a scheduler says of the job, if that stays the same when the job is restarted."""
+    if job := environment.get("SLURM_ARRAY_JOB_ID"):
+        return f"slurm-{job}-{environment.get('SLURM_ARRAY_TASK_ID', '0')}"
+    if job := environment.get("SLURM_JOB_ID"):  # a requeued job keeps its number
+        return f"slurm-{job}"
+    if task := environment.get("SKYPILOT_TASK_ID"):  # a recovered managed job keeps it
+        return f"sky-{task}".replace("/", "-")
+    index, host = environment.get("JOB_COMPLETION_INDEX"), environment.get("HOSTNAME", "")
+    if index and host.endswith(f"-{index}"):  # a pod of an Indexed Job of Kubernetes is called after the job
+        return host.removesuffix(f"-{index}")
+    return None
 
 
 def build_optimizer(

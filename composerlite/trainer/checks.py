@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -125,6 +126,17 @@ def check_ratio(value: float) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"scale_schedule_ratio={value!r}: want a positive number.")
     return value
+
+
+def check_seconds(value: float, *, argument: str) -> float:
+    """``value`` if it is a time to wait.
+
+    Raises:
+        ConfigError: not a number, or less than none.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"{argument}={value!r}: want a number of seconds, 0 or more.")
+    return float(value)
 
 
 def check_seed(value: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint import download_bar, newest_good
+from composerlite.checkpoint import download_bar, newest_good, take, together
 from composerlite.core import State
 from composerlite.errors import ConfigError
 
@@ -16,10 +16,20 @@ __all__ = ["newest_checkpoint"]
 log = logging.getLogger(__name__)
 
 
-def newest_checkpoint(state: State, savers: Sequence[CheckpointSaver], *, progress_bar: bool) -> Path | str | None:
+def newest_checkpoint(
+    state: State, savers: Sequence[CheckpointSaver], *, progress_bar: bool, timeout: float
+) -> Path | str | None:
     """The newest good checkpoint of this run that any of its ``savers`` wrote.
 
+    From now on no other process can be given the run: see :mod:`composerlite.checkpoint.lease`.
+
+    Args:
+        state: of the run. savers: where to look.
+        progress_bar: show one while a checkpoint is fetched.
+        timeout: seconds to wait for another process that has the run.
+
     Raises:
+        ConfigError: another process has the run and goes on with it.
         ConfigError: none of them saves what a run could be resumed from.
     """
     savers = [saver for saver in savers if not saver.weights_only]
@@ -28,6 +38,10 @@ def newest_checkpoint(state: State, savers: Sequence[CheckpointSaver], *, progre
             "autoresume=True needs checkpoints to resume from: pass save_folder, or a CheckpointSaver that saves "
             "more than weights."
         )
+    with together("taking the lease of the run"):
+        if state.rank == 0:
+            leases = [lease for saver in savers for lease in saver.leases(state.run_name)]
+            take(leases, f"run {state.run_name!r}", timeout)
     with download_bar(progress_bar) as tell:
         found = newest_good(
             [saver.catalog for saver in savers],

@@ -114,6 +114,7 @@ class Trainer:
         save_metrics: put the state of metrics into checkpoints, so that those of an epoch survive a resume within it.
         autoresume: go on from the newest good checkpoint of this ``run_name``, if there is one. Needs a ``run_name``.
             A run that is asked to end saves first: see :class:`PreemptionHandler`.
+        autoresume_timeout: seconds to wait for the end of another process that has this run; after that it is an error.
         device: ``'cpu'``, ``'gpu'`` or ``'mps'``; the GPU by default if there is one.
         precision: ``'fp32'``, ``'amp_bf16'``, ``'amp_fp16'``.
         device_train_microbatch_size: samples per forward pass, or ``'auto'`` to halve it until it fits into memory.
@@ -186,6 +187,7 @@ class Trainer:
         save_async: bool = True,
         save_staging_bytes: int | None = None,
         save_lazy: bool | None = None,
+        save_on_exception: bool = False,
         save_failure_limit: int = 0,
         save_ephemeral_interval: TimeInput | SchedulePredicate | None = None,
         save_keep_every: TimeInput | None = None,
@@ -195,6 +197,7 @@ class Trainer:
         save_staging_folder: str | Path | None = None,
         save_num_remote_checkpoints_to_keep: int = -1,
         autoresume: bool = False,
+        autoresume_timeout: float = 60.0,
         device: str | torch.device | None = None,
         precision: str | Precision | None = None,
         device_train_microbatch_size: int | str | None = None,
@@ -290,7 +293,14 @@ class Trainer:
             self.engine.run_event(Event.BEFORE_LOAD)
             load_ignore_keys = check_ignore_keys(load_ignore_keys, argument="load_ignore_keys")
             resume_from = (
-                newest_checkpoint(self.state, self._savers, progress_bar=load_progress_bar) if autoresume else None
+                newest_checkpoint(
+                    self.state,
+                    self._savers,
+                    progress_bar=load_progress_bar,
+                    timeout=checks.check_seconds(autoresume_timeout, argument="autoresume_timeout"),
+                )
+                if autoresume
+                else None
             )
             self._resumed = resume_from is not None
             if resume_from is not None or load_path is not None:
@@ -435,7 +445,11 @@ class Trainer:
         )
         try:
             run(loop)
-        except BaseException:
+        except BaseException as e:
+            if isinstance(e, Exception):
+                for saver in self._savers:
+                    if saver.on_exception:
+                        saver.save_after_exception(state, e)
             self._parallel.give_up()
             raise
         finally:
