@@ -102,6 +102,8 @@ class CheckpointSaver(Callback):
             of composerlite.
         on_exception: if training fails, save what there is then as ``crash-<filename>``. Autoresume passes over it;
             ``load_path`` loads it. In one process only.
+        in_memory: the folder is in memory that outlives the process: it is emptied at the end, once another saver has
+            saved as much, and does not count where a run is asked to end.
         failure_limit: so many saves in a row may fail, and so many uploads, with a warning each.
         ephemeral_interval: save at these times too, and delete such a checkpoint as soon as there is a newer one.
         keep_every: the first checkpoint at or after each multiple of this interval stays for ever.
@@ -135,6 +137,7 @@ class CheckpointSaver(Callback):
         staging_bytes: int | None = None,
         lazy: bool | None = None,
         on_exception: bool = False,
+        in_memory: bool = False,
         failure_limit: int = 0,
         ephemeral_interval: TimeInput | SchedulePredicate | None = None,
         keep_every: TimeInput | None = None,
@@ -178,6 +181,7 @@ class CheckpointSaver(Callback):
         self.asynchronous = asynchronous
         self.lazy = lazy
         self.on_exception = on_exception
+        self.in_memory = in_memory
         self.failure_limit = whole_number(failure_limit, argument="save_failure_limit", least=0)
         self.best_metric = best_metric
         self.saved_checkpoints: list[str] = []
@@ -419,6 +423,8 @@ class CheckpointSaver(Callback):
         with contextlib.ExitStack() as stack:
             stack.callback(self._remote.close)
             stack.callback(self._release)
+            if self.in_memory:
+                stack.callback(self._empty, state)
             stack.callback(self._pipeline.close)
             self._collect(logger)  # each rank for itself: others may have failed and not come here
             self._remote.wait()
@@ -430,6 +436,14 @@ class CheckpointSaver(Callback):
             self._leases = [FolderLease(self.folder, run_name)]
             self._leases += [BucketLease(publisher.remote, run_name) for publisher in self._remote.publishers]
         return self._leases
+
+    def _empty(self, state: State) -> None:
+        """Give memory back in which nothing is that another saver has not saved, too."""
+        savers = [c for c in state.callbacks if isinstance(c, CheckpointSaver) and not c.in_memory]
+        saved = [saver.reports[-1].batch for saver in savers if saver.reports and not saver.weights_only]
+        for manifest in self.catalog.manifests() if saved and self._disks.is_keeper else ():
+            if manifest.batch <= max(saved):
+                self.catalog.delete(manifest)
 
     def _release(self) -> None:
         leases, self._leases = self._leases, []

@@ -179,7 +179,8 @@ class PreemptionHandler(Callback):
         is_first = dist.get_global_rank() == 0
         if is_first:
             log.warning("%s: the run ends after batch %d, %.0f s are left", reason, int(state.timestamp.batch), left)
-        savers = [s for s in state.callbacks if isinstance(s, CheckpointSaver) and not s.weights_only]
+        savers = [saver for saver in state.callbacks if isinstance(saver, CheckpointSaver)]
+        savers = [saver for saver in savers if not saver.weights_only and not saver.in_memory]
         kept = [self._keep(saver, state) for saver in savers]
         newest = savers[0].newest if savers else None
         if is_first:

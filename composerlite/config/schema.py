@@ -78,6 +78,8 @@ class TrainerArguments:
     save_best_mode: str = "max"
     save_staging_folder: str | None = None
     save_num_remote_checkpoints_to_keep: int = -1
+    save_memory_interval: int | str | None = None
+    save_memory_folder: str = "/dev/shm"
     autoresume: bool = False
     autoresume_timeout: float = 60.0
     device: str | None = None

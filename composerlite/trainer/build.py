@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +51,7 @@ __all__ = [
     "eval_metrics",
     "in_a_store",
     "limited",
+    "memory_saver",
     "output_loggers",
     "parallelism",
     "resolve_run_name",
@@ -60,6 +62,8 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _RENAMED = {"save_interval": "save_interval", "save_async": "asynchronous"}
+_MEMORY_FAILURES = 3
+"""Saves in a row that may fail for want of memory: what is on the disk is there all the same."""
 
 
 def in_a_store(uri: str, loggers: Iterable[LoggerDestination]) -> tuple[str, ObjectStore | None]:
@@ -254,9 +258,42 @@ def saver(arguments: Mapping[str, Any]) -> CheckpointSaver:
     given = {
         _RENAMED.get(name, name.removeprefix("save_")): value
         for name, value in arguments.items()
-        if name.startswith("save_") and name != "save_metrics"
+        if name.startswith("save_") and name != "save_metrics" and not name.startswith("save_memory_")
     }
     return CheckpointSaver(**given)
+
+
+def memory_saver(arguments: Mapping[str, Any], callbacks: Sequence[Callback]) -> CheckpointSaver | None:
+    """The saver that keeps the newest checkpoint in the memory of this machine, if the trainer's arguments ask for it.
+
+    ``callbacks``: those of the run, other savers among them.
+
+    Raises:
+        ConfigError: nobody would go on from it, or there is no such memory.
+    """
+    interval, folder = arguments["save_memory_interval"], Path(arguments["save_memory_folder"])
+    if interval is None:
+        return None
+    if not arguments["autoresume"] or not any(isinstance(callback, CheckpointSaver) for callback in callbacks):
+        raise ConfigError(
+            f"save_memory_interval={interval!r} is for runs that go on by themselves after a crash, beside checkpoints "
+            "on a disk: give autoresume=True and a save_folder as well."
+        )
+    if not folder.is_dir():
+        raise ConfigError(
+            f"save_memory_folder={str(folder)!r}: there is no such folder. Name one that is kept in memory (tmpfs)."
+        )
+    same = ("ignore_keys", "staging_bytes", "async", "lazy")
+    return CheckpointSaver(
+        f"{folder}/composerlite-{os.getuid()}/{{run_name}}",
+        latest_filename=None,
+        save_interval=interval,
+        num_checkpoints_to_keep=1,
+        overwrite=True,
+        in_memory=True,
+        failure_limit=_MEMORY_FAILURES,
+        **{_RENAMED.get(f"save_{name}", name): arguments[f"save_{name}"] for name in same},
+    )
 
 
 def add_preemption_handler(callbacks: list[Callback]) -> None:

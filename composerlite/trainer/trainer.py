@@ -111,6 +111,9 @@ class Trainer:
         trust_checkpoint: load checkpoints with any type in them, **running whatever code they hold**.
         save_folder: save checkpoints there: in a folder or, as a URI, in a bucket. The other ``save_…`` arguments are
             those of :class:`CheckpointSaver`.
+        save_memory_interval: save also into ``save_memory_folder`` at these times, as often as every batch: a run whose
+            process dies goes on from there, if the machine lives. The newest one is kept.
+        save_memory_folder: a folder that the machine keeps in memory.
         save_metrics: put the state of metrics into checkpoints, so that those of an epoch survive a resume within it.
         autoresume: go on from the newest good checkpoint of this ``run_name``, if there is one. Needs a ``run_name``.
             A run that is asked to end saves first: see :class:`PreemptionHandler`.
@@ -196,6 +199,8 @@ class Trainer:
         save_best_mode: str = "max",
         save_staging_folder: str | Path | None = None,
         save_num_remote_checkpoints_to_keep: int = -1,
+        save_memory_interval: TimeInput | SchedulePredicate | None = None,
+        save_memory_folder: str | Path = "/dev/shm",
         autoresume: bool = False,
         autoresume_timeout: float = 60.0,
         device: str | torch.device | None = None,
@@ -265,6 +270,8 @@ class Trainer:
         user_loggers += build.output_loggers(arguments)
         if save_folder is not None:
             user_callbacks.append(build.saver(arguments))  # last: it saves what the other callbacks have done
+        if (memory_saver := build.memory_saver(arguments, user_callbacks)) is not None:
+            user_callbacks.append(memory_saver)
         if autoresume:
             build.add_preemption_handler(user_callbacks)
         self.state.callbacks = [*user_loggers, *user_callbacks]

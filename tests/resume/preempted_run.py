@@ -38,6 +38,7 @@ class Order:
         slow_batch: each takes so many seconds, half of them in the loader.
         stuck_at: the batch that the loader does not give.
         evaluate: every so often.
+        memory: a folder to keep the newest state of each batch in.
     """
 
     at: list[Any] = field(default_factory=list[Any])
@@ -53,6 +54,7 @@ class Order:
     slow_batch: float = 0.0
     stuck_at: int = -1
     evaluate: str = "10ba"
+    memory: str = ""
     exit_code: int | None = None
 
 
@@ -150,6 +152,8 @@ def main(folder: str, given: str) -> None:
         save_interval=order.interval,
         save_num_checkpoints_to_keep=3,
         autoresume=True,
+        save_memory_interval="1ba" if order.memory else None,
+        save_memory_folder=order.memory or "/dev/shm",
         **data,
     )
     with trainer:
