@@ -72,14 +72,22 @@ class Diary(Callback):
 
 
 class DieAt(Callback):
-    """Kills a rank, as the kernel would, when it has a batch done."""
+    """Kills a rank, as the kernel would, when it has a batch done; not again after a restart by torchrun.
 
-    def __init__(self, rank: int, batch: int) -> None:
-        self._batch = batch if dist.get_global_rank() == rank else -1
+    With ``asks``: asks torchrun to end, as a scheduler would.
+    """
+
+    def __init__(self, rank: int, batch: int, asks: bool = False) -> None:
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        self._batch = batch if dist.get_global_rank() == rank and first else -1
+        self._asks = asks
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if int(state.timestamp.batch) == self._batch:
-            os.kill(os.getpid(), signal.SIGKILL)
+            if self._asks:
+                os.kill(os.getppid(), signal.SIGTERM)
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _add(digest: Any, value: Any) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ callbacks:
   "digits_run:DieAt":
     rank: {rank}
     batch: {batch}
+    asks: {asks}
 parallelism_config: {parallelism}
 save_folder: {checkpoints}
 save_interval: 4ba
@@ -72,12 +74,19 @@ def configured(
     parallelism: str = "null",
     die: tuple[int, int] = (-1, -1),
     checkpoints: str = "",
+    asks: bool = False,
 ) -> str:
     """The file that describes a run in ``folder``, in which a rank is killed when it has a batch done."""
     path = folder.with_name(f"{folder.name}-{die[0]}.yaml")
     (rank, batch), checkpoints = die, checkpoints or f"{folder}/checkpoints"
     text = CONFIG.format(
-        folder=folder, images=images, parallelism=parallelism, rank=rank, batch=batch, checkpoints=checkpoints
+        folder=folder,
+        images=images,
+        parallelism=parallelism,
+        rank=rank,
+        batch=batch,
+        checkpoints=checkpoints,
+        asks=str(asks).lower(),
     )
     path.write_text(text)
     return str(path)
@@ -191,6 +200,39 @@ def test_a_node_that_dies_changes_nothing(tmp_path: Path, images: Path, commands
     assert start in (INTERVAL * GLOBAL_BATCH, 2 * INTERVAL * GLOBAL_BATCH)
     length = min(len(seen), len(expected) - start)
     assert seen[:length] == expected[start : start + length]
+
+
+def test_torchrun_restarts_a_run_whose_rank_is_killed(tmp_path: Path, images: Path, commands: Commands) -> None:
+    """With --max-restarts nobody has to do anything: the run ends well, bit for bit as one that was left alone."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run_ranks(digits_run.main, 2, configured(whole, images), dist_timeout=None)
+    restarting = ["--nproc-per-node", "2", "--max-restarts", "1", "--standalone", *commands.program]
+    check(run([*commands.agent, *restarting, "train", configured(cut, images, die=(1, 10))]))
+    assert [diary(cut, rank) for rank in (0, 1)] == [diary(whole, rank) for rank in (0, 1)]
+
+
+def test_torchrun_that_is_asked_to_end_leaves_a_checkpoint_for_any_number_of_ranks(
+    tmp_path: Path, images: Path
+) -> None:
+    """SIGTERM to torchrun, which passes it on: all ranks end after the same batch, with a checkpoint of it. One process
+    goes on with the next images, in the order of the run that was left alone."""
+    whole, asked = tmp_path / "whole", tmp_path / "asked"
+    run_ranks(digits_run.main, 2, configured(whole, images), dist_timeout=None)
+    program = [str(Path(digits_run.__file__)), configured(asked, images, die=(0, 6), asks=True)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    ((code, said),) = run([*torchrun, *program])
+    assert code != 0
+    assert "kept" in said, said
+    done = [len(diary(asked, rank)) for rank in (0, 1)]
+    assert done in ([6, 6], [7, 7], [8, 8])
+    (asked / "rank1.txt").unlink()
+    (asked / "rank0.txt").rename(asked / "before.txt")
+    assert run_forked(digits_run.main, configured(asked, images), cwd=ROOT).returncode == 0
+    expected = order(*[diary(whole, rank) for rank in (0, 1)])[done[0] * GLOBAL_BATCH :]
+    seen = order(diary(asked, 0))
+    length = min(len(seen), len(expected))
+    assert seen[:length] == expected[:length]
+    assert length > 0
 
 
 @pytest.mark.soak
