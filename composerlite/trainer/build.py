@@ -110,7 +110,7 @@ def _job_name(environment: Mapping[str, str]) -> str | None:
     if job := environment.get("SLURM_JOB_ID"):  # a requeued job keeps its number
         return f"slurm-{job}"
     if task := environment.get("SKYPILOT_TASK_ID"):  # a recovered managed job keeps it
-        return f"sky-{task}".replace("/", "-")
+        return task.replace("/", "-")
     index, host = environment.get("JOB_COMPLETION_INDEX"), environment.get("HOSTNAME", "")
     if index and host.endswith(f"-{index}"):  # a pod of an Indexed Job of Kubernetes is called after the job
         return host.removesuffix(f"-{index}")
