@@ -6,6 +6,7 @@
     ├── ConfigError (ValueError)               the user asked for something that cannot be done; raised before training
     │   └── UnknownArgumentError (TypeError)   an argument, key or name that does not exist; lists those that do
     ├── TrainingError (RuntimeError)           the training loop cannot go on
+    ├── RunInUseError (RuntimeError)           another process has this run
     ├── RankError (RuntimeError)               a rank failed: names it and the cause, on every rank
     │   └── LateRankError (TimeoutError)       a wait ended before every rank had come: names those that are late
     ├── ObjectStoreError (RuntimeError)        an object store failed: names the object, the operation and the cause
@@ -46,6 +47,7 @@ __all__ = [
     "ObjectStoreTransientError",
     "Preempted",
     "RankError",
+    "RunInUseError",
     "SaveError",
     "TrainingError",
     "UnknownArgumentError",
@@ -72,6 +74,10 @@ class UnknownArgumentError(ConfigError, TypeError):
 
 class TrainingError(ComposerliteError, RuntimeError):
     """The training loop cannot go on."""
+
+
+class RunInUseError(ComposerliteError, RuntimeError):
+    """Another process, which is alive, trains this run. The message names it."""
 
 
 class RankError(ComposerliteError, RuntimeError):

@@ -1,7 +1,8 @@
 """What composerlite promises, shown on real data: a run that is killed and resumed ends as if nothing had happened.
 
-Trains a small network on images of handwritten digits twice with the same command: once to the end, once with a SIGKILL
-half-way and a second launch. Then compares the two results bit for bit. ``make demo`` runs it; it takes about a minute.
+Trains a small network on images of handwritten digits twice with the same command: once to the end; once asked to end
+with SIGTERM, as a scheduler does, launched again, killed with SIGKILL half-way, and launched once more. Compares the two
+results bit for bit. ``make demo`` runs it; it takes about a minute.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 HERE = Path(__file__).parent
 RUNS = HERE.parent / "runs" / "demo"
 BATCHES_PER_EPOCH, EPOCHS = 23, 8
-HALF_WAY = BATCHES_PER_EPOCH * EPOCHS // 2
+FIRST_QUARTER, HALF_WAY = BATCHES_PER_EPOCH * EPOCHS // 4, BATCHES_PER_EPOCH * EPOCHS // 2
 
 
 def command(folder: Path) -> list[str]:
@@ -55,17 +56,17 @@ def launch(folder: Path) -> float:
     return float(found[1])
 
 
-def launch_and_kill(folder: Path) -> None:
-    """Run the command and kill it, as the kernel would, once it is half-way."""
+def launch_and_send(number: signal.Signals, folder: Path, batch: int) -> int:
+    """Run the command and send it a signal once it has saved at a ``batch`` or later; its exit code."""
     process = subprocess.Popen(command(folder))
     deadline = time.monotonic() + 300
-    while not any(record["timestamp"]["batch"] >= HALF_WAY for record in manifests(folder)):
+    while not any(record["timestamp"]["batch"] >= batch for record in manifests(folder)):
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
-            raise SystemExit("the run ended, or took five minutes, before it was half-way")
+            raise SystemExit(f"the run ended, or took five minutes, before batch {batch}")
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait(timeout=60)
+    process.send_signal(number)
+    return process.wait(timeout=60)
 
 
 def differences(a: Any, b: Any, path: str) -> list[str]:
@@ -95,25 +96,30 @@ def main() -> None:
     say("1. A run without interruption.\n")
     accuracy_whole = launch(whole)
 
-    say(f"\n2. The same run, killed with SIGKILL after batch {HALF_WAY} of {BATCHES_PER_EPOCH * EPOCHS}.\n")
-    launch_and_kill(killed)
-    survivor = manifests(killed)[-1]
-    say(f"\n   Killed. Its newest checkpoint is {survivor['name']}.")
+    say(f"\n2. The same run, asked to end with SIGTERM after batch {FIRST_QUARTER} of {BATCHES_PER_EPOCH * EPOCHS}.\n")
+    code = launch_and_send(signal.SIGTERM, killed, FIRST_QUARTER)
+    if code != 128 + signal.SIGTERM:
+        raise SystemExit(f"\nThe run was to end with {128 + signal.SIGTERM} and ended with {code}")
+    say(f"\n   It has saved and ended with {code}: {manifests(killed)[-1]['name']}.")
 
-    say("\n3. The same command again: it goes on from there.\n")
+    say(f"\n3. The same command again, killed with SIGKILL after batch {HALF_WAY}.\n")
+    launch_and_send(signal.SIGKILL, killed, HALF_WAY)
+    say(f"\n   Killed. Its newest checkpoint is {manifests(killed)[-1]['name']}.")
+
+    say("\n4. The same command again: it goes on from there.\n")
     accuracy_killed = launch(killed)
 
-    say("\n4. What is there now.\n")
+    say("\n5. What is there now.\n")
     for record in manifests(killed):
         size = sum(file["size_bytes"] for file in record["files"])
         say(
             f"   {record['name']:24} batch {record['timestamp']['batch']:3}  {size / 1e3:6.0f} kB  {record['saved_at']}"
         )
-    say(f"\n   accuracy without interruption {accuracy_whole}, killed and resumed {accuracy_killed}")
+    say(f"\n   accuracy without interruption {accuracy_whole}, interrupted twice {accuracy_killed}")
     unequal = compare(whole, killed)
     if unequal or accuracy_whole != accuracy_killed:
         raise SystemExit(f"\nThe two runs differ in: {', '.join(unequal)}")
-    say("\nThe killed and resumed run equals the uninterrupted one bit for bit:")
+    say("\nThe run that was interrupted equals the uninterrupted one bit for bit:")
     say("weights, optimizer state, learning rate schedule and random numbers.")
 
 

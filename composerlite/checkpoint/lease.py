@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from composerlite.checkpoint.remote import RemoteCatalog
-from composerlite.errors import ConfigError, ObjectStoreError
+from composerlite.errors import ObjectStoreError, RunInUseError
 from composerlite.storage import make_folder
 
 __all__ = ["BucketLease", "FolderLease", "Lease", "take"]
@@ -56,7 +56,7 @@ def take(leases: Sequence[Lease], what: str, timeout: float) -> None:
         timeout: seconds to wait for a holder who is alive.
 
     Raises:
-        ConfigError: one is not given up in time. None is held then.
+        RunInUseError: one is not given up in time. None is held then.
     """
     until = time.monotonic() + timeout
     for number, lease in enumerate(leases):
@@ -65,7 +65,7 @@ def take(leases: Sequence[Lease], what: str, timeout: float) -> None:
             if time.monotonic() > until:
                 for taken in leases[:number]:
                     taken.release()
-                raise ConfigError(
+                raise RunInUseError(
                     f"{what} is written by another process, {holder}, which is alive: two launches of one run would "
                     f"train it twice. Waited {timeout:.0f} s for its end. Stop it, or give this run a run_name of its "
                     "own."

@@ -29,7 +29,7 @@ def newest_checkpoint(
         timeout: seconds to wait for another process that has the run.
 
     Raises:
-        ConfigError: another process has the run and goes on with it.
+        RunInUseError: another process has the run and goes on with it.
         ConfigError: none of them saves what a run could be resumed from.
     """
     savers = [saver for saver in savers if not saver.weights_only]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from composerlite.checkpoint import BucketLease, FolderLease, RemoteCatalog, take
-from composerlite.errors import ConfigError
+from composerlite.errors import RunInUseError
 from composerlite.storage import Transfer, open_store
 
 HOLD = """
@@ -64,7 +64,7 @@ def test_the_second_launch_is_refused_and_told_by_whom(place: Any) -> None:
     lease = make()
     with held(kind, address) as first:
         message = rf"process {first.pid} on .* is alive.*Stop it, or give this run a run_name"
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(RunInUseError, match=message):
             take([lease], "run 'run'", 0.2)
     take([lease], "run 'run'", 20)
     assert first.returncode == 0
@@ -96,7 +96,7 @@ def test_a_holder_on_another_machine_is_taken_for_dead_when_it_is_silent(
         lease = BucketLease(remote, "run", beat_seconds=0.2, dead_seconds=1.5)
         name = "saves/.manifest/.run.lease"
         transfer.put_bytes(name, b'{"host": "elsewhere", "pid": 1, "id": "x", "beat": 7}')
-        with pytest.raises(ConfigError, match="process 1 on elsewhere"):
+        with pytest.raises(RunInUseError, match="process 1 on elsewhere"):
             take([lease], "run 'run'", 0.5)
         take([lease], "run 'run'", 10)
         assert lease.lost_to is None
