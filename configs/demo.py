@@ -1,8 +1,8 @@
 """What composerlite promises, shown on real data: a run that is killed and resumed ends as if nothing had happened.
 
 Trains a small network on images of handwritten digits twice with the same command: once to the end; once asked to end
-with SIGTERM, as a scheduler does, launched again, killed with SIGKILL half-way, and launched once more. Compares the two
-results bit for bit. ``make demo`` runs it; it takes about a minute.
+with SIGTERM, as a scheduler does, launched again, killed with SIGKILL half-way, and launched once more. Compares the
+two results bit for bit. ``make demo`` runs it; it takes about a minute.
 """
 
 from __future__ import annotations
