@@ -51,6 +51,7 @@ bench: $(BENCH)/.installed ## time composerlite beside its peers: benchmarks/out
 	$(BENCH)/bin/python benchmarks/checkpoint_saves.py
 	$(BENCH)/bin/python benchmarks/object_stores.py
 	$(BENCH)/bin/python benchmarks/many_ranks.py
+	$(BENCH)/bin/python benchmarks/interruptions.py
 	$(BENCH)/bin/python benchmarks/report.py
 
 clean: ## remove what the targets made, the environments included

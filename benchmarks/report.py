@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import checkpoint_report
+import interruptions_report
 import many_ranks_report
 import matplotlib as mpl
 import object_store_report
@@ -87,6 +88,7 @@ def main() -> None:
         (("checkpoint_saves",), checkpoint_report.show, "checkpoints.svg"),
         (("object_stores",), object_store_report.show, "object_stores.svg"),
         (("many_ranks",), many_ranks_report.show, "many_ranks.svg"),
+        (("interruptions",), interruptions_report.show, "interruptions.svg"),
     ):
         missing = [name for name in needed if not (OUT / f"{name}.json").exists()]
         if missing:

@@ -43,6 +43,7 @@ class State:
         timestamp: where the run stands.
         previous_timestamp: where it stood one batch (or epoch) before; ``None`` before the first.
         fit_starts: where the run stood at each call of ``fit``, those before a resume included.
+        evaluated_at: the batch count of the last evaluation, by the evaluator's label: there is one at most for each.
         eval_timestamp, predict_timestamp: progress of the current evaluation and prediction.
         train_metrics: metrics by name. eval_metrics: metrics by evaluator label and name.
         train_metric_values, eval_metric_values: last computed values by metric name.
@@ -121,6 +122,7 @@ class State:
         self.timestamp = Timestamp()
         self.previous_timestamp: Timestamp | None = None
         self.fit_starts: list[Timestamp] = []
+        self.evaluated_at: dict[str, int] = {}
         self.eval_timestamp = Timestamp()
         self.predict_timestamp = Timestamp()
 

@@ -57,7 +57,6 @@ class EvaluationSchedule:
         self._engine = engine
         self._logger = logger
         self._ranks = Ranks() if ranks is None else ranks
-        self._last: dict[str, int] = {}
 
     def run_due(self, event: Event) -> bool:
         """Run the evaluators that are due at ``event``; whether any was.
@@ -73,7 +72,7 @@ class EvaluationSchedule:
             for evaluator in state.evaluators
             if evaluator.eval_interval is not None
             and evaluator.eval_interval(state, event)
-            and self._last.get(evaluator.label) != batch
+            and state.evaluated_at.get(evaluator.label) != batch
         ]
         if not due:
             return False
@@ -90,12 +89,13 @@ class EvaluationSchedule:
 
     def _run(self, event: Event, due: Sequence[Evaluator]) -> None:
         state = self._state
-        self._last.update({evaluator.label: int(state.timestamp.batch) for evaluator in due})
         generators = rng.capture()
         try:
             evaluate(state, self._engine, self._logger, due, self._ranks, may_stop=True)
         except EvaluationAbandonedError:
             state.interruption.evaluation = event, tuple(evaluator.label for evaluator in due)
+        else:
+            state.evaluated_at.update({evaluator.label: int(state.timestamp.batch) for evaluator in due})
         rng.restore([generators])
 
 

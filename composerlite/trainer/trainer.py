@@ -485,7 +485,7 @@ class Trainer:
         begun_before = number < len(state.fit_starts)
         if not begun_before:
             if reset_time:
-                state.timestamp, state.previous_timestamp = Timestamp(), None
+                state.timestamp, state.previous_timestamp, state.evaluated_at = Timestamp(), None, {}
                 state.dataset_state = {"train": None, "eval": {}}
             state.fit_starts = [*state.fit_starts, state.timestamp]
         if duration is not None:

@@ -155,6 +155,31 @@ def at_random_instants(folder: Path, whole: Any, grace: str, launches: int, seed
     assert differences(torch.load(folder / "final.pt", weights_only=True), end) == []
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_signals_at_random_instants_of_saves_and_uploads(
+    tmp_path: Path, whole: Any, request: pytest.FixtureRequest
+) -> None:
+    """Each batch is saved and uploaded: the signals come while that goes on. Each time another machine goes on."""
+    said, end = whole()
+    server = request.getfixturevalue("s3_server")
+    chooser = random.Random(1)
+    for chain in range(3):
+        order = {"interval": "1ba", "save_folder": f"s3://{server.new_bucket()}/run"}
+        done: list[str] = []
+        for machine in range(40):
+            after = 0.0 if machine == 39 else chooser.uniform(0.001, 0.5)
+            one = launch(tmp_path / f"{chain}-{machine}", dict(server.environment), after=after, **order)
+            done += one.said
+            if one.code == 0:
+                break
+            assert one.code == 128 + signal.SIGTERM, one.log
+            assert "and in the bucket" in one.log or not done, one.log
+        assert done == said
+        last = torch.load(tmp_path / f"{chain}-{machine}" / "final.pt", weights_only=True)
+        assert differences(last, end) == []
+
+
 def test_workers_of_the_loader_survive_a_signal_to_the_whole_group(tmp_path: Path, whole: Any) -> None:
     """A terminal and Slurm signal every process of a job: the loader's workers go on until the run has saved."""
     order = {"at": ["after_forward", 11, 1], "to_group": True}
