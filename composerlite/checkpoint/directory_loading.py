@@ -15,9 +15,9 @@ from composerlite.checkpoint.elsewhere import Elsewhere
 from composerlite.checkpoint.formats import sharded
 from composerlite.checkpoint.formats.directory import CheckpointFolder
 from composerlite.checkpoint.formats.stored_item import item_contents
+from composerlite.checkpoint.ranks_together import from_first_rank, together
 from composerlite.checkpoint.restoring import Restoring, half_loaded
 from composerlite.checkpoint.state_keys import nested
-from composerlite.checkpoint.together import from_first_rank, together
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
 

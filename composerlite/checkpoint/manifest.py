@@ -12,7 +12,6 @@ from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from typing import Any, final
 
-import torch
 import xxhash
 
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
@@ -170,6 +169,8 @@ def plain_timestamp(fields: Mapping[str, Any]) -> dict[str, int | float]:
 @functools.cache
 def versions() -> Mapping[str, str]:
     """What a checkpoint is saved with."""
+    import torch  # not to list checkpoints
+
     return {
         "composerlite": version("composerlite"),
         "torch": str(torch.__version__),

@@ -15,7 +15,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from composerlite.checkpoint.formats.checkpoint_folder import (
     INDEX,
@@ -27,7 +27,6 @@ from composerlite.checkpoint.formats.checkpoint_folder import (
     checked_record,
     write_file,
 )
-from composerlite.checkpoint.formats.torch_reader import ByteSource
 from composerlite.checkpoint.manifest import Manifest
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.storage import (
@@ -40,6 +39,9 @@ from composerlite.storage import (
     make_folder,
     verify_file,
 )
+
+if TYPE_CHECKING:
+    from composerlite.checkpoint.formats.torch_reader import ByteSource
 
 __all__ = ["ON_ALL_NODES", "SAVING", "LocalFolder", "remove_folder", "take_name"]
 

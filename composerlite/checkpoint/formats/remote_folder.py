@@ -9,7 +9,7 @@ import secrets
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import xxhash
 
@@ -22,10 +22,12 @@ from composerlite.checkpoint.formats.checkpoint_folder import (
     checked_record,
     write_file,
 )
-from composerlite.checkpoint.formats.torch_reader import ByteSource
 from composerlite.checkpoint.manifest import Manifest
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
 from composerlite.storage import FileDigest, ObjectStore, Sink, Transfer, check_name, verify_file
+
+if TYPE_CHECKING:
+    from composerlite.checkpoint.formats.torch_reader import ByteSource
 
 __all__ = ["RemoteFolder"]
 
