@@ -9,7 +9,6 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from importlib.metadata import version
 from typing import Any, final
 
 import xxhash
@@ -169,7 +168,9 @@ def plain_timestamp(fields: Mapping[str, Any]) -> dict[str, int | float]:
 @functools.cache
 def versions() -> Mapping[str, str]:
     """What a checkpoint is saved with."""
-    import torch  # not to list checkpoints
+    from importlib.metadata import version  # not to list checkpoints
+
+    import torch
 
     return {
         "composerlite": version("composerlite"),
