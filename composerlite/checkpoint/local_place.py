@@ -7,15 +7,16 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import final
 
 from composerlite.checkpoint.catalog import Catalog
+from composerlite.checkpoint.formats.directory import SAVING, LocalFolder
 from composerlite.checkpoint.manifest import FileRecord
-from composerlite.checkpoint.places import MANIFESTS, Place, StoredFile
+from composerlite.checkpoint.places import MANIFESTS, Leftover, Place, StoredFile
 from composerlite.errors import CorruptCheckpointError
-from composerlite.storage import StagedFile, fsync_folder, make_folder, verify_file
+from composerlite.storage import StagedFile, abandoned_temporaries, fsync_folder, make_folder, verify_file
 
 __all__ = ["LocalPlace"]
 
@@ -94,15 +95,52 @@ class LocalPlace(Place):
         except FileNotFoundError:
             return
         fsync_folder(target.parent)
+        if target.parent.name != MANIFESTS:
+            self._remove_empty(target.parent)
+
+    def _remove_empty(self, folder: Path) -> None:
+        """Remove ``folder`` and those above it that hold nothing, or nothing but an empty folder of records."""
         with contextlib.suppress(OSError):  # it holds something else: it stays
-            if target.parent not in (self.folder, self.folder / MANIFESTS):
-                target.parent.rmdir()
+            while folder != self.folder:
+                if [path.name for path in folder.iterdir()] == [MANIFESTS]:
+                    (folder / MANIFESTS).rmdir()
+                folder.rmdir()
+                folder = folder.parent
 
     def point(self, link: str, name: str) -> None:
         Catalog(self.folder).point_latest(link, name)
 
+    def leftovers(self, older_than: timedelta) -> list[Leftover]:
+        found: list[Leftover] = []
+        for folder, subfolders, _ in os.walk(self.folder):
+            path = Path(folder)
+            if (saving := SAVING.fullmatch(path.name)) is not None:
+                subfolders.clear()
+                if path.resolve() in LocalFolder(path.with_name(saving[1])).dead_saves():
+                    found.append(Leftover(str(path), "a save that did not end", _size_bytes(path)))
+                continue
+            what = "a file that was not written to its end"
+            if MANIFESTS in path.relative_to(self.folder).parts:
+                what = "a commit that did not end: completed if its data are whole"
+            found += [Leftover(str(one), what, _size_bytes(one)) for one in abandoned_temporaries(path)]
+        return found
+
+    def sweep(self, older_than: timedelta) -> None:
+        roots = [Path(folder) for folder, names, _ in os.walk(self.folder, topdown=False) if MANIFESTS in names]
+        for root in [*roots, self.folder]:  # a run's own folder first: there commits are completed
+            Catalog(root).recover()
+
     def close(self) -> None:
         """There is nothing to let go of."""
+
+
+def _size_bytes(path: Path) -> int:
+    """Of a file, or of all in a folder; of what is gone meanwhile: nothing."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            return sum(_size_bytes(inner) for inner in path.iterdir())
+        return path.lstat().st_size
+    return 0
 
 
 def _below(folder: Path, prefix: str) -> Iterator[StoredFile]:

@@ -9,13 +9,13 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import final
 
 from composerlite.checkpoint.manifest import FileRecord
 
-__all__ = ["MANIFESTS", "Place", "StoredFile"]
+__all__ = ["MANIFESTS", "Leftover", "Place", "StoredFile"]
 
 MANIFESTS = ".manifest"
 """The folder of commit records."""
@@ -35,6 +35,22 @@ class StoredFile:
     path: str
     size_bytes: int
     modified_at: datetime | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What a process that died has left.
+
+    Attributes:
+        uri: where it is.
+        what: that it is, in words.
+        size_bytes: of it, 0 where that is not known.
+    """
+
+    uri: str
+    what: str
+    size_bytes: int
 
 
 class Place(ABC):
@@ -102,6 +118,18 @@ class Place(ABC):
     @abstractmethod
     def point(self, link: str, name: str) -> None:
         """Make the link ``link`` lead to the checkpoint ``name``."""
+
+    @abstractmethod
+    def leftovers(self, older_than: timedelta) -> list[Leftover]:
+        """What processes have left that died while they wrote.
+
+        On a disk a lock tells which are dead; in a store the parts of uploads that were started ``older_than`` ago are
+        taken for theirs.
+        """
+
+    @abstractmethod
+    def sweep(self, older_than: timedelta) -> None:
+        """Remove what :meth:`leftovers` finds. A commit on a disk that had got far enough is completed."""
 
     @abstractmethod
     def close(self) -> None:

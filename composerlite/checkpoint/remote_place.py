@@ -7,13 +7,14 @@ import copy
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from typing import final
 
 import xxhash
 
 from composerlite.checkpoint.manifest import FileRecord
-from composerlite.checkpoint.places import Place, StoredFile
+from composerlite.checkpoint.places import Leftover, Place, StoredFile
 from composerlite.checkpoint.remote import LINK_SUFFIX
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import ObjectStore, Transfer, check_name, make_folder, verify_file
@@ -58,7 +59,7 @@ class RemotePlace(Place):
         return check_name(f"{self.root}/{path}" if self.root else path)
 
     def files(self) -> Mapping[str, StoredFile]:
-        prefix = f"{self.root}/" if self.root else ""
+        prefix = self._prefix
         return {
             path: StoredFile(path, info.size_bytes, info.modified_at)
             for info in self.transfer.list(prefix)
@@ -138,6 +139,19 @@ class RemotePlace(Place):
 
     def point(self, link: str, name: str) -> None:
         self.put(link + LINK_SUFFIX, self.name_of(name).encode(), create_only=False)
+
+    def leftovers(self, older_than: timedelta) -> list[Leftover]:
+        return [
+            Leftover(self.store.get_uri(upload.name), f"the parts of an upload that was started {upload.started_at}", 0)
+            for upload in self.transfer.stale(self._prefix, older_than)
+        ]
+
+    def sweep(self, older_than: timedelta) -> None:
+        self.transfer.abort_stale(self._prefix, older_than)
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self.root}/" if self.root else ""
 
     def close(self) -> None:
         self.transfer.close()

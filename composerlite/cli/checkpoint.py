@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Annotated
 
 import typer
 
 from composerlite.cli.errors import chosen, one_line_errors
+from composerlite.errors import ConfigError
 
 __all__ = ["checkpoint_app"]
 
@@ -19,6 +21,7 @@ Checkpoint = Annotated[
     str, typer.Argument(help="The path or the URI of a checkpoint, or of a link to one.", metavar="CHECKPOINT")
 ]
 Run = Annotated[str | None, typer.Option("--run", help="Only checkpoints of the run of this name.", metavar="NAME")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Tell what would be done, and do nothing.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -88,3 +91,86 @@ def verify(
         from composerlite.cli.verification import verify as compare
 
         compare(targets, run=run, as_json=as_json)
+
+
+@checkpoint_app.command("prune")
+def prune(
+    places: Places,
+    keep_last: Annotated[
+        int | None, typer.Option("--keep-last", help="The newest so many stay.", min=1, metavar="N")
+    ] = None,
+    keep_every: Annotated[
+        str | None,
+        typer.Option("--keep-every", help="The first at or after each multiple stays: 10ep, 5000ba.", metavar="TIME"),
+    ] = None,
+    best_k: Annotated[
+        int | None, typer.Option("--best-k", help="The best so many by --best-metric stay.", min=1, metavar="K")
+    ] = None,
+    best_metric: Annotated[str | None, typer.Option("--best-metric", help="As 'ls' shows it.", metavar="NAME")] = None,
+    best_mode: Annotated[str, typer.Option("--best-mode", help="max or min: which values are better.")] = "max",
+    run: Run = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Remove the checkpoints in PLACE that no rule keeps. Each run and each file name template counts by itself.
+
+    The newest always stays, and so does what is torn. Ephemeral checkpoints go, but for the newest of all.
+    """
+    with one_line_errors():
+        from composerlite.checkpoint import retention_policy
+        from composerlite.cli.sweeping import Sweep
+        from composerlite.cli.sweeping import prune as remove
+        from composerlite.core import Time
+
+        if keep_last is None and keep_every is None and best_k is None and best_metric is None:
+            raise ConfigError("prune: which are to stay? Give --keep-last, --keep-every or --best-k.")
+        if (best_k is None) != (best_metric is None):
+            raise ConfigError("prune: --best-k 3 and --best-metric NAME go together; 'ls' shows the metrics there are.")
+        policy = retention_policy(
+            -1 if keep_last is None else keep_last,
+            keep_every=None if keep_every is None else Time.from_timestring(keep_every),
+            best_k=best_k,
+            best_metric=best_metric,
+            best_mode=best_mode,
+        )
+        remove(places, policy, run=run, sweep=Sweep(dry_run=dry_run, as_json=as_json))
+
+
+@checkpoint_app.command("gc")
+def gc(
+    places: Places,
+    orphans: Annotated[
+        bool,
+        typer.Option("--orphans", help="Remove data without a manifest, too: also what other programs have saved."),
+    ] = False,
+    older_than: Annotated[
+        str,
+        typer.Option(
+            "--older-than", help="Orphans, and parts of uploads, go if they are as old as that.", metavar="TIME"
+        ),
+    ] = "24h",
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Remove what processes that died have left in PLACE: temporary files, parts of uploads. No checkpoint goes.
+
+    What a process that lives is writing on this machine's disks stays.
+    """
+    with one_line_errors():
+        from composerlite.cli.sweeping import Sweep, collect
+
+        collect(places, orphans=orphans, older_than=age(older_than), sweep=Sweep(dry_run=dry_run, as_json=as_json))
+
+
+def age(text: str) -> timedelta:
+    """The time that ``--older-than`` gives.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    from composerlite.core import Time, TimeUnit
+
+    time = Time.from_timestring(text)
+    if time.unit is not TimeUnit.SECOND or time.value < 0:
+        raise ConfigError(f"--older-than {text}: want a time by the clock, as '24h', '90m' or '0s'.")
+    return timedelta(seconds=float(time.value))

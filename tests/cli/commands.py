@@ -13,10 +13,12 @@ from forked import run_forked
 from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import Trainer
+from composerlite.checkpoint import Catalog, RemoteCatalog
 from composerlite.cli import main
 from composerlite.models import ComposerClassifier
+from composerlite.storage import Transfer, open_store
 
-__all__ = ["answer", "composerlite", "train"]
+__all__ = ["answer", "composerlite", "published", "train"]
 
 
 def composerlite(
@@ -60,3 +62,12 @@ def train(folder: Path, *, epochs: int = 3, **settings: Any) -> None:
         **arguments,
     ) as trainer:
         trainer.fit()
+
+
+def published(folder: Path, uri: str) -> None:
+    """Every checkpoint of ``folder`` in a bucket."""
+    with open_store(uri) as store, Transfer(store) as transfer:
+        catalog, remote = Catalog(folder), RemoteCatalog(transfer, "demo")
+        for manifest in catalog.manifests():
+            files = [folder / record.path for record in manifest.files]
+            remote.publish(manifest, files, link="demo/latest-rank0.pt")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from commands import answer, composerlite, train
+from commands import answer, composerlite, published, train
 
-from composerlite.checkpoint import Catalog, Checkpointer, RemoteCatalog, save_model_and_optim_state
-from composerlite.storage import Transfer, open_store
+from composerlite.checkpoint import Checkpointer, save_model_and_optim_state
+from composerlite.storage import open_store
 
 ONE, TWO, THREE = (f"ep{epoch}-ba{4 * epoch}-rank0.pt" for epoch in (1, 2, 3))
 
@@ -24,15 +24,6 @@ def flip(path: Path, at: int = -3000) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
-
-
-def published(folder: Path, uri: str) -> None:
-    """Every checkpoint of ``folder`` in a bucket."""
-    with open_store(uri) as store, Transfer(store) as transfer:
-        catalog, remote = Catalog(folder), RemoteCatalog(transfer, "demo")
-        for manifest in catalog.manifests():
-            files = [folder / record.path for record in manifest.files]
-            remote.publish(manifest, files, link="demo/latest-rank0.pt")
 
 
 # ── ls ───────────────────────────────────────────────────────────────────────────────────────────────────────────

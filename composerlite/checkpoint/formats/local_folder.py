@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
@@ -298,17 +298,23 @@ class LocalFolder(CheckpointFolder):
 
     def sweep(self) -> None:
         """Remove what saves of dead processes have left."""
+        for place in self.dead_saves():
+            remove_folder(place)
+            log.info("removed %s, left by a process that died while it saved", place)
+
+    def dead_saves(self) -> Iterator[Path]:
+        """What saves of dead processes have left; each is locked while the caller looks at it."""
         for place in self.path.parent.glob(f".{glob.escape(self.path.name)}.saving-*"):
             try:
                 descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove_folder(place)
-                log.info("removed %s, left by a process that died while it saved", place)
-            except OSError:  # its process lives, or nothing can be proven dead here
-                continue
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:  # its process lives, or nothing can be proven dead here
+                    continue
+                yield place
             finally:
                 os.close(descriptor)
 
