@@ -16,7 +16,7 @@ from composerlite.checkpoint.survey import UNLISTED, Found, survey
 from composerlite.errors import CheckpointNotFoundError, ConfigError
 from composerlite.storage import is_uri, open_store, parse_uri
 
-__all__ = ["Pointed", "place_at", "pointed"]
+__all__ = ["Pointed", "place_at", "pointed", "target_at"]
 
 _INDEX = ".metadata"
 
@@ -66,6 +66,20 @@ def place_at(text: str) -> Place:
     if parse_uri(text)[0] in ("http", "https"):
         raise ConfigError(f"{text!r}: want a folder, or a URI of an object store: addresses cannot be listed.")
     return RemotePlace(open_store(text), parse_uri(text)[2])
+
+
+def target_at(text: str) -> Place:
+    """The place at ``text`` to write to: a folder need not be there.
+
+    Raises:
+        ConfigError: the URI names no store, or there is a file of that name.
+    """
+    path = Path(parse_uri(text)[2])
+    if is_uri(text):
+        return place_at(text)
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{text!r} is a file: want the folder of checkpoints to write to, or its URI.")
+    return LocalPlace(path)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from composerlite.checkpoint.places import MANIFESTS, Place, StoredFile
 from composerlite.checkpoint.step_folder import MARKER, MODEL, TRAIN
 from composerlite.errors import CheckpointError
 
-__all__ = ["UNLISTED", "Found", "survey"]
+__all__ = ["UNLISTED", "Found", "newest", "survey"]
 
 UNLISTED = "it has no manifest: its save did not end, or another program wrote it"
 _INDEX = ".metadata"
@@ -62,6 +62,19 @@ class Found:
     def size_bytes(self) -> int:
         """Of what is there."""
         return sum(file.size_bytes for file in self.files)
+
+
+def newest(listed: Iterable[Found]) -> Found | None:
+    """The newest that is committed and whole, of the run that saved last; ``None``: there is none.
+
+    Of equal ones it is the first.
+    """
+    whole = [(one, one.manifest) for one in listed if one.manifest is not None and not one.faults]
+    if not whole:
+        return None
+    _, last = max(whole, key=lambda pair: pair[1].saved_at)
+    of_run = [(one, manifest) for one, manifest in whole if manifest.run_name == last.run_name]
+    return max(of_run, key=lambda pair: pair[1].order)[0]
 
 
 def survey(place: Place) -> list[Found]:

@@ -162,6 +162,73 @@ def gc(
         collect(places, orphans=orphans, older_than=age(older_than), sweep=Sweep(dry_run=dry_run, as_json=as_json))
 
 
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace another checkpoint of the same name, which goes first.")
+]
+Link = Annotated[
+    str | None,
+    typer.Option("--link", help="Have this link lead to it then, as latest-rank0.pt.", metavar="NAME"),
+]
+Names = Annotated[
+    list[str] | None, typer.Argument(help="As 'ls' names them; the newest if none is given.", metavar="NAME")
+]
+All = Annotated[bool, typer.Option("--all", help="All that are committed.")]
+
+
+@checkpoint_app.command("cp")
+def cp(
+    source: Checkpoint,
+    target: Annotated[str, typer.Argument(help="The folder, or the URI, that gets it.", metavar="PLACE")],
+    overwrite: Overwrite = False,
+    link: Link = None,
+    as_json: Json = False,
+) -> None:
+    """Copy CHECKPOINT to PLACE under its name: between folders and buckets, every byte verified, its manifest last.
+
+    A copy that was interrupted goes on where it was.
+    """
+    with one_line_errors():
+        from composerlite.cli.copies import Copying, copy_one
+
+        copy_one(source, target, Copying(overwrite=overwrite, link=link, as_json=as_json))
+
+
+@checkpoint_app.command("push")
+def push(
+    folder: Annotated[str, typer.Argument(help="A folder of checkpoints.", metavar="FOLDER")],
+    target: Annotated[str, typer.Argument(help="Where to: s3://bucket/run.", metavar="URI")],
+    names: Names = None,
+    everything: All = False,
+    overwrite: Overwrite = False,
+    link: Link = None,
+    as_json: Json = False,
+) -> None:
+    """Copy checkpoints of FOLDER to a bucket, as 'cp' does: the newest, those that are named, or all."""
+    with one_line_errors():
+        from composerlite.cli.copies import Copying, copy_many, local, remote
+
+        copying = Copying(overwrite=overwrite, link=link, as_json=as_json)
+        copy_many(local(folder, "push"), remote(target, "push"), names or (), everything=everything, copying=copying)
+
+
+@checkpoint_app.command("pull")
+def pull(
+    source: Annotated[str, typer.Argument(help="Where from: s3://bucket/run.", metavar="URI")],
+    folder: Annotated[str, typer.Argument(help="The folder that gets them.", metavar="FOLDER")],
+    names: Names = None,
+    everything: All = False,
+    overwrite: Overwrite = False,
+    link: Link = None,
+    as_json: Json = False,
+) -> None:
+    """Copy checkpoints from a bucket to FOLDER, as 'cp' does: the newest, those that are named, or all."""
+    with one_line_errors():
+        from composerlite.cli.copies import Copying, copy_many, local, remote
+
+        copying = Copying(overwrite=overwrite, link=link, as_json=as_json)
+        copy_many(remote(source, "pull"), local(folder, "pull"), names or (), everything=everything, copying=copying)
+
+
 def age(text: str) -> timedelta:
     """The time that ``--older-than`` gives.
 

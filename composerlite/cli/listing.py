@@ -10,7 +10,7 @@ import typer
 
 from composerlite.checkpoint.places import Place
 from composerlite.checkpoint.pointing import place_at
-from composerlite.checkpoint.survey import Found, survey
+from composerlite.checkpoint.survey import Found, newest, survey
 from composerlite.cli.output import bytes_text, print_json, print_table
 from composerlite.errors import CheckpointNotFoundError
 
@@ -63,20 +63,18 @@ def print_latest(places: Sequence[str], *, run: str | None, as_json: bool) -> No
     Raises:
         CheckpointNotFoundError: there is none.
     """
-    whole = [one for one in _listed(places, run) if not one.found.faults and one.found.manifest is not None]
-    if not whole:
+    listed = _listed(places, run)
+    found = newest(one.found for one in listed)
+    if found is None:
         of_run = "" if run is None else f" of run {run!r}"
         raise CheckpointNotFoundError(
             f"no committed checkpoint{of_run} in {', '.join(places)}: 'composerlite checkpoint ls' shows what is there."
         )
-    last_run = max(whole, key=lambda one: _saved_at(one.found)).found
-    assert last_run.manifest is not None
-    of_it = [one for one in whole if _run(one.found) == last_run.manifest.run_name]
-    newest = max(of_it, key=lambda one: _order(one.found))
+    place = next(one.place for one in listed if one.found is found)
     if as_json:
-        print_json(told(newest.place, newest.found))
+        print_json(told(place, found))
     else:
-        typer.echo(newest.place.uri(newest.found.name))
+        typer.echo(place.uri(found.name))
 
 
 def _listed(places: Sequence[str], run: str | None) -> list[_Listed]:
@@ -93,11 +91,6 @@ def _run(found: Found) -> str | None:
 
 def _saved_at(found: Found) -> str:
     return "" if found.manifest is None else found.manifest.saved_at
-
-
-def _order(found: Found) -> tuple[int, int, str]:
-    assert found.manifest is not None
-    return found.manifest.order
 
 
 # ── how one is told ──────────────────────────────────────────────────────────────────────────────────────────────────
