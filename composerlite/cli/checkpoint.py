@@ -229,6 +229,69 @@ def pull(
         copy_many(remote(source, "pull"), local(folder, "pull"), names or (), everything=everything, copying=copying)
 
 
+@checkpoint_app.command("diff")
+def diff(
+    a: Annotated[str, typer.Argument(help="A checkpoint.", metavar="A")],
+    b: Annotated[str, typer.Argument(help="Another.", metavar="B")],
+    everything: Annotated[
+        bool, typer.Option("--all", help="Compare all that they hold, and not the weights alone.")
+    ] = False,
+    top: Annotated[int, typer.Option("--top", help="Show so many of the largest changes.", min=0)] = 20,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit status 1 if they differ.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show how A and B differ: keys that only one has, shapes and types, and by how much the numbers changed.
+
+    They may be in different places and of different forms. Both are read into memory.
+    """
+    with one_line_errors():
+        from composerlite.cli.differences import diff as compare
+
+        compare(a, b, everything=everything, top=top, exit_code=exit_code, as_json=as_json)
+
+
+@checkpoint_app.command("unshard")
+def unshard(
+    checkpoint: Checkpoint,
+    folder: Annotated[str, typer.Argument(help="The folder to write to.", metavar="FOLDER")],
+    safetensors: Annotated[bool, typer.Option("--safetensors", help="Write safetensors, of the model alone.")] = False,
+    optim: Annotated[
+        bool | None, typer.Option("--optim/--no-optim", help="Write the optimizer, too. If there is one, if not said.")
+    ] = None,
+    per_tensor: Annotated[bool, typer.Option("--per-tensor", help="A file for each tensor.")] = False,
+    chunk_bytes: Annotated[
+        int | None, typer.Option("--chunk-bytes", help="Files of about so many bytes.", min=1, metavar="BYTES")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write to a folder that is not empty.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the model, and the optimizer, of the sharded CHECKPOINT to files that torch.load or safetensors opens."""
+    with one_line_errors():
+        from composerlite.cli.conversion import Cut
+        from composerlite.cli.conversion import unshard as write
+
+        cut = Cut(per_tensor=per_tensor, chunk_bytes=chunk_bytes)
+        write(checkpoint, folder, cut, safetensors=safetensors, optim=optim, overwrite=overwrite, as_json=as_json)
+
+
+@checkpoint_app.command("convert")
+def convert(
+    checkpoint: Checkpoint,
+    target: Annotated[str, typer.Argument(help="The file or directory to write.", metavar="TARGET")],
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Write CHECKPOINT in another form, which the end of TARGET's name tells.
+
+    .pt, .pt.zst, .tar.gz and the like: a file. None: a directory that any number of ranks loads. Both resume a run
+    that was saved. .safetensors: the weights alone.
+    """
+    with one_line_errors():
+        from composerlite.cli.conversion import convert as write
+
+        write(checkpoint, target, overwrite=overwrite, as_json=as_json)
+
+
 def age(text: str) -> timedelta:
     """The time that ``--older-than`` gives.
 

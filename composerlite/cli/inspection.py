@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 import typer
 
 from composerlite.checkpoint.inspecting import Leaf, contents_of, leaves_of_contents
-from composerlite.checkpoint.pointing import pointed
+from composerlite.checkpoint.pointing import Pointed, pointed
+from composerlite.checkpoint.survey import Found
 from composerlite.cli.listing import told
 from composerlite.cli.output import bytes_text, print_json
 from composerlite.errors import ConfigError
 
-__all__ = ["inspect"]
+__all__ = ["inspect", "the_one"]
 
 
 def inspect(text: str, *, depth: int | None, as_json: bool) -> None:
@@ -23,9 +24,7 @@ def inspect(text: str, *, depth: int | None, as_json: bool) -> None:
         CheckpointError: it is not there, damaged, or holds what is not known to be safe.
     """
     with pointed(text) as target:
-        if target.name is None:
-            raise ConfigError(f"{text!r} is a folder of checkpoints: give one of them, as 'ls' names it.")
-        (found,) = target.found()
+        found = the_one(target, text)
         leaves = list(leaves_of_contents(contents_of(target.place, found)))
         facts = told(target.place, found)
     tensors = [leaf for leaf in leaves if leaf.kind == "tensor"]
@@ -43,6 +42,19 @@ def inspect(text: str, *, depth: int | None, as_json: bool) -> None:
     typer.echo(f"{len(tensors)} tensors, {bytes_text(total)}; in files {bytes_text(facts['size_bytes'])}")
     for fault in facts["faults"]:
         typer.echo(f"{facts['state']}: {fault}", err=True)
+
+
+def the_one(target: Pointed, text: str) -> Found:
+    """The checkpoint that ``text`` points to.
+
+    Raises:
+        ConfigError: it is a folder of several.
+        CheckpointNotFoundError: it is not there.
+    """
+    if target.name is None:
+        raise ConfigError(f"{text!r} is a folder of checkpoints: give one of them, as 'ls' names it.")
+    (found,) = target.found()
+    return found
 
 
 def _entry(leaf: Leaf) -> dict[str, object]:
