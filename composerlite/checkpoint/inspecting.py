@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from composerlite.checkpoint.download import fetched
-from composerlite.checkpoint.formats import is_packed_beginning, sharded
+from composerlite.checkpoint.formats import is_packed_beginning
 from composerlite.checkpoint.formats.directory import CheckpointFolder, LocalFolder, RemoteFolder
 from composerlite.checkpoint.formats.remote_bytes import HeaderBytes
 from composerlite.checkpoint.formats.remote_folder import VerifiedObject
@@ -21,7 +21,6 @@ from composerlite.checkpoint.local_place import LocalPlace
 from composerlite.checkpoint.places import MANIFESTS, Place
 from composerlite.checkpoint.reading import RawFile, opened, readable
 from composerlite.checkpoint.remote_place import RemotePlace
-from composerlite.checkpoint.state_keys import nested
 from composerlite.checkpoint.step_folder import MODEL
 from composerlite.checkpoint.survey import Found
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
@@ -83,6 +82,9 @@ def directory_in(place: Place, path: str, commits: tuple[str, ...]) -> Checkpoin
 
 
 def _directory(folder: CheckpointFolder) -> Any:
+    from composerlite.checkpoint.formats import sharded  # slow to import, and most checkpoints are files
+    from composerlite.checkpoint.state_keys import nested
+
     with sharded.RemoteFileSystemReader(folder) as reader:
         metadata = reader.read_metadata()
     values: dict[str, Any] = {

@@ -10,15 +10,12 @@ from typing import Any, cast
 from torch import Tensor
 
 from composerlite.checkpoint import rng
-from composerlite.checkpoint.directory_loading import as_in_a_file
 from composerlite.checkpoint.download import fetched
-from composerlite.checkpoint.formats import sharded
 from composerlite.checkpoint.formats.directory import CheckpointFolder
 from composerlite.checkpoint.inspecting import directory_in
 from composerlite.checkpoint.local_place import LocalPlace
 from composerlite.checkpoint.places import Place
 from composerlite.checkpoint.reading import opened
-from composerlite.checkpoint.state_keys import nested
 from composerlite.checkpoint.step_folder import MODEL
 from composerlite.checkpoint.survey import Found
 from composerlite.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
@@ -57,6 +54,10 @@ def whole_contents(place: Place, found: Found, *, weights_only: bool = False) ->
 
 
 def _directory(folder: CheckpointFolder, *, weights_only: bool) -> Any:
+    from composerlite.checkpoint.directory_loading import as_in_a_file  # slow to import, and most are files
+    from composerlite.checkpoint.formats import sharded
+    from composerlite.checkpoint.state_keys import nested
+
     with sharded.RemoteFileSystemReader(folder) as reader:
         metadata = reader.read_metadata()
         keys = [key for key in metadata.state_dict_metadata if not weights_only or key.startswith(_MODELS)]

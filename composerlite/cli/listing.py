@@ -18,6 +18,7 @@ __all__ = ["Order", "list_checkpoints", "print_latest", "told"]
 
 _FAULTS_SHOWN = 3
 _COLUMNS = ("name", "run", "epoch", "batch", "sample", "saved", "size", "kind", "ranks", "metrics", "where", "state")
+_SPARE = ("metrics", "sample", "ranks", "run", "where", "kind")
 _NUMBERS = ("epoch", "batch", "sample", "size", "ranks")
 
 
@@ -52,7 +53,7 @@ def list_checkpoints(places: Sequence[str], *, run: str | None, sort: Order, as_
     if not listed:
         typer.echo(f"no checkpoints in {', '.join(places)}{'' if run is None else f' of run {run!r}'}", err=True)
         return
-    print_table(_COLUMNS, [_row(one) for one in listed], right=_NUMBERS)
+    print_table(_COLUMNS, [_row(one) for one in listed], right=_NUMBERS, spare=_SPARE)
 
 
 def print_latest(places: Sequence[str], *, run: str | None, as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -28,27 +29,29 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """A table on stdout: of the width of the terminal; where that is none, as wide as it needs to be.
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), spare: Sequence[str] = ()
+) -> None:
+    """A table on stdout, as wide as it needs to be; on a terminal without the columns that it has no room for.
 
     Args:
         columns: headings. One that has nothing in any row is left out.
         rows: a text for each.
         right: headings of those that hold numbers.
+        spare: headings of those that a narrow terminal can do without, the first first.
     """
     listed = [[str(cell) for cell in row] for row in rows]
     shown = [place for place in range(len(columns)) if any(row[place] for row in listed)]
-    heads = [columns[place] for place in shown]
-    cells = [[row[place] for place in shown] for row in listed]
+    widths = {place: max(len(columns[place]), *(len(row[place]) for row in listed)) for place in shown}
     if sys.stdout.isatty():
-        _print_rich(heads, cells, right)
+        room = shutil.get_terminal_size().columns
+        for place in [columns.index(head) for head in spare]:
+            if place in shown and sum(widths[at] + 2 for at in shown) > room:
+                shown.remove(place)
+        _print_rich([columns[at] for at in shown], [[row[at] for at in shown] for row in listed], right)
         return
-    widths = [max(len(head), *(len(row[at]) for row in cells)) for at, head in enumerate(heads)]
-    for row in [heads, *cells]:  # rich takes as long to import as all the rest
-        texts = [
-            text.rjust(width) if head in right else text.ljust(width)
-            for text, width, head in zip(row, widths, heads, strict=True)
-        ]
+    for row in [columns, *listed]:  # rich takes as long to import as all the rest
+        texts = [row[at].rjust(widths[at]) if columns[at] in right else row[at].ljust(widths[at]) for at in shown]
         typer.echo("  ".join(texts).rstrip())
 
 
@@ -59,8 +62,7 @@ def _print_rich(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequ
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for head in heads:
-        is_number = head in right
-        table.add_column(head, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+        table.add_column(head, justify="right" if head in right else "left", no_wrap=head != heads[-1], overflow="fold")
     for row in rows:
         table.add_row(*(Text(text, style="red" if text.startswith(("torn", "damaged")) else "") for text in row))
     Console(highlight=False).print(table)
