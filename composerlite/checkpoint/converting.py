@@ -13,6 +13,7 @@ from composerlite.checkpoint import rng
 from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.formats import format_of
 from composerlite.checkpoint.formats.directory import LocalFolder
+from composerlite.checkpoint.formats.sharded_saving import Shards
 from composerlite.checkpoint.formats.torch_file import TorchImage
 from composerlite.checkpoint.manifest import FileRecord, Manifest, versions
 from composerlite.checkpoint.state_dict import save_state_dict
@@ -57,16 +58,27 @@ def write_directory(contents: Any, path: Path, manifest: Manifest | None, *, ove
     taken for that of a model.
     """
     state = cast("StateDict", contents)
-    if not any(isinstance(state.get(key), Mapping) for key in ("state", "model")):
-        state = {"model": weights_of(contents, str(path))}
+    make_folder(path.parent)
+    folder = LocalFolder(path)
+    record = _record(manifest, folder.name, "sharded")
+    if not isinstance(state.get("state"), Mapping):  # of no run: as the functions on state dicts save it
+        if not isinstance(state.get("model"), Mapping):
+            state = {"model": weights_of(contents, str(path))}
+        folder.record = record
+        save_state_dict(folder, state, save_overwrite=overwrite)
+        return
     generators = state.get("rng")
     if isinstance(generators, list):
         own = enumerate(cast("list[Any]", generators))
         state = {**state, "rng": {str(rank): rng.packed(one) for rank, one in own}}
-    make_folder(path.parent)
-    folder = LocalFolder(path)
-    folder.record = _record(manifest, folder.name, "sharded")
-    save_state_dict(folder, state, save_overwrite=overwrite)
+    shards = Shards(lambda: state, folder, overwrite=overwrite)
+    is_committed = False
+    try:
+        shards.write(None, 0)
+        shards.commit(record, [shards.finish()])
+        is_committed = True
+    finally:
+        shards.close(may_be_committed=is_committed)
 
 
 def write_safetensors(contents: Any, path: Path, *, overwrite: bool, source: str) -> None:

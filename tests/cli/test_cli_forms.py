@@ -107,6 +107,8 @@ def test_a_run_goes_on_from_a_converted_checkpoint(form: str, demo: Path) -> Non
     found = {one["name"]: one for one in answer("checkpoint", "ls", "forms", cwd=demo.parent)["checkpoints"]}
     assert [found[form][key] for key in ("state", "run_name", "epoch", "batch")] == ["committed", "demo", 2, 8]
     assert composerlite("checkpoint", "verify", f"forms/{form}", cwd=demo.parent).returncode == 0
+    difference = answer("checkpoint", "diff", f"demo/{TWO}", f"forms/{form}", "--all", cwd=demo.parent)
+    assert difference["equal"], difference
     train(demo.parent / "again", load_path=str(folder / form))
     difference = answer("checkpoint", "diff", f"demo/{THREE}", f"again/{THREE}", "--all", cwd=demo.parent)
     assert difference["changes"] == []
