@@ -101,7 +101,10 @@ def pointed(text: str) -> Generator[Pointed]:
 
 # ── on a disk ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _on_disk(path: Path) -> Pointed:
+    is_relative = not path.is_absolute()
     path = resolved(path).resolve()  # a copy of a bucket has links that are files
+    if is_relative and path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())  # as it was asked for
     for folder in path.parents:
         if (folder / MANIFESTS / f"{path.relative_to(folder)}.json").is_file():
             return Pointed(LocalPlace(folder), str(path.relative_to(folder)))

@@ -34,7 +34,7 @@ def test_a_checkpoint_travels_from_folder_to_bucket_to_bucket_to_folder(demo: Pa
     (told,) = answer("checkpoint", "cp", f"demo/{THREE}", f"{bucket}/a", cwd=demo.parent)["copied"]
     assert told == {
         "name": THREE,
-        "source": f"{demo}/{THREE}",
+        "source": f"demo/{THREE}",
         "target": f"{bucket}/a/{THREE}",
         "size_bytes": (demo / THREE).stat().st_size,
         "state": "copied",
