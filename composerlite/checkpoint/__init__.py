@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         get_save_filename,
     )
     from composerlite.checkpoint.pipeline import PendingSave, Pipeline, save, save_checkpoint
-    from composerlite.checkpoint.progress import download_bar
+    from composerlite.checkpoint.progress import download_bar, progress_of
     from composerlite.checkpoint.publishing import Publisher, RemoteSaving
     from composerlite.checkpoint.publishing_together import Shares
     from composerlite.checkpoint.ranks_together import from_first_rank, together
@@ -100,6 +100,7 @@ __all__ = [
     "merge_state_dicts",
     "newest_good",
     "prepared_folder",
+    "progress_of",
     "prune_state_dict",
     "read_checkpoint",
     "retention_policy",
@@ -133,7 +134,7 @@ _HOMES = {
         "get_save_filename",
     ),
     "composerlite.checkpoint.pipeline": ("PendingSave", "Pipeline", "save", "save_checkpoint"),
-    "composerlite.checkpoint.progress": ("download_bar",),
+    "composerlite.checkpoint.progress": ("download_bar", "progress_of"),
     "composerlite.checkpoint.publishing": ("Publisher", "RemoteSaving"),
     "composerlite.checkpoint.publishing_together": ("Shares",),
     "composerlite.checkpoint.reading": ("safe_torch_load",),

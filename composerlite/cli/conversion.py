@@ -9,12 +9,15 @@ from typing import final
 import typer
 
 from composerlite.checkpoint import UnshardStrategy, unshard_checkpoint
-from composerlite.checkpoint.converting import write_directory, write_file, write_safetensors
 from composerlite.checkpoint.formats import format_of
-from composerlite.checkpoint.inspecting import directory_in
-from composerlite.checkpoint.pointing import pointed
-from composerlite.checkpoint.step_folder import MODEL
-from composerlite.checkpoint.whole import whole_contents
+from composerlite.checkpoint.tools import (
+    model_directory,
+    pointed,
+    whole_contents,
+    write_directory,
+    write_file,
+    write_safetensors,
+)
 from composerlite.cli.inspection import the_one
 from composerlite.cli.output import print_json
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
@@ -58,11 +61,11 @@ def unshard(
     """
     with pointed(text) as target:
         found = the_one(target, text)
-        if not any(file.path.startswith(f"{found.name}/") for file in found.files):
+        directory = model_directory(target.place, found)
+        if directory is None:
             raise ConfigError(f"{text!r} is one file already: 'convert' writes it in another form.")
-        name, commits = (f"{found.name}/{MODEL}", ()) if found.kind == "step" else (found.name, found.commits)
         model, optimizer = unshard_checkpoint(
-            directory_in(target.place, name, commits),
+            directory,
             folder,
             optim=optim,
             save_overwrite=overwrite,

@@ -8,11 +8,8 @@ from typing import Any, final
 
 import typer
 
-from composerlite.checkpoint.copying import copy
-from composerlite.checkpoint.places import Place
-from composerlite.checkpoint.pointing import place_at, pointed, target_at
-from composerlite.checkpoint.progress import progress_of
-from composerlite.checkpoint.survey import Found, newest, survey
+from composerlite.checkpoint import progress_of
+from composerlite.checkpoint.tools import Found, Place, copy, newest, place_at, pointed, survey, target_at
 from composerlite.cli.output import bytes_text, print_json
 from composerlite.errors import CheckpointNotFoundError, ConfigError
 from composerlite.storage import is_uri
@@ -57,7 +54,7 @@ def copy_one(source: str, target: str, copying: Copying) -> None:
 
     Raises:
         ConfigError: it is a folder of several.
-        CheckpointError: see :func:`composerlite.checkpoint.copying.copy`.
+        CheckpointError: see :func:`composerlite.checkpoint.tools.copying.copy`.
     """
     with pointed(source) as found, target_at(target) as place:
         if found.name is None:
@@ -73,7 +70,7 @@ def copy_many(source: str, target: str, names: Sequence[str], *, everything: boo
     Raises:
         ConfigError: names are given, and everything is asked for.
         CheckpointNotFoundError: one of them is not there.
-        CheckpointError: see :func:`composerlite.checkpoint.copying.copy`.
+        CheckpointError: see :func:`composerlite.checkpoint.tools.copying.copy`.
     """
     if names and everything:
         raise ConfigError(f"--all {' '.join(names)}: want names or --all.")

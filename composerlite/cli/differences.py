@@ -7,9 +7,7 @@ from typing import Any
 
 import typer
 
-from composerlite.checkpoint.comparing import Difference, compared, flat
-from composerlite.checkpoint.pointing import pointed
-from composerlite.checkpoint.whole import weights_of, whole_contents
+from composerlite.checkpoint.tools import Difference, compared, flat, pointed, weights_of, whole_contents
 from composerlite.cli.inspection import the_one
 from composerlite.cli.output import print_json, print_table
 

@@ -25,8 +25,9 @@ def readable_errors(*, traceback: bool) -> Generator[None]:
     The message goes to stderr, with the traceback in front of it if ``traceback``. Other exceptions are bugs, of the
     user's code or ours, and pass with their traceback.
     """
-    gc.freeze()
-    gc.enable()  # see main()
+    if not gc.isenabled():  # see main()
+        gc.freeze()
+        gc.enable()
     try:
         yield
     except ComposerliteError as e:

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import typer
 
-from composerlite.checkpoint.inspecting import Leaf, contents_of, leaves_of_contents
-from composerlite.checkpoint.pointing import Pointed, pointed
-from composerlite.checkpoint.survey import Found
+from composerlite.checkpoint.tools import Found, Leaf, Pointed, contents_of, leaves_of_contents, pointed
 from composerlite.cli.listing import told
 from composerlite.cli.output import bytes_text, print_json
 from composerlite.errors import ConfigError

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from composerlite.checkpoint.places import Place
-from composerlite.checkpoint.pointing import place_at
-from composerlite.checkpoint.survey import Found, newest, survey
+from composerlite.checkpoint.tools import Found, Place, newest, place_at, survey
 from composerlite.cli.output import bytes_text, print_json, print_table
 from composerlite.errors import CheckpointNotFoundError
 

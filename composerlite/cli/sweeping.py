@@ -10,9 +10,7 @@ from typing import Any, final
 import typer
 
 from composerlite.checkpoint import RetentionPolicy, deletions
-from composerlite.checkpoint.places import MANIFESTS, Leftover, Place
-from composerlite.checkpoint.pointing import place_at
-from composerlite.checkpoint.survey import Found, survey
+from composerlite.checkpoint.tools import MANIFESTS, Found, Leftover, Place, place_at, survey
 from composerlite.cli.output import bytes_text, print_json
 
 __all__ = ["Sweep", "collect", "prune"]

@@ -8,10 +8,8 @@ from typing import final
 
 import typer
 
-from composerlite.checkpoint.places import Place
-from composerlite.checkpoint.pointing import pointed
-from composerlite.checkpoint.progress import progress_of
-from composerlite.checkpoint.survey import Found
+from composerlite.checkpoint import progress_of
+from composerlite.checkpoint.tools import Found, Place, pointed
 from composerlite.cli.output import bytes_text, print_json, print_table
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
 

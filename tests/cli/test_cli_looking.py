@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -140,6 +142,27 @@ def test_ls_sorts_and_chooses_a_run(demo: Path) -> None:
     assert done.stderr == (
         "composerlite: error: --sort sizes: no such choice. Did you mean 'size'? Known: age, name, saved, size.\n"
     )
+
+
+def test_ls_fits_a_terminal(demo: Path) -> None:
+    """Columns that a narrow terminal has no room for are left out; name, counts and state are always there."""
+    code = "from composerlite.cli import main; main()"
+    here, there = pty.openpty()
+    with os.fdopen(here, "rb", buffering=0) as terminal:
+        subprocess.run(
+            [sys.executable, "-c", code, "checkpoint", "ls", "demo"],
+            cwd=demo.parent,
+            env={**os.environ, "COLUMNS": "80", "TERM": "dumb"},
+            stdout=there,
+            check=True,
+        )
+        os.close(there)
+        text = terminal.read(1 << 16).decode()
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split() == ["name", "epoch", "batch", "saved", "size", "state"]
+    assert [line.split()[0] for line in lines[1:]] == [ONE, TWO, THREE]
+    assert all(line.endswith("committed") for line in lines[1:])
 
 
 def test_ls_lists_a_bucket_beside_a_folder(demo: Path, bucket: str) -> None:

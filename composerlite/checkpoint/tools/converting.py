@@ -17,8 +17,8 @@ from composerlite.checkpoint.formats.sharded_saving import Shards
 from composerlite.checkpoint.formats.torch_file import TorchImage
 from composerlite.checkpoint.manifest import FileRecord, Manifest, versions
 from composerlite.checkpoint.state_dict import save_state_dict
+from composerlite.checkpoint.tools.whole import weights_of
 from composerlite.checkpoint.unshard import safetensors_writer
-from composerlite.checkpoint.whole import weights_of
 from composerlite.errors import CheckpointExistsError
 from composerlite.storage import StagedFile, make_folder
 from composerlite.types import StateDict

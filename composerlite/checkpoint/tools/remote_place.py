@@ -14,8 +14,8 @@ from typing import final
 import xxhash
 
 from composerlite.checkpoint.manifest import FileRecord
-from composerlite.checkpoint.places import Leftover, Place, StoredFile
 from composerlite.checkpoint.remote import LINK_SUFFIX
+from composerlite.checkpoint.tools.places import Leftover, Place, StoredFile
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import ObjectStore, Transfer, check_name, make_folder, verify_file
 

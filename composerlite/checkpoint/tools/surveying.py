@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from composerlite.checkpoint.manifest import FileRecord, Manifest
-from composerlite.checkpoint.places import MANIFESTS, Place, StoredFile
 from composerlite.checkpoint.step_folder import MARKER, MODEL, TRAIN
+from composerlite.checkpoint.tools.places import MANIFESTS, Place, StoredFile
 from composerlite.errors import CheckpointError
 
 __all__ = ["UNLISTED", "Found", "newest", "survey"]

@@ -12,12 +12,11 @@ from torch import Tensor
 from composerlite.checkpoint import rng
 from composerlite.checkpoint.download import fetched
 from composerlite.checkpoint.formats.directory import CheckpointFolder
-from composerlite.checkpoint.inspecting import directory_in
-from composerlite.checkpoint.local_place import LocalPlace
-from composerlite.checkpoint.places import Place
 from composerlite.checkpoint.reading import opened
-from composerlite.checkpoint.step_folder import MODEL
-from composerlite.checkpoint.survey import Found
+from composerlite.checkpoint.tools.inspecting import model_directory
+from composerlite.checkpoint.tools.local_place import LocalPlace
+from composerlite.checkpoint.tools.places import Place
+from composerlite.checkpoint.tools.surveying import Found
 from composerlite.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from composerlite.types import StateDict
 
@@ -40,13 +39,11 @@ def whole_contents(place: Place, found: Found, *, weights_only: bool = False) ->
         UntrustedCheckpointError: it holds a type that is not known to be safe.
         ConfigError: it takes a library that is not installed.
     """
-    paths = [file.path for file in found.files]
-    if not paths:
+    if not found.files:
         raise CheckpointNotFoundError(f"{place.uri(found.name)!r}: its files are gone.")
-    if found.kind == "step":
-        return _directory(directory_in(place, f"{found.name}/{MODEL}", ()), weights_only=weights_only)
-    if any(path.startswith(f"{found.name}/") for path in paths):
-        return _directory(directory_in(place, found.name, found.commits), weights_only=weights_only)
+    directory = model_directory(place, found)
+    if directory is not None:
+        return _directory(directory, weights_only=weights_only)
     if isinstance(place, LocalPlace):
         return _file(place.path_of(found.name), weights_only=weights_only)
     with fetched(place.uri(found.name)) as path:

@@ -14,7 +14,7 @@ from typing import final
 from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.formats.directory import SAVING, LocalFolder
 from composerlite.checkpoint.manifest import FileRecord
-from composerlite.checkpoint.places import MANIFESTS, Leftover, Place, StoredFile
+from composerlite.checkpoint.tools.places import MANIFESTS, Leftover, Place, StoredFile
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import StagedFile, abandoned_temporaries, fsync_folder, make_folder, verify_file
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from composerlite.checkpoint.download import followed, resolved
-from composerlite.checkpoint.local_place import LocalPlace
-from composerlite.checkpoint.places import MANIFESTS, Place
-from composerlite.checkpoint.remote_place import RemotePlace
 from composerlite.checkpoint.step_folder import MARKER
-from composerlite.checkpoint.survey import UNLISTED, Found, survey
+from composerlite.checkpoint.tools.local_place import LocalPlace
+from composerlite.checkpoint.tools.places import MANIFESTS, Place
+from composerlite.checkpoint.tools.remote_place import RemotePlace
+from composerlite.checkpoint.tools.surveying import UNLISTED, Found, survey
 from composerlite.errors import CheckpointNotFoundError, ConfigError
 from composerlite.storage import is_uri, open_store, parse_uri
 

@@ -17,16 +17,16 @@ from composerlite.checkpoint.formats import is_packed_beginning
 from composerlite.checkpoint.formats.directory import CheckpointFolder, LocalFolder, RemoteFolder
 from composerlite.checkpoint.formats.remote_bytes import HeaderBytes
 from composerlite.checkpoint.formats.remote_folder import VerifiedObject
-from composerlite.checkpoint.local_place import LocalPlace
-from composerlite.checkpoint.places import MANIFESTS, Place
 from composerlite.checkpoint.reading import RawFile, opened, readable
-from composerlite.checkpoint.remote_place import RemotePlace
 from composerlite.checkpoint.step_folder import MODEL
-from composerlite.checkpoint.survey import Found
+from composerlite.checkpoint.tools.local_place import LocalPlace
+from composerlite.checkpoint.tools.places import MANIFESTS, Place
+from composerlite.checkpoint.tools.remote_place import RemotePlace
+from composerlite.checkpoint.tools.surveying import Found
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
 from composerlite.storage import FileDigest
 
-__all__ = ["Leaf", "contents_of", "directory_in", "leaves_of_contents", "safetensors_header"]
+__all__ = ["Leaf", "contents_of", "directory_in", "leaves_of_contents", "model_directory"]
 
 _MOST_TEXT = 60
 _BEGINNING_BYTES = 512
@@ -67,9 +67,8 @@ def contents_of(place: Place, found: Found) -> Any:
         files = [path for path in paths if path.startswith(f"{found.name}/train/") and path.endswith(".pt")]
         parts = {path.removeprefix(f"{found.name}/"): _file(place, path, found) for path in files}
         return {MODEL: _directory(directory_in(place, f"{found.name}/{MODEL}", ())), **parts}
-    if any(path.startswith(f"{found.name}/") for path in paths):
-        return _directory(directory_in(place, found.name, found.commits))
-    return _file(place, found.name, found)
+    directory = model_directory(place, found)
+    return _file(place, found.name, found) if directory is None else _directory(directory)
 
 
 def directory_in(place: Place, path: str, commits: tuple[str, ...]) -> CheckpointFolder:
@@ -79,6 +78,15 @@ def directory_in(place: Place, path: str, commits: tuple[str, ...]) -> Checkpoin
     assert isinstance(place, LocalPlace)
     root = commits[0].partition(f"{MANIFESTS}/")[0] if commits else None
     return LocalFolder(place.path_of(path), None if root is None else place.path_of(root))
+
+
+def model_directory(place: Place, found: Found) -> CheckpointFolder | None:
+    """The directory of the checkpoint, in which its model is; of a step the one in it. ``None``: it is one file."""
+    if found.kind == "step":
+        return directory_in(place, f"{found.name}/{MODEL}", ())
+    if any(file.path.startswith(f"{found.name}/") for file in found.files):
+        return directory_in(place, found.name, found.commits)
+    return None
 
 
 def _directory(folder: CheckpointFolder) -> Any:
@@ -126,12 +134,12 @@ def _with_chunks(digest: FileDigest | None) -> FileDigest | None:
 
 def _local_file(path: Path) -> Any:
     if path.name.endswith(".safetensors"):
-        return safetensors_header(path)
+        return _safetensors_header(path)
     with opened(path, map_location="meta") as (file, _):
         return file.contents
 
 
-def safetensors_header(path: Path) -> dict[str, Any]:
+def _safetensors_header(path: Path) -> dict[str, Any]:
     """What the file of the safetensors library holds, by its header.
 
     Raises:

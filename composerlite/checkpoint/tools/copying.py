@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from composerlite.checkpoint.manifest import FileRecord
-from composerlite.checkpoint.places import Place, StoredFile
-from composerlite.checkpoint.survey import Found, survey
+from composerlite.checkpoint.tools.places import Place, StoredFile
+from composerlite.checkpoint.tools.surveying import Found, survey
 from composerlite.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
