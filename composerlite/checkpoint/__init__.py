@@ -1,6 +1,7 @@
 """Checkpoints: what is saved, how it is written and committed, how it is found, verified and restored.
 
-The functions on sharded directories are imported when first used: ``torch.distributed.checkpoint`` takes its time.
+The names below are imported when they are first used: a listing needs no torch, and ``torch.distributed.checkpoint``
+takes its time.
 """
 
 from __future__ import annotations
@@ -8,39 +9,38 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from composerlite.checkpoint import rng
-from composerlite.checkpoint.catalog import Catalog
-from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, check_ignore_keys, glob_filter
-from composerlite.checkpoint.lease import BucketLease, FolderLease, Lease, take
-from composerlite.checkpoint.loading import load_checkpoint, read_checkpoint
-from composerlite.checkpoint.manifest import FileRecord, Manifest
-from composerlite.checkpoint.naming import (
-    FIRST_RANK,
-    PartialFilePath,
-    check_template,
-    directory_template,
-    ensure_no_conflict,
-    format_name_with_dist,
-    format_name_with_dist_and_time,
-    get_save_filename,
-)
-from composerlite.checkpoint.pipeline import PendingSave, Pipeline, save, save_checkpoint
-from composerlite.checkpoint.progress import download_bar
-from composerlite.checkpoint.publishing import Publisher, RemoteSaving
-from composerlite.checkpoint.publishing_together import Shares
-from composerlite.checkpoint.reading import safe_torch_load
-from composerlite.checkpoint.remote import RemoteCatalog
-from composerlite.checkpoint.resume import Bucket, newest_good
-from composerlite.checkpoint.retention import RetentionPolicy, deletions, retention_policy
-from composerlite.checkpoint.save_job import SaveReport
-from composerlite.checkpoint.several_disks import prepared_folder
-from composerlite.checkpoint.shared_folder import ONE_DISK, Disks
-from composerlite.checkpoint.together import from_first_rank, together
-
 if TYPE_CHECKING:
+    from composerlite.checkpoint import rng
+    from composerlite.checkpoint.catalog import Catalog
     from composerlite.checkpoint.checkpointer import Checkpointer, CheckpointerConfig, CheckpointMetadata
+    from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, check_ignore_keys, glob_filter
     from composerlite.checkpoint.formats.sharded import RemoteFileSystemReader
     from composerlite.checkpoint.formats.sharded_writing import RemoteFileSystemWriter
+    from composerlite.checkpoint.lease import BucketLease, FolderLease, Lease, take_leases
+    from composerlite.checkpoint.loading import load_checkpoint, read_checkpoint
+    from composerlite.checkpoint.manifest import FileRecord, Manifest
+    from composerlite.checkpoint.naming import (
+        FIRST_RANK,
+        PartialFilePath,
+        check_template,
+        directory_template,
+        ensure_no_conflict,
+        format_name_with_dist,
+        format_name_with_dist_and_time,
+        get_save_filename,
+    )
+    from composerlite.checkpoint.pipeline import PendingSave, Pipeline, save, save_checkpoint
+    from composerlite.checkpoint.progress import download_bar, progress_of
+    from composerlite.checkpoint.publishing import Publisher, RemoteSaving
+    from composerlite.checkpoint.publishing_together import Shares
+    from composerlite.checkpoint.ranks_together import from_first_rank, together
+    from composerlite.checkpoint.reading import safe_torch_load
+    from composerlite.checkpoint.remote import RemoteCatalog
+    from composerlite.checkpoint.resume import Bucket, newest_good
+    from composerlite.checkpoint.retention import RetentionPolicy, deletions, retention_policy
+    from composerlite.checkpoint.save_job import SaveReport
+    from composerlite.checkpoint.several_disks import prepared_folder
+    from composerlite.checkpoint.shared_folder import ONE_DISK, Disks
     from composerlite.checkpoint.state_dict import (
         async_save_model_and_optim_state,
         async_save_state_dict,
@@ -104,6 +104,7 @@ __all__ = [
     "merge_state_dicts",
     "newest_good",
     "prepared_folder",
+    "progress_of",
     "prune_state_dict",
     "read_checkpoint",
     "retention_policy",
@@ -114,15 +115,41 @@ __all__ = [
     "save_model_and_optim_state",
     "save_state_dict",
     "swap_param_keys",
-    "take",
+    "take_leases",
     "together",
     "unshard_checkpoint",
 ]
 
 _HOMES = {
+    "composerlite.checkpoint.catalog": ("Catalog",),
     "composerlite.checkpoint.checkpointer": ("CheckpointMetadata", "Checkpointer", "CheckpointerConfig"),
+    "composerlite.checkpoint.contents": ("IgnoreKeys", "TrainingState", "check_ignore_keys", "glob_filter"),
     "composerlite.checkpoint.formats.sharded": ("RemoteFileSystemReader",),
     "composerlite.checkpoint.formats.sharded_writing": ("RemoteFileSystemWriter",),
+    "composerlite.checkpoint.lease": ("BucketLease", "FolderLease", "Lease", "take_leases"),
+    "composerlite.checkpoint.loading": ("load_checkpoint", "read_checkpoint"),
+    "composerlite.checkpoint.manifest": ("FileRecord", "Manifest"),
+    "composerlite.checkpoint.naming": (
+        "FIRST_RANK",
+        "PartialFilePath",
+        "check_template",
+        "directory_template",
+        "ensure_no_conflict",
+        "format_name_with_dist",
+        "format_name_with_dist_and_time",
+        "get_save_filename",
+    ),
+    "composerlite.checkpoint.pipeline": ("PendingSave", "Pipeline", "save", "save_checkpoint"),
+    "composerlite.checkpoint.progress": ("download_bar", "progress_of"),
+    "composerlite.checkpoint.publishing": ("Publisher", "RemoteSaving"),
+    "composerlite.checkpoint.publishing_together": ("Shares",),
+    "composerlite.checkpoint.reading": ("safe_torch_load",),
+    "composerlite.checkpoint.remote": ("RemoteCatalog",),
+    "composerlite.checkpoint.resume": ("Bucket", "newest_good"),
+    "composerlite.checkpoint.retention": ("RetentionPolicy", "deletions", "retention_policy"),
+    "composerlite.checkpoint.save_job": ("SaveReport",),
+    "composerlite.checkpoint.several_disks": ("prepared_folder",),
+    "composerlite.checkpoint.shared_folder": ("Disks", "ONE_DISK"),
     "composerlite.checkpoint.state_dict": (
         "async_save_model_and_optim_state",
         "async_save_state_dict",
@@ -134,15 +161,18 @@ _HOMES = {
         "save_state_dict",
     ),
     "composerlite.checkpoint.state_keys": ("merge_state_dicts", "prune_state_dict", "swap_param_keys"),
+    "composerlite.checkpoint.ranks_together": ("from_first_rank", "together"),
     "composerlite.checkpoint.unshard": ("UnshardStrategy", "UnshardStrategyType", "unshard_checkpoint"),
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(home), name)
-    raise AttributeError(f"module 'composerlite.checkpoint' has no attribute {name!r}")
+    if name == "rng":
+        return importlib.import_module("composerlite.checkpoint.rng")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'composerlite.checkpoint' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
 
 
 def __dir__() -> list[str]:

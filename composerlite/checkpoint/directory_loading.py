@@ -15,13 +15,13 @@ from composerlite.checkpoint.elsewhere import Elsewhere
 from composerlite.checkpoint.formats import sharded
 from composerlite.checkpoint.formats.directory import CheckpointFolder
 from composerlite.checkpoint.formats.stored_item import item_contents
+from composerlite.checkpoint.ranks_together import from_first_rank, together
 from composerlite.checkpoint.restoring import Restoring, half_loaded
 from composerlite.checkpoint.state_keys import nested
-from composerlite.checkpoint.together import from_first_rank, together
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-__all__ = ["load_directory"]
+__all__ = ["as_in_a_file", "load_directory"]
 
 log = logging.getLogger(__name__)
 
@@ -84,15 +84,17 @@ def _unread_tensors(metadata: sharded.Metadata) -> dict[str, Tensor]:
 
 
 def _as_of_a_run(held: Any, restoring: Restoring) -> Any:
-    """The contents of a checkpoint of a run; those of a model and its optimizer have another form there.
-
-    A directory does not keep what is empty: what must be there is put back.
-    """
+    """The contents of a checkpoint of a run; those of a model and its optimizer have another form there."""
     if not isinstance(held, dict):
         return held
     contents = cast("StateDict", held)
     if "state" not in contents and isinstance(contents.get("model"), dict):
         contents = _of_model_and_optimizer(contents, restoring)
+    return as_in_a_file(contents)
+
+
+def as_in_a_file(contents: StateDict) -> StateDict:
+    """The contents of a directory of a run as a file has them: with what is empty, and a list of generators."""
     generators = contents.get("rng")
     by_rank = cast("StateDict", generators) if isinstance(generators, dict) else {}
     if by_rank and all(key.isdecimal() for key in by_rank):  # each rank saves its own, under its number

@@ -20,7 +20,7 @@ from composerlite import dist
 from composerlite.checkpoint.formats import sharded
 from composerlite.checkpoint.formats.directory import ON_ALL_NODES, CheckpointFolder, LocalFolder
 from composerlite.checkpoint.manifest import FileRecord, Manifest
-from composerlite.checkpoint.together import from_first_rank, together
+from composerlite.checkpoint.ranks_together import from_first_rank, together
 from composerlite.checkpoint.validation import validate
 from composerlite.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from composerlite.types import StateDict

@@ -20,7 +20,7 @@ from composerlite.checkpoint.remote import RemoteCatalog
 from composerlite.errors import ObjectStoreError, RunInUseError
 from composerlite.storage import make_folder
 
-__all__ = ["BucketLease", "FolderLease", "Lease", "take"]
+__all__ = ["BucketLease", "FolderLease", "Lease", "take_leases"]
 
 log = logging.getLogger(__name__)
 _BEAT_SECONDS = 5.0
@@ -47,7 +47,7 @@ class Lease(Protocol):
         ...
 
 
-def take(leases: Sequence[Lease], what: str, timeout: float) -> None:
+def take_leases(leases: Sequence[Lease], what: str, timeout: float) -> None:
     """Take all ``leases``, waiting for those who have them.
 
     Args:

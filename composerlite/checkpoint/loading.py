@@ -14,9 +14,9 @@ from composerlite.checkpoint.in_place import placed
 from composerlite.checkpoint.locating import Located, located
 from composerlite.checkpoint.naming import format_name_with_dist
 from composerlite.checkpoint.progress import Progress
+from composerlite.checkpoint.ranks_together import from_first_rank, together
 from composerlite.checkpoint.reading import opened, readable
 from composerlite.checkpoint.restoring import Restoring, check_kind, half_loaded
-from composerlite.checkpoint.together import from_first_rank, together
 from composerlite.storage import ObjectStore
 from composerlite.types import StateDict
 

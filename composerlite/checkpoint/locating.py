@@ -13,7 +13,7 @@ from typing import final
 from composerlite import dist
 from composerlite.checkpoint.download import fetched, followed, resolved, transferring
 from composerlite.checkpoint.formats.directory import INDEX, CheckpointFolder, LocalFolder, RemoteFolder, folder_of
-from composerlite.checkpoint.together import together
+from composerlite.checkpoint.ranks_together import together
 from composerlite.errors import CheckpointNotFoundError
 from composerlite.storage import ObjectStore, is_uri, parse_uri
 

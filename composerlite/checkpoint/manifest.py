@@ -9,10 +9,8 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from importlib.metadata import version
 from typing import Any, final
 
-import torch
 import xxhash
 
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
@@ -171,6 +169,10 @@ def plain_timestamp(fields: Mapping[str, Any]) -> dict[str, int | float]:
 @functools.cache
 def versions() -> Mapping[str, str]:
     """What a checkpoint is saved with."""
+    from importlib.metadata import version  # not to list checkpoints
+
+    import torch
+
     return {
         "composerlite": version("composerlite"),
         "torch": str(torch.__version__),

@@ -36,11 +36,11 @@ from composerlite.checkpoint.naming import (
     directory_template,
     format_name_with_dist_and_time,
 )
+from composerlite.checkpoint.ranks_together import together
 from composerlite.checkpoint.save_job import Body, SaveJob, SaveReport
 from composerlite.checkpoint.several_disks import DiskCommit
 from composerlite.checkpoint.shared_folder import ONE_DISK, Disks, disks_of
 from composerlite.checkpoint.snapshot import Staging
-from composerlite.checkpoint.together import together
 from composerlite.errors import SaveError
 from composerlite.types import StateDict
 

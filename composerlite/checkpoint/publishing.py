@@ -27,9 +27,9 @@ from composerlite.checkpoint.naming import (
     variables_in,
 )
 from composerlite.checkpoint.publishing_together import Shares
+from composerlite.checkpoint.ranks_together import together, wait_together
 from composerlite.checkpoint.remote import RemoteCatalog
 from composerlite.checkpoint.retention import RetentionPolicy, deletions, retention_policy
-from composerlite.checkpoint.together import together, wait_together
 from composerlite.errors import ConfigError, ObjectStoreError
 from composerlite.storage import (
     ObjectStore,

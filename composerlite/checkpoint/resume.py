@@ -15,8 +15,8 @@ from composerlite import dist
 from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.formats.directory import ON_ALL_NODES
 from composerlite.checkpoint.manifest import FileRecord, Manifest
+from composerlite.checkpoint.ranks_together import first_of, together
 from composerlite.checkpoint.remote import RemoteCatalog
-from composerlite.checkpoint.together import first_of, together
 from composerlite.checkpoint.unlisted import check_unlisted, unlisted
 from composerlite.errors import CorruptCheckpointError, RankError
 

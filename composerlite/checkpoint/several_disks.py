@@ -20,8 +20,8 @@ from composerlite import dist
 from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.formats.directory import Sealed, take_name
 from composerlite.checkpoint.manifest import Manifest
+from composerlite.checkpoint.ranks_together import from_first_rank, together
 from composerlite.checkpoint.shared_folder import Disks, disks_of
-from composerlite.checkpoint.together import from_first_rank, together
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import abandoned_temporaries, fsync_folder
 

@@ -14,8 +14,8 @@ from composerlite import dist
 from composerlite.checkpoint.formats.torch_reader import Piece, TorchFile
 from composerlite.checkpoint.formats.zip_directory import entries
 from composerlite.checkpoint.progress import Progress, progress_of
+from composerlite.checkpoint.ranks_together import together
 from composerlite.checkpoint.reading import RawFile, opened_as
-from composerlite.checkpoint.together import together
 from composerlite.errors import CheckpointError
 
 __all__ = ["opened_together"]

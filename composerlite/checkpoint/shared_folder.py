@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import final
 
 from composerlite import dist
-from composerlite.checkpoint.together import from_first_rank, together
+from composerlite.checkpoint.ranks_together import from_first_rank, together
 from composerlite.errors import ConfigError
 from composerlite.storage import make_folder
 

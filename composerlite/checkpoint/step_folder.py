@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from pathlib import Path, PurePosixPath
-from typing import TypeVar, final
+from typing import TYPE_CHECKING, TypeVar, final
 
 from composerlite.checkpoint.formats.directory import (
     INDEX,
@@ -25,7 +25,6 @@ from composerlite.checkpoint.formats.directory import (
     remove_folder,
     take_name,
 )
-from composerlite.checkpoint.formats.torch_file import TorchImage
 from composerlite.errors import CheckpointExistsError, ConfigError
 from composerlite.storage import (
     FileDigest,
@@ -41,6 +40,9 @@ from composerlite.storage import (
     open_store,
     parse_uri,
 )
+
+if TYPE_CHECKING:
+    from composerlite.checkpoint.formats.torch_file import TorchImage
 
 __all__ = ["MARKER", "MODEL", "TRAIN", "StepFolder", "step_folder_of"]
 

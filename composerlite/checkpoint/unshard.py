@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +24,7 @@ from composerlite.checkpoint.state_keys import nested
 from composerlite.errors import CheckpointExistsError, ConfigError, IncompatibleCheckpointError
 from composerlite.storage import StagedFile, StreamWriter, atomic_write, is_uri, make_folder, parse_uri
 
-__all__ = ["UnshardStrategy", "UnshardStrategyType", "unshard_checkpoint"]
+__all__ = ["UnshardStrategy", "UnshardStrategyType", "safetensors_writer", "unshard_checkpoint"]
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,8 @@ def unshard_checkpoint(
     ``.safetensors``. The optimizer's are ``optim.pt`` or in ``optim``; in one file it has the layout it was saved in.
 
     Args:
-        dir: path or URI of a checkpoint that :func:`save_model_and_optim_state` wrote.
+        dir: path or URI of a checkpoint that :func:`save_model_and_optim_state` wrote. Of one of the Trainer the model
+            is written.
         target_dir: a folder of this machine.
         optim: whether to write the optimizer; ``None``: if there is one and the format is torch's.
         save_overwrite: replace what this writes; else ``target_dir`` must be empty.
@@ -135,7 +136,7 @@ def unshard_checkpoint(
         raise ConfigError(f"target_dir={os.fspath(target_dir)!r}: want a folder of this machine; upload it then.")
     target = Path(parse_uri(os.fspath(target_dir))[2])
     strategy = unshard_strategy or UnshardStrategy.one_file()
-    write = _safetensors_writer() if use_safetensors else _write_torch
+    write = safetensors_writer() if use_safetensors else _write_torch
     if not save_overwrite and target.is_dir() and any(target.iterdir()):
         raise CheckpointExistsError(f"{str(target)!r} is not empty: give another folder, or save_overwrite=True.")
     with sharded.RemoteFileSystemReader(dir, pre_download=pre_download, work_dir=work_dir) as reader:
@@ -143,7 +144,7 @@ def unshard_checkpoint(
         wants_optim = not use_safetensors and any(key.startswith("optim.") for key in keys) if optim is None else optim
         parts = ["model", "optim"] if wants_optim else ["model"]
         for part in parts:
-            if not any(key.startswith(f"{part}.") for key in keys):
+            if not _keys_of(part, keys):
                 raise IncompatibleCheckpointError(f"checkpoint {reader.uri!r} has no {part}.")
         make_folder(target)
         job = _Job(reader, target, ".safetensors" if use_safetensors else ".pt", write, strategy, quiet)
@@ -174,16 +175,14 @@ class _Job:
     def run(self, part: str) -> Path:
         """Write the model or the optimizer; its file or folder."""
         metadata = self.reader.read_metadata()
-        keys = [
-            _Key(full, full.removeprefix(f"{part}."), _size_bytes(stored))
-            for full, stored in metadata.state_dict_metadata.items()
-            if full.startswith(f"{part}.")
-        ]
+        names = _keys_of(part, metadata.state_dict_metadata)
+        keys = [_Key(full, name, _size_bytes(metadata.state_dict_metadata[full])) for full, name in names.items()]
+        prefix = keys[0].full.removesuffix(f".{keys[0].name}")
         if self.strategy.name is UnshardStrategyType.one_file:
             path = self.target / f"{part}{self.suffix}"
             values = sharded.load_flat(self.reader, [key.full for key in keys])
             is_tree = self.write is _write_torch
-            self._write(path, nested(metadata, part, list(values), values) if is_tree else _named(keys, values))
+            self._write(path, nested(metadata, prefix, list(values), values) if is_tree else _named(keys, values))
             return path
         folder = self.target / part
         make_folder(folder)
@@ -220,6 +219,14 @@ class _Job:
             yield f"chunk-{number:05}{self.suffix}", group
 
 
+def _keys_of(part: str, keys: Iterable[str]) -> dict[str, str]:
+    """The keys of the model or the optimizer, with their names in it: the Trainer has the model in its state."""
+    for prefix in (f"{part}.", f"state.{part}."):
+        if found := {key: key.removeprefix(prefix) for key in keys if key.startswith(prefix)}:
+            return found
+    return {}
+
+
 def _named(keys: Sequence[_Key], values: Mapping[str, Any]) -> dict[str, Any]:
     return {key.name: values[key.full] for key in keys}
 
@@ -251,7 +258,12 @@ def _write_torch(path: Path, contents: Any) -> None:
         staged.publish()
 
 
-def _safetensors_writer() -> Callable[[Path, Any], None]:
+def safetensors_writer() -> Callable[[Path, Any], None]:
+    """What writes a file of the safetensors library, durably.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         library: ModuleType = importlib.import_module("safetensors.torch")
     except ImportError as e:

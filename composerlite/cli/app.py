@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from composerlite.cli.checkpoint import checkpoint_app
 from composerlite.cli.errors import readable_errors
 
 __all__ = ["app", "main"]
@@ -16,11 +18,14 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich takes as long to import as all the rest
 )
+app.add_typer(checkpoint_app, name="checkpoint")
 
 
 def main() -> None:
     """The entry point of the ``composerlite`` command."""
+    gc.disable()  # until a command begins: what imports make stays, and looking through it takes long
     app()
 
 

@@ -1,38 +1,47 @@
 """The vocabulary of training: time, events, state, and what takes part in it.
 
-What only runs of several ranks are told is imported when it is used.
+The names below are imported when they are first used: a :class:`Time` can be read without torch.
 """
 
+from __future__ import annotations
+
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from composerlite.core.algorithm import Algorithm
-from composerlite.core.auto_interval import AutoInterval
-from composerlite.core.callback import Callback
-from composerlite.core.data import DataSpec, count_samples, count_tokens, ensure_data_spec, move_to_device, split_batch
-from composerlite.core.engine import AlgorithmPass, Engine, Trace, Traces
-from composerlite.core.evaluator import Evaluator, ensure_evaluator
-from composerlite.core.event import Event
-from composerlite.core.interruption import BatchAbandonedError, EvaluationAbandonedError, Interruption
-from composerlite.core.interval import IntervalScheduler, SchedulePredicate, create_interval_scheduler
-from composerlite.core.logger import Logger, LoggerDestination
-from composerlite.core.measured import MeasuredMetrics, check_metric_exists, gives_one_value, metric_values
-from composerlite.core.optimizer_state import clean_name
-from composerlite.core.precision import Precision, ensure_precision, get_precision_context
-from composerlite.core.reproducibility import (
-    MAX_SEED,
-    configure_deterministic_mode,
-    get_random_seed,
-    seed_all,
-    seed_context,
-    seed_torch,
-)
-from composerlite.core.state import State
-from composerlite.core.time import Time, TimeInput, Timestamp, TimeUnit, ensure_time
-from composerlite.types import JSON, Batch
-from composerlite.types import Stateful as Serializable
-
 if TYPE_CHECKING:
+    from composerlite.core.algorithm import Algorithm
+    from composerlite.core.auto_interval import AutoInterval
+    from composerlite.core.callback import Callback
+    from composerlite.core.data import (
+        DataSpec,
+        count_samples,
+        count_tokens,
+        ensure_data_spec,
+        move_to_device,
+        split_batch,
+    )
+    from composerlite.core.engine import AlgorithmPass, Engine, Trace, Traces
+    from composerlite.core.evaluator import Evaluator, ensure_evaluator
+    from composerlite.core.event import Event
+    from composerlite.core.interruption import BatchAbandonedError, EvaluationAbandonedError, Interruption
+    from composerlite.core.interval import IntervalScheduler, SchedulePredicate, create_interval_scheduler
+    from composerlite.core.logger import Logger, LoggerDestination
+    from composerlite.core.measured import MeasuredMetrics, check_metric_exists, gives_one_value, metric_values
+    from composerlite.core.optimizer_state import clean_name
     from composerlite.core.parallelism import FSDPConfig, ParallelismConfig, TPConfig, ensure_parallelism
+    from composerlite.core.precision import Precision, ensure_precision, get_precision_context
+    from composerlite.core.reproducibility import (
+        MAX_SEED,
+        configure_deterministic_mode,
+        get_random_seed,
+        seed_all,
+        seed_context,
+        seed_torch,
+    )
+    from composerlite.core.state import State
+    from composerlite.core.time import Time, TimeInput, Timestamp, TimeUnit, ensure_time
+    from composerlite.types import JSON, Batch
+    from composerlite.types import Stateful as Serializable
 
 __all__ = [
     "JSON",
@@ -88,15 +97,49 @@ __all__ = [
     "split_batch",
 ]
 
-_OF_SEVERAL_RANKS = ("FSDPConfig", "ParallelismConfig", "TPConfig", "ensure_parallelism")
+_HOMES = {
+    "composerlite.core.algorithm": ("Algorithm",),
+    "composerlite.core.auto_interval": ("AutoInterval",),
+    "composerlite.core.callback": ("Callback",),
+    "composerlite.core.data": (
+        "DataSpec",
+        "count_samples",
+        "count_tokens",
+        "ensure_data_spec",
+        "move_to_device",
+        "split_batch",
+    ),
+    "composerlite.core.engine": ("AlgorithmPass", "Engine", "Trace", "Traces"),
+    "composerlite.core.evaluator": ("Evaluator", "ensure_evaluator"),
+    "composerlite.core.event": ("Event",),
+    "composerlite.core.interruption": ("BatchAbandonedError", "EvaluationAbandonedError", "Interruption"),
+    "composerlite.core.interval": ("IntervalScheduler", "SchedulePredicate", "create_interval_scheduler"),
+    "composerlite.core.logger": ("Logger", "LoggerDestination"),
+    "composerlite.core.measured": ("MeasuredMetrics", "check_metric_exists", "gives_one_value", "metric_values"),
+    "composerlite.core.optimizer_state": ("clean_name",),
+    "composerlite.core.parallelism": ("FSDPConfig", "ParallelismConfig", "TPConfig", "ensure_parallelism"),
+    "composerlite.core.precision": ("Precision", "ensure_precision", "get_precision_context"),
+    "composerlite.core.reproducibility": (
+        "MAX_SEED",
+        "configure_deterministic_mode",
+        "get_random_seed",
+        "seed_all",
+        "seed_context",
+        "seed_torch",
+    ),
+    "composerlite.core.state": ("State",),
+    "composerlite.core.time": ("Time", "TimeInput", "TimeUnit", "Timestamp", "ensure_time"),
+    "composerlite.types": ("Batch", "JSON"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF_SEVERAL_RANKS:
+    if name == "Serializable":
+        return importlib.import_module("composerlite.types").Stateful
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'composerlite.core' has no attribute {name!r}")
-    from composerlite.core import parallelism
-
-    return getattr(parallelism, name)
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -149,12 +149,12 @@ class GCSJSONObjectStore(ObjectStore):
             blobs = self._client.list_blobs(
                 self._bucket,
                 prefix=self._prefix + prefix,
-                fields="items(name,size),nextPageToken",
+                fields="items(name,size,updated),nextPageToken",
                 **after,
                 **self._always,
             )
             return [
-                ObjectInfo(blob.name[begin:], blob.size)
+                ObjectInfo(blob.name[begin:], blob.size, blob.updated)
                 for blob in blobs
                 # Consoles make an object that ends with a slash to show an empty folder.
                 if blob.name > self._prefix + start_after and not blob.name.endswith("/")

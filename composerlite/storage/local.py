@@ -257,7 +257,8 @@ class _Folder:
                     yield from self.below(name, prefix)
             elif name.startswith(prefix) and entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):  # deleted since
-                    yield ObjectInfo(name, entry.stat(follow_symlinks=False).st_size)
+                    status = entry.stat(follow_symlinks=False)
+                    yield ObjectInfo(name, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
 
     @contextlib.contextmanager
     def translated(self, operation: str, name: str) -> Generator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -28,10 +28,12 @@ class ObjectInfo:
     Attributes:
         name: as the verbs take it.
         size_bytes: of its content.
+        modified_at: when it was put there, by the clock of the store, if that tells; in UTC.
     """
 
     name: str
     size_bytes: int
+    modified_at: datetime | None = field(default=None, compare=False)
 
 
 class PartUpload(ABC):

@@ -177,11 +177,11 @@ class OCIObjectStore(ObjectStore):
         with self._requests.translated("list", prefix):
             while True:
                 page = self._requests.call(
-                    "list_objects", prefix=self.prefix + prefix, fields="name,size", **start
+                    "list_objects", prefix=self.prefix + prefix, fields="name,size,timeModified", **start
                 ).data
                 for entry in page.objects:
                     if not entry.name.endswith("/"):  # consoles make such an object to show an empty folder
-                        found.append(ObjectInfo(entry.name[begin:], entry.size))
+                        found.append(ObjectInfo(entry.name[begin:], entry.size, entry.time_modified))
                 if not page.next_start_with:
                     return found
                 start = {"start": page.next_start_with}

@@ -322,7 +322,7 @@ class S3ObjectStore(ObjectStore):
                 for entry in page.get("Contents", ()):
                     name = entry["Key"][begin:]
                     if name > start_after and not name.endswith("/"):  # consoles make those to show an empty folder
-                        found.append(ObjectInfo(name, entry["Size"]))
+                        found.append(ObjectInfo(name, entry["Size"], entry.get("LastModified")))
         found.sort(key=lambda info: info.name)  # some services list folder by folder: their StartAfter leaves out some
         return found
 

@@ -12,6 +12,7 @@ import socket
 import stat
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, final
 
@@ -179,7 +180,11 @@ class SFTPObjectStore(ObjectStore):
         with self._channel("list", prefix) as channel:
             self._check_root(channel)
             found = self._below(channel, prefix.rpartition("/")[0], prefix)
-            objects = [ObjectInfo(name, size) for name, size, _ in found if not _is_temporary(name)]
+            objects = [
+                ObjectInfo(name, size, datetime.fromtimestamp(changed, UTC) if changed else None)
+                for name, size, changed in found
+                if not _is_temporary(name)
+            ]
         return sorted((info for info in objects if info.name > start_after), key=lambda info: info.name)
 
     def delete_object(self, name: str) -> None:

@@ -16,7 +16,7 @@ from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStore
 from composerlite.storage.addresses import address_of, memory_at
 from composerlite.storage.crew import Batch, Crew
 from composerlite.storage.disk import StagedFile
-from composerlite.storage.object_store import ObjectInfo, ObjectStore, Progress
+from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress
 from composerlite.storage.part_uploads import Buffers, FileSource, MemorySource, PartSender, Source, part_bytes_for
 from composerlite.storage.read_plan import Places, Target, Unit, apart, cut, runs
 from composerlite.storage.retry import RetryPolicy
@@ -120,13 +120,17 @@ class Transfer:
         Only those are removed that were started ``older_than`` ago, by the clock of the store. Those of a store that
         does not tell stay.
         """
-        found = self._retry.run(lambda: self.store.unfinished_parts(prefix), f"look for parts below {prefix!r}")
-        latest = datetime.now(UTC) - older_than
-        stale = [upload for upload in found if upload.started_at is not None and upload.started_at <= latest]
+        stale = self.stale(prefix, older_than)
         for upload in stale:
             self._retry.run(upload.abort, f"abort of the upload of {upload.name!r}")
             _log.info("removed the parts of the upload of %r that was started %s", upload.name, upload.started_at)
         return len(stale)
+
+    def stale(self, prefix: str, older_than: timedelta) -> Sequence[PartUpload]:
+        """The uploads that :meth:`abort_stale` would remove."""
+        found = self._retry.run(lambda: self.store.unfinished_parts(prefix), f"look for parts below {prefix!r}")
+        latest = datetime.now(UTC) - older_than
+        return [upload for upload in found if upload.started_at is not None and upload.started_at <= latest]
 
     def _sent_in_parts(self, name: str, source: Source, callback: Progress | None) -> bool:
         part_bytes = part_bytes_for(source.size_bytes, self.store, self._part_bytes)

@@ -8,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,12 @@ class ObjectStoreContract(ABC):
             store.put_bytes(f"{prefix}/{name}", bytes(size))
         listed = [(info.name.removeprefix(f"{prefix}/"), info.size_bytes) for info in store.list_objects(f"{prefix}/")]
         assert listed == [("B", 4), ("a-", 2), ("a/z", 1), ("b", 0), ("c/d/e", 3)]
+
+    def test_a_listing_tells_how_old_objects_are(self, store: ObjectStore, prefix: str) -> None:
+        """Where the store knows it, in UTC: what is swept by age is not swept too early."""
+        store.put_bytes(f"{prefix}/new", b"")
+        (info,) = store.list_objects(f"{prefix}/")
+        assert info.modified_at is None or abs(datetime.now(UTC) - info.modified_at) < timedelta(minutes=10)
 
     def test_a_prefix_is_any_beginning_of_a_name(self, store: ObjectStore, prefix: str) -> None:
         """A prefix need not end at a slash."""

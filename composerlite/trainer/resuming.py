@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint import download_bar, newest_good, take, together
+from composerlite.checkpoint import download_bar, newest_good, take_leases, together
 from composerlite.core import State
 from composerlite.errors import ConfigError
 
@@ -41,7 +41,7 @@ def newest_checkpoint(
     with together("taking the lease of the run"):
         if state.rank == 0:
             leases = [lease for saver in savers for lease in saver.leases(state.run_name)]
-            take(leases, f"run {state.run_name!r}", timeout)
+            take_leases(leases, f"run {state.run_name!r}", timeout)
     with download_bar(progress_bar) as tell:
         found = newest_good(
             [saver.catalog for saver in savers],

@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 
-from composerlite.checkpoint import BucketLease, FolderLease, RemoteCatalog, take
+from composerlite.checkpoint import BucketLease, FolderLease, RemoteCatalog, take_leases
 from composerlite.errors import RunInUseError
 from composerlite.storage import Transfer, open_store
 
 HOLD = """
 import os, sys, time
-from composerlite.checkpoint import BucketLease, FolderLease, RemoteCatalog, take
+from composerlite.checkpoint import BucketLease, FolderLease, RemoteCatalog, take_leases
 from composerlite.storage import Transfer, open_store
 kind, place = sys.argv[1:]
 if kind == "folder":
     lease = FolderLease(place, "run")
 else:
     lease = BucketLease(RemoteCatalog(Transfer(open_store(place)), "saves"), "run")
-take([lease], "run 'run'", 0)
+take_leases([lease], "run 'run'", 0)
 print(os.getpid(), flush=True)
 sys.stdin.read()
 lease.release()
@@ -65,8 +65,8 @@ def test_the_second_launch_is_refused_and_told_by_whom(place: Any) -> None:
     with held(kind, address) as first:
         message = rf"process {first.pid} on .* is alive.*Stop it, or give this run a run_name"
         with pytest.raises(RunInUseError, match=message):
-            take([lease], "run 'run'", 0.2)
-    take([lease], "run 'run'", 20)
+            take_leases([lease], "run 'run'", 0.2)
+    take_leases([lease], "run 'run'", 20)
     assert first.returncode == 0
     lease.release()
     lease.release()
@@ -79,7 +79,7 @@ def test_a_killed_process_has_no_lease(place: Any) -> None:
         first.kill()
     lease = make()
     began = time.monotonic()
-    take([lease], "run 'run'", 0)
+    take_leases([lease], "run 'run'", 0)
     assert time.monotonic() - began < 5
     lease.release()
 
@@ -97,8 +97,8 @@ def test_a_holder_on_another_machine_is_taken_for_dead_when_it_is_silent(
         name = "saves/.manifest/.run.lease"
         transfer.put_bytes(name, b'{"host": "elsewhere", "pid": 1, "id": "x", "beat": 7}')
         with pytest.raises(RunInUseError, match="process 1 on elsewhere"):
-            take([lease], "run 'run'", 0.5)
-        take([lease], "run 'run'", 10)
+            take_leases([lease], "run 'run'", 0.5)
+        take_leases([lease], "run 'run'", 10)
         assert lease.lost_to is None
         transfer.put_bytes(name, b'{"host": "elsewhere", "pid": 2, "id": "y", "beat": 1}')
         until = time.monotonic() + 10
@@ -113,5 +113,5 @@ def test_runs_of_different_names_do_not_wait_for_each_other(tmp_path: Path) -> N
     """They may share a folder."""
     with held("folder", str(tmp_path)):
         lease = FolderLease(tmp_path, "other")
-        take([lease], "run 'other'", 0)
+        take_leases([lease], "run 'other'", 0)
         lease.release()

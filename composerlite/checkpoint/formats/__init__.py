@@ -7,7 +7,7 @@ from composerlite.checkpoint.formats.compression import (
     is_compressed_pt,
 )
 from composerlite.checkpoint.formats.file_format import Format, format_of, is_tar
-from composerlite.checkpoint.formats.unpacking import is_packed, unpacked
+from composerlite.checkpoint.formats.unpacking import is_packed, is_packed_beginning, unpacked
 
 __all__ = [
     "KNOWN_COMPRESSORS",
@@ -17,6 +17,7 @@ __all__ = [
     "get_compressor",
     "is_compressed_pt",
     "is_packed",
+    "is_packed_beginning",
     "is_tar",
     "unpacked",
 ]

@@ -12,14 +12,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import xxhash
 
-from composerlite.checkpoint.formats.torch_reader import ByteSource
 from composerlite.checkpoint.manifest import FileRecord, Manifest
 from composerlite.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from composerlite.storage import FileDigest, Sink, StreamWriter
+
+if TYPE_CHECKING:
+    from composerlite.checkpoint.formats.torch_reader import ByteSource
 
 __all__ = ["INDEX", "MANIFESTS", "SUFFIX", "CheckpointFolder", "Claim", "Sealed", "checked_record", "write_file"]
 

@@ -13,9 +13,9 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from composerlite.checkpoint.formats.checkpoint_folder import (
     INDEX,
@@ -27,7 +27,6 @@ from composerlite.checkpoint.formats.checkpoint_folder import (
     checked_record,
     write_file,
 )
-from composerlite.checkpoint.formats.torch_reader import ByteSource
 from composerlite.checkpoint.manifest import Manifest
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.storage import (
@@ -40,6 +39,9 @@ from composerlite.storage import (
     make_folder,
     verify_file,
 )
+
+if TYPE_CHECKING:
+    from composerlite.checkpoint.formats.torch_reader import ByteSource
 
 __all__ = ["ON_ALL_NODES", "SAVING", "LocalFolder", "remove_folder", "take_name"]
 
@@ -296,17 +298,23 @@ class LocalFolder(CheckpointFolder):
 
     def sweep(self) -> None:
         """Remove what saves of dead processes have left."""
+        for place in self.dead_saves():
+            remove_folder(place)
+            log.info("removed %s, left by a process that died while it saved", place)
+
+    def dead_saves(self) -> Iterator[Path]:
+        """What saves of dead processes have left; each is locked while the caller looks at it."""
         for place in self.path.parent.glob(f".{glob.escape(self.path.name)}.saving-*"):
             try:
                 descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove_folder(place)
-                log.info("removed %s, left by a process that died while it saved", place)
-            except OSError:  # its process lives, or nothing can be proven dead here
-                continue
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:  # its process lives, or nothing can be proven dead here
+                    continue
+                yield place
             finally:
                 os.close(descriptor)
 

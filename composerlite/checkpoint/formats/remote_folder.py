@@ -9,7 +9,7 @@ import secrets
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import xxhash
 
@@ -22,12 +22,14 @@ from composerlite.checkpoint.formats.checkpoint_folder import (
     checked_record,
     write_file,
 )
-from composerlite.checkpoint.formats.torch_reader import ByteSource
 from composerlite.checkpoint.manifest import Manifest
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
 from composerlite.storage import FileDigest, ObjectStore, Sink, Transfer, check_name, verify_file
 
-__all__ = ["RemoteFolder"]
+if TYPE_CHECKING:
+    from composerlite.checkpoint.formats.torch_reader import ByteSource
+
+__all__ = ["RemoteFolder", "VerifiedObject"]
 
 log = logging.getLogger(__name__)
 _MOST_INDEX_BYTES, _MOST_MANIFEST_BYTES = 1 << 30, 1 << 30
@@ -91,7 +93,7 @@ class RemoteFolder(CheckpointFolder):
 
     @contextlib.contextmanager
     def opened(self, name: str, digest: FileDigest | None, *, threads: int) -> Generator[ByteSource]:
-        yield _VerifiedObject(self._transfer, self._full(name), digest)
+        yield VerifiedObject(self._transfer, self._full(name), digest)
 
     def fetch(self, name: str, digest: FileDigest | None, target: Path) -> None:
         size = None if digest is None else digest.size_bytes
@@ -149,7 +151,7 @@ class RemoteFolder(CheckpointFolder):
 
 
 @final
-class _VerifiedObject:
+class VerifiedObject:
     """An object, whose bytes are compared with its digests chunk by chunk as they are read."""
 
     _BATCH_BYTES = 64 << 20

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper  # pyright: ignore[reportPrivateUsage] - see Ranks
 
-from composerlite.checkpoint.together import SEEN_BY
+from composerlite.checkpoint.ranks_together import SEEN_BY
 from composerlite.dist import CommitRound, barrier, get_control, initialize_dist
 
 __all__ = ["Ranks", "is_distributed"]

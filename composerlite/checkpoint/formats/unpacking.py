@@ -15,7 +15,7 @@ from composerlite.checkpoint.formats.archive import is_tar_header, tar_member
 from composerlite.checkpoint.formats.compression import codec_of
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
 
-__all__ = ["is_packed", "unpacked"]
+__all__ = ["is_packed", "is_packed_beginning", "unpacked"]
 
 _PIECE_BYTES = 64 << 10
 _HEADER_BYTES = 512
@@ -33,7 +33,11 @@ def is_packed(path: Path) -> bool:
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        beginning = file.read(_HEADER_BYTES)
+        return is_packed_beginning(file.read(_HEADER_BYTES))
+
+
+def is_packed_beginning(beginning: bytes) -> bool:
+    """Whether a file with these first 512 bytes, or all that it has, is compressed or an archive."""
     return codec_of(beginning) is not None or _is_archive(beginning)
 
 

@@ -1,0 +1,70 @@
+"""What tools need that look at checkpoints which others save and load: listing, comparing, copying, converting.
+
+The names below are imported when they are first used: what needs manifests only is there without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from composerlite.checkpoint.tools.comparing import Change, Difference, compared, flat
+    from composerlite.checkpoint.tools.converting import write_directory, write_file, write_safetensors
+    from composerlite.checkpoint.tools.copying import copy
+    from composerlite.checkpoint.tools.inspecting import Leaf, contents_of, leaves_of_contents, model_directory
+    from composerlite.checkpoint.tools.places import MANIFESTS, Leftover, Place, StoredFile
+    from composerlite.checkpoint.tools.pointing import Pointed, place_at, pointed, target_at
+    from composerlite.checkpoint.tools.surveying import UNLISTED, Found, newest, survey
+    from composerlite.checkpoint.tools.whole import weights_of, whole_contents
+
+__all__ = [
+    "MANIFESTS",
+    "UNLISTED",
+    "Change",
+    "Difference",
+    "Found",
+    "Leaf",
+    "Leftover",
+    "Place",
+    "Pointed",
+    "StoredFile",
+    "compared",
+    "contents_of",
+    "copy",
+    "flat",
+    "leaves_of_contents",
+    "model_directory",
+    "newest",
+    "place_at",
+    "pointed",
+    "survey",
+    "target_at",
+    "weights_of",
+    "whole_contents",
+    "write_directory",
+    "write_file",
+    "write_safetensors",
+]
+
+_HOMES = {
+    "comparing": ("Change", "Difference", "compared", "flat"),
+    "converting": ("write_directory", "write_file", "write_safetensors"),
+    "copying": ("copy",),
+    "inspecting": ("Leaf", "contents_of", "leaves_of_contents", "model_directory"),
+    "places": ("MANIFESTS", "Leftover", "Place", "StoredFile"),
+    "pointing": ("Pointed", "place_at", "pointed", "target_at"),
+    "surveying": ("UNLISTED", "Found", "newest", "survey"),
+    "whole": ("weights_of", "whole_contents"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'composerlite.checkpoint.tools' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"composerlite.checkpoint.tools.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

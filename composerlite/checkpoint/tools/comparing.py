@@ -1,0 +1,154 @@
+"""How two checkpoints differ: keys, shapes, types, and by how much the numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Change", "Difference", "compared", "flat"]
+
+_STEP = 1 << 24
+"""Numbers that are compared at a time."""
+
+
+class Change(NamedTuple):
+    """By how much the numbers under a key differ.
+
+    Attributes:
+        key: joined by dots.
+        shape: of both.
+        max_abs: the largest ``|a - b|``.
+        norm: the Euclidean norm of ``a - b``.
+        relative: that, divided by the norm of ``a``; infinite where that is zero.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    max_abs: float
+    norm: float
+    relative: float
+
+
+@final
+@dataclass(frozen=True)
+class Difference:
+    """How two flat state dicts differ.
+
+    Attributes:
+        only_a, only_b: keys that one of them has alone.
+        forms: keys whose shape or type differs, with that of both.
+        changes: those whose numbers differ, the largest difference first.
+        values: those whose values differ that are no numbers of a tensor, with both.
+        equal_count: keys that are equal in both, bit by bit but for the sign of zero and the kind of NaN.
+    """
+
+    only_a: Sequence[str]
+    only_b: Sequence[str]
+    forms: Sequence[tuple[str, str, str]]
+    changes: Sequence[Change]
+    values: Sequence[tuple[str, str, str]]
+    equal_count: int
+
+    @property
+    def is_none(self) -> bool:
+        """Whether they are the same."""
+        return not (self.only_a or self.only_b or self.forms or self.changes or self.values)
+
+
+def flat(contents: Any) -> dict[str, Any]:
+    """What nested dicts and lists hold, by keys joined by dots. Empty ones are values."""
+    found: dict[str, Any] = {}
+
+    def visit(value: Any, path: tuple[str, ...]) -> None:
+        if isinstance(value, Mapping) and value:
+            for key, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
+                visit(inner, (*path, str(key)))  # pyright: ignore[reportUnknownArgumentType]
+        elif isinstance(value, list | tuple) and any(isinstance(inner, Tensor | Mapping | list) for inner in value):  # pyright: ignore[reportUnknownVariableType]
+            for number, inner in enumerate(value):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+                visit(inner, (*path, str(number)))
+        else:
+            found[".".join(path)] = torch.from_numpy(value) if _is_numeric(value) else value
+
+    visit(contents, ())
+    return found
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in "fiub" and value.dtype.isnative  # pyright: ignore
+
+
+def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Difference:
+    """How ``a`` and ``b`` differ, each by flat keys."""
+    forms: list[tuple[str, str, str]] = []
+    changes: list[Change] = []
+    values: list[tuple[str, str, str]] = []
+    equal_count = 0
+    common = [key for key in a if key in b]
+    for key in common:
+        one, other = a[key], b[key]
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            if (one.shape, one.dtype) != (other.shape, other.dtype):
+                forms.append((key, _form(one), _form(other)))
+            elif (change := _change(key, one, other)) is not None:
+                changes.append(change)
+            else:
+                equal_count += 1
+        elif isinstance(one, Tensor) or isinstance(other, Tensor):
+            forms.append((key, _form(one), _form(other)))
+        elif repr(one) != repr(other):
+            values.append((key, _short(one), _short(other)))
+        else:
+            equal_count += 1
+    changes.sort(key=lambda change: (-math.inf if math.isnan(change.max_abs) else -change.max_abs, change.key))
+    only_a, only_b = [key for key in a if key not in b], [key for key in b if key not in a]
+    return Difference(only_a, only_b, forms, changes, values, equal_count)
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _change(key: str, a: Tensor, b: Tensor) -> Change | None:
+    """By how much two tensors of one form differ; ``None``: not at all."""
+    shape = tuple(a.shape)
+    a, b = _plain(a), _plain(b)
+    most, squares, size = 0.0, 0.0, 0.0
+    for start in range(0, a.numel(), _STEP):
+        one, other = _wide(a[start : start + _STEP]), _wide(b[start : start + _STEP])
+        same = (one == other) | (one.isnan() & other.isnan())
+        distance = torch.where(same, 0, one - other).abs()
+        largest = float(distance.max())
+        most = largest if math.isnan(largest) or largest > most else most
+        squares += float((distance * distance).sum())
+        size += float((one.abs() ** 2).nansum())
+    if most == 0:
+        return None
+    norm = math.sqrt(squares) if squares == squares else math.nan
+    return Change(key, shape, most, norm, norm / math.sqrt(size) if size else math.inf)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """As a row of numbers."""
+    tensor = tensor.detach()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    return tensor.reshape(-1)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

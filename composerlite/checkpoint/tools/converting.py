@@ -1,0 +1,115 @@
+"""One form of a checkpoint from another: files, directories that several ranks read, safetensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from composerlite.checkpoint import rng
+from composerlite.checkpoint.catalog import Catalog
+from composerlite.checkpoint.formats import format_of
+from composerlite.checkpoint.formats.directory import LocalFolder
+from composerlite.checkpoint.formats.sharded_saving import Shards
+from composerlite.checkpoint.formats.torch_file import TorchImage
+from composerlite.checkpoint.manifest import FileRecord, Manifest, versions
+from composerlite.checkpoint.state_dict import save_state_dict
+from composerlite.checkpoint.tools.whole import weights_of
+from composerlite.checkpoint.unshard import safetensors_writer
+from composerlite.errors import CheckpointExistsError
+from composerlite.storage import StagedFile, make_folder
+from composerlite.types import StateDict
+
+__all__ = ["write_directory", "write_file", "write_safetensors"]
+
+
+def write_file(contents: Any, path: Path, manifest: Manifest | None, *, overwrite: bool) -> None:
+    """Make ``contents`` the checkpoint file ``path``, in the format that its name asks for, with a manifest.
+
+    Args:
+        contents: as a file or a directory has them.
+        path: of the file.
+        manifest: of what it is made of: of which run and moment it is. ``None``: nobody knows.
+        overwrite: replace what is there.
+
+    Raises:
+        CheckpointExistsError: there is something, and ``overwrite`` is false.
+        ConfigError: the name promises a format that is not written, or what compresses it is not installed.
+    """
+    form = format_of(path.name)
+    form.check()
+    catalog = Catalog(path.parent)
+    target = catalog.reserve(path.name, overwrite=overwrite)
+    image = TorchImage(contents)
+    with StagedFile(target) as staged:
+        with form.open_sink(staged.temporary, image.size_bytes) as sink:
+            image.write(sink)
+            digest = sink.finish()
+        record = FileRecord(path.name, digest.size_bytes, digest.xxh3_128, digest.chunk_bytes, digest.chunks)
+        facts = _record(manifest, path.name, "weights" if _is_model(contents) else "monolithic")
+        catalog.commit(dataclasses.replace(facts, files=(record,), unpacked_bytes=image.size_bytes), staged)
+
+
+def write_directory(contents: Any, path: Path, manifest: Manifest | None, *, overwrite: bool) -> None:
+    """Make ``contents`` the directory ``path`` of a sharded checkpoint. As :func:`write_file`; a state dict alone is
+    taken for that of a model.
+    """
+    state = cast("StateDict", contents)
+    make_folder(path.parent)
+    folder = LocalFolder(path)
+    record = _record(manifest, folder.name, "sharded")
+    if not isinstance(state.get("state"), Mapping):  # of no run: as the functions on state dicts save it
+        if not isinstance(state.get("model"), Mapping):
+            state = {"model": weights_of(contents, str(path))}
+        folder.record = record
+        save_state_dict(folder, state, save_overwrite=overwrite)
+        return
+    generators = state.get("rng")
+    if isinstance(generators, list):
+        own = enumerate(cast("list[Any]", generators))
+        state = {**state, "rng": {str(rank): rng.packed(one) for rank, one in own}}
+    shards = Shards(lambda: state, folder, overwrite=overwrite)
+    is_committed = False
+    try:
+        shards.write(None, 0)
+        shards.commit(record, [shards.finish()])
+        is_committed = True
+    finally:
+        shards.close(may_be_committed=is_committed)
+
+
+def write_safetensors(contents: Any, path: Path, *, overwrite: bool, source: str) -> None:
+    """Write the model in ``contents`` as a file of the safetensors library. Raises as :func:`write_file`, and:
+
+    Raises:
+        IncompatibleCheckpointError: there is no model.
+    """
+    if not overwrite and path.exists():
+        raise CheckpointExistsError(f"{str(path)!r} is there already. Give another name, or --overwrite.")
+    write = safetensors_writer()
+    seen: set[int] = set()
+    tensors: dict[str, Tensor] = {}
+    for key, tensor in weights_of(contents, source).items():
+        address = tensor.untyped_storage().data_ptr()
+        tensors[key] = tensor.clone() if address in seen else tensor  # the library takes none that share memory
+        seen.add(address)
+    make_folder(path.parent)
+    write(path, tensors)
+
+
+def _is_model(contents: Any) -> bool:
+    """Whether there are weights in it, and nothing else."""
+    return isinstance(contents, Mapping) and not {"state", "optim"} & set(cast("StateDict", contents))
+
+
+def _record(manifest: Manifest | None, name: str, kind: str) -> Manifest:
+    """What is known of a checkpoint, under another name; without its files."""
+    if manifest is None or manifest.kind == "step":
+        return Manifest(
+            name=name, kind=kind, template=name, run_name="", timestamp={"batch": 0}, files=(), versions=versions()
+        )
+    kind = "weights" if manifest.kind == "weights" else kind
+    return dataclasses.replace(manifest, name=name, kind=kind, files=(), node=None, unpacked_bytes=0)

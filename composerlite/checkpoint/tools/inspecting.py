@@ -1,0 +1,194 @@
+"""What is in a checkpoint: its keys, with shapes and types. Bytes of tensors are read of compressed files only."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from composerlite.checkpoint.download import fetched
+from composerlite.checkpoint.formats import is_packed_beginning
+from composerlite.checkpoint.formats.directory import CheckpointFolder, LocalFolder, RemoteFolder
+from composerlite.checkpoint.formats.remote_bytes import HeaderBytes
+from composerlite.checkpoint.formats.remote_folder import VerifiedObject
+from composerlite.checkpoint.reading import RawFile, opened, readable
+from composerlite.checkpoint.step_folder import MODEL
+from composerlite.checkpoint.tools.local_place import LocalPlace
+from composerlite.checkpoint.tools.places import MANIFESTS, Place
+from composerlite.checkpoint.tools.remote_place import RemotePlace
+from composerlite.checkpoint.tools.surveying import Found
+from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
+from composerlite.storage import FileDigest
+
+__all__ = ["Leaf", "contents_of", "directory_in", "leaves_of_contents", "model_directory"]
+
+_MOST_TEXT = 60
+_BEGINNING_BYTES = 512
+
+
+class Leaf(NamedTuple):
+    """What is under a key.
+
+    Attributes:
+        path: the keys that lead to it.
+        kind: its type: ``'tensor'``, ``'array'`` or that of a plain value.
+        dtype: of its numbers, if it is a tensor or an array.
+        shape: of it, likewise.
+        size_bytes: of its numbers.
+        text: the value, shortened, if it is neither.
+    """
+
+    path: tuple[str, ...]
+    kind: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    size_bytes: int = 0
+    text: str = ""
+
+
+def contents_of(place: Place, found: Found) -> Any:
+    """What the checkpoint holds, with tensors that have a shape and no numbers.
+
+    Raises:
+        CheckpointNotFoundError: its files are gone.
+        CorruptCheckpointError: what was read are not the bytes that were saved.
+        UntrustedCheckpointError: it holds a type that is not known to be safe.
+    """
+    paths = [file.path for file in found.files]
+    if not paths:
+        raise CheckpointNotFoundError(f"{place.uri(found.name)!r}: its files are gone.")
+    if found.kind == "step":
+        files = [path for path in paths if path.startswith(f"{found.name}/train/") and path.endswith(".pt")]
+        parts = {path.removeprefix(f"{found.name}/"): _file(place, path, found) for path in files}
+        return {MODEL: _directory(directory_in(place, f"{found.name}/{MODEL}", ())), **parts}
+    directory = model_directory(place, found)
+    return _file(place, found.name, found) if directory is None else _directory(directory)
+
+
+def directory_in(place: Place, path: str, commits: tuple[str, ...]) -> CheckpointFolder:
+    """The directory ``path`` of a sharded checkpoint; ``commits`` has its commit record, if that is known."""
+    if isinstance(place, RemotePlace):
+        return RemoteFolder(place.store, place.name_of(path))
+    assert isinstance(place, LocalPlace)
+    root = commits[0].partition(f"{MANIFESTS}/")[0] if commits else None
+    return LocalFolder(place.path_of(path), None if root is None else place.path_of(root))
+
+
+def model_directory(place: Place, found: Found) -> CheckpointFolder | None:
+    """The directory of the checkpoint, in which its model is; of a step the one in it. ``None``: it is one file."""
+    if found.kind == "step":
+        return directory_in(place, f"{found.name}/{MODEL}", ())
+    if any(file.path.startswith(f"{found.name}/") for file in found.files):
+        return directory_in(place, found.name, found.commits)
+    return None
+
+
+def _directory(folder: CheckpointFolder) -> Any:
+    from composerlite.checkpoint.formats import sharded  # slow to import, and most checkpoints are files
+    from composerlite.checkpoint.state_keys import nested
+
+    with sharded.RemoteFileSystemReader(folder) as reader:
+        metadata = reader.read_metadata()
+    values: dict[str, Any] = {
+        key: torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+        if isinstance(stored, sharded.TensorStorageMetadata)
+        else _Pickled()
+        for key, stored in metadata.state_dict_metadata.items()
+    }
+    return nested(metadata, "", list(values), values)
+
+
+class _Pickled:
+    """A value that is in a data file, which was not opened."""
+
+    def __repr__(self) -> str:
+        return "in a data file"
+
+
+def _file(place: Place, path: str, found: Found) -> Any:
+    if isinstance(place, LocalPlace):
+        return _local_file(place.path_of(path))
+    assert isinstance(place, RemotePlace)
+    name, size = place.name_of(path), next(file.size_bytes for file in found.files if file.path == path)
+    digest = next((record.digest for record in found.records if record.path == path), None)
+    if path.endswith(".safetensors") or is_packed_beginning(place.transfer.read(name, 0, min(size, _BEGINNING_BYTES))):
+        with fetched(place.uri(path)) as local:
+            return _local_file(local)
+    headers = HeaderBytes(place.transfer, name)
+    source = VerifiedObject(place.transfer, name, _with_chunks(digest))
+    with readable(Path(place.uri(path))):
+        raw = RawFile(source, size, headers.peek, check_sums=digest is None, expect=headers.expect)
+        return raw.torch_file(map_location="meta").contents
+
+
+def _with_chunks(digest: FileDigest | None) -> FileDigest | None:
+    """``digest`` if parts can be verified by it."""
+    return digest if digest is not None and digest.chunk_bytes else None
+
+
+def _local_file(path: Path) -> Any:
+    if path.name.endswith(".safetensors"):
+        return _safetensors_header(path)
+    with opened(path, map_location="meta") as (file, _):
+        return file.contents
+
+
+def _safetensors_header(path: Path) -> dict[str, Any]:
+    """What the file of the safetensors library holds, by its header.
+
+    Raises:
+        CorruptCheckpointError: it is none.
+    """
+    try:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size > path.stat().st_size:
+                raise ValueError(f"a header of {size} bytes")
+            header: dict[str, Any] = json.loads(file.read(size))
+        return {
+            name: Leaf((name,), "tensor", str(entry["dtype"]), tuple(entry["shape"]), end - start)
+            for name, entry in header.items()
+            if name != "__metadata__"
+            for start, end in [entry["data_offsets"]]
+        }
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CorruptCheckpointError(f"{str(path)!r} is no safetensors file, or damaged: {e}") from e
+
+
+# ── leaves ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def leaves_of_contents(contents: Any, path: tuple[str, ...] = ()) -> Iterator[Leaf]:
+    """What is under each key of nested dicts and lists, in their order."""
+    if isinstance(contents, Leaf):
+        yield contents._replace(path=path)
+    elif isinstance(contents, Tensor):
+        dtype = str(contents.dtype).removeprefix("torch.")
+        yield Leaf(path, "tensor", dtype, tuple(contents.shape), contents.numel() * contents.element_size())
+    elif isinstance(contents, np.ndarray):
+        yield Leaf(path, "array", str(contents.dtype), contents.shape, contents.nbytes)
+    elif isinstance(contents, _Pickled):
+        yield Leaf(path, "value", text=repr(contents))
+    elif isinstance(contents, Mapping) and contents:
+        for key, value in cast("Mapping[Any, Any]", contents).items():
+            yield from leaves_of_contents(value, (*path, str(key)))
+    elif isinstance(contents, list | tuple) and any(_is_nested(value) for value in cast("list[Any]", contents)):
+        for number, value in enumerate(cast("list[Any]", contents)):
+            yield from leaves_of_contents(value, (*path, str(number)))
+    else:
+        yield Leaf(path, type(contents).__name__, text=_short(contents))
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, Tensor | np.ndarray | Mapping | list | tuple)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list | tuple) and len(cast("list[Any]", value)) > 8:
+        return f"{len(cast('list[Any]', value))} items"
+    text = repr(value)
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}…"

@@ -1,0 +1,141 @@
+"""What a path or a URI points to: a place with checkpoints, or one checkpoint in such a place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from composerlite.checkpoint.download import followed, resolved
+from composerlite.checkpoint.step_folder import MARKER
+from composerlite.checkpoint.tools.local_place import LocalPlace
+from composerlite.checkpoint.tools.places import MANIFESTS, Place
+from composerlite.checkpoint.tools.remote_place import RemotePlace
+from composerlite.checkpoint.tools.surveying import UNLISTED, Found, survey
+from composerlite.errors import CheckpointNotFoundError, ConfigError
+from composerlite.storage import is_uri, open_store, parse_uri
+
+__all__ = ["Pointed", "place_at", "pointed", "target_at"]
+
+_INDEX = ".metadata"
+
+
+class Pointed(NamedTuple):
+    """What a path or a URI points to.
+
+    Attributes:
+        place: has the checkpoints.
+        name: of the checkpoint in it; ``None``: all that are there.
+    """
+
+    place: Place
+    name: str | None
+
+    def found(self) -> list[Found]:
+        """The checkpoints that are meant, oldest first.
+
+        Raises:
+            CheckpointNotFoundError: one is meant, and it is not there.
+        """
+        listed = survey(self.place)
+        if self.name is None:
+            return listed
+        chosen = [one for one in listed if one.name == self.name]
+        file = None if chosen else self.place.files().get(self.name)
+        if file is not None:  # by its name no checkpoint; who asks for it knows better
+            return [Found(file.path, "", None, (UNLISTED,), (file,), ())]
+        if not chosen:
+            raise CheckpointNotFoundError(f"{self.place.uri(self.name)!r} is no checkpoint.{_what_is_there(listed)}")
+        return chosen
+
+
+def place_at(text: str) -> Place:
+    """The folder, or the part of a bucket, at ``text``; it is not looked at, but for whether the folder is one.
+
+    Raises:
+        ConfigError: the URI names no store.
+        CheckpointNotFoundError: there is no such folder.
+    """
+    if not is_uri(text):
+        folder = Path(parse_uri(text)[2])
+        if not folder.is_dir():
+            what = "is a file" if folder.exists() else "does not exist"
+            raise CheckpointNotFoundError(f"{text!r} {what}: want the folder that has the checkpoints, or its URI.")
+        return LocalPlace(folder)
+    if parse_uri(text)[0] in ("http", "https"):
+        raise ConfigError(f"{text!r}: want a folder, or a URI of an object store: addresses cannot be listed.")
+    return RemotePlace(open_store(text), parse_uri(text)[2])
+
+
+def target_at(text: str) -> Place:
+    """The place at ``text`` to write to: a folder need not be there.
+
+    Raises:
+        ConfigError: the URI names no store, or there is a file of that name.
+    """
+    path = Path(parse_uri(text)[2])
+    if is_uri(text):
+        return place_at(text)
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{text!r} is a file: want the folder of checkpoints to write to, or its URI.")
+    return LocalPlace(path)
+
+
+@contextlib.contextmanager
+def pointed(text: str) -> Generator[Pointed]:
+    """What ``text`` points to, until the block is left. Links are followed.
+
+    Raises:
+        CheckpointNotFoundError: nothing is there.
+        ConfigError: the URI names no store.
+        CorruptCheckpointError: links lead from one to the next without an end.
+    """
+    if is_uri(text):
+        with place_at(text) as whole:
+            assert isinstance(whole, RemotePlace)
+            yield _in_bucket(whole)
+        return
+    yield _on_disk(Path(parse_uri(text)[2]))
+
+
+# ── on a disk ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _on_disk(path: Path) -> Pointed:
+    is_relative = not path.is_absolute()
+    path = resolved(path).resolve()  # a copy of a bucket has links that are files
+    if is_relative and path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())  # as it was asked for
+    for folder in path.parents:
+        if (folder / MANIFESTS / f"{path.relative_to(folder)}.json").is_file():
+            return Pointed(LocalPlace(folder), str(path.relative_to(folder)))
+    if path.is_file() or (path / _INDEX).is_file() or (path / MARKER).is_file():
+        return Pointed(LocalPlace(path.parent), path.name)
+    if path.is_dir():
+        return Pointed(LocalPlace(path), None)
+    there = _what_is_there(survey(LocalPlace(path.parent))) if path.parent.is_dir() else ""
+    raise CheckpointNotFoundError(f"there is no checkpoint and no folder {str(path)!r}.{there}")
+
+
+# ── in a bucket ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def _in_bucket(whole: RemotePlace) -> Pointed:
+    """``whole`` itself, or the place and the checkpoint that its root is the name of."""
+    name = followed(whole.transfer, whole.root) if whole.root else ""
+    for root, rest in _splits(name):
+        if whole.transfer.exists(f"{root}{MANIFESTS}/{rest}.json"):
+            return Pointed(whole.at(root), rest)
+    folder, _, last = name.rpartition("/")
+    if name and any(whole.transfer.exists(at) for at in (name, f"{name}/{_INDEX}", f"{name}/{MARKER}")):
+        return Pointed(whole.at(folder), last)
+    return Pointed(whole.at(name), None)
+
+
+def _splits(name: str) -> Iterator[tuple[str, str]]:
+    """Every way to see ``name`` as a root, with its slash, and a name below it; the longest root first."""
+    parts = name.split("/") if name else []
+    for count in reversed(range(len(parts))):
+        yield "".join(f"{part}/" for part in parts[:count]), "/".join(parts[count:])
+
+
+def _what_is_there(listed: list[Found]) -> str:
+    names = [one.name for one in listed]
+    return f" The folder holds: {', '.join(names[-8:])}." if names else " The folder holds no checkpoint."

@@ -1,0 +1,210 @@
+"""What there is in a place: which checkpoints are whole, which are torn, and why. No data file is opened for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from composerlite.checkpoint.manifest import FileRecord, Manifest
+from composerlite.checkpoint.step_folder import MARKER, MODEL, TRAIN
+from composerlite.checkpoint.tools.places import MANIFESTS, Place, StoredFile
+from composerlite.errors import CheckpointError
+
+__all__ = ["UNLISTED", "Found", "newest", "survey"]
+
+UNLISTED = "it has no manifest: its save did not end, or another program wrote it"
+_INDEX = ".metadata"
+_STEP = re.compile(r"(?:.*/)?step(\d+)")
+_LOOKS_SAVED = re.compile(
+    r"\.pt(?:\.(?:gz|bz2|xz|lzma|lz4|zst|lzo))?$|\.tar(?:\.\w+)?$|\.tgz$|(?:^|/)ep\d+-ba\d+", re.I
+)
+"""What a checkpoint that is one file is called."""
+_MANIFEST = re.compile(rf"(?P<root>(?:[^./][^/]*/)*){re.escape(MANIFESTS)}/(?P<name>(?:[^/]+/)*[^./][^/]*)\.json")
+""".manifest/ep1.pt.json; a folder of many runs has one for each of them."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint, or what is left of one.
+
+    Attributes:
+        name: below the place.
+        kind: ``'monolithic'``, ``'weights'``, ``'sharded'``; ``'step'``: the directory of a ``Checkpointer``; empty:
+            nothing says what it is.
+        manifest: what vouches for it, ``None``: nothing does. That of a step is put together from what its files say.
+        faults: what is wrong with it; a checkpoint that is committed has none.
+        files: what is there of it, without what vouches for it.
+        commits: what makes it exist, in the order in which that was written: it goes first.
+    """
+
+    name: str
+    kind: str
+    manifest: Manifest | None
+    faults: tuple[str, ...]
+    files: tuple[StoredFile, ...]
+    commits: tuple[str, ...]
+
+    @property
+    def state(self) -> str:
+        """``'committed'`` or ``'torn'``."""
+        return "torn" if self.faults else "committed"
+
+    @property
+    def records(self) -> tuple[FileRecord, ...]:
+        """The files that must be there, and what they must contain."""
+        return () if self.manifest is None else self.manifest.here
+
+    @property
+    def size_bytes(self) -> int:
+        """Of what is there."""
+        return sum(file.size_bytes for file in self.files)
+
+
+def newest(listed: Iterable[Found]) -> Found | None:
+    """The newest that is committed and whole, of the run that saved last; ``None``: there is none.
+
+    Of equal ones it is the first.
+    """
+    whole = [(one, one.manifest) for one in listed if one.manifest is not None and not one.faults]
+    if not whole:
+        return None
+    _, last = max(whole, key=lambda pair: pair[1].saved_at)
+    of_run = [(one, manifest) for one, manifest in whole if manifest.run_name == last.run_name]
+    return max(of_run, key=lambda pair: pair[1].order)[0]
+
+
+def survey(place: Place) -> list[Found]:
+    """The checkpoints in ``place`` and in the folders in it, oldest first; what no manifest vouches for comes last.
+
+    What is no checkpoint by its name or by its files is left out.
+
+    Raises:
+        OSError, ObjectStoreError: the place cannot be listed. What is not seen is not absent.
+    """
+    files = dict(place.files())
+    markers = [path for path in files if path.rpartition("/")[2] == MARKER and "/" in path]
+    models = [f"{path.removesuffix(MARKER)}{MANIFESTS}/{MODEL}.json" for path in markers]
+    unfinished = [folder for path in files if (folder := _unfinished_step(path, files)) is not None]
+    of_steps = {*models, *(f"{folder}/{MANIFESTS}/{MODEL}.json" for folder in unfinished)}
+    manifests = [path for path in files if _MANIFEST.fullmatch(path) is not None and path not in of_steps]
+    contents = dict(zip([*manifests, *markers, *models], place.read_all([*manifests, *markers, *models]), strict=True))
+    found = [_of_manifest(place, path, data, files) for path in manifests if (data := contents[path]) is not None]
+    for marker, model in zip(markers, models, strict=True):
+        if (data := contents[marker]) is not None:
+            found.append(_of_step(place, marker, data, contents[model], files))
+    for name in unfinished:
+        fault = f"{MARKER} is missing: its save did not end"
+        commits = (f"{name}/{MANIFESTS}/{MODEL}.json",)
+        found.append(Found(name, "step", None, (fault,), _below(files, name), commits))
+    taken = {file.path for one in found for file in one.files} | {path for one in found for path in one.commits}
+    found.sort(key=_age)
+    return found + _unlisted(files, taken)
+
+
+def _age(one: Found) -> tuple[bool, tuple[int, int, str], str]:
+    return one.manifest is None, (0, 0, "") if one.manifest is None else one.manifest.order, one.name
+
+
+# ── what vouches for itself ──────────────────────────────────────────────────────────────────────────────────────────
+def _of_manifest(place: Place, path: str, data: bytes, files: Mapping[str, StoredFile]) -> Found:
+    match = _MANIFEST.fullmatch(path)
+    assert match is not None
+    root, name = match["root"], match["root"] + match["name"]
+    try:
+        manifest = Manifest.from_json(data, place.uri(path))
+    except CheckpointError as e:
+        return Found(name, "", None, (str(e),), _below(files, name), (path,))
+    if manifest.name != match["name"]:
+        return Found(name, "", None, (f"its manifest is that of {manifest.name!r}",), _below(files, name), (path,))
+    records = tuple(replace(record, path=root + record.path) for record in manifest.files)
+    return _compared(replace(manifest, name=name, files=records), manifest.kind, files, (path,))
+
+
+def _compared(manifest: Manifest, kind: str, files: Mapping[str, StoredFile], commits: tuple[str, ...]) -> Found:
+    """A checkpoint, with what differs between its files and what they must be by their names and sizes."""
+    faults: list[str] = []
+    there: list[StoredFile] = []
+    for record in manifest.here:
+        file = files.get(record.path)
+        if file is None:
+            faults.append(f"{record.path} is missing")
+            continue
+        there.append(file)
+        if file.size_bytes != record.size_bytes:
+            faults.append(f"{record.path} has {file.size_bytes} bytes and was saved with {record.size_bytes}")
+    return Found(manifest.name, kind, manifest, tuple(faults), tuple(there), commits)
+
+
+def _of_step(place: Place, marker: str, data: bytes, model: bytes | None, files: Mapping[str, StoredFile]) -> Found:
+    """The directory of a step, as ``Checkpointer`` or OLMo-core saves it."""
+    name = marker.removesuffix(f"/{MARKER}")
+    try:
+        said: dict[str, Any] = json.loads(data)
+        ranks = tuple(replace(record, path=f"{name}/{record.path}") for record in _records(said.get("train", ())))
+        inner = None if model is None else Manifest.from_json(model, place.uri(f"{name}/{MANIFESTS}/{MODEL}.json"))
+        facts: dict[str, Any] = {"world_size": int(said.get("world_size", 0)), "ephemeral": bool(said.get("ephemeral"))}
+    except (CheckpointError, ValueError, TypeError, AttributeError) as e:
+        return Found(
+            name, "step", None, (f"its {MARKER} or its manifest is damaged: {e}",), _below(files, name), (marker,)
+        )
+    missing = [path for path in (f"{MODEL}/{_INDEX}", f"{TRAIN}/rank0.pt") if f"{name}/{path}" not in files]
+    if inner is None:  # of another program: nothing says what its files must contain
+        faults = tuple(f"{path} is missing" for path in missing)
+        return Found(name, "step", None, faults, _below(files, name), (marker,))
+    records = tuple(replace(record, path=f"{name}/{record.path}") for record in inner.files)
+    number = _STEP.fullmatch(name)
+    manifest = Manifest(
+        name=name,
+        kind="step",
+        template="step{step}",
+        run_name="",
+        timestamp={"batch": 0 if number is None else int(number[1])},
+        files=(*ranks, *records),
+        versions=inner.versions,
+        saved_at=inner.saved_at,
+        **facts,
+    )
+    return _compared(manifest, "step", files, (f"{name}/{MANIFESTS}/{MODEL}.json", marker))
+
+
+def _unfinished_step(path: str, files: Mapping[str, StoredFile]) -> str | None:
+    """The directory of a step whose commit record of the model is ``path`` and which does not exist for all that."""
+    folder = path.removesuffix(f"/{MANIFESTS}/{MODEL}.json")
+    is_one = folder != path and f"{folder}/{TRAIN}/rank0.pt" in files and f"{folder}/{MARKER}" not in files
+    return folder if is_one else None
+
+
+def _records(fields: Iterable[Mapping[str, Any]]) -> list[FileRecord]:
+    return [FileRecord(**record) for record in fields]
+
+
+# ── what nothing vouches for ─────────────────────────────────────────────────────────────────────────────────────────
+def _unlisted(files: Mapping[str, StoredFile], taken: set[str]) -> list[Found]:
+    """Directories with the files of sharded checkpoints in them, and files that are called as checkpoints are."""
+    directories: set[str] = set()
+    alone: list[str] = []
+    for path in files:
+        folder, _, last = path.rpartition("/")
+        if path in taken or any(part.startswith(".") for part in folder.split("/")):
+            continue
+        if folder and (last == _INDEX or last.endswith(".distcp")):
+            directories.add(folder.removesuffix(f"/{MODEL}"))
+        elif not last.startswith(".") and _LOOKS_SAVED.search(path):
+            alone.append(path)
+    found = [Found(name, "sharded", None, (UNLISTED,), _below(files, name), ()) for name in sorted(directories)]
+    inside = {file.path for one in found for file in one.files}
+    return found + [Found(path, "", None, (UNLISTED,), (files[path],), ()) for path in alone if path not in inside]
+
+
+def _below(files: Mapping[str, StoredFile], name: str) -> tuple[StoredFile, ...]:
+    """The file ``name``, or those in the directory of that name; without what vouches for them."""
+    prefix = f"{name}/"
+    return tuple(
+        file
+        for path, file in files.items()
+        if path == name or (path.startswith(prefix) and path != prefix + MARKER and f"/{MANIFESTS}/" not in path)
+    )

@@ -1,0 +1,92 @@
+"""What ``composerlite checkpoint inspect`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import typer
+
+from composerlite.checkpoint.tools import Found, Leaf, Pointed, contents_of, leaves_of_contents, pointed
+from composerlite.cli.listing import told
+from composerlite.cli.output import bytes_text, print_json
+from composerlite.errors import ConfigError
+
+__all__ = ["inspect", "the_one"]
+
+
+def inspect(text: str, *, depth: int | None, as_json: bool) -> None:
+    """Print what the checkpoint at ``text`` holds.
+
+    Raises:
+        ConfigError: it is a folder of several.
+        CheckpointError: it is not there, damaged, or holds what is not known to be safe.
+    """
+    with pointed(text) as target:
+        found = the_one(target, text)
+        leaves = list(leaves_of_contents(contents_of(target.place, found)))
+        facts = told(target.place, found)
+    tensors = [leaf for leaf in leaves if leaf.kind == "tensor"]
+    total = sum(leaf.size_bytes for leaf in tensors)
+    if as_json:
+        entries = [_entry(leaf) for leaf in leaves]
+        print_json({**facts, "tensor_count": len(tensors), "tensor_bytes": total, "entries": entries})
+        return
+    where = [f"epoch {facts['epoch']}, batch {facts['batch']}"] if facts["epoch"] is not None else []
+    run = [f"run {facts['run_name']}"] if facts["run_name"] else []
+    saved = [f"saved {facts['saved_at']}"] if facts["saved_at"] else []
+    typer.echo(", ".join([facts["uri"], *([facts["kind"]] if facts["kind"] else []), *run, *where, *saved]))
+    for line in _tree(leaves, depth):
+        typer.echo(line)
+    typer.echo(f"{len(tensors)} tensors, {bytes_text(total)}; in files {bytes_text(facts['size_bytes'])}")
+    for fault in facts["faults"]:
+        typer.echo(f"{facts['state']}: {fault}", err=True)
+
+
+def the_one(target: Pointed, text: str) -> Found:
+    """The checkpoint that ``text`` points to.
+
+    Raises:
+        ConfigError: it is a folder of several.
+        CheckpointNotFoundError: it is not there.
+    """
+    if target.name is None:
+        raise ConfigError(f"{text!r} is a folder of checkpoints: give one of them, as 'ls' names it.")
+    (found,) = target.found()
+    return found
+
+
+def _entry(leaf: Leaf) -> dict[str, object]:
+    shape = list(leaf.shape) if leaf.dtype else None
+    return {
+        "key": ".".join(leaf.path),
+        "path": list(leaf.path),
+        "kind": leaf.kind,
+        "dtype": leaf.dtype or None,
+        "shape": shape,
+        "size_bytes": leaf.size_bytes if leaf.dtype else None,
+        "value": leaf.text or None,
+    }
+
+
+def _tree(leaves: Sequence[Leaf], depth: int | None, level: int = 0) -> Iterator[str]:
+    """A line for each key, indented; below ``depth`` only what there is in all."""
+    indent = "  " * level
+    groups: dict[str, list[Leaf]] = {}
+    for leaf in leaves:
+        groups.setdefault(leaf.path[level] if len(leaf.path) > level else "", []).append(leaf)
+    for key, group in groups.items():
+        first = group[0]
+        if len(group) == 1 and len(first.path) <= level + 1:
+            yield f"{indent}{key}  {_line(first)}".rstrip()
+            continue
+        tensors = [leaf for leaf in group if leaf.kind == "tensor"]
+        size = f"  {len(tensors)} tensors, {bytes_text(sum(leaf.size_bytes for leaf in tensors))}" if tensors else ""
+        yield f"{indent}{key}{size}"
+        if depth is None or level + 1 < depth:
+            yield from _tree(group, depth, level + 1)
+
+
+def _line(leaf: Leaf) -> str:
+    if leaf.dtype:
+        return f"{leaf.dtype} {list(leaf.shape)}  {bytes_text(leaf.size_bytes)}"
+    return leaf.text

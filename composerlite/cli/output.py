@@ -1,0 +1,78 @@
+"""What commands print: tables for people, JSON for programs. Only results go to stdout."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import typer
+
+__all__ = ["bytes_text", "print_json", "print_table"]
+
+
+def print_json(result: object) -> None:
+    """``result`` as JSON on stdout. Numbers that JSON does not have become ``'nan'``, ``'inf'`` and ``'-inf'``."""
+    typer.echo(json.dumps(_plain(result), indent=1))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in cast("Sequence[Any]", value)]
+    return value
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), spare: Sequence[str] = ()
+) -> None:
+    """A table on stdout, as wide as it needs to be; on a terminal without the columns that it has no room for.
+
+    Args:
+        columns: headings. One that has nothing in any row is left out.
+        rows: a text for each.
+        right: headings of those that hold numbers.
+        spare: headings of those that a narrow terminal can do without, the first first.
+    """
+    listed = [[str(cell) for cell in row] for row in rows]
+    shown = [place for place in range(len(columns)) if any(row[place] for row in listed)]
+    widths = {place: max(len(columns[place]), *(len(row[place]) for row in listed)) for place in shown}
+    if sys.stdout.isatty():
+        room = shutil.get_terminal_size().columns
+        for place in [columns.index(head) for head in spare]:
+            if place in shown and sum(widths[at] + 2 for at in shown) > room:
+                shown.remove(place)
+        _print_rich([columns[at] for at in shown], [[row[at] for at in shown] for row in listed], right)
+        return
+    for row in [columns, *listed]:  # rich takes as long to import as all the rest
+        texts = [row[at].rjust(widths[at]) if columns[at] in right else row[at].ljust(widths[at]) for at in shown]
+        typer.echo("  ".join(texts).rstrip())
+
+
+def _print_rich(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for head in heads:
+        table.add_column(head, justify="right" if head in right else "left", no_wrap=head != heads[-1], overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(text, style="red" if text.startswith(("torn", "damaged")) else "") for text in row))
+    Console(highlight=False).print(table)
+
+
+def bytes_text(count: int) -> str:
+    """``count`` for people: ``'1.5 MB'``."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

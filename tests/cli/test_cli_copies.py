@@ -1,0 +1,209 @@
+"""``composerlite checkpoint cp``, ``push`` and ``pull``: what arrives is what was saved, or nothing arrives."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from commands import answer, composerlite, published, train
+
+from composerlite.checkpoint import (
+    Catalog,
+    Checkpointer,
+    FileRecord,
+    Manifest,
+    read_checkpoint,
+    save_model_and_optim_state,
+)
+from composerlite.storage import open_store
+
+ONE, TWO, THREE = (f"ep{epoch}-ba{4 * epoch}-rank0.pt" for epoch in (1, 2, 3))
+
+
+def states(*arguments: object, cwd: Path) -> list[str]:
+    """Where the checkpoints are that a copy tells of, and whether they were copied."""
+    return [f"{one['state']}: {one['target']}" for one in answer("checkpoint", *arguments, cwd=cwd)["copied"]]
+
+
+# ── between folders and buckets ──────────────────────────────────────────────────────────────────────────────────
+def test_a_checkpoint_travels_from_folder_to_bucket_to_bucket_to_folder(demo: Path, bucket: str) -> None:
+    """It is verified at each end, and loads as it did; the keys of the answer are these."""
+    (told,) = answer("checkpoint", "cp", f"demo/{THREE}", f"{bucket}/a", cwd=demo.parent)["copied"]
+    assert told == {
+        "name": THREE,
+        "source": f"demo/{THREE}",
+        "target": f"{bucket}/a/{THREE}",
+        "size_bytes": (demo / THREE).stat().st_size,
+        "state": "copied",
+    }
+    assert states("cp", f"{bucket}/a/{THREE}", f"{bucket}/b", cwd=demo.parent) == [f"copied: {bucket}/b/{THREE}"]
+    assert states("cp", f"{bucket}/b/{THREE}", "back", cwd=demo.parent) == [f"copied: back/{THREE}"]
+    assert states("cp", f"back/{THREE}", "again", cwd=demo.parent) == [f"copied: again/{THREE}"]
+    for place in ("back", "again", f"{bucket}/a", f"{bucket}/b"):
+        (found,) = answer("checkpoint", "verify", place, cwd=demo.parent)["checkpoints"]
+        assert (found["name"], found["state"]) == (THREE, "verified")
+    torch.testing.assert_close(
+        read_checkpoint(demo.parent / "again" / THREE)["state"]["model"],
+        read_checkpoint(demo / THREE)["state"]["model"],
+        rtol=0,
+        atol=0,
+    )
+
+
+def test_directories_and_steps_are_copied_whole(tmp_path: Path, bucket: str) -> None:
+    """Sharded directories and steps go with all their files, and are what they were."""
+    model = torch.nn.Linear(4, 2)
+    save_model_and_optim_state(tmp_path / "runs/ep1", model)
+    Checkpointer().save(tmp_path / "runs/step5", model, {"step": 5})
+    for name in ("ep1", "step5"):
+        composerlite("checkpoint", "cp", f"runs/{name}", f"{bucket}/runs", cwd=tmp_path)
+        composerlite("checkpoint", "cp", f"{bucket}/runs/{name}", "back", cwd=tmp_path)
+    found = answer("checkpoint", "verify", "back", cwd=tmp_path)["checkpoints"]
+    assert [(one["name"], one["state"]) for one in found] == [("ep1", "verified"), ("step5", "verified")]
+    other = torch.nn.Linear(4, 2)
+    assert Checkpointer().load(tmp_path / "back/step5", other) == {"step": 5}
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_push_and_pull_take_the_newest_the_named_or_all(demo: Path, bucket: str) -> None:
+    """What is there already is not copied again; a link leads to the last."""
+    there = f"{bucket}/demo"
+    assert states("push", "demo", there, cwd=demo.parent) == [f"copied: {there}/{THREE}"]
+    assert states("push", "demo", there, ONE, cwd=demo.parent) == [f"copied: {there}/{ONE}"]
+    assert states("push", "demo", there, "--all", "--link", "latest-rank0.pt", cwd=demo.parent) == [
+        f"was there: {there}/{ONE}",
+        f"copied: {there}/{TWO}",
+        f"was there: {there}/{THREE}",
+    ]
+    with open_store(bucket) as store:
+        assert store.read_range("demo/latest-rank0.pt.symlink", 0, 99) == f"demo/{THREE}".encode()
+    assert states("pull", there, "back", "--link", "latest-rank0.pt", cwd=demo.parent) == [f"copied: back/{THREE}"]
+    assert (demo.parent / "back/latest-rank0.pt").readlink() == Path(THREE)
+    assert len(states("pull", there, "back", "--all", cwd=demo.parent)) == 3
+
+
+def test_a_run_goes_on_from_what_was_pulled(demo: Path, bucket: str) -> None:
+    """A folder that was pulled is one that autoresume finds its checkpoint in."""
+    composerlite("checkpoint", "push", "demo", f"{bucket}/demo", cwd=demo.parent)
+    shutil.rmtree(demo)
+    composerlite("checkpoint", "pull", f"{bucket}/demo", "demo", "--link", "latest-rank0.pt", cwd=demo.parent)
+    train(demo, epochs=4, autoresume=True)
+    assert [path.name for path in sorted(demo.glob("ep*"))] == [THREE, "ep4-ba16-rank0.pt"]
+
+
+# ── what may go wrong ────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+def test_another_checkpoint_is_not_overwritten_unasked(where: str, demo: Path, bucket: str) -> None:
+    """One of the same name of another run stays; with ``--overwrite`` it is replaced."""
+    place = f"{bucket}/demo" if where == "bucket" else "there"
+    train(demo.parent / "other", epochs=1, run_name="other")
+    assert states("cp", f"other/{ONE}", place, cwd=demo.parent) == [f"copied: {place}/{ONE}"]
+    done = composerlite("checkpoint", "cp", f"demo/{ONE}", place, cwd=demo.parent)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "is another checkpoint of that name" in done.stderr
+    assert answer("checkpoint", "ls", place, cwd=demo.parent)["checkpoints"][0]["run_name"] == "other"
+    assert states("cp", f"demo/{ONE}", place, "--overwrite", cwd=demo.parent) == [f"copied: {place}/{ONE}"]
+    assert answer("checkpoint", "ls", place, cwd=demo.parent)["checkpoints"][0]["run_name"] == "demo"
+    assert composerlite("checkpoint", "verify", place, cwd=demo.parent).returncode == 0
+
+
+def test_a_file_that_is_no_part_of_a_checkpoint_is_not_overwritten_unasked(demo: Path) -> None:
+    """Data of that name that nobody vouches for may be somebody's."""
+    (demo.parent / "there").mkdir()
+    (demo.parent / "there" / ONE).write_bytes(b"mine")
+    done = composerlite("checkpoint", "cp", f"demo/{ONE}", "there", cwd=demo.parent)
+    assert done.returncode == 1
+    assert "has other bytes" in done.stderr
+    assert (demo.parent / "there" / ONE).read_bytes() == b"mine"
+    assert states("cp", f"demo/{ONE}", "there", "--overwrite", cwd=demo.parent) == [f"copied: there/{ONE}"]
+
+
+@pytest.mark.parametrize("target", ["folder", "bucket"])
+def test_damage_is_not_copied(target: str, demo: Path, bucket: str) -> None:
+    """A byte that differs from what was saved is found on the way: there is no checkpoint at the other end."""
+    place = f"{bucket}/demo" if target == "bucket" else "there"
+    data = bytearray((demo / ONE).read_bytes())
+    data[9000] ^= 1
+    (demo / ONE).write_bytes(data)
+    (demo / TWO).write_bytes(b"short")
+    for name, words in ((ONE, "are not those that were saved"), (TWO, "is torn")):
+        done = composerlite("checkpoint", "cp", f"demo/{name}", place, cwd=demo.parent)
+        assert done.returncode == 1
+        assert words in done.stderr
+    if target == "bucket":
+        assert answer("checkpoint", "ls", place, cwd=demo.parent)["checkpoints"] == []
+    else:
+        assert not list(demo.parent.glob("there/**/ep*"))
+
+
+def test_damage_in_a_bucket_is_not_copied(demo: Path, bucket: str) -> None:
+    """The same where the damage is in the object."""
+    published(demo, bucket)
+    data = bytearray((demo / ONE).read_bytes())
+    data[9000] ^= 1
+    with open_store(bucket) as store:
+        store.put_bytes(f"demo/{ONE}", bytes(data))
+    done = composerlite("checkpoint", "pull", f"{bucket}/demo", "back", ONE, cwd=demo.parent)
+    assert done.returncode == 1
+    assert "are not those that were saved" in done.stderr
+    assert not list(demo.parent.glob("back/**/ep*"))
+
+
+def test_an_interrupted_copy_is_gone_on_with(tmp_path: Path) -> None:
+    """What a copy that was killed has brought is verified and stays; before the manifest there is no checkpoint."""
+    save_model_and_optim_state(tmp_path / "runs/ep1", torch.nn.Linear(4, 2))
+    (tmp_path / "there/ep1").mkdir(parents=True)
+    shutil.copy(tmp_path / "runs/ep1/__0_0.distcp", tmp_path / "there/ep1")
+    before = (tmp_path / "there/ep1/__0_0.distcp").stat().st_ino
+    assert answer("checkpoint", "ls", "there", cwd=tmp_path)["checkpoints"][0]["state"] == "torn"
+    assert states("cp", "runs/ep1", "there", cwd=tmp_path) == ["copied: there/ep1"]
+    assert (tmp_path / "there/ep1/__0_0.distcp").stat().st_ino == before
+    assert composerlite("checkpoint", "verify", "there", cwd=tmp_path).returncode == 0
+
+
+def test_a_torn_copy_is_mended(demo: Path) -> None:
+    """A copy that has lost bytes since is replaced by the same checkpoint without being asked twice."""
+    assert states("cp", f"demo/{ONE}", "there", cwd=demo.parent) == [f"copied: there/{ONE}"]
+    os.truncate(demo.parent / "there" / ONE, 10)
+    assert states("cp", f"demo/{ONE}", "there", cwd=demo.parent) == [f"copied: there/{ONE}"]
+    assert composerlite("checkpoint", "verify", "there", cwd=demo.parent).returncode == 0
+
+
+def test_a_manifest_cannot_send_files_elsewhere(demo: Path) -> None:
+    """A manifest that names a file outside of its folder is torn: nothing is read or written there."""
+    (demo.parent / "secret.pt").write_bytes(b"secret")
+    record = FileRecord(path="../secret.pt", size_bytes=6, xxh3_128="")
+    manifest = Manifest(
+        name="evil", kind="monolithic", template="x", run_name="x", timestamp={"batch": 1}, files=(record,)
+    )
+    Catalog(demo).record_path("evil").write_bytes(manifest.to_json())
+    done = composerlite("checkpoint", "cp", "demo/evil", "deep/there", cwd=demo.parent)
+    assert done.returncode == 1
+    assert not (demo.parent / "deep").exists()
+    assert composerlite("checkpoint", "prune", "demo", "--keep-last", 1, cwd=demo.parent).returncode == 0
+    assert (demo.parent / "secret.pt").exists()
+
+
+def test_a_wrong_copy_is_one_line(demo: Path, bucket: str) -> None:
+    """What was given, what is wanted, and what to do."""
+    (demo / "foreign.pt").write_bytes(b"data")
+    for arguments, status, words in (
+        (["cp", "demo", "there"], 2, "is a folder of checkpoints"),
+        (["cp", "demo/foreign.pt", "there"], 1, "has no manifest"),
+        (["cp", f"demo/{ONE}", f"demo/{TWO}"], 2, "is a file"),
+        (["cp", "demo/ep9.pt", "there"], 1, "there is no checkpoint"),
+        (["push", "demo", "there"], 2, "want a URI there"),
+        (["push", bucket, bucket], 2, "want a folder of this machine"),
+        (["pull", "demo", "there"], 2, "want a URI there"),
+        (["push", "demo", bucket, "ep9.pt"], 1, "is no checkpoint. There are: "),
+        (["push", "demo", bucket, ONE, "--all"], 2, "want names or --all"),
+        (["pull", f"{bucket}/nothing", "there"], 1, "there is nothing to copy"),
+    ):
+        done = composerlite("checkpoint", *arguments, cwd=demo.parent)
+        assert (done.returncode, done.stdout) == (status, ""), arguments
+        assert words in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert not (demo.parent / "there").exists()

@@ -1,0 +1,216 @@
+"""``composerlite checkpoint diff``, ``convert`` and ``unshard``: another form of a checkpoint holds the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from commands import answer, composerlite, published, train
+
+from composerlite.checkpoint import (
+    Checkpointer,
+    load_model_and_optim_state,
+    read_checkpoint,
+    save_model_and_optim_state,
+)
+
+ONE, TWO, THREE = (f"ep{epoch}-ba{4 * epoch}-rank0.pt" for epoch in (1, 2, 3))
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    """Those of the model in a checkpoint file."""
+    return read_checkpoint(path)["state"]["model"]
+
+
+# ── diff ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_diff_tells_by_how_much_weights_changed(demo: Path) -> None:
+    """The largest change first, with its norm; the keys of the answer are these."""
+    told = answer("checkpoint", "diff", f"demo/{ONE}", f"demo/{THREE}", cwd=demo.parent)
+    a, b = weights(demo / ONE), weights(demo / THREE)
+    changes = told.pop("changes")
+    assert {change["key"] for change in changes} == set(a)
+    for change in changes:
+        difference = a[change["key"]].double() - b[change["key"]].double()
+        assert change["max_abs"] == difference.abs().max().item()
+        assert change["norm"] == pytest.approx(difference.norm().item())
+        assert change["relative"] == pytest.approx((difference.norm() / a[change["key"]].double().norm()).item())
+        assert change["shape"] == list(difference.shape)
+    assert [change["max_abs"] for change in changes] == sorted((c["max_abs"] for c in changes), reverse=True)
+    assert told == {
+        "a": f"demo/{ONE}",
+        "b": f"demo/{THREE}",
+        "equal": False,
+        "equal_count": 0,
+        "changed_count": 4,
+        "only_a": [],
+        "only_b": [],
+        "forms": [],
+        "values": [],
+    }
+
+
+def test_diff_tells_what_only_one_has_and_other_forms(tmp_path: Path) -> None:
+    """Keys, shapes and types that differ; numbers that are not a number are equal to themselves."""
+    nan = torch.tensor([float("nan"), float("inf"), 1.0])
+    torch.save({"same": nan, "shape": torch.zeros(2), "type": torch.zeros(2), "old": torch.zeros(1)}, tmp_path / "a.pt")
+    torch.save(
+        {"same": nan, "shape": torch.zeros(3), "type": torch.zeros(2).half(), "new": torch.zeros(1)}, tmp_path / "b.pt"
+    )
+    told = answer("checkpoint", "diff", "a.pt", "b.pt", cwd=tmp_path)
+    assert (told["only_a"], told["only_b"], told["equal_count"]) == (["old"], ["new"], 1)
+    assert told["forms"] == [
+        {"key": "shape", "a": "float32 [2]", "b": "float32 [3]"},
+        {"key": "type", "a": "float32 [2]", "b": "float16 [2]"},
+    ]
+    lines = composerlite("checkpoint", "diff", "a.pt", "b.pt", cwd=tmp_path).stdout.splitlines()
+    assert lines[:3] == ["only in a.pt: old", "only in b.pt: new", "shape: float32 [2] in a.pt, float32 [3] in b.pt"]
+
+
+def test_diff_of_all_compares_optimizer_time_and_generators(demo: Path) -> None:
+    """What is not compared unless it is asked for; the status says whether they differ if that is asked for, too."""
+    state = read_checkpoint(demo / ONE)
+    state["state"]["timestamp"]["Timestamp"]["batch"] = 7
+    torch.save(state, demo / "other.pt")
+    same = composerlite("checkpoint", "diff", f"demo/{ONE}", "demo/other.pt", "--exit-code", cwd=demo.parent)
+    assert same.returncode == 0, same.stderr
+    done = composerlite(
+        "checkpoint", "diff", f"demo/{ONE}", "demo/other.pt", "--all", "--exit-code", "--json", cwd=demo.parent
+    )
+    assert done.returncode == 1
+    told = json.loads(done.stdout)
+    assert told["values"] == [{"key": "state.timestamp.Timestamp.batch", "a": "4", "b": "7"}]
+    assert told["changes"] == []
+    assert told["equal_count"] > 50
+
+
+def test_diff_compares_places_and_forms(demo: Path, bucket: str) -> None:
+    """A file in a bucket, a directory and the weights alone are the same model."""
+    published(demo, bucket)
+    for form in ("there", "there.safetensors"):
+        composerlite("checkpoint", "convert", f"demo/{TWO}", form, cwd=demo.parent)
+        told = answer("checkpoint", "diff", f"{bucket}/demo/{TWO}", form, cwd=demo.parent)
+        assert (told["equal"], told["equal_count"]) == (True, 4)
+
+
+# ── convert ──────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("form", ["ep2", "ep2.pt", "ep2.pt.gz", "ep2.tar"])
+def test_a_run_goes_on_from_a_converted_checkpoint(form: str, demo: Path) -> None:
+    """Bit for bit as it would have from the original: a directory, a file of a directory, compressed, in an archive."""
+    folder = demo.parent / "forms"
+    assert composerlite("checkpoint", "convert", f"demo/{TWO}", "forms/step", cwd=demo.parent).returncode == 0
+    told = answer("checkpoint", "convert", "forms/step", f"forms/{form}", cwd=demo.parent)
+    assert told["form"] == ("file" if "." in form else "directory")
+    found = {one["name"]: one for one in answer("checkpoint", "ls", "forms", cwd=demo.parent)["checkpoints"]}
+    assert [found[form][key] for key in ("state", "run_name", "epoch", "batch")] == ["committed", "demo", 2, 8]
+    assert composerlite("checkpoint", "verify", f"forms/{form}", cwd=demo.parent).returncode == 0
+    difference = answer("checkpoint", "diff", f"demo/{TWO}", f"forms/{form}", "--all", cwd=demo.parent)
+    assert difference["equal"], difference
+    train(demo.parent / "again", load_path=str(folder / form))
+    difference = answer("checkpoint", "diff", f"demo/{THREE}", f"again/{THREE}", "--all", cwd=demo.parent)
+    assert difference["changes"] == []
+    assert [one["key"] for one in difference["values"] if "wct" not in one["key"]] == []
+    assert difference["only_a"] == difference["only_b"] == []
+
+
+def test_weights_travel_as_safetensors(demo: Path) -> None:
+    """Of a file, of a directory and of a step; and back to a file that a model takes, and a directory."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+    composerlite("checkpoint", "convert", f"demo/{TWO}", "w/two.safetensors", cwd=demo.parent)
+    loaded = safetensors.torch.load_file(demo.parent / "w/two.safetensors")
+    expected = weights(demo / TWO)
+    assert set(loaded) == set(expected)
+    assert all(torch.equal(loaded[key], expected[key]) for key in loaded)
+    composerlite("checkpoint", "convert", "w/two.safetensors", "w/two.pt", cwd=demo.parent)
+    renamed = {key.removeprefix("module."): value for key, value in torch.load(demo.parent / "w/two.pt").items()}
+    model.load_state_dict(renamed)
+    torch.save(renamed, demo.parent / "w/plain.pt")
+    composerlite("checkpoint", "convert", "w/plain.pt", "w/two", cwd=demo.parent)
+    other = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+    load_model_and_optim_state(demo.parent / "w/two", other)
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_tied_weights_are_written_twice(tmp_path: Path) -> None:
+    """safetensors takes no tensors that share memory: each gets its own."""
+    tied = torch.arange(6.0)
+    torch.save({"model": {"a": tied, "b": tied}}, tmp_path / "tied.pt")
+    done = composerlite("checkpoint", "convert", "tied.pt", "tied.safetensors", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    loaded = safetensors.torch.load_file(tmp_path / "tied.safetensors")
+    assert torch.equal(loaded["a"], tied)
+    assert torch.equal(loaded["b"], tied)
+
+
+def test_nothing_is_converted_over_something(demo: Path) -> None:
+    """Unless it is asked for; and nothing is made of what is damaged."""
+    before = (demo / TWO).read_bytes()
+    done = composerlite("checkpoint", "convert", f"demo/{ONE}", f"demo/{TWO}", cwd=demo.parent)
+    assert done.returncode == 1
+    assert "is there already" in done.stderr
+    assert (demo / TWO).read_bytes() == before
+    assert (
+        composerlite("checkpoint", "convert", f"demo/{ONE}", f"demo/{TWO}", "--overwrite", cwd=demo.parent).returncode
+        == 0
+    )
+    assert answer("checkpoint", "diff", f"demo/{ONE}", f"demo/{TWO}", "--all", cwd=demo.parent)["equal"]
+    data = bytearray((demo / ONE).read_bytes())
+    data[900] ^= 1
+    (demo / ONE).write_bytes(data)
+    for target in ("out.pt", "out", "out.safetensors"):
+        done = composerlite("checkpoint", "convert", f"demo/{ONE}", target, cwd=demo.parent)
+        assert done.returncode == 1
+        assert "not those that were saved" in done.stderr
+        assert not (demo.parent / target).exists()
+
+
+def test_a_wrong_form_is_one_line(demo: Path) -> None:
+    """What was given, what is wanted, and what to do."""
+    for arguments, status, words in (
+        (["convert", f"demo/{ONE}", "s3://bucket/ep1.pt"], 2, "want a path of this machine"),
+        (["convert", f"demo/{ONE}", "ep1.zip"], 2, "there is no format '.zip'"),
+        (["convert", "demo", "ep1.pt"], 2, "is a folder of checkpoints"),
+        (["diff", f"demo/{ONE}", "demo/ep9.pt"], 1, "there is no checkpoint"),
+        (["unshard", f"demo/{ONE}", "out"], 2, "is one file already"),
+        (["unshard", f"demo/{ONE}", "out", "--per-tensor", "--chunk-bytes", "5"], 2, "want one of them"),
+    ):
+        done = composerlite("checkpoint", *arguments, cwd=demo.parent)
+        assert (done.returncode, done.stdout) == (status, ""), arguments
+        assert words in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+# ── unshard ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_unshard_writes_what_torch_load_and_safetensors_open(tmp_path: Path) -> None:
+    """Of directories and steps: one file, one for each tensor, or several; the optimizer where there is one."""
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    save_model_and_optim_state(tmp_path / "ep1", model, optimizer)
+    Checkpointer().save(tmp_path / "step5", (model, optimizer), {"step": 5})
+    for checkpoint in ("ep1", "step5"):
+        told = answer("checkpoint", "unshard", checkpoint, f"out/{checkpoint}", cwd=tmp_path)
+        assert told == {"model": f"out/{checkpoint}/model.pt", "optim": f"out/{checkpoint}/optim.pt"}
+        assert torch.equal(torch.load(tmp_path / told["model"])["weight"], model.weight)
+    told = answer("checkpoint", "unshard", "ep1", "out/s", "--safetensors", cwd=tmp_path)
+    assert told == {"model": "out/s/model.safetensors", "optim": None}
+    assert torch.equal(safetensors.torch.load_file(tmp_path / told["model"])["weight"], model.weight)
+    told = answer("checkpoint", "unshard", "ep1", "out/t", "--per-tensor", "--no-optim", cwd=tmp_path)
+    assert sorted(path.name for path in (tmp_path / told["model"]).glob("*.pt")) == ["bias.pt", "weight.pt"]
+    done = composerlite("checkpoint", "unshard", "ep1", "out/t", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "is not empty" in done.stderr
+
+
+def test_unshard_takes_the_model_of_a_run(demo: Path) -> None:
+    """The directory of a run has its model below its state: that is written, without what is around it."""
+    composerlite("checkpoint", "convert", f"demo/{TWO}", "two", cwd=demo.parent)
+    told = answer("checkpoint", "unshard", "two", "out", cwd=demo.parent)
+    written: dict[str, Any] = torch.load(demo.parent / told["model"])
+    expected = weights(demo / TWO)
+    assert set(written) == set(expected)
+    assert all(torch.equal(written[key], expected[key]) for key in expected)

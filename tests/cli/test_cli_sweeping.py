@@ -1,0 +1,211 @@
+"""``composerlite checkpoint prune`` and ``gc``: what goes, what stays, and that a dry run does nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from commands import answer, composerlite, published, train
+
+from composerlite.checkpoint import Checkpointer
+from composerlite.storage import StagedFile, open_store
+
+ONE, TWO, THREE = (f"ep{epoch}-ba{4 * epoch}-rank0.pt" for epoch in (1, 2, 3))
+DEAD = "tmp-0123456789abcdef"
+
+
+def everything(folder: Path) -> dict[str, bytes | None]:
+    """Every path below a folder, with what is in the files."""
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+def names(folder: Path) -> list[str]:
+    """The checkpoints that ``ls`` lists."""
+    return [found["name"] for found in answer("checkpoint", "ls", folder.name, cwd=folder.parent)["checkpoints"]]
+
+
+# ── prune ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_prune_keeps_the_newest(demo: Path) -> None:
+    """What goes is told with its size, and goes with its manifest; links lead where they led."""
+    sizes = [(demo / name).stat().st_size for name in (ONE, TWO)]
+    told = answer("checkpoint", "prune", "demo", "--keep-last", 1, cwd=demo.parent)
+    assert told == {
+        "dry_run": False,
+        "removed": [
+            {"uri": f"demo/{name}", "size_bytes": size, "why": None}
+            for name, size in zip((ONE, TWO), sizes, strict=True)
+        ],
+        "kept": [f"demo/{THREE}"],
+        "freed_bytes": sum(sizes),
+    }
+    assert sorted(path.name for path in demo.iterdir()) == [".manifest", THREE, "latest-rank0.pt"]
+    assert [path.name for path in (demo / ".manifest").iterdir()] == [f"{THREE}.json"]
+    assert (demo / "latest-rank0.pt").resolve() == (demo / THREE).resolve()
+
+
+def test_a_dry_run_changes_nothing(demo: Path) -> None:
+    """``prune`` and ``gc`` tell what they would do."""
+    (demo / f".x.{DEAD}").write_bytes(b"left")
+    (demo / "orphan.pt").write_bytes(b"data")
+    before = everything(demo)
+    told = composerlite("checkpoint", "prune", "demo", "--keep-last", 2, "--dry-run", cwd=demo.parent).stdout
+    assert told.splitlines()[0].startswith(f"would remove demo/{ONE} (")
+    told = composerlite(
+        "checkpoint", "gc", "demo", "--orphans", "--older-than", "0s", "--dry-run", cwd=demo.parent
+    ).stdout
+    assert told.splitlines() == [
+        f"would remove demo/.x.{DEAD} (4 B): a file that was not written to its end",
+        "would remove demo/orphan.pt (4 B): data without a manifest",
+        "would remove 2, 8 B",
+    ]
+    assert everything(demo) == before
+
+
+def test_rules_are_those_of_training(demo: Path) -> None:
+    """``--keep-every`` and ``--best-k`` keep what the Trainer's arguments keep; any rule's yes counts."""
+    keeps = {
+        ("--keep-every", "2ep"): [TWO, THREE],
+        ("--keep-every", "4ba", "--keep-last", "1"): [ONE, TWO, THREE],
+        ("--best-k", "1", "--best-metric", "train/MulticlassAccuracy", "--best-mode", "min"): None,
+    }
+    metrics = {
+        found["name"]: found["metrics"]["train/MulticlassAccuracy"]
+        for found in answer("checkpoint", "ls", "demo", cwd=demo.parent)["checkpoints"]
+    }
+    worst = min(reversed(metrics), key=lambda name: metrics[name])
+    for rules, kept in keeps.items():
+        told = answer("checkpoint", "prune", "demo", *rules, "--dry-run", cwd=demo.parent)
+        expected = sorted({worst, THREE}) if kept is None else kept
+        assert told["kept"] == [f"demo/{name}" for name in expected]
+
+
+def test_each_run_counts_by_itself(demo: Path) -> None:
+    """In a folder of many runs the newest of each stays, and ``--run`` touches only one."""
+    train(demo.parent / "other", epochs=2, run_name="other")
+    told = answer("checkpoint", "prune", ".", "--keep-last", 1, "--run", "other", cwd=demo.parent)
+    assert [one["uri"] for one in told["removed"]] == [f"other/{ONE}"]
+    told = answer("checkpoint", "prune", ".", "--keep-last", 1, cwd=demo.parent)
+    assert [one["uri"] for one in told["removed"]] == [f"demo/{ONE}", f"demo/{TWO}"]
+    assert names(demo) == [THREE]
+
+
+def test_what_is_torn_does_not_count_as_kept(demo: Path) -> None:
+    """If the newest is not whole the one before it is the newest, and stays. What is torn stays as it is."""
+    (demo / THREE).write_bytes(b"torn")
+    told = answer("checkpoint", "prune", "demo", "--keep-last", 1, cwd=demo.parent)
+    assert [one["uri"] for one in told["removed"]] == [f"demo/{ONE}"]
+    assert names(demo) == [TWO, THREE]
+
+
+def test_prune_removes_steps_and_their_folders(tmp_path: Path) -> None:
+    """Directories of a Checkpointer go whole, but for what the user has put there."""
+    model = torch.nn.Linear(4, 2)
+    for step in (10, 20, 30):
+        Checkpointer().save(tmp_path / f"steps/step{step}", model, {"step": step})
+    (tmp_path / "steps/step20/notes.txt").write_text("mine")
+    told = answer("checkpoint", "prune", "steps", "--keep-last", 1, cwd=tmp_path)
+    assert [one["uri"] for one in told["removed"]] == ["steps/step10", "steps/step20"]
+    assert sorted(path.name for path in (tmp_path / "steps").iterdir()) == ["step20", "step30"]
+    assert [path.name for path in (tmp_path / "steps/step20").rglob("*") if path.is_file()] == ["notes.txt"]
+
+
+def test_prune_works_on_a_bucket(demo: Path, bucket: str) -> None:
+    """Manifest and data go; what is left is listed and verified."""
+    published(demo, bucket)
+    told = answer("checkpoint", "prune", f"{bucket}/demo", "--keep-last", 1, cwd=demo.parent)
+    assert told["kept"] == [f"{bucket}/demo/{THREE}"]
+    with open_store(bucket) as store:
+        left = [info.name for info in store.list_objects("demo/")]
+    assert [name for name in left if ONE in name or TWO in name] == []
+    assert composerlite("checkpoint", "verify", f"{bucket}/demo", cwd=demo.parent).returncode == 0
+
+
+def test_a_wrong_rule_is_one_line_and_status_2(demo: Path) -> None:
+    """Nothing is removed for a command that could not be meant so."""
+    before = everything(demo)
+    for arguments, words in (
+        ([], "which are to stay? Give --keep-last, --keep-every or --best-k."),
+        (["--best-k", "2"], "--best-k 3 and --best-metric NAME go together"),
+        (["--keep-every", "10"], "time '10' cannot be read"),
+        (["--keep-every", "0.5dur"], "does not know how long training will be"),
+        (["--best-k", "2", "--best-metric", "x", "--best-mode", "most"], "best_mode='most'"),
+        (["--keep-last", "0"], "--keep-last"),
+    ):
+        done = composerlite("checkpoint", "prune", "demo", *arguments, cwd=demo.parent)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert words in done.stderr
+    assert everything(demo) == before
+
+
+# ── gc ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_gc_removes_what_dead_processes_left(demo: Path) -> None:
+    """Temporaries and saves whose process has died go; those of a process that lives, and checkpoints, stay."""
+    (demo / f".{ONE}.{DEAD}").write_bytes(b"half")
+    saving = demo / ".ep9.saving-0123456789abcdef"
+    saving.mkdir()
+    (saving / "__0_0.distcp").write_bytes(b"half")
+    before = names(demo)
+    with StagedFile(demo / "ep8.pt") as alive:
+        told = answer("checkpoint", "gc", "demo", cwd=demo.parent)
+        assert alive.temporary.exists()
+    assert sorted((one["uri"], one["size_bytes"], one["why"]) for one in told["removed"]) == [
+        (f"demo/.{ONE}.{DEAD}", 4, "a file that was not written to its end"),
+        ("demo/.ep9.saving-0123456789abcdef", 4, "a save that did not end"),
+    ]
+    assert told["freed_bytes"] == 8
+    assert not saving.exists()
+    assert names(demo) == before
+
+
+def test_gc_completes_a_commit_whose_data_are_there(demo: Path) -> None:
+    """A process that died between the two renames of a commit left a whole checkpoint: it is kept, in any folder."""
+    record = demo / f".manifest/{THREE}.json"
+    record.rename(record.with_name(f".{record.name}.{DEAD}"))
+    told = answer("checkpoint", "gc", ".", cwd=demo.parent)
+    assert told["removed"][0]["why"] == "a commit that did not end: completed if its data are whole"
+    assert names(demo) == [ONE, TWO, THREE]
+
+
+def test_gc_removes_orphans_only_when_asked_and_old(demo: Path) -> None:
+    """Data without a manifest may be of another program, or of a save that goes on: asked for, and a day old."""
+    (demo / f".manifest/{ONE}.json").unlink()
+    (demo / "new.pt").write_bytes(b"data")
+    os.utime(demo / ONE, (time.time() - 90_000, time.time() - 90_000))
+    assert answer("checkpoint", "gc", "demo", cwd=demo.parent)["removed"] == []
+    told = answer("checkpoint", "gc", "demo", "--orphans", cwd=demo.parent)
+    assert [(one["uri"], one["why"]) for one in told["removed"]] == [(f"demo/{ONE}", "data without a manifest")]
+    assert sorted(path.name for path in demo.glob("*.pt")) == sorted([TWO, THREE, "latest-rank0.pt", "new.pt"])
+
+
+def test_gc_ends_old_uploads_of_a_bucket(demo: Path, bucket: str) -> None:
+    """Parts of uploads that were never completed, of this prefix only, and orphans, by the clock of the store."""
+    published(demo, bucket)
+    with open_store(bucket) as store:
+        for name in ("demo/ep9.pt", "other/ep9.pt"):
+            upload = store.start_parts(name)
+            assert upload is not None
+            upload.send(1, memoryview(bytes(5 << 20)))
+        store.put_bytes("demo/orphan.pt", b"data")
+        assert answer("checkpoint", "gc", f"{bucket}/demo", "--orphans", cwd=demo.parent)["removed"] == []
+        told = answer("checkpoint", "gc", f"{bucket}/demo", "--orphans", "--older-than", "0s", cwd=demo.parent)
+        assert [one["uri"] for one in told["removed"]] == [f"{bucket}/demo/ep9.pt", f"{bucket}/demo/orphan.pt"]
+        assert [upload.name for upload in store.unfinished_parts("")] == ["other/ep9.pt"]
+    assert len(answer("checkpoint", "ls", f"{bucket}/demo", cwd=demo.parent)["checkpoints"]) == 3
+
+
+@pytest.mark.parametrize("arguments", [["prune", "demo", "--keep-every", "2ep"], ["gc", "demo"]], ids=" ".join)
+def test_torch_is_not_imported_to_clean_up(arguments: list[str], demo: Path) -> None:
+    """Manifests suffice to know what may go."""
+    code = (
+        "import sys\n"
+        "from composerlite.cli.app import app\n"
+        f"app({['checkpoint', *arguments]!r}, standalone_mode=False)\n"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=demo.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
