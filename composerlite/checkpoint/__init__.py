@@ -16,6 +16,7 @@ from composerlite.checkpoint.manifest import FileRecord, Manifest
 from composerlite.checkpoint.naming import (
     FIRST_RANK,
     PartialFilePath,
+    archive_template,
     check_template,
     directory_template,
     ensure_no_conflict,
@@ -33,11 +34,12 @@ from composerlite.checkpoint.resume import Bucket, newest_good
 from composerlite.checkpoint.retention import RetentionPolicy, deletions, retention_policy
 from composerlite.checkpoint.save_job import SaveReport
 from composerlite.checkpoint.several_disks import prepared_folder
-from composerlite.checkpoint.shared_folder import ONE_DISK, Disks
+from composerlite.checkpoint.shared_folder import ONE_DISK, Disks, check_one_disk, disks_of
 from composerlite.checkpoint.together import from_first_rank, together
 
 if TYPE_CHECKING:
     from composerlite.checkpoint.checkpointer import Checkpointer, CheckpointerConfig, CheckpointMetadata
+    from composerlite.checkpoint.formats.deepspeed import DEEPSPEED_TYPES
     from composerlite.checkpoint.formats.sharded import RemoteFileSystemReader
     from composerlite.checkpoint.formats.sharded_writing import RemoteFileSystemWriter
     from composerlite.checkpoint.state_dict import (
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.unshard import UnshardStrategy, UnshardStrategyType, unshard_checkpoint
 
 __all__ = [
+    "DEEPSPEED_TYPES",
     "FIRST_RANK",
     "ONE_DISK",
     "Bucket",
@@ -79,12 +82,15 @@ __all__ = [
     "TrainingState",
     "UnshardStrategy",
     "UnshardStrategyType",
+    "archive_template",
     "async_save_model_and_optim_state",
     "async_save_state_dict",
     "check_ignore_keys",
+    "check_one_disk",
     "check_template",
     "deletions",
     "directory_template",
+    "disks_of",
     "download_bar",
     "ensure_no_conflict",
     "format_name_with_dist",
@@ -116,6 +122,7 @@ __all__ = [
 
 _HOMES = {
     "composerlite.checkpoint.checkpointer": ("CheckpointMetadata", "Checkpointer", "CheckpointerConfig"),
+    "composerlite.checkpoint.formats.deepspeed": ("DEEPSPEED_TYPES",),
     "composerlite.checkpoint.formats.sharded": ("RemoteFileSystemReader",),
     "composerlite.checkpoint.formats.sharded_writing": ("RemoteFileSystemWriter",),
     "composerlite.checkpoint.state_dict": (

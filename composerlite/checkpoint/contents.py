@@ -17,12 +17,39 @@ from composerlite.checkpoint.naming import TimestampLike
 from composerlite.errors import ConfigError
 from composerlite.types import StateDict
 
-__all__ = ["IgnoreKeys", "TrainingState", "check_ignore_keys", "gather", "glob_filter", "without"]
+__all__ = ["EngineFiles", "IgnoreKeys", "TrainingState", "check_ignore_keys", "gather", "glob_filter", "without"]
 
 log = logging.getLogger(__name__)
 
 IgnoreKeys: TypeAlias = "Sequence[str] | Callable[[StateDict], None] | None"
 """Globs over '/'-joined paths such as ``'state/model/head.*'``, or a function that removes keys in place."""
+
+
+class EngineFiles(Protocol):
+    """The engine of DeepSpeed, as far as it saves and loads files. Every rank calls these together."""
+
+    def saved(self) -> dict[str, StateDict]:
+        """What this rank's files are to hold, by name. Tensors are those in use."""
+        ...
+
+    def load(self, names: Sequence[str], read: Callable[[str], StateDict], *, source: str) -> None:
+        """Restore the model and the optimizer.
+
+        Args:
+            names: of the files that DeepSpeed is to see.
+            read: gives what one of them holds, with the classes of ``types``.
+            source: the checkpoint, for messages.
+
+        Raises:
+            IncompatibleCheckpointError: they are those of another model or optimizer; all that differs is in the
+                message.
+        """
+        ...
+
+    @property
+    def types(self) -> dict[str, type]:
+        """The classes that its files hold, by full name."""
+        ...
 
 
 class TrainingState(Protocol):
@@ -38,10 +65,16 @@ class TrainingState(Protocol):
 
     @property
     def sharding(self) -> str | None:
-        """``'sharded'``: every rank writes its part of a directory; ``'full'``: what is distributed is gathered.
+        """``'sharded'``: every rank writes its part of a directory; ``'full'``: what is distributed is gathered;
+        ``'deepspeed'``: every rank writes an archive.
 
         ``None`` where every rank has everything.
         """
+        ...
+
+    @property
+    def deepspeed(self) -> EngineFiles | None:
+        """DeepSpeed's engine, if it has the model and the optimizer."""
         ...
 
     @property

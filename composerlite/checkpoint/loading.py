@@ -111,6 +111,10 @@ def load_checkpoint(
         exclude_algorithms=list(exclude_algorithms or ()),
         source=f"checkpoint {name!r}",
     )
+    if state.sharding == "deepspeed":
+        from composerlite.checkpoint.zero_loading import load_archives
+
+        return load_archives(str(path), state, restoring, object_store, trust=trust_checkpoint)
     with located(name, object_store, progress_bar=progress_bar) as place:
         if place.is_directory:
             from composerlite.checkpoint.directory_loading import load_directory  # what takes long to import

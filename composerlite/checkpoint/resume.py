@@ -23,7 +23,7 @@ from composerlite.errors import CorruptCheckpointError, RankError
 __all__ = ["Bucket", "newest_good"]
 
 log = logging.getLogger(__name__)
-_KINDS = ("monolithic", "sharded")
+_KINDS = ("monolithic", "sharded", "deepspeed")
 _REQUESTS = 16
 
 
@@ -256,7 +256,7 @@ def _checked(
         return None
     error: Exception | None = None
     try:
-        if offer.folder is not None and offer.manifest.is_directory:
+        if offer.folder is not None and len(offer.manifest.files) > 1:
             _check_share(Catalog(offer.folder), offer.manifest)
         elif candidate is not None:
             candidate.check(progress)
