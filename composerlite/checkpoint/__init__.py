@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     )
     from composerlite.checkpoint.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
     from composerlite.checkpoint.unshard import UnshardStrategy, UnshardStrategyType, unshard_checkpoint
+    from composerlite.checkpoint.zero_unsharding import unshard_zero
 
 __all__ = [
     "DEEPSPEED_TYPES",
@@ -118,6 +119,7 @@ __all__ = [
     "swap_param_keys",
     "together",
     "unshard_checkpoint",
+    "unshard_zero",
 ]
 
 _HOMES = {
@@ -137,6 +139,7 @@ _HOMES = {
     ),
     "composerlite.checkpoint.state_keys": ("merge_state_dicts", "prune_state_dict", "swap_param_keys"),
     "composerlite.checkpoint.unshard": ("UnshardStrategy", "UnshardStrategyType", "unshard_checkpoint"),
+    "composerlite.checkpoint.zero_unsharding": ("unshard_zero",),
 }
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import fnmatch
 import io
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from composerlite import dist
@@ -32,16 +34,43 @@ class EngineFiles(Protocol):
         """What this rank's files are to hold, by name. Tensors are those in use."""
         ...
 
-    def load(self, names: Sequence[str], read: Callable[[str], StateDict], *, source: str) -> None:
-        """Restore the model and the optimizer.
+    def check_fits(self, model: StateDict, *, source: str) -> None:
+        """Compare what a checkpoint says of its model with the one that is trained.
 
         Args:
-            names: of the files that DeepSpeed is to see.
-            read: gives what one of them holds, with the classes of ``types``.
+            model: what a file of model states holds.
             source: the checkpoint, for messages.
 
         Raises:
-            IncompatibleCheckpointError: they are those of another model or optimizer; all that differs is in the
+            IncompatibleCheckpointError: names or shapes of what is trained differ; all of it is in the message.
+        """
+        ...
+
+    def load(self, files: Mapping[str, StateDict], *, source: str) -> None:
+        """Restore the model and the optimizer from what this rank's files hold, by name, with classes of ``types``.
+
+        Raises:
+            IncompatibleCheckpointError: as :meth:`check_fits`.
+        """
+        ...
+
+    def convert(self, folder: Path, *, source: str) -> None:
+        """Make what :meth:`load_converted` wants of the files of all ranks in ``folder``. On one rank.
+
+        Raises:
+            IncompatibleCheckpointError: DeepSpeed cannot.
+        """
+        ...
+
+    def load_converted(self, folder: Path, files: Mapping[str, StateDict], *, source: str) -> None:
+        """Restore trained weights and the optimizer from what :meth:`convert` made; ``files`` are model states."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor] | None, *, strict: bool, source: str) -> None:
+        """Set the tensors of the model, which rank 0 has, by name; the others give ``None``.
+
+        Raises:
+            IncompatibleCheckpointError: names differ and ``strict`` is true, or shapes differ; all of it is in the
                 message.
         """
         ...

@@ -135,8 +135,8 @@ def archive_template(template: str, *, argument: str = "save_filename") -> str:
     if not layout.archive:
         if layout.suffix not in ("", ".pt"):
             raise ConfigError(
-                f"{argument}={template!r}: DeepSpeed needs archives, and {layout.suffix!r} is "
-                f"none. Give {template.removesuffix(layout.suffix) + '.tar.gz'!r}, for example, or leave the ending out."
+                f"{argument}={template!r}: DeepSpeed needs archives, and {layout.suffix!r} is none. Give "
+                f"{template.removesuffix(layout.suffix) + '.tar.gz'!r}, for example, or leave the ending out."
             )
         template = template.removesuffix(layout.suffix) + ".tar"
     if "rank" not in variables_in(template, f"{argument}={template!r}"):

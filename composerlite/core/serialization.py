@@ -448,6 +448,11 @@ def _apply_required_algorithms(state: State, contents: StateDict, exclude: Seque
             continue
         if not saved.get("required", False):
             continue
+        if state.deepspeed_enabled:
+            raise IncompatibleCheckpointError(
+                f"the checkpoint's model was changed by the algorithm {name!r}, and DeepSpeed has the model already: "
+                f"pass it to the Trainer, algorithms=[{name}(…)]."
+            )
         algorithm = Algorithm.rebuild(name, saved.get("config", {}))
         algorithm.apply(Event.INIT, state, Logger(state))
         state.algorithms.append(algorithm)

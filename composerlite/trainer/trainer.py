@@ -325,6 +325,8 @@ class Trainer:
                 self.state.model.compile(**compile_config)
         except BaseException:
             self.engine.close()
+            if self.state.deepspeed is not None:
+                self.state.deepspeed.close()
             raise
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,16 +10,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import io
 import itertools
+import logging
 import os
 import sys
 import tempfile
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Final, final
 
 import torch
@@ -37,9 +39,9 @@ from composerlite.types import StateDict
 
 __all__ = ["ZeRO"]
 
+log = logging.getLogger(__name__)
 _TAG: Final = "deepspeed"
 _SHORT = {Precision.AMP_BF16: torch.bfloat16, Precision.AMP_FP16: torch.float16}
-_SHOWN = 8
 _FOR_CONVERSION = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
 """What DeepSpeed's conversion of checkpoints for other numbers of ranks looks for."""
 
@@ -72,7 +74,7 @@ class ZeRO(Parallel):
             check_same_model(state.model)
         config = engine_config(config, state, batch_size)
         send_tensors(itertools.chain(state.model.parameters(), state.model.buffers()))
-        self._model = state.model
+        self._model, self._device = state.model, state.device
         self._deepspeed = _deepspeed(state.device)
         self._engine: Any = self._deepspeed.initialize(
             model=state.model, optimizer=state.optimizers[0], config=config, dist_init_required=False
@@ -120,54 +122,123 @@ class ZeRO(Parallel):
         with tempfile.TemporaryDirectory(prefix="composerlite-") as folder, self._with(shelf):
             # It writes scripts to the folder, and nothing else.
             self._engine.save_checkpoint(folder, tag=_TAG, client_state=_FOR_CONVERSION, save_latest=False)
-        return {name: _plain(contents) for name, contents in shelf.saved.items()}
+        return {name: _plain(contents) for name, contents in shelf.files.items()}
 
-    def load(self, names: Sequence[str], read: Callable[[str], StateDict], *, source: str) -> None:
-        """Restore the model and the optimizer from files of as many ranks.
-
-        Args:
-            names: of the files that DeepSpeed is to see.
-            read: gives what one of them holds.
-            source: the checkpoint, for messages.
+    def load(self, files: Mapping[str, StateDict], *, source: str) -> None:
+        """Restore the model and the optimizer from what this rank's files hold, by name.
 
         Raises:
-            IncompatibleCheckpointError: they are those of another model or optimizer; all that differs is in the
-                message.
+            IncompatibleCheckpointError: as :meth:`check_fits`.
         """
-        shelf = _Shelf(read)
-        with tempfile.TemporaryDirectory(prefix="composerlite-") as folder, self._with(shelf):
-            # It looks which files there are, and has them read.
-            Path(folder, _TAG).mkdir()
-            for name in names:
-                Path(folder, _TAG, name).touch()
-            self._check_fits(
-                shelf.load(Path(folder, _TAG, next(name for name in names if "model_states" in name))), source
-            )
-            self._engine.load_checkpoint(folder, tag=_TAG, load_lr_scheduler_states=False)
+        self.check_fits(files[next(name for name in files if "model_states" in name)], source=source)
+        with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
+            self._load(Path(folder), files)
 
-    def _check_fits(self, saved: StateDict, source: str) -> None:
-        """Compare names and shapes of what is trained, group by group, before anything is changed."""
+    def _load(self, folder: Path, files: Mapping[str, StateDict]) -> None:
+        """Have the engine load from ``folder``, where it looks which files there are; they hold ``files``."""
+        place = folder / _TAG
+        place.mkdir(exist_ok=True)
+        for name in files:
+            (place / name).touch()
+        with self._with(_Shelf(files)):
+            self._engine.load_checkpoint(str(folder), tag=_TAG, load_lr_scheduler_states=False)
+
+    def check_fits(self, model: StateDict, *, source: str) -> None:
+        """Compare names and shapes of what is trained, group by group, before anything is changed.
+
+        Raises:
+            IncompatibleCheckpointError: they differ; all of it is in the message.
+        """
         own: list[dict[str, Any]] = self._engine._get_zero_param_shapes()
-        theirs: list[dict[str, Any]] = saved.get("param_shapes") or []
+        theirs: list[dict[str, Any]] = model.get("param_shapes") or []
         problems: list[str] = []
         if len(own) != len(theirs):
             problems.append(f"{len(theirs)} groups of parameters in the checkpoint, {len(own)} in the optimizer")
         for mine, other in zip(own, theirs, strict=False):
-            problems += [f"not in the checkpoint: {name}" for name in mine if name not in other]
-            problems += [f"not in the model: {name}" for name in other if name not in mine]
-            problems += [
-                f"{name}: {tuple(other[name])} in the checkpoint, {tuple(shape)} in the model"
-                for name, shape in mine.items()
-                if name in other and tuple(other[name]) != tuple(shape)
-            ]
+            problems += _differences({n: tuple(s) for n, s in mine.items()}, {n: tuple(s) for n, s in other.items()})
             if not problems and list(mine) != list(other):
                 problems.append("the same parameters in another order")
         if problems:
-            more = "" if len(problems) <= _SHOWN else f"\n  and {len(problems) - _SHOWN} more"
+            raise _misfit(source, problems, "Build the model and the optimizer of that run.")
+
+    def convert(self, folder: Path, *, source: str) -> None:
+        """Make a universal checkpoint of the files of all ranks in ``folder``. On one rank.
+
+        Raises:
+            IncompatibleCheckpointError: DeepSpeed cannot.
+        """
+        conversion = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
+        arguments = SimpleNamespace(
+            input_folder=str(folder),
+            output_folder=str(folder / _TAG),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=False,
+        )
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                conversion.main(arguments)
+        except (AssertionError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, IndexError) as e:
             raise IncompatibleCheckpointError(
-                f"{source} does not fit what is trained.\n  {chr(10).join(problems[:_SHOWN])}{more}\nBuild the model "
-                "and the optimizer of that run."
-            )
+                f"{source} was saved by another number of ranks, and DeepSpeed cannot convert it: {e!r} (it converts "
+                "what Adam and AdamW keep). Load it with as many ranks as saved it, or its weights alone: "
+                "load_weights_only=True."
+            ) from e
+
+    def load_converted(self, folder: Path, files: Mapping[str, StateDict], *, source: str) -> None:
+        """Restore trained weights and the optimizer from what :meth:`convert` made; ``files`` are model states."""
+        config = self._engine._config
+        before, config.load_universal_checkpoint = config.load_universal_checkpoint, True
+        try:
+            self._load(folder, files)
+        finally:
+            config.load_universal_checkpoint = before
+        log.debug("%s was converted and loaded", source)
+
+    def load_weights(self, weights: Mapping[str, Tensor] | None, *, strict: bool, source: str) -> None:
+        """Set the tensors of the model, which rank 0 has, by name; the others give ``None``.
+
+        Raises:
+            IncompatibleCheckpointError: names differ and ``strict`` is true, or shapes differ; all of it is in the
+                message.
+        """
+        shapes = dist.broadcast_object(None if weights is None else {n: tuple(t.shape) for n, t in weights.items()})
+        assert shapes is not None
+        parameters = dict(self._model.named_parameters())
+        buffers = dict(self._model.named_buffers())
+        own = {n: tuple(getattr(t, "ds_shape", t.shape)) for n, t in self._model.state_dict(keep_vars=True).items()}
+        problems = _differences(own, shapes, names=strict)
+        if problems:
+            raise _misfit(source, problems, "Build the model of that run, or pass load_strict_model_weights=False.")
+        for name, shape in shapes.items():
+            target = parameters.get(name, buffers.get(name))
+            if target is not None:
+                value = torch.empty(
+                    shape, dtype=torch.float32 if name in parameters else target.dtype, device=self._device
+                )
+                if weights is not None:
+                    value.copy_(weights[name])
+                torch.distributed.broadcast(value, 0)
+                self._set(target, value)
+
+    @torch.no_grad()
+    def _set(self, target: Tensor, value: Tensor) -> None:
+        """Set a parameter or a buffer, and the number that the optimizer has of it, to the same value on every rank."""
+        with self._deepspeed.zero.GatheredParameters([target], modifier_rank=0, enabled=hasattr(target, "ds_id")):
+            if not hasattr(target, "ds_id") or dist.get_global_rank() == 0:
+                target.data.copy_(value)
+        if not target.requires_grad:
+            return
+        utils = importlib.import_module("deepspeed.utils")
+        if not hasattr(target, "ds_id"):
+            utils.safe_set_full_fp32_param(target, value)
+            return
+        ranks = dist.get_world_size()  # each has a piece of one size, and that of the last is filled up
+        pieces = nn.functional.pad(value.flatten(), (0, -value.numel() % ranks)).view(ranks, -1)
+        utils.safe_set_local_fp32_param(target, pieces[dist.get_global_rank()])
 
     @contextlib.contextmanager
     def _with(self, shelf: _Shelf) -> Generator[None]:
@@ -188,29 +259,24 @@ class ZeRO(Parallel):
 class _Shelf:
     """Where the engine puts what it would write to files, and finds what it would read: its "checkpoint engine".
 
-    Args:
-        read: gives what the file of a name holds.
-
     Attributes:
-        saved: what the files are to hold, by name.
+        files: what each holds, by name.
     """
 
-    def __init__(self, read: Callable[[str], StateDict] | None = None) -> None:
+    def __init__(self, files: Mapping[str, StateDict] | None = None) -> None:
         self.name = "composerlite"
-        self.saved: dict[str, StateDict] = {}
-        self._read = read
+        self.files: dict[str, StateDict] = dict(files or {})
 
     def create(self, info: object) -> None:
         """A checkpoint begins."""
 
     def save(self, state_dict: StateDict, path: str) -> None:
         """Keep what the file is to hold."""
-        self.saved[Path(path).name] = state_dict
+        self.files[Path(path).name] = state_dict
 
     def load(self, path: str | Path, map_location: object = None) -> StateDict:
         """What the file holds."""
-        assert self._read is not None
-        return self._read(Path(path).name)
+        return self.files[Path(path).name]
 
     def commit(self, info: object) -> bool:
         """The checkpoint is complete."""
@@ -252,11 +318,31 @@ def _plain(value: Any) -> Any:
 
 def _let_go(engine: Any, model: nn.Module) -> None:
     vars(model).pop("forward", None)
-    engine.destroy()
     groups: Any = importlib.import_module("deepspeed.utils.groups")
-    if groups._WORLD_GROUP is not None and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group(groups._WORLD_GROUP)
+    if torch.distributed.is_initialized():
+        engine.destroy()
+        if groups._WORLD_GROUP is not None:
+            torch.distributed.destroy_process_group(groups._WORLD_GROUP)
     groups._WORLD_GROUP = None  # a copy, which would be taken for that of the next process group
+
+
+def _differences(
+    own: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]], *, names: bool = True
+) -> list[str]:
+    """What of ``theirs``, shapes by name, does not fit ``own``; with ``names`` both must have the same ones."""
+    found: list[str] = []
+    if names:
+        found += [f"missing in the checkpoint: {name}" for name in own if name not in theirs]
+        found += [f"not in the model: {name}" for name in theirs if name not in own]
+    return found + [
+        f"{name}: {theirs[name]} in the checkpoint, {shape} in the model"
+        for name, shape in own.items()
+        if theirs.get(name, shape) != shape
+    ]
+
+
+def _misfit(source: str, problems: list[str], way_out: str) -> IncompatibleCheckpointError:
+    return IncompatibleCheckpointError(f"{source} does not fit the model.\n  {chr(10).join(problems)}\n{way_out}")
 
 
 def _check_trainable(state: State) -> None:

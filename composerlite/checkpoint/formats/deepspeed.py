@@ -16,15 +16,15 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from composerlite.checkpoint.formats.archive import STATES, next_member
+from composerlite.checkpoint.formats.archive import STATES, is_tar_header, next_member
 from composerlite.checkpoint.formats.compression import codec_of
 from composerlite.checkpoint.formats.torch_reader import ByteSource, FileSource, Piece, TorchFile
-from composerlite.checkpoint.formats.unpacking import uncompressed
+from composerlite.checkpoint.formats.unpacking import is_packed, uncompressed
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest, ParallelReader, verify_file
 from composerlite.types import StateDict
 
-__all__ = ["DEEPSPEED_TYPES", "FOLDER", "Member", "RankFiles", "opened_archive", "stand_ins"]
+__all__ = ["DEEPSPEED_TYPES", "FOLDER", "Member", "RankFiles", "holds_deepspeed", "opened_archive", "stand_ins"]
 
 FOLDER = "deepspeed"
 """The folder in an archive, and the tag under which DeepSpeed knows the checkpoint."""
@@ -38,6 +38,10 @@ DEEPSPEED_TYPES = (
 _BLOCK = tarfile.BLOCKSIZE
 _FILE = re.compile(rf"{FOLDER}/([A-Za-z0-9_-][A-Za-z0-9_.-]*\.pt)")
 _HEAD_BYTES = 512
+
+
+def _all(contents: StateDict) -> StateDict:
+    return contents
 
 
 def stand_ins() -> dict[str, type]:
@@ -104,6 +108,10 @@ class RankFiles:
     def __init__(self, source: ByteSource, size_bytes: int, path: Path, *, check_sums: bool) -> None:
         self.path = path
         self.check_sums = check_sums
+        if size_bytes < _HEAD_BYTES or not is_tar_header(source.read(0, _HEAD_BYTES)):
+            raise IncompatibleCheckpointError(
+                f"checkpoint {str(path)!r} was saved without DeepSpeed: it is no archive."
+            )
         self._members = dict(_members(source, size_bytes))
         self.names = sorted(match[1] for name in self._members if (match := _FILE.fullmatch(name)) is not None)
         if not self.names:
@@ -115,13 +123,26 @@ class RankFiles:
         """One of DeepSpeed's files."""
         return self._members[f"{FOLDER}/{name}"]
 
-    def contents(self, name: str, types: Mapping[str, type], *, trust: bool = False) -> StateDict:
+    def contents(
+        self,
+        name: str,
+        types: Mapping[str, type] | None = None,
+        *,
+        trust: bool = False,
+        prune: Callable[[StateDict], StateDict] = _all,
+    ) -> StateDict:
         """What one of DeepSpeed's files holds.
+
+        Args:
+            name: of the file.
+            types: the classes that it may hold; by default stand-ins for them.
+            trust: load any type, **running whatever code the file holds**.
+            prune: is given what it holds, and gives what of it is wanted: only that is read.
 
         Raises:
             CorruptCheckpointError, RefusedError: as :class:`TorchFile`.
         """
-        return self._read(f"{FOLDER}/{name}", types, trust)
+        return self._read(f"{FOLDER}/{name}", stand_ins() if types is None else types, trust, prune)
 
     def states(self, *, trust: bool = False) -> StateDict:
         """What ``composer_states.pt`` holds.
@@ -129,9 +150,11 @@ class RankFiles:
         Raises:
             CorruptCheckpointError, RefusedError: as :class:`TorchFile`.
         """
-        return self._read(STATES, {}, trust)
+        return self._read(STATES, {}, trust, _all)
 
-    def _read(self, name: str, types: Mapping[str, type], trust: bool) -> StateDict:
+    def _read(
+        self, name: str, types: Mapping[str, type], trust: bool, prune: Callable[[StateDict], StateDict]
+    ) -> StateDict:
         member = self._members.get(name)
         if member is None:
             raise CorruptCheckpointError(f"it has no {name!r} in it")
@@ -144,6 +167,7 @@ class RankFiles:
                 check_sums=self.check_sums,
                 types=types,
             )
+            file.contents = prune(file.contents)
             file.read()
         except CorruptCheckpointError as e:
             raise CorruptCheckpointError(f"its {name!r}: {e}") from e
@@ -177,6 +201,20 @@ def opened_archive(path: Path, digest: FileDigest | None = None, *, unpacked_byt
             reader = stack.enter_context(ParallelReader(path, digest))
             source, size_bytes = reader, reader.size_bytes
         yield RankFiles(source, size_bytes, path, check_sums=digest is None)
+
+
+def holds_deepspeed(path: Path) -> bool:
+    """Whether the file ``path`` is an archive with files of DeepSpeed in it.
+
+    Raises:
+        CorruptCheckpointError: it is an archive, and damaged.
+        OSError: it is not there or cannot be read.
+    """
+    if not is_packed(path):
+        return False
+    with contextlib.suppress(IncompatibleCheckpointError), opened_archive(path):
+        return True
+    return False
 
 
 def _members(source: ByteSource, size_bytes: int) -> Iterator[tuple[str, Member]]:
