@@ -44,6 +44,7 @@ from composerlite.checkpoint import (
     format_name_with_dist,
     format_name_with_dist_and_time,
     from_first_rank,
+    names_of_ranks,
     prepared_folder,
     retention_policy,
     together,
@@ -346,6 +347,16 @@ class CheckpointSaver(Callback):
             order = {manifest.name: manifest.order for manifest in self.catalog.manifests()}.get(target)
             if order is not None and order < newest.order:
                 self.catalog.point_latest(name, newest.name)
+                self._point_links_of_ranks(newest, state)
+
+    def _point_links_of_ranks(self, newest: Manifest, state: State) -> None:
+        """The same for the links of the other ranks, where each has a file."""
+        assert self.latest_filename is not None
+        if newest.kind == "deepspeed":
+            ranks = len(newest.files)
+            links = names_of_ranks(self.latest_filename.filename, state.run_name, state.timestamp, ranks)
+            for link, file in zip(links, newest.files, strict=True):
+                self.catalog.point_latest(link, file.path)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Refuse to start where this run would overwrite a checkpoint that is ahead of it."""

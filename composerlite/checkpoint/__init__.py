@@ -23,6 +23,7 @@ from composerlite.checkpoint.naming import (
     format_name_with_dist,
     format_name_with_dist_and_time,
     get_save_filename,
+    names_of_ranks,
 )
 from composerlite.checkpoint.pipeline import PendingSave, Pipeline, save, save_checkpoint
 from composerlite.checkpoint.progress import download_bar
@@ -105,6 +106,7 @@ __all__ = [
     "load_model_and_optim_state",
     "load_state_dict",
     "merge_state_dicts",
+    "names_of_ranks",
     "newest_good",
     "prepared_folder",
     "prune_state_dict",

@@ -13,6 +13,7 @@ from typing import final
 
 from composerlite.checkpoint.formats.directory import SAVING, LocalFolder
 from composerlite.checkpoint.manifest import FileRecord, Manifest
+from composerlite.checkpoint.naming import name_pattern
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 from composerlite.storage import (
     StagedFile,
@@ -253,15 +254,16 @@ class Catalog:
             except FileNotFoundError:
                 continue
 
-    def mend_links(self, name: str | None) -> None:
-        """Point the links whose checkpoint is gone to the checkpoint ``name``; remove them if there is none."""
+    def mend_links(self, manifest: Manifest | None) -> None:
+        """Point the links whose checkpoint is gone to that of ``manifest``; remove them if there is none."""
         for folder in list(_folders(self.folder)):
             for path in list(folder.iterdir()):
                 if path.is_symlink() and not path.exists():
-                    if name is None:
+                    if manifest is None:
                         path.unlink()
                     else:
-                        self.point_latest(str(path.relative_to(self.folder)), name)
+                        target = os.path.relpath(path.parent / path.readlink(), self.folder)
+                        self.point_latest(str(path.relative_to(self.folder)), _as_before(manifest, target))
 
     def _rename_damaged(self, path: Path) -> None:
         damaged = path.with_name(f"{path.name}.damaged")
@@ -342,6 +344,15 @@ class Catalog:
         if path.exists():
             path.unlink(missing_ok=True)
             fsync_folder(path.parent)
+
+
+def _as_before(manifest: Manifest, target: str) -> str:
+    """What a link leads to in the place of ``target``: where each rank has a file, to that of the same rank."""
+    if len(manifest.files) == 1 or manifest.is_directory:
+        return manifest.name
+    match = name_pattern(manifest.template, manifest.run_name).fullmatch(target)
+    rank = 0 if match is None else int(match.groupdict().get("rank", 0))
+    return manifest.files[rank].path if rank < len(manifest.files) else manifest.name
 
 
 def _holds(path: Path, record: FileRecord) -> bool:

@@ -235,7 +235,7 @@ class _Search:
         elif newer:
             log.info("%s is not the newest: newer ones were saved without some of their keys", candidate.source)
         is_here = isinstance(candidate.place, Path)
-        candidate.catalog.mend_links(candidate.manifest.name if is_here else None)
+        candidate.catalog.mend_links(candidate.manifest if is_here else None)
 
 
 # ── on every rank ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -340,7 +340,7 @@ def _follow(offer: Offer, error: CorruptCheckpointError | OSError | None) -> Non
     if mine is None or mine.node == offer.manifest.node:
         return
     if error is None:
-        catalog.mend_links(mine.name)
+        catalog.mend_links(mine)
     elif isinstance(error, CorruptCheckpointError):
         catalog.set_aside(mine)
 

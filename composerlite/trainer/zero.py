@@ -76,6 +76,9 @@ class ZeRO(Parallel):
         send_tensors(itertools.chain(state.model.parameters(), state.model.buffers()))
         self._model, self._device = state.model, state.device
         self._deepspeed = _deepspeed(state.device)
+        # Its own copy would wait for half an hour for a rank that is late.
+        groups: Any = importlib.import_module("deepspeed.utils.groups")
+        groups._WORLD_GROUP = torch.distributed.new_group(timeout=dist.get_control().timeout)
         self._engine: Any = self._deepspeed.initialize(
             model=state.model, optimizer=state.optimizers[0], config=config, dist_init_required=False
         )[0]

@@ -56,14 +56,48 @@ def test_a_killed_run_goes_on_bit_for_bit(stage: int, precision: str, tmp_path: 
         assert one["names"] == sorted([*saved, "latest-rank0.tar", "latest-rank1.tar"])
         assert f"ba{zero_ranks.SAVED}-rank1.tar', the file of rank 1, is missing" in one["missing"]
         assert "CheckpointNotFoundError" in one["missing"]
+        assert one["passed over"] == 9  # the newest is damaged
+        assert one["link"] == "ba9-rank1.tar"
+        assert one["predicted"] == 6
 
     catalog = Catalog(tmp_path / "run")
-    assert (catalog.folder / "latest-rank1.tar").resolve().name == "ba12-rank1.tar"
     newest = catalog.manifests()[-1]
-    assert (newest.kind, [file.path for file in newest.files]) == ("deepspeed", saved[-2:])
+    assert (newest.kind, [file.path for file in newest.files]) == ("deepspeed", ["ba9-rank0.tar", "ba9-rank1.tar"])
     catalog.verify(newest)
     file = unshard_zero(catalog.folder / "latest-rank0.tar", tmp_path / "weights.pt")
-    assert equal(torch.load(file, weights_only=True), whole)
+    assert list(torch.load(file, weights_only=True)) == list(whole)
+
+
+def kill(folder: Path, victim: int, number: int) -> int:
+    """Kill a rank at a file event of its second save, and go on; how many events there were if that was not reached."""
+    died = run_ranks_to_the_end(zero_ranks.die_while_saving, 2, str(folder), victim, number, dist_timeout=4)
+    if died[victim].error is None:
+        return died[victim].value
+    assert "SIGKILL" in str(died[victim].error)
+    began, ended = run_ranks(zero_ranks.go_on_after, 2, str(folder))[0]
+    assert began in (3, 6)
+    assert equal(ended, run_ranks(zero_ranks.trained, 2, 2, "fp32")[0])
+    catalog = Catalog(folder)
+    for manifest in catalog.manifests():
+        catalog.verify(manifest)
+    assert not list(folder.rglob(".*.tmp-*"))
+    return 0
+
+
+def test_a_kill_in_the_middle_of_a_save(tmp_path: Path) -> None:
+    """The run goes on from the newest whole checkpoint and ends with the very same bits; nothing is left over."""
+    assert kill(tmp_path, victim=1, number=2) == 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_kill_at_every_file_event_of_a_save(victim: int, tmp_path: Path) -> None:
+    """Whatever was done and whatever was not."""
+    number = 0
+    while not kill(tmp_path / str(number), victim, number := number + 1):
+        assert number < 100
+    assert number > 2
 
 
 def on_one_rank(function: str, stage: str, folder: str) -> None:

@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any, final
 
@@ -18,6 +19,7 @@ from composerlite.algorithms import EMA, GradientClipping
 from composerlite.errors import ConfigError
 
 BATCHES = 12
+CHANGES = ("open", "os.rename", "os.remove", "os.symlink", "os.link")
 SAVED = 6  # the newest checkpoint when the run is killed
 
 
@@ -54,6 +56,15 @@ class KillAt(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         if int(state.timestamp.batch) == self.batch:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class When(Callback):
+    """Knows how many batches are done."""
+
+    batch = 0
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self.batch = int(state.timestamp.batch)
 
 
 def points() -> TensorDataset:
@@ -137,7 +148,23 @@ def go_on(stage: int, precision: str, folder: str) -> dict[str, Any]:
     if dist.get_global_rank() == 0:
         path.rename(path.with_suffix(".gone"))
     dist.barrier()
-    return {**found, "names": names, "seeded": seeded, "missing": failure(stage, precision, run_folder, SAVED)}
+    found["missing"] = failure(stage, precision, run_folder, SAVED)
+    dist.barrier()
+    if dist.get_global_rank() == 0:
+        damage(Path(f"{run_folder}/ba{BATCHES}-rank1.tar"))
+    dist.barrier()
+    with trainer(stage, precision, save_folder=run_folder, autoresume=True) as run:
+        found["passed over"] = int(run.state.timestamp.batch)
+        found["link"] = Path(f"{run_folder}/latest-rank1.tar").readlink().name
+        found["predicted"] = len(run.predict(DataLoader(points(), batch_size=4)))
+    return {**found, "names": names, "seeded": seeded}
+
+
+def damage(path: Path) -> None:
+    """Change a bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 def failure(stage: int, precision: str, folder: str, batch: int) -> str:
@@ -168,7 +195,7 @@ def in_a_bucket(bucket: str) -> dict[str, Any]:
     """Save to a bucket, lose the folder, and go on from the bucket; load from it by name."""
     how: dict[str, Any] = {"save_folder": f"{bucket}/run", "save_filename": "ba{batch}-rank{rank}.tar.gz"}
     whole = trained(1, "fp32")
-    trained(1, "fp32", max_duration=f"{SAVED}ba", **how)
+    trained(1, "fp32", max_duration=f"{SAVED}ba", save_staging_bytes=0, **how)  # no memory for a copy
     dist.barrier()
     if dist.get_global_rank() == 0:
         shutil.rmtree("run")
@@ -177,7 +204,36 @@ def in_a_bucket(bucket: str) -> dict[str, Any]:
     with trainer(1, "fp32", autoresume=True, **how) as run:
         began = int(run.state.timestamp.batch)
         run.fit()
-        return {"whole": whole, "resumed": weights(run), "began": began, "seeded": seeded}
+        own = run.save_checkpoint("own/ba{batch}-rank{rank}")
+        return {"whole": whole, "resumed": weights(run), "began": began, "seeded": seeded, "own": own}
+
+
+def die_while_saving(folder: str, victim: int, number: int) -> int:
+    """Train and save three times; the second save is cut off by a kill of ``victim`` right before its file event
+    ``number``. How many there were, if there are not so many."""
+    count = 0
+    clock = When()
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        if SAVED - 2 <= clock.batch <= SAVED and event in CHANGES and str(arguments[0]).startswith(folder):
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if dist.get_global_rank() == victim:
+        sys.addaudithook(hook)
+    with trainer(2, save_folder=folder, max_duration="7ba", save_async=False, callbacks=[clock]) as run:
+        run.fit()
+    return count
+
+
+def go_on_after(folder: str) -> tuple[int, dict[str, torch.Tensor]]:
+    """Go on to the end: where it did, and the weights."""
+    with trainer(2, save_folder=folder, autoresume=True) as run:
+        began = int(run.state.timestamp.batch)
+        run.fit()
+        return began, weights(run)
 
 
 def contradictions(folder: str) -> list[str]:
