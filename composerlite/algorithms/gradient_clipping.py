@@ -67,8 +67,8 @@ class GradientClipping(Algorithm):
         self.clipping_threshold = clipping_threshold
 
     def match(self, event: Event, state: State) -> bool:
-        """At ``AFTER_TRAIN_BATCH``."""
-        return event is Event.AFTER_TRAIN_BATCH
+        """At ``AFTER_TRAIN_BATCH``. DeepSpeed, which alone has the gradients, is told the threshold instead."""
+        return event is Event.AFTER_TRAIN_BATCH and not state.deepspeed_enabled
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Clip the gradients."""

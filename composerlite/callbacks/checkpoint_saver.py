@@ -36,14 +36,18 @@ from composerlite.checkpoint import (
     RemoteSaving,
     SaveReport,
     Shares,
+    archive_template,
     check_ignore_keys,
+    check_one_disk,
     check_template,
     deletions,
     directory_template,
+    disks_of,
     ensure_no_conflict,
     format_name_with_dist,
     format_name_with_dist_and_time,
     from_first_rank,
+    names_of_ranks,
     prepared_folder,
     retention_policy,
     together,
@@ -233,6 +237,8 @@ class CheckpointSaver(Callback):
             )
         if state.sharding == "sharded":
             self._save_directories(state)
+        elif state.sharding == "deepspeed":
+            self._save_archives()
         with together("preparing the folder of checkpoints"):
             if self._is_first:
                 self._prepare_folder()
@@ -245,6 +251,8 @@ class CheckpointSaver(Callback):
         self._publishes = from_first_rank("finding buckets", lambda: bool(self._remote.publishers))
         state.riders.add(self._saves_done)
         state.riders.add(self._ranks_with_news)
+        if state.sharding == "deepspeed" and dist.get_world_size() > 1:
+            check_one_disk(disks_of(Path(self.folder)), Path(self.folder))
         if state.sharding == "sharded" and dist.get_world_size() > 1:
             self._disks = prepared_folder(self.catalog)
             if self._disks.are_several:
@@ -262,6 +270,21 @@ class CheckpointSaver(Callback):
             latest = directory_template(self.latest_filename.filename, argument="save_latest_filename")
             self.latest_filename = PartialFilePath(latest, self._folder_template)
         self._remote.name_directories(template)
+
+    def _save_archives(self) -> None:
+        """Name archives, one for each rank."""
+        if self.weights_only:
+            raise ConfigError(
+                "save_weights_only=True: DeepSpeed has the weights in pieces, with the state of the optimizer, and "
+                "saves both. Save whole checkpoints, and make a file of the weights of one with "
+                "composerlite.checkpoint.unshard_zero."
+            )
+        template = archive_template(self.filename.filename)
+        self.filename = PartialFilePath(template, self._folder_template)
+        if self.latest_filename is not None:
+            latest = archive_template(self.latest_filename.filename, argument="save_latest_filename")
+            self.latest_filename = PartialFilePath(latest, self._folder_template)
+        self._remote.name_archives(template)
 
     def _publish_from_all(self, state: State, logger: Logger) -> None:
         """Have a rank of each node upload what is on its disk."""
@@ -341,6 +364,16 @@ class CheckpointSaver(Callback):
             order = {manifest.name: manifest.order for manifest in self.catalog.manifests()}.get(target)
             if order is not None and order < newest.order:
                 self.catalog.point_latest(name, newest.name)
+                self._point_links_of_ranks(newest, state)
+
+    def _point_links_of_ranks(self, newest: Manifest, state: State) -> None:
+        """The same for the links of the other ranks, where each has a file."""
+        assert self.latest_filename is not None
+        if newest.kind == "deepspeed":
+            ranks = len(newest.files)
+            links = names_of_ranks(self.latest_filename.filename, state.run_name, state.timestamp, ranks)
+            for link, file in zip(links, newest.files, strict=True):
+                self.catalog.point_latest(link, file.path)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Refuse to start where this run would overwrite a checkpoint that is ahead of it."""

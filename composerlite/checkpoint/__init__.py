@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.catalog import Catalog
     from composerlite.checkpoint.checkpointer import Checkpointer, CheckpointerConfig, CheckpointMetadata
     from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, check_ignore_keys, glob_filter
+    from composerlite.checkpoint.formats.deepspeed import DEEPSPEED_TYPES
     from composerlite.checkpoint.formats.sharded import RemoteFileSystemReader
     from composerlite.checkpoint.formats.sharded_writing import RemoteFileSystemWriter
     from composerlite.checkpoint.lease import BucketLease, FolderLease, Lease, take_leases
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.naming import (
         FIRST_RANK,
         PartialFilePath,
+        archive_template,
         check_template,
         directory_template,
         ensure_no_conflict,
         format_name_with_dist,
         format_name_with_dist_and_time,
         get_save_filename,
+        names_of_ranks,
     )
     from composerlite.checkpoint.pipeline import PendingSave, Pipeline, save, save_checkpoint
     from composerlite.checkpoint.progress import download_bar, progress_of
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.retention import RetentionPolicy, deletions, retention_policy
     from composerlite.checkpoint.save_job import SaveReport
     from composerlite.checkpoint.several_disks import prepared_folder
-    from composerlite.checkpoint.shared_folder import ONE_DISK, Disks
+    from composerlite.checkpoint.shared_folder import ONE_DISK, Disks, check_one_disk, disks_of
     from composerlite.checkpoint.state_dict import (
         async_save_model_and_optim_state,
         async_save_state_dict,
@@ -53,8 +56,10 @@ if TYPE_CHECKING:
     )
     from composerlite.checkpoint.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
     from composerlite.checkpoint.unshard import UnshardStrategy, UnshardStrategyType, unshard_checkpoint
+    from composerlite.checkpoint.zero_unsharding import unshard_zero
 
 __all__ = [
+    "DEEPSPEED_TYPES",
     "FIRST_RANK",
     "ONE_DISK",
     "Bucket",
@@ -83,12 +88,15 @@ __all__ = [
     "TrainingState",
     "UnshardStrategy",
     "UnshardStrategyType",
+    "archive_template",
     "async_save_model_and_optim_state",
     "async_save_state_dict",
     "check_ignore_keys",
+    "check_one_disk",
     "check_template",
     "deletions",
     "directory_template",
+    "disks_of",
     "download_bar",
     "ensure_no_conflict",
     "format_name_with_dist",
@@ -102,6 +110,7 @@ __all__ = [
     "load_model_and_optim_state",
     "load_state_dict",
     "merge_state_dicts",
+    "names_of_ranks",
     "newest_good",
     "prepared_folder",
     "progress_of",
@@ -118,12 +127,14 @@ __all__ = [
     "take_leases",
     "together",
     "unshard_checkpoint",
+    "unshard_zero",
 ]
 
 _HOMES = {
     "composerlite.checkpoint.catalog": ("Catalog",),
     "composerlite.checkpoint.checkpointer": ("CheckpointMetadata", "Checkpointer", "CheckpointerConfig"),
     "composerlite.checkpoint.contents": ("IgnoreKeys", "TrainingState", "check_ignore_keys", "glob_filter"),
+    "composerlite.checkpoint.formats.deepspeed": ("DEEPSPEED_TYPES",),
     "composerlite.checkpoint.formats.sharded": ("RemoteFileSystemReader",),
     "composerlite.checkpoint.formats.sharded_writing": ("RemoteFileSystemWriter",),
     "composerlite.checkpoint.lease": ("BucketLease", "FolderLease", "Lease", "take_leases"),
@@ -132,12 +143,14 @@ _HOMES = {
     "composerlite.checkpoint.naming": (
         "FIRST_RANK",
         "PartialFilePath",
+        "archive_template",
         "check_template",
         "directory_template",
         "ensure_no_conflict",
         "format_name_with_dist",
         "format_name_with_dist_and_time",
         "get_save_filename",
+        "names_of_ranks",
     ),
     "composerlite.checkpoint.pipeline": ("PendingSave", "Pipeline", "save", "save_checkpoint"),
     "composerlite.checkpoint.progress": ("download_bar", "progress_of"),
@@ -149,7 +162,7 @@ _HOMES = {
     "composerlite.checkpoint.retention": ("RetentionPolicy", "deletions", "retention_policy"),
     "composerlite.checkpoint.save_job": ("SaveReport",),
     "composerlite.checkpoint.several_disks": ("prepared_folder",),
-    "composerlite.checkpoint.shared_folder": ("Disks", "ONE_DISK"),
+    "composerlite.checkpoint.shared_folder": ("Disks", "ONE_DISK", "check_one_disk", "disks_of"),
     "composerlite.checkpoint.state_dict": (
         "async_save_model_and_optim_state",
         "async_save_state_dict",
@@ -163,6 +176,7 @@ _HOMES = {
     "composerlite.checkpoint.state_keys": ("merge_state_dicts", "prune_state_dict", "swap_param_keys"),
     "composerlite.checkpoint.ranks_together": ("from_first_rank", "together"),
     "composerlite.checkpoint.unshard": ("UnshardStrategy", "UnshardStrategyType", "unshard_checkpoint"),
+    "composerlite.checkpoint.zero_unsharding": ("unshard_zero",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

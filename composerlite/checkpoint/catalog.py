@@ -7,12 +7,13 @@ import glob
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import final
 
 from composerlite.checkpoint.formats.directory import SAVING, LocalFolder
-from composerlite.checkpoint.manifest import Manifest
+from composerlite.checkpoint.manifest import FileRecord, Manifest
+from composerlite.checkpoint.naming import name_pattern
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 from composerlite.storage import (
     StagedFile,
@@ -166,6 +167,38 @@ class Catalog:
             data.publish()
             intention.publish()
 
+    def commit_together(self, manifest: Manifest, temporaries: Mapping[str, Path]) -> None:
+        """Make a checkpoint of several files exist, each of which is durable under a temporary name beside its own.
+
+        What has these names goes: its manifest at first. A kill from there on leaves what :meth:`recover` completes.
+
+        Args:
+            manifest: names the files.
+            temporaries: where each of them is, by name.
+        """
+        path = self.record_path(manifest.name)
+        with StagedFile(path) as intention:
+            intention.file.write(manifest.to_json())
+            intention.flush()
+            for folder in {path.parent, *(temporary.parent for temporary in temporaries.values())}:
+                fsync_folder(folder)
+            intention.leave_behind()
+            self._remove_manifest(manifest.name)
+            try:
+                self._name_all(temporaries)
+                intention.publish()
+            except OSError:
+                for name, temporary in temporaries.items():
+                    if not temporary.exists():
+                        (self.folder / name).unlink(missing_ok=True)
+                raise
+
+    def _name_all(self, temporaries: Mapping[str, Path]) -> None:
+        for name, temporary in temporaries.items():
+            temporary.replace(self.folder / name)
+        for folder in {(self.folder / name).parent for name in temporaries}:
+            fsync_folder(folder)
+
     def vacate(self, name: str) -> Path:
         """The path for data of the checkpoint ``name`` that come from elsewhere; there is none of that name now."""
         path = self.reserve(name, overwrite=True)
@@ -221,15 +254,16 @@ class Catalog:
             except FileNotFoundError:
                 continue
 
-    def mend_links(self, name: str | None) -> None:
-        """Point the links whose checkpoint is gone to the checkpoint ``name``; remove them if there is none."""
+    def mend_links(self, manifest: Manifest | None) -> None:
+        """Point the links whose checkpoint is gone to that of ``manifest``; remove them if there is none."""
         for folder in list(_folders(self.folder)):
             for path in list(folder.iterdir()):
                 if path.is_symlink() and not path.exists():
-                    if name is None:
+                    if manifest is None:
                         path.unlink()
                     else:
-                        self.point_latest(str(path.relative_to(self.folder)), name)
+                        target = os.path.relpath(path.parent / path.readlink(), self.folder)
+                        self.point_latest(str(path.relative_to(self.folder)), _as_before(manifest, target))
 
     def _rename_damaged(self, path: Path) -> None:
         damaged = path.with_name(f"{path.name}.damaged")
@@ -241,14 +275,15 @@ class Catalog:
     def recover(self) -> None:
         """Complete or remove what dead processes left unfinished. What a live one is writing stays.
 
-        A commit that had got as far as naming its data is completed; every other temporary is removed.
+        A commit that had got as far as naming its data is completed, and so is one of several files that are all there,
+        by whatever name; every other temporary is removed.
         """
         if not self.folder.is_dir():
             return
         root = self.folder / _MANIFESTS
         for folder in _folders(root):
             for temporary in abandoned_temporaries(folder):
-                manifest = self._finished_intention(temporary)
+                manifest = self._finished_intention(temporary) or self._completed_intention(temporary)
                 if manifest is None:
                     temporary.unlink(missing_ok=True)
                 else:
@@ -271,6 +306,35 @@ class Catalog:
             return None
         return manifest
 
+    def _completed_intention(self, temporary: Path) -> Manifest | None:
+        """The manifest in ``temporary``, of several files, if all are there: those without their names get them now.
+
+        If not, those that have got theirs are removed: without a manifest they are no checkpoint, and in the way.
+        """
+        try:
+            manifest = Manifest.from_json(temporary.read_bytes(), str(temporary))
+        except (CorruptCheckpointError, IsADirectoryError, FileNotFoundError):
+            return None
+        if len(manifest.files) == 1 or manifest.is_directory:
+            return None
+        named: list[Path] = []
+        unnamed: dict[str, Path] = {}
+        for record in manifest.files:
+            path = self.folder / record.path
+            if _holds(path, record):
+                named.append(path)
+                continue
+            staged = path.parent.glob(f".{glob.escape(path.name)}.tmp-*")
+            found = next((one for one in staged if _holds(one, record)), None)
+            if found is not None:
+                unnamed[record.path] = found
+        if len(named) + len(unnamed) == len(manifest.files):
+            self._name_all(unnamed)
+            return manifest
+        for path in named if not self.record_path(manifest.name).exists() else ():
+            path.unlink()
+        return None
+
     def record_path(self, name: str) -> Path:
         """Where the manifest of the checkpoint ``name`` is, or would be."""
         return self.folder / _MANIFESTS / f"{name}.json"
@@ -280,6 +344,24 @@ class Catalog:
         if path.exists():
             path.unlink(missing_ok=True)
             fsync_folder(path.parent)
+
+
+def _as_before(manifest: Manifest, target: str) -> str:
+    """What a link leads to in the place of ``target``: where each rank has a file, to that of the same rank."""
+    if len(manifest.files) == 1 or manifest.is_directory:
+        return manifest.name
+    match = name_pattern(manifest.template, manifest.run_name).fullmatch(target)
+    rank = 0 if match is None else int(match.groupdict().get("rank", 0))
+    return manifest.files[rank].path if rank < len(manifest.files) else manifest.name
+
+
+def _holds(path: Path, record: FileRecord) -> bool:
+    """Whether the file ``path`` is there and holds what ``record`` says."""
+    try:
+        verify_file(path, record.digest)
+    except (CorruptCheckpointError, FileNotFoundError):
+        return False
+    return True
 
 
 def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import fnmatch
 import io
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from composerlite import dist
@@ -17,12 +19,66 @@ from composerlite.checkpoint.naming import TimestampLike
 from composerlite.errors import ConfigError
 from composerlite.types import StateDict
 
-__all__ = ["IgnoreKeys", "TrainingState", "check_ignore_keys", "gather", "glob_filter", "without"]
+__all__ = ["EngineFiles", "IgnoreKeys", "TrainingState", "check_ignore_keys", "gather", "glob_filter", "without"]
 
 log = logging.getLogger(__name__)
 
 IgnoreKeys: TypeAlias = "Sequence[str] | Callable[[StateDict], None] | None"
 """Globs over '/'-joined paths such as ``'state/model/head.*'``, or a function that removes keys in place."""
+
+
+class EngineFiles(Protocol):
+    """The engine of DeepSpeed, as far as it saves and loads files. Every rank calls these together."""
+
+    def saved(self) -> dict[str, StateDict]:
+        """What this rank's files are to hold, by name. Tensors are those in use."""
+        ...
+
+    def check_fits(self, model: StateDict, *, source: str) -> None:
+        """Compare what a checkpoint says of its model with the one that is trained.
+
+        Args:
+            model: what a file of model states holds.
+            source: the checkpoint, for messages.
+
+        Raises:
+            IncompatibleCheckpointError: names or shapes of what is trained differ; all of it is in the message.
+        """
+        ...
+
+    def load(self, files: Mapping[str, StateDict], *, source: str) -> None:
+        """Restore the model and the optimizer from what this rank's files hold, by name, with classes of ``types``.
+
+        Raises:
+            IncompatibleCheckpointError: as :meth:`check_fits`.
+        """
+        ...
+
+    def convert(self, folder: Path, *, source: str) -> None:
+        """Make what :meth:`load_converted` wants of the files of all ranks in ``folder``. On one rank.
+
+        Raises:
+            IncompatibleCheckpointError: DeepSpeed cannot.
+        """
+        ...
+
+    def load_converted(self, folder: Path, files: Mapping[str, StateDict], *, source: str) -> None:
+        """Restore trained weights and the optimizer from what :meth:`convert` made; ``files`` are model states."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor] | None, *, strict: bool, source: str) -> None:
+        """Set the tensors of the model, which rank 0 has, by name; the others give ``None``.
+
+        Raises:
+            IncompatibleCheckpointError: names differ and ``strict`` is true, or shapes differ; all of it is in the
+                message.
+        """
+        ...
+
+    @property
+    def types(self) -> dict[str, type]:
+        """The classes that its files hold, by full name."""
+        ...
 
 
 class TrainingState(Protocol):
@@ -38,10 +94,16 @@ class TrainingState(Protocol):
 
     @property
     def sharding(self) -> str | None:
-        """``'sharded'``: every rank writes its part of a directory; ``'full'``: what is distributed is gathered.
+        """``'sharded'``: every rank writes its part of a directory; ``'full'``: what is distributed is gathered;
+        ``'deepspeed'``: every rank writes an archive.
 
         ``None`` where every rank has everything.
         """
+        ...
+
+    @property
+    def deepspeed(self) -> EngineFiles | None:
+        """DeepSpeed's engine, if it has the model and the optimizer."""
         ...
 
     @property

@@ -29,7 +29,7 @@ from composerlite.storage import (
 if TYPE_CHECKING:
     from composerlite.storage import Transfer
 
-__all__ = ["download_checkpoint", "fetched", "followed", "get_file", "resolved", "transferring"]
+__all__ = ["download_checkpoint", "fetched", "followed", "get_file", "manifest_at", "resolved", "transferring"]
 
 _PLAIN_NAME, _ARCHIVED_NAME = "rank0_checkpoint", "composer_states.pt"
 _MOST_LINKS, _MOST_LINK_BYTES = 8, 4096
@@ -216,7 +216,7 @@ def transferring(path: str | Path, object_store: ObjectStore | None) -> Generato
 def _download(transfer: Transfer, name: str, folder: Path, progress_bar: bool) -> Path:
     """Download a checkpoint to ``folder``, with its manifest if it has one."""
     name = followed(transfer, name)
-    home, manifest = _manifest_of(transfer, name)
+    home, manifest = manifest_at(transfer, name)
     if home is None or manifest is None or len(manifest.files) != 1:
         target = folder / PurePosixPath(name).name
         _download_object(transfer, name, target, progress_bar)
@@ -226,7 +226,7 @@ def _download(transfer: Transfer, name: str, folder: Path, progress_bar: bool) -
     return folder / manifest.name
 
 
-def _manifest_of(transfer: Transfer, name: str) -> tuple[RemoteCatalog | None, Manifest | None]:
+def manifest_at(transfer: Transfer, name: str) -> tuple[RemoteCatalog | None, Manifest | None]:
     """The catalog that knows the object ``name``, and its manifest: that of its folder, or of one above."""
     for folder in PurePosixPath(name).parents:
         root = "" if str(folder) == "." else str(folder)

@@ -111,6 +111,14 @@ def load_checkpoint(
         exclude_algorithms=list(exclude_algorithms or ()),
         source=f"checkpoint {name!r}",
     )
+    if state.sharding == "deepspeed":
+        from composerlite.checkpoint.zero_loading import check_parts, load_archives, load_weights
+
+        check_parts(ignore_keys)
+        if load_weights_only:
+            given: dict[str, Any] = {"strict": strict_model_weights, "trust": trust_checkpoint}
+            return load_weights(str(path), state, restoring, object_store, **given)
+        return load_archives(str(path), state, restoring, object_store, trust=trust_checkpoint)
     with located(name, object_store, progress_bar=progress_bar) as place:
         if place.is_directory:
             from composerlite.checkpoint.directory_loading import load_directory  # what takes long to import

@@ -20,6 +20,7 @@ __all__ = [
     "NamedState",
     "PartialFilePath",
     "TimestampLike",
+    "archive_template",
     "check_template",
     "directory_template",
     "ensure_no_conflict",
@@ -27,6 +28,7 @@ __all__ = [
     "format_name_with_dist_and_time",
     "get_save_filename",
     "name_pattern",
+    "names_of_ranks",
     "variables_in",
 ]
 
@@ -118,6 +120,48 @@ def directory_template(template: str, *, argument: str = "save_filename") -> str
     if not name:
         raise ConfigError(f"{argument}={template!r}: want a name for the directory of a sharded checkpoint.")
     return f"{folder}/{name}" if folder else name
+
+
+def archive_template(template: str, *, argument: str = "save_filename") -> str:
+    """The name of the archives that DeepSpeed's ranks write, one each, where ``template`` is that of a file.
+
+    ``.tar`` comes in the place of ``.pt``, or is added: ``'ep{epoch}-rank{rank}.pt'`` is
+    ``'ep{epoch}-rank{rank}.tar'``.
+
+    Raises:
+        ConfigError: the name is the same for all ranks, or that of a compressed file that is no archive.
+    """
+    layout = format_of(template)
+    if not layout.archive:
+        if layout.suffix not in ("", ".pt"):
+            raise ConfigError(
+                f"{argument}={template!r}: DeepSpeed needs archives, and {layout.suffix!r} is none. Give "
+                f"{template.removesuffix(layout.suffix) + '.tar.gz'!r}, for example, or leave the ending out."
+            )
+        template = template.removesuffix(layout.suffix) + ".tar"
+    if "rank" not in variables_in(template, f"{argument}={template!r}"):
+        raise ConfigError(
+            f"{argument}={template!r}: each rank of DeepSpeed writes a file of its own; all would have this name. "
+            "Put '{rank}' into it, as in 'ep{epoch}-ba{batch}-rank{rank}.tar'."
+        )
+    return template
+
+
+def names_of_ranks(template: str, run_name: str, timestamp: TimestampLike, world_size: int) -> list[str]:
+    """``template`` filled in for each of ``world_size`` ranks, in their order."""
+    per_node = dist.get_local_world_size()
+    return [
+        format_name_with_dist_and_time(
+            template,
+            run_name,
+            timestamp,
+            rank=rank,
+            local_rank=rank % per_node,
+            node_rank=rank // per_node,
+            world_size=world_size,
+        )
+        for rank in range(world_size)
+    ]
 
 
 def _dist_values(run_name: str) -> dict[str, Any]:

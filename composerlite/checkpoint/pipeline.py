@@ -32,16 +32,18 @@ from composerlite.checkpoint.manifest import Manifest, plain_timestamp, versions
 from composerlite.checkpoint.monolith import Monolith, NothingToWrite
 from composerlite.checkpoint.naming import (
     FIRST_RANK,
+    archive_template,
     check_template,
     directory_template,
     format_name_with_dist_and_time,
+    names_of_ranks,
 )
 from composerlite.checkpoint.ranks_together import together
 from composerlite.checkpoint.save_job import Body, SaveJob, SaveReport
 from composerlite.checkpoint.several_disks import DiskCommit
-from composerlite.checkpoint.shared_folder import ONE_DISK, Disks, disks_of
+from composerlite.checkpoint.shared_folder import ONE_DISK, Disks, check_one_disk, disks_of
 from composerlite.checkpoint.snapshot import Staging
-from composerlite.errors import SaveError
+from composerlite.errors import ConfigError, SaveError
 from composerlite.types import StateDict
 
 if TYPE_CHECKING:
@@ -189,12 +191,16 @@ class Pipeline:
         started = time.perf_counter() - waiting
         if state.sharding == "sharded":
             template = directory_template(template)
-        name = _name(template, state)
+        elif state.sharding == "deepspeed":
+            template = archive_template(template)
+            _check_whole(weights_only=weights_only, ignore_keys=ignore_keys)
+        names = _names(template, state)
+        name = names[0]
         vote = _vote(f"checkpoint {name!r}")
         more_votes = [_vote(f"checkpoint {name!r}") for _ in range(2)] if disks.are_several else []
         with together(f"checkpoint {name!r}"):  # before the ranks meet to gather: a name that is taken is told as that
-            if disks.is_keeper:
-                catalog.reserve(name, overwrite=overwrite)
+            for one in names if disks.is_keeper else ():
+                catalog.reserve(one, overwrite=overwrite)
         body: Body
         on_disks: DiskCommit | None = None
         with together(f"checkpoint {name!r}"):
@@ -203,6 +209,9 @@ class Pipeline:
                 folder = LocalFolder(catalog.folder / name, catalog.folder)
                 shards = _shards(gathered, folder, overwrite=overwrite, disks=disks)
                 body, on_disks = shards, DiskCommit.of(shards, [vote, *more_votes])
+            elif state.sharding == "deepspeed":
+                contents = gathered(generators=_generators(weights_only))
+                body = _archive(state, contents, catalog, names, overwrite=overwrite)
             else:
                 contents = gathered(generators=_generators(weights_only))
                 body = _file(state, contents, catalog, name, template, overwrite=overwrite)
@@ -226,7 +235,7 @@ class Pipeline:
             started=started,
             waiting_seconds=waiting,
             ring_bytes=self._staging.ring_bytes,
-            latest=None if latest is None else _name(latest, state),
+            latest={} if latest is None else dict(zip(_names(latest, state), names, strict=True)),
             publish=publish,
             give_up=give_up,
             vote=vote,
@@ -236,7 +245,8 @@ class Pipeline:
             blocking=not asynchronous,
         )
         if asynchronous:
-            self._stage(job, state.optimizers if lazy else ())
+            late = lazy and state.sharding != "deepspeed"  # whose engine changes more than its optimizer's step does
+            self._stage(job, state.optimizers if late else ())
         pending = self._pending = PendingSave(name)
         job.stall_seconds = time.perf_counter() - started
         if job.snapshot is not None:  # it counts its own, later ones too
@@ -334,10 +344,37 @@ def _file(
     )
 
 
+def _archive(
+    state: TrainingState, contents: StateDict, catalog: Catalog, names: Sequence[str], *, overwrite: bool
+) -> Body:
+    """What this rank is to write of a checkpoint of DeepSpeed."""
+    from composerlite.checkpoint.rank_archive import RankArchive  # most runs are without
+
+    assert state.deepspeed is not None, "its engine is made before anything is saved"
+    files = state.deepspeed.saved()
+    return RankArchive(contents, files, catalog, names=names, rank=dist.get_global_rank(), overwrite=overwrite)
+
+
+def _check_whole(*, weights_only: bool, ignore_keys: IgnoreKeys) -> None:
+    """See that all of a checkpoint of DeepSpeed is to be saved. Its files hold what they hold."""
+    if weights_only:
+        raise ConfigError(
+            "weights_only=True (save_weights_only=True in the Trainer): DeepSpeed has the weights in pieces, with the "
+            "state of the optimizer, and saves both. Save whole checkpoints, and make a file of the weights of one "
+            "with composerlite.checkpoint.unshard_zero."
+        )
+    for glob in () if ignore_keys is None or callable(ignore_keys) else ignore_keys:
+        if glob.startswith(("state/model", "state/optimizers")):
+            raise ConfigError(
+                f"save_ignore_keys: {glob!r} is in the files of DeepSpeed, which saves "
+                "weights and optimizer as a whole. Leave it out."
+            )
+
+
 def _kind(state: TrainingState, *, weights_only: bool) -> str:
     if weights_only:
         return "weights"
-    return "sharded" if state.sharding == "sharded" else "monolithic"
+    return state.sharding if state.sharding in ("sharded", "deepspeed") else "monolithic"
 
 
 def _vote(what: str) -> dist.CommitRound[Any] | None:
@@ -365,6 +402,13 @@ def _name(template: str, state: TrainingState) -> str:
     return format_name_with_dist_and_time(template, state.run_name, state.timestamp, **FIRST_RANK)
 
 
+def _names(template: str, state: TrainingState) -> list[str]:
+    """The names of the files of a checkpoint, that of rank 0 first; of all ranks where each writes one."""
+    if state.sharding != "deepspeed":
+        return [_name(template, state)]
+    return names_of_ranks(template, state.run_name, state.timestamp, dist.get_world_size())
+
+
 def _image(contents: StateDict, what: str) -> TorchImage:
     try:
         return TorchImage(contents)
@@ -390,8 +434,10 @@ def save_checkpoint(
     ``{run_name} {rank} {epoch} {batch}`` … and folders. See :meth:`Pipeline.save` for what is guaranteed and raised.
     """
     template = check_template(Path(filename).name, argument="filename")
+    if state.sharding == "deepspeed":
+        template = archive_template(template, argument="filename")
     folder = Path(_name(str(Path(filename).parent), state))
-    several = state.sharding == "sharded" and dist.get_world_size() > 1
+    several = state.sharding in ("sharded", "deepspeed") and dist.get_world_size() > 1
     path = save(
         state,
         catalog=Catalog(folder),
@@ -399,6 +445,11 @@ def save_checkpoint(
         weights_only=weights_only,
         ignore_keys=ignore_keys,
         overwrite=True,
-        disks=disks_of(folder) if several else ONE_DISK,
+        disks=_disks(folder, state) if several else ONE_DISK,
     )
     return str(path)
+
+
+def _disks(folder: Path, state: TrainingState) -> Disks:
+    disks = disks_of(folder)
+    return check_one_disk(disks, folder) if state.sharding == "deepspeed" else disks

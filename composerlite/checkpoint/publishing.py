@@ -20,10 +20,12 @@ from composerlite.checkpoint.naming import (
     DIST_VARIABLES,
     FIRST_RANK,
     NamedState,
+    archive_template,
     check_template,
     directory_template,
     format_name_with_dist,
     format_name_with_dist_and_time,
+    names_of_ranks,
     variables_in,
 )
 from composerlite.checkpoint.publishing_together import Shares
@@ -62,6 +64,7 @@ class Publisher:
         remote: where they go.
         template: of the names in the bucket, below ``remote``.
         link: full name of the bucket's link to the latest.
+        links_of_ranks: where each rank has a file of its own, full names of the links to those, that of rank 0 first.
         timeout: seconds to wait for the uploads before, where too many wait.
         retention: what stays in the bucket besides the newest; ephemeral checkpoints never do.
         keeps_all: of others than ephemeral ones.
@@ -77,11 +80,13 @@ class Publisher:
         timeout: float,
         retention: RetentionPolicy,
         keeps_all: bool,
+        links_of_ranks: Sequence[str] = (),
     ) -> None:
         self.uploader = uploader
         self.remote = remote
         self.template = template
         self.link = link
+        self._links_of_ranks = links_of_ranks
         self._timeout = timeout
         self._retention = retention
         self._deletes = not keeps_all
@@ -115,16 +120,19 @@ class Publisher:
         """
         self.wait(at_most=_MOST_WAITING - 1)
         name = self.name_of(manifest, run_name)
-        there = _in_bucket(manifest, name, self.template)
+        there = _in_bucket(manifest, name, self.template, run_name)
         held = _Held(catalog, manifest)
         is_first = dist.get_global_rank() == 0  # what fails on others that share in it fails there, too
 
         def upload(_: Transfer) -> None:
             try:
                 if shares is None:
-                    self.remote.publish(there, held.paths, link=self.link, overwrite=overwrite)
+                    links = dict(zip(self._links_of_ranks, [record.path for record in there.files], strict=False))
+                    self.remote.publish(there, held.paths, link=self.link, links=links, overwrite=overwrite)
                 else:
-                    here = _in_bucket(dataclasses.replace(manifest, files=manifest.here), name, self.template).files
+                    here = _in_bucket(
+                        dataclasses.replace(manifest, files=manifest.here), name, self.template, run_name
+                    ).files
                     files = list(zip(here, held.paths, strict=True))
                     shares.publish(self.remote, there, files, link=self.link, overwrite=overwrite)
                 if afterwards is not None:
@@ -214,9 +222,12 @@ class _Held:
             name.remove()
 
 
-def _in_bucket(manifest: Manifest, name: str, template: str) -> Manifest:
+def _in_bucket(manifest: Manifest, name: str, template: str, run_name: str) -> Manifest:
     """The record of the checkpoint as it is called there: all files are in one place."""
-    files = [dataclasses.replace(r, path=name + r.path.removeprefix(manifest.name), node=None) for r in manifest.files]
+    paths = [name + record.path.removeprefix(manifest.name) for record in manifest.files]
+    if manifest.kind == "deepspeed":
+        paths = names_of_ranks(template, run_name, _Moment(manifest), len(manifest.files))
+    files = [dataclasses.replace(r, path=path, node=None) for r, path in zip(manifest.files, paths, strict=True)]
     return dataclasses.replace(manifest, name=name, template=template, files=tuple(files), node=None)
 
 
@@ -304,6 +315,7 @@ class RemoteSaving:
         if link is not None or latest_remote_file_name is not None:
             link = _checked(latest_remote_file_name, str(link), "save_latest_remote_file_name")
         self._link = link
+        self._links_ranks = False
         self._timeout = timeout
         self._retention, self._keeps_all = retention_policy(num_to_keep), num_to_keep == -1
         self._store: ObjectStore | None = None if self._bucket is None else open_store(self._bucket)
@@ -322,6 +334,15 @@ class RemoteSaving:
         self._names = dataclasses.replace(self._names, template=name)
         if self._link is not None:
             self._link = directory_template(self._link, argument="save_latest_remote_file_name")
+
+    def name_archives(self, template: str) -> None:
+        """Checkpoints are archives, one for each rank, called ``template`` in the folder."""
+        same = self._names.template == self._filename
+        name = template if same else archive_template(self._names.template, argument="save_remote_file_name")
+        self._names = dataclasses.replace(self._names, template=name)
+        self._links_ranks = True
+        if self._link is not None:
+            self._link = archive_template(self._link, argument="save_latest_remote_file_name")
 
     def open(self, state: NamedState, logger: Destinations) -> None:
         """Find the buckets and see that they can be written to.
@@ -416,12 +437,17 @@ class RemoteSaving:
 
     def _publisher(self, uploader: Uploader, prefix: str, state: NamedState) -> Publisher:
         root = prefix + format_name_with_dist(self._names.root, state.run_name, **FIRST_RANK)
-        link = None if self._link is None else prefix + format_name_with_dist(self._link, state.run_name, **FIRST_RANK)
+        ranks = dist.get_world_size() if self._links_ranks else 1
+        links = [
+            check_name(prefix + format_name_with_dist(str(self._link), state.run_name, **{**FIRST_RANK, "rank": rank}))
+            for rank in range(0 if self._link is None else ranks)
+        ]
         return Publisher(
             uploader,
             RemoteCatalog(uploader.transfer, root.strip("/")),
             template=self._names.template,
-            link=None if link is None else check_name(link),
+            link=links[0] if links else None,
+            links_of_ranks=links if self._links_ranks else (),
             timeout=self._timeout,
             retention=self._retention,
             keeps_all=self._keeps_all,

@@ -19,7 +19,7 @@ from composerlite.checkpoint.validation import validate
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError, UntrustedCheckpointError
 from composerlite.storage import FileDigest, ParallelReader
 
-__all__ = ["RawFile", "opened", "opened_as", "readable", "safe_torch_load"]
+__all__ = ["RawFile", "home_of", "opened", "opened_as", "readable", "safe_torch_load", "what_is_there"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,10 +83,10 @@ def opened(
 def opened_as(make: Callable[[RawFile], T], path: Path, *, progress_bar: bool = False) -> Generator[tuple[T, Progress]]:
     """:func:`opened`, but what ``make`` makes of the file's bytes. It may be called twice."""
     if not path.is_file():
-        raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{_what_is_there(path)}")
+        raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{what_is_there(path)}")
     path = path.resolve()
     validate(path)
-    catalog, name = _home(path)
+    catalog, name = home_of(path)
     manifest = catalog.manifest_of(name)
     with progress_of(f"reading {path.name}", path.stat().st_size, progress_bar) as progress, readable(path):
         if is_packed(path):
@@ -146,7 +146,7 @@ def _check_whole(catalog: Catalog, manifest: Manifest | None, path: Path) -> Non
 
 
 # ── finding it ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def _home(path: Path) -> tuple[Catalog, str]:
+def home_of(path: Path) -> tuple[Catalog, str]:
     """The catalog that knows ``path`` and the name it has there: its folder, or one above for names with folders."""
     for folder in path.parents:
         if (folder / ".manifest" / f"{path.relative_to(folder)}.json").is_file():
@@ -154,7 +154,8 @@ def _home(path: Path) -> tuple[Catalog, str]:
     return Catalog(path.parent), path.name
 
 
-def _what_is_there(path: Path) -> str:
+def what_is_there(path: Path) -> str:
+    """What a user may have meant by ``path``, where there is no checkpoint: a sentence, with a space before it."""
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
         return f" The folder {str(folder)!r} does not exist either."

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, final
 
 from composerlite.checkpoint.catalog import Catalog
@@ -129,14 +129,36 @@ class RemoteCatalog:
             CorruptCheckpointError: an object is missing or its bytes are not those that were saved. There is no
                 checkpoint of that name in the folder then, unless there was one.
         """
-        if len(manifest.files) != 1:
-            raise CorruptCheckpointError(f"checkpoint {self.uri(manifest.name)!r} has {len(manifest.files)} files.")
-        (record,) = manifest.files
-        path = catalog.vacate(manifest.name)
-        log.info("fetching %s (%.1f MB) to %s", self.uri(manifest.name), record.size_bytes / 1e6, path)
+        home = PurePosixPath(manifest.name).parent
+        strange = [record.path for record in manifest.files if PurePosixPath(record.path).parent != home]
+        if strange or not manifest.files or ".." in home.parts:
+            raise CorruptCheckpointError(
+                f"checkpoint {self.uri(manifest.name)!r} has {len(manifest.files)} files, which are not all beside it: "
+                f"{', '.join(strange)}"
+            )
+        catalog.vacate(manifest.name)
+        done = 0
+        for record in manifest.files:
+
+            def tell(so_far: int, _: int, before: int = done) -> None:
+                if progress is not None:
+                    progress(before + so_far, manifest.size_bytes)
+
+            self.fetch_file(record, catalog.folder / record.path, tell)
+            done += record.size_bytes
+        catalog.adopt(manifest)
+
+    def fetch_file(self, record: FileRecord, path: Path, progress: Callable[[int, int], object] | None = None) -> None:
+        """Bring one file of a checkpoint to ``path``, verified.
+
+        Raises:
+            CorruptCheckpointError: it is missing, or its bytes are not those that were saved.
+        """
+        name = self.name_of(record.path)
+        log.info("fetching %s (%.1f MB) to %s", self.transfer.store.get_uri(name), record.size_bytes / 1e6, path)
         try:
             self.transfer.download(
-                self.name_of(record.path),
+                name,
                 path,
                 overwrite=True,
                 size_bytes=record.size_bytes,
@@ -144,12 +166,18 @@ class RemoteCatalog:
                 check=lambda file: verify_file(file, record.digest),
             )
         except FileNotFoundError as e:
-            raise CorruptCheckpointError(f"checkpoint {self.uri(manifest.name)!r}: its data are gone: {e}") from e
-        catalog.adopt(manifest)
+            uri = self.transfer.store.get_uri(name)
+            raise CorruptCheckpointError(f"checkpoint file {uri!r} is gone: {e}") from e
 
     # ── changing ─────────────────────────────────────────────────────────────────────────────────────────────────
     def publish(
-        self, manifest: Manifest, files: Sequence[Path], *, link: str | None = None, overwrite: bool = False
+        self,
+        manifest: Manifest,
+        files: Sequence[Path],
+        *,
+        link: str | None = None,
+        links: Mapping[str, str] | None = None,
+        overwrite: bool = False,
     ) -> None:
         """Make a checkpoint exist in the bucket, and point ``link`` to it.
 
@@ -160,6 +188,7 @@ class RemoteCatalog:
             manifest: its commit record.
             files: its data on this machine, in the order of ``manifest.files``.
             link: full name of the link, without ``.symlink``.
+            links: full names of further ones, and the file that each leads to.
             overwrite: replace a checkpoint of the same name. One of the same moment of the same run is replaced in any
                 case: a run that was interrupted does it again. What is there already is not sent again.
 
@@ -169,7 +198,7 @@ class RemoteCatalog:
         is_there = self.begin(manifest, overwrite=overwrite)
         if not is_there:
             self.send(zip(manifest.files, files, strict=True))
-        self.finish(manifest, link=link, is_there=is_there)
+        self.finish(manifest, link=link, links=links, is_there=is_there)
 
     def send(self, files: Iterable[tuple[FileRecord, Path]]) -> None:
         """Upload files of a checkpoint that does not exist yet, after :meth:`begin`: each where it belongs."""
@@ -177,12 +206,15 @@ class RemoteCatalog:
         for name, path in sorted(named, key=lambda pair: pair[0].endswith("/.metadata")):  # that is an index
             self.transfer.upload(name, path)
 
-    def finish(self, manifest: Manifest, *, link: str | None, is_there: bool) -> None:
+    def finish(
+        self, manifest: Manifest, *, link: str | None, links: Mapping[str, str] | None = None, is_there: bool
+    ) -> None:
         """Make the checkpoint exist whose files are all there, and point ``link`` to it.
 
         Args:
             manifest: its commit record.
             link: full name of the link, without ``.symlink``.
+            links: full names of further ones, and the file that each leads to.
             is_there: what :meth:`begin` said.
 
         Raises:
@@ -192,6 +224,9 @@ class RemoteCatalog:
             if link is not None:  # a kill before the link is moved: the next start looks here first
                 self.transfer.put_bytes(self._intention(link), self.name_of(manifest.name).encode())
             self._create_manifest(manifest)
+        for other, name in (links or {}).items():
+            if other != link:
+                self.transfer.put_bytes(check_name(other + LINK_SUFFIX), self.name_of(name).encode())
         if link is not None:
             self.transfer.put_bytes(check_name(link + LINK_SUFFIX), self.name_of(manifest.name).encode())
         log.info("published checkpoint %s", self.uri(manifest.name))

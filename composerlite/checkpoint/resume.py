@@ -23,7 +23,7 @@ from composerlite.errors import CorruptCheckpointError, RankError
 __all__ = ["Bucket", "newest_good"]
 
 log = logging.getLogger(__name__)
-_KINDS = ("monolithic", "sharded")
+_KINDS = ("monolithic", "sharded", "deepspeed")
 _REQUESTS = 16
 
 
@@ -235,7 +235,7 @@ class _Search:
         elif newer:
             log.info("%s is not the newest: newer ones were saved without some of their keys", candidate.source)
         is_here = isinstance(candidate.place, Path)
-        candidate.catalog.mend_links(candidate.manifest.name if is_here else None)
+        candidate.catalog.mend_links(candidate.manifest if is_here else None)
 
 
 # ── on every rank ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -256,7 +256,7 @@ def _checked(
         return None
     error: Exception | None = None
     try:
-        if offer.folder is not None and offer.manifest.is_directory:
+        if offer.folder is not None and len(offer.manifest.files) > 1:
             _check_share(Catalog(offer.folder), offer.manifest)
         elif candidate is not None:
             candidate.check(progress)
@@ -340,7 +340,7 @@ def _follow(offer: Offer, error: CorruptCheckpointError | OSError | None) -> Non
     if mine is None or mine.node == offer.manifest.node:
         return
     if error is None:
-        catalog.mend_links(mine.name)
+        catalog.mend_links(mine)
     elif isinstance(error, CorruptCheckpointError):
         catalog.set_aside(mine)
 

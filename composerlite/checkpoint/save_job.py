@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -105,7 +105,7 @@ class SaveJob:
         snapshot: the copy.
         failure: why this rank cannot do its part: it votes against the checkpoint.
         ring_bytes: memory to write with where there is no snapshot.
-        latest: name of the link to point to it.
+        latest: links to point to it: their names, and the file that each leads to.
         publish: is given the manifest after the commit, before anything is given up. On rank 0; where there are
             several disks on all, and on others without files.
         give_up: which checkpoints to delete after that. On rank 0.
@@ -126,7 +126,7 @@ class SaveJob:
     snapshot: Snapshot | None = None
     failure: BaseException | None = None
     ring_bytes: int = 32 << 20
-    latest: str | None = None
+    latest: Mapping[str, str] = field(default_factory=dict[str, str])
     publish: Callable[[Manifest], object] | None = None
     give_up: Callable[[], Sequence[Manifest]] | None = None
     vote: dist.CommitRound[Any] | None = None
@@ -211,8 +211,9 @@ class SaveJob:
         return self._conclude(manifest, before_commit)
 
     def _point_latest(self) -> None:
-        if self.disks.is_keeper and self.latest is not None and self.latest != self.manifest.name:
-            self.catalog.point_latest(self.latest, self.manifest.name)
+        for link, name in self.latest.items() if self.disks.is_keeper else ():
+            if link != name:
+                self.catalog.point_latest(link, name)
 
     def _conclude(self, manifest: Manifest, before_commit: float) -> SaveReport:
         """What is left on rank 0 when the checkpoint exists."""

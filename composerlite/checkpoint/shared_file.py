@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import xxhash
 
@@ -18,7 +18,7 @@ from composerlite.checkpoint.ranks_together import together
 from composerlite.checkpoint.reading import RawFile, opened_as
 from composerlite.errors import CheckpointError
 
-__all__ = ["opened_together"]
+__all__ = ["opened_together", "spread_file"]
 
 log = logging.getLogger(__name__)
 Known = dict[tuple[int, int], bytes]
@@ -64,6 +64,28 @@ def opened_together(
         source = _SpreadSource(spread, mine.raw if spread.is_source and mine is not None else None, known)
         with together(f"reading {name}"):
             yield RawFile(source, raw[0], source.read, raw[1] and spread.is_source).torch_file(trust=trust), progress
+
+
+def spread_file(raw: RawFile | None, what: str, *, trust: bool = False) -> Any:
+    """What a torch file holds that rank 0 has, on every rank; all of it is read there, once.
+
+    Args:
+        raw: the file, on rank 0. what: it is, for messages.
+        trust: load any type, **running whatever code the file holds**.
+
+    Raises:
+        CheckpointError: it cannot be read, on every rank.
+    """
+    mine: _Primed | None = None
+    with together(f"opening {what}"):
+        if raw is not None:
+            mine = _Primed.of(raw, trust=trust)
+    with dist.spreading(f"reading {what}", [0] * dist.get_world_size()) as spread:
+        shared, known = spread.object(lambda: _shared(mine))
+        source = _SpreadSource(spread, None if mine is None else mine.raw, known)
+        file = RawFile(source, shared[0], source.read, shared[1] and spread.is_source).torch_file(trust=trust)
+        file.read()
+        return file.contents
 
 
 def _opened_here(stack: contextlib.ExitStack, path: Path, *, trust: bool) -> _Primed | None:

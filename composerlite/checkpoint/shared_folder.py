@@ -16,7 +16,7 @@ from composerlite.checkpoint.ranks_together import from_first_rank, together
 from composerlite.errors import ConfigError
 from composerlite.storage import make_folder
 
-__all__ = ["ONE_DISK", "Disks", "disks_of"]
+__all__ = ["ONE_DISK", "Disks", "check_one_disk", "disks_of"]
 
 _APPEARS_SECONDS = 5.0
 """A network file system may show a new file on other machines a moment later."""
@@ -54,6 +54,21 @@ class Disks:
 
 ONE_DISK = Disks()
 """All ranks see one folder."""
+
+
+def check_one_disk(disks: Disks, folder: Path) -> Disks:
+    """``disks`` if they are one, which all ranks see.
+
+    Raises:
+        ConfigError: nodes have disks of their own.
+    """
+    if disks.are_several:
+        raise ConfigError(
+            f"the folder of checkpoints {str(folder)!r} is not the same on all nodes: rank 0 commits the files that "
+            "the ranks of DeepSpeed write there. Choose a folder (with a URI: save_staging_folder) on a file system "
+            "that all nodes mount."
+        )
+    return disks
 
 
 def disks_of(folder: Path) -> Disks:

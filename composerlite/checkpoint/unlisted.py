@@ -26,7 +26,8 @@ def unlisted(catalog: Catalog, template: str, run_name: str) -> list[Manifest]:
     Tensors are not read for it. What cannot be read at all is set aside: the run will come to write that name again.
     What is no checkpoint of this run is left alone.
     """
-    pattern, listed = name_pattern(template, run_name), {manifest.name for manifest in catalog.manifests()}
+    pattern = name_pattern(template, run_name)
+    listed = {record.path for manifest in catalog.manifests() for record in manifest.files}
     found: list[Manifest] = []
     for name in list(catalog.files()):
         if name in listed or pattern.fullmatch(name) is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import importlib
 import json
 import logging
 import os
@@ -11,20 +10,19 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple, cast, final
-
-from torch import Tensor
+from typing import Any, NamedTuple, final
 
 from composerlite.checkpoint.formats import sharded
 from composerlite.checkpoint.formats.directory import PathOrUri
-from composerlite.checkpoint.formats.torch_file import TorchImage
+from composerlite.checkpoint.formats.file_format import is_tar
+from composerlite.checkpoint.plain_files import file_writer, write_torch
 from composerlite.checkpoint.state_dict import WorkDir
 from composerlite.checkpoint.state_keys import nested
+from composerlite.checkpoint.zero_unsharding import unshard_zero
 from composerlite.errors import CheckpointExistsError, ConfigError, IncompatibleCheckpointError
-from composerlite.storage import StagedFile, StreamWriter, atomic_write, is_uri, make_folder, parse_uri
+from composerlite.storage import atomic_write, is_uri, make_folder, parse_uri
 
-__all__ = ["UnshardStrategy", "UnshardStrategyType", "safetensors_writer", "unshard_checkpoint"]
+__all__ = ["UnshardStrategy", "UnshardStrategyType", "unshard_checkpoint"]
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +104,7 @@ def unshard_checkpoint(
 
     Args:
         dir: path or URI of a checkpoint that :func:`save_model_and_optim_state` wrote. Of one of the Trainer the model
-            is written.
+            is written; of an archive of DeepSpeed, as :func:`unshard_zero` takes it, the model in one file.
         target_dir: a folder of this machine.
         optim: whether to write the optimizer; ``None``: if there is one and the format is torch's.
         save_overwrite: replace what this writes; else ``target_dir`` must be empty.
@@ -136,9 +134,12 @@ def unshard_checkpoint(
         raise ConfigError(f"target_dir={os.fspath(target_dir)!r}: want a folder of this machine; upload it then.")
     target = Path(parse_uri(os.fspath(target_dir))[2])
     strategy = unshard_strategy or UnshardStrategy.one_file()
-    write = safetensors_writer() if use_safetensors else _write_torch
+    write = file_writer(use_safetensors=use_safetensors)
     if not save_overwrite and target.is_dir() and any(target.iterdir()):
         raise CheckpointExistsError(f"{str(target)!r} is not empty: give another folder, or save_overwrite=True.")
+    if isinstance(dir, str | os.PathLike) and is_tar(Path(os.fspath(dir))):
+        file = target / ("model.safetensors" if use_safetensors else "model.pt")
+        return _unshard_archives(os.fspath(dir), file, strategy, optim=optim), None
     with sharded.RemoteFileSystemReader(dir, pre_download=pre_download, work_dir=work_dir) as reader:
         keys = reader.read_metadata().state_dict_metadata
         wants_optim = not use_safetensors and any(key.startswith("optim.") for key in keys) if optim is None else optim
@@ -150,6 +151,14 @@ def unshard_checkpoint(
         job = _Job(reader, target, ".safetensors" if use_safetensors else ".pt", write, strategy, quiet)
         written = [job.run(part) for part in parts]
     return written[0], written[1] if wants_optim else None
+
+
+def _unshard_archives(path: str, file: Path, strategy: UnshardStrategy, *, optim: bool | None) -> Path:
+    if optim:
+        raise ConfigError("optim=True: of a checkpoint of DeepSpeed the model alone is written.")
+    if strategy.name is not UnshardStrategyType.one_file:
+        raise ConfigError(f"unshard_strategy={strategy.name.value!r}: of one of DeepSpeed a single file is written.")
+    return unshard_zero(path, file, save_overwrite=True)
 
 
 class _Key(NamedTuple):
@@ -181,7 +190,7 @@ class _Job:
         if self.strategy.name is UnshardStrategyType.one_file:
             path = self.target / f"{part}{self.suffix}"
             values = sharded.load_flat(self.reader, [key.full for key in keys])
-            is_tree = self.write is _write_torch
+            is_tree = self.write is write_torch
             self._write(path, nested(metadata, prefix, list(values), values) if is_tree else _named(keys, values))
             return path
         folder = self.target / part
@@ -246,39 +255,3 @@ def _file_name(key: str, suffix: str, taken: set[str]) -> str:
         name = f"{stem}~{number}"
     taken.add(name.lower())
     return name + suffix
-
-
-# ── formats ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _write_torch(path: Path, contents: Any) -> None:
-    image = TorchImage(contents)
-    with StagedFile(path) as staged:
-        with StreamWriter(staged.temporary, image.size_bytes) as sink:
-            image.write(sink)
-            sink.finish()
-        staged.publish()
-
-
-def safetensors_writer() -> Callable[[Path, Any], None]:
-    """What writes a file of the safetensors library, durably.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        library: ModuleType = importlib.import_module("safetensors.torch")
-    except ImportError as e:
-        raise ConfigError(
-            "use_safetensors=True: safetensors is not installed: pip install 'composerlite[safetensors]'"
-        ) from e
-    save_file = cast("Callable[..., None]", library.save_file)
-
-    def write(path: Path, contents: Any) -> None:
-        tensors = {key: value.contiguous() for key, value in contents.items() if isinstance(value, Tensor)}
-        if left_out := sorted(set(contents) - set(tensors)):
-            log.warning("%s: left out what is no tensor: %s", path, ", ".join(left_out[:20]))
-        with StagedFile(path) as staged:
-            save_file(tensors, staged.temporary, metadata={"format": "pt"})
-            staged.flush()
-            staged.publish()
-
-    return write

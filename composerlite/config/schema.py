@@ -91,6 +91,7 @@ class TrainerArguments:
     dist_timeout: float = 300.0
     ddp_sync_strategy: str | None = None
     parallelism_config: dict[str, Any] | None = None
+    deepspeed_config: dict[str, Any] | str | None = None
     python_log_level: str | None = None
     compile_config: dict[str, Any] | None = None
 

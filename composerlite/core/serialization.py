@@ -63,9 +63,15 @@ def _by_class(items: Iterable[T]) -> dict[str, T]:
 def full_state(state: State) -> StateDict:
     """Everything a full checkpoint holds under ``state``. Tensors are those in use: copy them before training on."""
     position = state.data_position
+    optimizers = _by_class(state.optimizers).items()
+    ours: StateDict = {}
+    if not state.deepspeed_enabled:  # which has both, and saves them in its own files
+        ours = {
+            "model": _model_state(state.model),
+            "optimizers": {name: named_optimizer_state(o, state.model) for name, o in optimizers},
+        }
     return {
-        "model": _model_state(state.model),
-        "optimizers": {name: named_optimizer_state(o, state.model) for name, o in _by_class(state.optimizers).items()},
+        **ours,
         "schedulers": {name: scheduler.state_dict() for name, scheduler in _by_class(state.schedulers).items()},
         "algorithms": [
             (name, _algorithm_state(algorithm, algorithm.state_dict()))
@@ -211,8 +217,17 @@ def load_full_state(
     Raises:
         IncompatibleCheckpointError: the model or an optimizer does not fit.
     """
-    load_weights(state, contents, strict=strict, exclude_algorithms=exclude_algorithms, source=source)
+    if not state.deepspeed_enabled:  # which has loaded them from its own files
+        load_weights(state, contents, strict=strict, exclude_algorithms=exclude_algorithms, source=source)
+        _load_optimizers(state, contents, source)
+    _load_parts(state, contents, exclude_algorithms, source)
+    with _restoring("timestamp", source):
+        _load_time(state, contents)
+    with _restoring("train_metrics", source):
+        _load_metrics(state, contents)
 
+
+def _load_optimizers(state: State, contents: StateDict, source: str) -> None:
     if problems := _kind_problems(state, contents, source):
         raise IncompatibleCheckpointError("\n".join(problems))
     if "optimizers" not in contents and state.optimizers:
@@ -221,11 +236,6 @@ def load_full_state(
         if "optimizers" in contents:
             with _restoring(f"optimizers/{name}", source):
                 load_named_optimizer_state(optimizer, state.model, contents["optimizers"][name], source=source)
-    _load_parts(state, contents, exclude_algorithms, source)
-    with _restoring("timestamp", source):
-        _load_time(state, contents)
-    with _restoring("train_metrics", source):
-        _load_metrics(state, contents)
 
 
 def _load_parts(state: State, contents: StateDict, exclude_algorithms: Sequence[str], source: str) -> None:
@@ -446,6 +456,11 @@ def _apply_required_algorithms(state: State, contents: StateDict, exclude: Seque
             continue
         if not saved.get("required", False):
             continue
+        if state.deepspeed_enabled:
+            raise IncompatibleCheckpointError(
+                f"the checkpoint's model was changed by the algorithm {name!r}, and DeepSpeed has the model already: "
+                f"pass it to the Trainer, algorithms=[{name}(…)]."
+            )
         algorithm = Algorithm.rebuild(name, saved.get("config", {}))
         algorithm.apply(Event.INIT, state, Logger(state))
         state.algorithms.append(algorithm)

@@ -51,6 +51,8 @@ class State:
         data_position: gives ``dataset_state`` while training; set by the training loop.
         device_train_microbatch_size: samples per forward pass; ``None`` for a whole batch.
         parallelism: how the model is spread over ranks; ``None`` for a whole copy on each.
+        deepspeed_config: what DeepSpeed is told, which trains the model; ``None`` without it.
+        deepspeed: what DeepSpeed saves and loads, once it has the model. Else ``None``.
         riders: numbers that are added up over the ranks in each batch.
         interruption: whether the process was asked from outside to end.
         stop_requested: with several ranks, :meth:`stop_training` was called on this one and the others do not know yet.
@@ -92,6 +94,7 @@ class State:
         rank: int = 0,
         world_size: int = 1,
         parallelism: ParallelismConfig | None = None,
+        deepspeed_config: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model
         self.rank_zero_seed = rank_zero_seed
@@ -111,6 +114,8 @@ class State:
         self.rank = rank
         self.world_size = world_size
         self.parallelism = parallelism
+        self.deepspeed_config = deepspeed_config
+        self.deepspeed: Any = None
         self.stop_requested = False
         self.riders = dist.Riders()
         self.interruption = Interruption(self.riders)
@@ -201,13 +206,20 @@ class State:
 
     @property
     def sharding(self) -> str | None:
-        """How a checkpoint of a model that is spread over ranks is laid out: ``'sharded'`` or ``'full'``.
+        """How a checkpoint of a model that is spread over ranks is laid out: 'sharded', 'full' or 'deepspeed'.
 
         ``None`` where every rank has the whole model.
         """
+        if self.deepspeed_enabled:
+            return "deepspeed"
         if self.parallelism is None:
             return None
         return "sharded" if self.parallelism.fsdp is None else self.parallelism.fsdp.state_dict_type
+
+    @property
+    def deepspeed_enabled(self) -> bool:
+        """Whether DeepSpeed trains the model."""
+        return self.deepspeed_config is not None
 
     # ── identity ─────────────────────────────────────────────────────────────────────────────────────────────────
     @property

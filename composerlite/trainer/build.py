@@ -41,6 +41,7 @@ from composerlite.types import Batch
 
 if TYPE_CHECKING:
     from composerlite.core import ParallelismConfig
+    from composerlite.trainer.parallel import Parallel
 
 __all__ = [
     "add_preemption_handler",
@@ -48,6 +49,8 @@ __all__ = [
     "build_optimizer",
     "build_schedulers",
     "check_parts",
+    "check_zero",
+    "deepspeed_config",
     "eval_metrics",
     "in_a_store",
     "limited",
@@ -57,6 +60,7 @@ __all__ = [
     "resolve_run_name",
     "saver",
     "scaled_duration",
+    "zero",
 ]
 
 log = logging.getLogger(__name__)
@@ -314,3 +318,50 @@ def parallelism(value: Mapping[str, Any] | ParallelismConfig | None) -> Parallel
     if config is not None:
         config.degrees(dist.get_world_size())
     return config
+
+
+def deepspeed_config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What DeepSpeed is told, as the trainer's ``arguments`` say; ``None`` where it does not train.
+
+    Raises:
+        ConfigError: it cannot be read, or contradicts another argument.
+    """
+    value = arguments["deepspeed_config"]
+    if value is None:
+        return None
+    for other in ("parallelism_config", "ddp_sync_strategy", "compile_config"):
+        if arguments[other] is not None:
+            raise ConfigError(
+                f"deepspeed_config={value!r} contradicts {other}={arguments[other]!r}: DeepSpeed spreads the model in "
+                "its own way. Give one of the two."
+            )
+    from composerlite.trainer.zero_config import read_config
+
+    return read_config(value)
+
+
+def zero(state: State, spec: DataSpec | None) -> Parallel | None:
+    """DeepSpeed with the model of ``state``, if that is to train it; ``spec`` are the data, if they are known."""
+    if state.deepspeed_config is None:
+        return None
+    from composerlite.trainer.zero import ZeRO  # what takes long to import
+
+    return ZeRO(state, state.deepspeed_config, _batch_size(spec))
+
+
+def check_zero(state: State, spec: DataSpec) -> None:
+    """See that what DeepSpeed was told is still so, with the data ``spec``.
+
+    Raises:
+        ConfigError: a number of samples or the precision is another now.
+    """
+    if state.deepspeed_config is not None:
+        from composerlite.trainer.zero_config import check_batches
+
+        check_batches(state.deepspeed_config, state, _batch_size(spec))
+
+
+def _batch_size(spec: DataSpec | None) -> int | None:
+    """Samples per batch of one rank, where the loader says it."""
+    size = None if spec is None else getattr(spec.dataloader, "batch_size", None)
+    return size if isinstance(size, int) else None

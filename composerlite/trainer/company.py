@@ -296,7 +296,7 @@ def connected(construct: Callable[Concatenate[M, P], None]) -> Callable[Concaten
         membership = Membership(
             given.get("device"),
             given.get("dist_timeout", _DEFAULT_TIMEOUT_SECONDS),
-            alone=given.get("parallelism_config") is not None,
+            alone=any(given.get(name) is not None for name in ("parallelism_config", "deepspeed_config")),
         )
         self._membership = membership  # pyright: ignore[reportPrivateUsage] - this is its constructor
         try:

@@ -28,7 +28,17 @@ if TYPE_CHECKING:
 
     from composerlite.core import FSDPConfig, ParallelismConfig, TPConfig
 
-__all__ = ["Alone", "Parallel", "Replicated", "Sharded", "check_sync_strategy", "copy_model", "shard_model"]
+__all__ = [
+    "Alone",
+    "Parallel",
+    "Replicated",
+    "Sharded",
+    "check_sync_strategy",
+    "copy_model",
+    "saved_buffers",
+    "send_tensors",
+    "shard_model",
+]
 
 _STRATEGIES = ("single_auto_sync", "multi_auto_sync", "forced_sync")
 _BUCKET_BYTES = 25 << 20
@@ -43,6 +53,7 @@ class Parallel(ABC):
         counts: whether the data of this rank are counted; of ranks that share layers one is enough.
         forward_is_shared: a forward pass waits for the other ranks, so that all need as many.
         passes_are_shared: the same of the forward and backward pass of a microbatch.
+        steps_itself: :meth:`step` is to be called in the place of the optimizer's, which has no gradients.
     """
 
     data_rank: int = 0
@@ -50,6 +61,7 @@ class Parallel(ABC):
     counts: bool = True
     forward_is_shared: bool = False
     passes_are_shared: bool = False
+    steps_itself: bool = False
 
     @abstractmethod
     def trained(self, model: nn.Module) -> Callable[..., Any]:
@@ -59,9 +71,17 @@ class Parallel(ABC):
     def before_microbatch(self, *, last: bool) -> None:
         """Call it before the forward pass of each microbatch."""
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass of a microbatch."""
+        loss.backward()
+
     @abstractmethod
     def reduce(self, model: nn.Module) -> None:
         """Make gradients those of all ranks, if they are not yet. Call it after the last backward pass of a batch."""
+
+    def step(self) -> None:
+        """Change the weights, where this does it in place of the optimizer."""
+        raise AssertionError("unreachable")
 
     @abstractmethod
     def before_evaluation(self, model: nn.Module) -> None:
@@ -73,6 +93,9 @@ class Parallel(ABC):
 
     def give_up(self) -> None:
         """This rank failed and trains no more: hold nothing on which others could wait for it."""
+
+    def close(self) -> None:
+        """The trainer is closed, on every rank. Twice is fine."""
 
 
 @final
@@ -134,7 +157,7 @@ class Replicated(Parallel):
             self.before_evaluation(model)
 
     def before_evaluation(self, model: nn.Module) -> None:
-        _send_tensors(model.buffers())
+        send_tensors(model.buffers())
 
     def after_evaluation(self, model: nn.Module) -> None: ...
 
@@ -176,13 +199,13 @@ class Sharded(Parallel):
         }
         mesh = init_device_mesh(state.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
         old = {id(parameter): name for name, parameter in model.named_parameters()}
-        _send_tensors(itertools.chain(model.parameters(), model.buffers()))
+        send_tensors(itertools.chain(model.parameters(), model.buffers()))
         if config.tp is not None:
             _split_layers(model, mesh["tensor"], config.tp)
         if config.fsdp is not None:
             names = tuple(name for name in used if name != "tensor")
             _shard(state, mesh[names[0] if len(names) == 1 else names], config.fsdp)
-        self._buffers = _saved_buffers(model)
+        self._buffers = saved_buffers(model)
         self._fsdp: Any = None if config.fsdp is None else model
         self._reduces = True
         _give_parameters(state, old)
@@ -196,7 +219,7 @@ class Sharded(Parallel):
             self._reduces = last
 
     def reduce(self, model: nn.Module) -> None:
-        _send_tensors(self._buffers)
+        send_tensors(self._buffers)
 
     def before_evaluation(self, model: nn.Module) -> None: ...
 
@@ -226,13 +249,13 @@ def _check_shardable(state: State) -> None:
         )
 
 
-def _send_tensors(tensors: Iterable[torch.Tensor]) -> None:
+def send_tensors(tensors: Iterable[torch.Tensor]) -> None:
     """Copy those of rank 0 to all."""
     for tensor in tensors:
         torch.distributed.broadcast(tensor.detach(), 0)
 
 
-def _saved_buffers(model: nn.Module) -> list[torch.Tensor]:
+def saved_buffers(model: nn.Module) -> list[torch.Tensor]:
     """Buffers that a forward pass may change: those that are saved, as the statistics of batch norm."""
     saved = model.state_dict().keys()
     return [b for name, b in model.named_buffers() if name in saved and not dist.is_distributed_tensor(b)]

@@ -94,6 +94,9 @@ class TrainStep:
         else:
             self._train(samples, share)
             self._finish_gradients()
+        if self._parallel.steps_itself:
+            self._parallel.step()
+            return
         for optimizer in state.optimizers:
             if state.scaler is None:
                 optimizer.step()
@@ -133,7 +136,7 @@ class TrainStep:
 
     def _train(self, samples: int, share: float) -> None:
         state, engine = self._state, self._engine
-        for optimizer in state.optimizers:
+        for optimizer in () if self._parallel.steps_itself else state.optimizers:
             if _zeroes_plainly(optimizer):
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
@@ -247,7 +250,10 @@ class TrainStep:
             total = total * weight
         if state.scaler is not None:
             total = state.scaler.scale(total)
-        total.backward()
+        if self._is_alone:
+            total.backward()
+        else:
+            self._parallel.backward(total)
         for handler in on[Event.AFTER_BACKWARD]:
             handler(state, logger)
 

@@ -130,6 +130,9 @@ class Trainer:
         parallelism_config: how the model is spread over ranks: a :class:`ParallelismConfig` or
             ``{'fsdp': {…}, 'tp': {…}}`` with the fields of :class:`FSDPConfig` and :class:`TPConfig`; ``None`` for a
             whole copy on each.
+        deepspeed_config: have DeepSpeed's ZeRO spread the state of the optimizer, gradients and weights over the ranks:
+            its configuration, as a dict or the path of a JSON file. What follows from the other arguments (batch sizes,
+            precision, clipping) need not be in it.
         python_log_level: log level of composerlite.
         compile_config: arguments of ``torch.compile``, with which the model is compiled; ``None`` for not at all.
 
@@ -212,6 +215,7 @@ class Trainer:
         dist_timeout: float = 300.0,
         ddp_sync_strategy: str | None = None,
         parallelism_config: Mapping[str, Any] | ParallelismConfig | None = None,
+        deepspeed_config: Mapping[str, Any] | str | Path | None = None,
         python_log_level: str | None = None,
         compile_config: dict[str, Any] | None = None,
     ) -> None:
@@ -219,6 +223,7 @@ class Trainer:
         checks.check_flags(type(self).__init__, arguments)
         if python_log_level is not None:
             logging.getLogger("composerlite").setLevel(checks.check_log_level(python_log_level))
+        zero_config = build.deepspeed_config(arguments)
         ddp_sync_strategy = check_sync_strategy(ddp_sync_strategy)
         parallelism = build.parallelism(parallelism_config)
         self._autoresume = autoresume
@@ -265,6 +270,7 @@ class Trainer:
             rank=dist.get_global_rank(),
             world_size=dist.get_world_size(),
             parallelism=parallelism,
+            deepspeed_config=zero_config,
         )
         self._set_precision(chosen_precision)
         user_loggers += build.output_loggers(arguments)
@@ -292,8 +298,8 @@ class Trainer:
             if self.state.max_duration is not None or all(isinstance(s, LRScheduler) for s in self._schedulers):
                 self._build_schedulers(keep_rates=False)
 
-            sharded = shard_model(self.state)
-            if sharded is not None:
+            sharded = build.zero(self.state, self._train_spec) or shard_model(self.state)
+            if sharded is not None and zero_config is None:
                 self._membership.stay()
 
             # Loading comes last: everything that has a state is there to take it.
@@ -339,6 +345,8 @@ class Trainer:
                 self.state.model.compile(**compile_config)
         except BaseException:
             self.engine.close()
+            if self.state.deepspeed is not None:
+                self.state.deepspeed.close()
             raise
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -402,6 +410,7 @@ class Trainer:
             state.device_train_microbatch_size, state.auto_microbatching = size, auto
         if precision is not None and (new := ensure_precision(precision, state.device)) is not state.precision:
             self._set_precision(new)
+        build.check_zero(state, self._train_spec)
         if scale_schedule_ratio is not None:
             self._scale_schedule_ratio = checks.check_ratio(scale_schedule_ratio)
         if step_schedulers_every_batch is not None:
@@ -566,6 +575,7 @@ class Trainer:
         try:
             with failing_together("closing the trainer"):
                 self.engine.close()
+                self._parallel.close()
         finally:
             self._membership.leave()
 
@@ -585,8 +595,14 @@ class Trainer:
         return [callback for callback in self.state.callbacks if isinstance(callback, CheckpointSaver)]
 
     def _set_precision(self, precision: Precision) -> None:
+        if self.state.deepspeed is not None:
+            raise ConfigError(
+                f"precision={precision.value!r}: DeepSpeed has made the weights for {self.state.precision.value!r}. "
+                "Pass it to Trainer."
+            )
         self.state.precision = precision
-        self.state.scaler = torch.amp.GradScaler() if precision is Precision.AMP_FP16 else None
+        scales = precision is Precision.AMP_FP16 and not self.state.deepspeed_enabled  # it has a scaler of its own
+        self.state.scaler = torch.amp.GradScaler() if scales else None
 
     def _set_train_data(self, train_dataloader: Loader) -> None:
         self._train_spec = ensure_data_spec(train_dataloader)

@@ -1,10 +1,10 @@
-"""Tar archives that hold one file, ``composer_states.pt``."""
+"""Tar archives that hold ``composer_states.pt``, alone or with the files of DeepSpeed."""
 
 from __future__ import annotations
 
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Protocol, final
 
@@ -12,58 +12,77 @@ from composerlite.checkpoint.formats.packed_sink import PackedSink
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest, StreamWriter
 
-__all__ = ["TarSink", "is_tar_header", "tar_bytes", "tar_member"]
+__all__ = ["STATES", "Reader", "TarSink", "is_tar_header", "next_member", "tar_bytes", "tar_member"]
 
-_MEMBER = "composer_states.pt"
+STATES = "composer_states.pt"
+"""The file in every archive."""
 _BLOCK = tarfile.BLOCKSIZE
 _MOST_HEADER_BYTES = 64 << 10
 _PIECE_BYTES = 1 << 20
 _LONG_NAME, _LONG_LINK = tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK
 
 
-def tar_bytes(size_bytes: int) -> int:
-    """The size of an archive that holds a file of ``size_bytes``."""
-    used = _BLOCK + size_bytes + 2 * _BLOCK
-    used += -size_bytes % _BLOCK
+def tar_bytes(*sizes: int) -> int:
+    """The size of an archive that holds files of ``sizes``."""
+    used = sum(_BLOCK + size + -size % _BLOCK for size in sizes) + 2 * _BLOCK
     return used + -used % tarfile.RECORDSIZE
 
 
 @final
 class TarSink:
-    """Takes the bytes of a file of ``size_bytes`` and writes an archive of it to ``inner``.
+    """Takes the bytes of files, one after the other, and writes an archive of them to ``inner``.
+
+    Args:
+        inner: takes the archive.
+        members: names and sizes of the files. What is appended at once belongs to one of them.
 
     Attributes:
         size_bytes: taken so far.
         seconds: those of ``inner``.
     """
 
-    def __init__(self, inner: StreamWriter | PackedSink, size_bytes: int) -> None:
-        member = tarfile.TarInfo(_MEMBER)
-        member.size = size_bytes
-        member.mtime = int(time.time())
-        inner.write(member.tobuf(tarfile.GNU_FORMAT))
+    def __init__(self, inner: StreamWriter | PackedSink, members: Sequence[tuple[str, int]]) -> None:
         self.size_bytes = 0
         self.seconds = inner.seconds
         self._inner = inner
-        self._expected = size_bytes
+        self._sizes = [size for _, size in members]
+        self._coming = list(members)
+        self._left = 0
+        self._begin_next()
         self._stack = ExitStack()
         self._stack.enter_context(inner)
+
+    def _begin_next(self) -> None:
+        name, self._left = self._coming.pop(0)
+        member = tarfile.TarInfo(name)
+        member.size = self._left
+        member.mtime = int(time.time())
+        self._inner.write(member.tobuf(tarfile.GNU_FORMAT))
 
     def write(self, data: bytes) -> None:
         """Append ``data``."""
         self._inner.write(data)
-        self.size_bytes += len(data)
+        self._took(len(data))
 
     def copy(self, address: int, size: int) -> int:
         """Append ``size`` bytes of memory at ``address``; their CRC-32."""
         crc = self._inner.copy(address, size)
-        self.size_bytes += size
+        self._took(size)
         return crc
+
+    def _took(self, size: int) -> None:
+        self.size_bytes += size
+        self._left -= size
+        assert self._left >= 0, f"{-self._left} bytes more than were to come"
+        if self._left == 0 and self._coming:
+            self._inner.write(bytes(-self._sizes[-len(self._coming) - 1] % _BLOCK))
+            self._begin_next()
 
     def finish(self) -> FileDigest:
         """End the archive and wait until it is durable; what the file contains."""
-        assert self.size_bytes == self._expected, f"{self.size_bytes} bytes where {self._expected} were to come"
-        self._inner.write(bytes(tar_bytes(self._expected) - _BLOCK - self._expected))
+        assert self._left == len(self._coming) == 0, f"{self._left} bytes, {len(self._coming)} files are to come"
+        used = sum(_BLOCK + size + -size % _BLOCK for size in self._sizes) - -self._sizes[-1] % _BLOCK
+        self._inner.write(bytes(tar_bytes(*self._sizes) - used))
         return self._inner.finish()
 
     def __enter__(self) -> TarSink:
@@ -105,12 +124,12 @@ def tar_member(source: Reader) -> Iterator[bytes]:
         IncompatibleCheckpointError: DeepSpeed's files are in it.
     """
     found = False
-    while (member := _next_member(source)) is not None:
+    while (member := next_member(source)) is not None:
         if _is_its_folder(member):
             continue
         _check(member)
         if found:
-            raise CorruptCheckpointError(f"it is an archive that holds {_MEMBER!r} twice")
+            raise CorruptCheckpointError(f"it is an archive that holds {STATES!r} twice")
         found = True
         yield from _pieces(source, member.size)
         if len(source.read(-member.size % _BLOCK)) != -member.size % _BLOCK:
@@ -119,10 +138,10 @@ def tar_member(source: Reader) -> Iterator[bytes]:
         if piece.strip(b"\0"):
             raise CorruptCheckpointError("it is an archive with something behind its end")
     if not found:
-        raise CorruptCheckpointError(f"it is an archive that holds no {_MEMBER!r}")
+        raise CorruptCheckpointError(f"it is an archive that holds no {STATES!r}")
 
 
-def _next_member(source: Reader) -> tarfile.TarInfo | None:
+def next_member(source: Reader) -> tarfile.TarInfo | None:
     """The next header, with what extended headers before it say; ``None`` at the end of the archive."""
     name, size = None, None
     while True:
@@ -153,11 +172,14 @@ def _next_member(source: Reader) -> tarfile.TarInfo | None:
 def _check(member: tarfile.TarInfo) -> None:
     parts = member.name.split("/")
     if parts[0] == "deepspeed" or parts[:2] == [".", "deepspeed"]:
-        raise IncompatibleCheckpointError("it is an archive of DeepSpeed, which cannot be loaded yet")
+        raise IncompatibleCheckpointError(
+            "it is an archive of DeepSpeed. Load it in a run with deepspeed_config=…; or make a file of its weights "
+            "with composerlite.checkpoint.unshard_zero"
+        )
     plain = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
-    if not plain or member.name not in (_MEMBER, f"./{_MEMBER}"):
+    if not plain or member.name not in (STATES, f"./{STATES}"):
         kind = "file" if plain else "folder" if member.isdir() else "link, device or sparse file"
-        raise CorruptCheckpointError(f"it is an archive that holds the {kind} {member.name!r}; want {_MEMBER!r} alone")
+        raise CorruptCheckpointError(f"it is an archive that holds the {kind} {member.name!r}; want {STATES!r} alone")
 
 
 def _is_its_folder(member: tarfile.TarInfo) -> bool:

@@ -11,11 +11,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from composerlite.checkpoint.formats.archive import TarSink, tar_bytes
+from composerlite.checkpoint.formats.archive import STATES, TarSink, tar_bytes
 from composerlite.checkpoint.formats.compression import KNOWN_COMPRESSORS, Compressor
 from composerlite.checkpoint.formats.packed_sink import PackedSink
 from composerlite.errors import ConfigError
@@ -70,13 +71,27 @@ class Format:
             ConfigError: see :meth:`check`.
             OSError: no space, which is known at once where the file is not compressed.
         """
-        if self.compressor is None and not self.archive:
-            return StreamWriter(path, size_bytes, memory=memory, ring_bytes=ring_bytes)
+        if self.archive:
+            return self.open_archive(path, [(STATES, size_bytes)], ring_bytes=ring_bytes)
         if self.compressor is None:
-            return TarSink(StreamWriter(path, tar_bytes(size_bytes), ring_bytes=ring_bytes), size_bytes)
-        inner_bytes = tar_bytes(size_bytes) if self.archive else size_bytes
-        sink = PackedSink(path, self.compressor.encoder(inner_bytes), most_bytes=inner_bytes)
-        return TarSink(sink, size_bytes) if self.archive else sink
+            return StreamWriter(path, size_bytes, memory=memory, ring_bytes=ring_bytes)
+        return PackedSink(path, self.compressor.encoder(size_bytes), most_bytes=size_bytes)
+
+    def open_archive(self, path: Path, members: Sequence[tuple[str, int]], *, ring_bytes: int = _RING_BYTES) -> Sink:
+        """What takes the bytes of several files, one after the other, and writes the archive ``path``.
+
+        Args:
+            path: an existing file, empty.
+            members: names and sizes of the files.
+            ring_bytes: memory to write with.
+
+        Raises:
+            ConfigError, OSError: as :meth:`open_sink`.
+        """
+        size_bytes = tar_bytes(*(size for _, size in members))
+        if self.compressor is None:
+            return TarSink(StreamWriter(path, size_bytes, ring_bytes=ring_bytes), members)
+        return TarSink(PackedSink(path, self.compressor.encoder(size_bytes), most_bytes=size_bytes), members)
 
 
 def is_tar(name: str | Path) -> bool:

@@ -13,7 +13,7 @@ import logging
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, final
 
 import torch
@@ -65,6 +65,10 @@ class TorchImage:
     Everything but the bytes of tensors is pickled when this is made, and does not change with training any more. The
     bytes are read when the image is written: from the tensors themselves, or from a copy after :meth:`staged_in`.
 
+    Args:
+        contents: what is to be in the file.
+        known: classes that its reader is told to take; of others that it will refuse the log says so.
+
     Attributes:
         size_bytes: of the file.
         stand_in: gives the storage to read in the place of one of those in the contents, as each is written.
@@ -73,9 +77,9 @@ class TorchImage:
         Exception: whatever pickle raises for something that it cannot write.
     """
 
-    def __init__(self, contents: StateDict) -> None:
+    def __init__(self, contents: StateDict, known: Collection[str] = ()) -> None:
         buffer = io.BytesIO()
-        pickler = _Pickler(buffer, protocol=_PICKLE_PROTOCOL)
+        pickler = _Pickler(buffer, protocol=_PICKLE_PROTOCOL, known=known)
         pickler.dump(contents)
         self._index = pickler.index
         self._storages: list[torch.UntypedStorage] | None = pickler.storages
@@ -85,6 +89,7 @@ class TorchImage:
         data = [(f"data/{number}", storage.nbytes()) for number, storage in enumerate(pickler.storages)]
         self._layout = Layout([*data, *((name, len(value)) for name, value in self._rest)])
         self._memory: HostMemory | None = None
+        self._start = 0
         self.stand_in: Callable[[torch.UntypedStorage], torch.UntypedStorage] | None = None
         self.size_bytes = self._layout.end + trailer_bytes(self._layout.records, self._layout.end)
 
@@ -98,9 +103,9 @@ class TorchImage:
         found = {self._index.get(storage_id(t.untyped_storage())) for t in tensors if type(t) is Tensor}
         return sorted(number for number in found if number is not None)
 
-    def staged_in(self, memory: HostMemory) -> None:
-        """From now on the bytes are those in ``memory``, which holds each storage at its offset in the file."""
-        self._memory = memory
+    def staged_in(self, memory: HostMemory, start: int = 0) -> None:
+        """From now on the bytes are those in ``memory``: from ``start`` on, each storage at its offset in the file."""
+        self._memory, self._start = memory, start
         self._storages = None
 
     def write(self, sink: Sink) -> list[int]:
@@ -117,7 +122,7 @@ class TorchImage:
             data = torch.frombuffer(bytearray(self._rest[rest][1]), dtype=torch.uint8)
             crc = sink.copy(data.data_ptr(), record.size_bytes)
         elif self._memory is not None:
-            crc = sink.copy(self._memory.address + record.data_offset, record.size_bytes)
+            crc = sink.copy(self._memory.address + self._start + record.data_offset, record.size_bytes)
         else:
             assert self._storages is not None
             storage = self._storages[number]
@@ -147,8 +152,9 @@ class _Pickler(pickle.Pickler):
     Deques and defaultdicts become constructor calls, the only form in which ``weights_only`` takes them back.
     """
 
-    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+    def __init__(self, file: io.BytesIO, protocol: int, known: Collection[str]) -> None:
         super().__init__(file, protocol)
+        self._known = known
         self.storages: list[torch.UntypedStorage] = []
         self.index: dict[int, int] = {}
         self._dtypes: dict[int, torch.dtype] = {}
@@ -174,7 +180,8 @@ class _Pickler(pickle.Pickler):
             return collections.deque, (list(obj), obj.maxlen)
         if kind is collections.defaultdict:
             return collections.defaultdict, (obj.default_factory, dict(obj))
-        if isinstance(obj, type | types.FunctionType | types.BuiltinFunctionType):
+        is_named = isinstance(obj, type | types.FunctionType | types.BuiltinFunctionType)
+        if is_named and f"{obj.__module__}.{obj.__qualname__}" not in self._known:
             _warn_if_not_loadable(obj)
         return NotImplemented
 

@@ -119,6 +119,7 @@ class TorchFile:
         map_location: where tensors go.
         trust: load any type, **running whatever code the file holds**.
         check_sums: compare the CRC-32 of each record with that in the archive; for what nothing else verifies.
+        types: further classes that it may hold, by full name, made and filled as pickle does. Theirs is what may run.
 
     Raises:
         CorruptCheckpointError: damaged, or no torch file.
@@ -135,6 +136,7 @@ class TorchFile:
         map_location: MapLocation = "cpu",
         trust: bool = False,
         check_sums: bool = False,
+        types: Mapping[str, type] | None = None,
     ) -> None:
         self._source = source
         if peek(0, min(size_bytes, len(_LEGACY))) == _LEGACY:
@@ -154,7 +156,7 @@ class TorchFile:
         self._known: dict[str, torch.UntypedStorage] = {}
         data = self._small("data.pkl")
         try:
-            self.contents = _trusted(data, self) if trust else RestrictedUnpickler(data, self).load()
+            self.contents = _trusted(data, self) if trust else RestrictedUnpickler(data, self, types).load()
         except (ValueError, pickle.UnpicklingError) as e:
             raise CorruptCheckpointError(str(e)) from e
         self._known = {}  # from here on a storage lives as long as something in the contents has it

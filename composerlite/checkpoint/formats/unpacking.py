@@ -15,7 +15,7 @@ from composerlite.checkpoint.formats.archive import is_tar_header, tar_member
 from composerlite.checkpoint.formats.compression import codec_of
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
 
-__all__ = ["is_packed", "is_packed_beginning", "unpacked"]
+__all__ = ["is_packed", "is_packed_beginning", "uncompressed", "unpacked"]
 
 _PIECE_BYTES = 64 << 10
 _HEADER_BYTES = 512
@@ -63,6 +63,32 @@ def unpacked(
         ConfigError: what unpacks it is not installed.
         OSError: it cannot be read, or there is no space to unpack it.
     """
+    with _expanded(path, _inner_bytes, size_bytes=size_bytes, progress=progress) as file:
+        yield file
+
+
+@contextlib.contextmanager
+def uncompressed(path: Path, *, most_bytes: int = 0) -> Generator[IO[bytes]]:
+    """The file ``path`` out of its compression, open for reading: as :func:`unpacked`, but an archive stays one.
+
+    Args:
+        path: the file.
+        most_bytes: what it may unpack to in any case.
+    """
+    with _expanded(path, _decoded_bytes, least_limit=most_bytes) as file:
+        yield file
+
+
+@contextlib.contextmanager
+def _expanded(
+    path: Path,
+    inner: Callable[[IO[bytes], _Limit, Callable[[int], object]], Generator[bytes]],
+    *,
+    size_bytes: int | None = None,
+    least_limit: int = 0,
+    progress: Callable[[int], object] = int,
+) -> Generator[IO[bytes]]:
+    """What ``inner`` makes of the file, in a file without a name; the file itself where it is not packed."""
     with contextlib.ExitStack() as stack:
         packed = stack.enter_context(path.open("rb", buffering=0))
         if not is_packed(path):
@@ -70,9 +96,15 @@ def unpacked(
             return
         folder = _scratch_folder(path)
         target = stack.enter_context(tempfile.TemporaryFile(dir=folder, prefix=f".{path.name}."))
-        limit = _Limit(path, packed_bytes=path.stat().st_size, size_bytes=size_bytes, folder=folder)
+        limit = _Limit(
+            path,
+            packed_bytes=path.stat().st_size,
+            size_bytes=size_bytes,
+            folder=folder,
+            least_bytes=least_limit,
+        )
         try:
-            with contextlib.closing(_inner_bytes(packed, limit, progress)) as pieces:
+            with contextlib.closing(inner(packed, limit, progress)) as pieces:
                 for piece in pieces:
                     target.write(piece)
             target.flush()
@@ -85,8 +117,8 @@ def unpacked(
         yield target
 
 
-def _inner_bytes(packed: IO[bytes], limit: _Limit, progress: Callable[[int], object]) -> Generator[bytes]:
-    """What is in the file, out of its compression and out of its archive."""
+def _decoded_bytes(packed: IO[bytes], limit: _Limit, progress: Callable[[int], object]) -> Generator[bytes]:
+    """What is in the file, out of its compression."""
 
     def pieces() -> Generator[bytes]:
         while piece := packed.read(_PIECE_BYTES):
@@ -97,7 +129,13 @@ def _inner_bytes(packed: IO[bytes], limit: _Limit, progress: Callable[[int], obj
     packed.seek(0)
     codec = codec_of(beginning)
     with contextlib.closing(pieces() if codec is None else codec.decoded(pieces())) as decoded:
-        source = _Source(limit.counted(decoded))
+        yield from limit.counted(decoded)
+
+
+def _inner_bytes(packed: IO[bytes], limit: _Limit, progress: Callable[[int], object]) -> Generator[bytes]:
+    """What is in the file, out of its compression and out of its archive."""
+    with contextlib.closing(_decoded_bytes(packed, limit, progress)) as decoded:
+        source = _Source(decoded)
         if _is_archive(source.peek(_HEADER_BYTES)):
             yield from tar_member(source)
         else:
@@ -121,10 +159,12 @@ def _scratch_folder(path: Path) -> Path:
 class _Limit:
     """How much a file may unpack to."""
 
-    def __init__(self, path: Path, *, packed_bytes: int, size_bytes: int | None, folder: Path) -> None:
+    def __init__(
+        self, path: Path, *, packed_bytes: int, size_bytes: int | None, folder: Path, least_bytes: int = 0
+    ) -> None:
         self._path = path
         self._expected = size_bytes
-        self._most = max(_ALWAYS_BYTES, _RATIO * packed_bytes)
+        self._most = max(_ALWAYS_BYTES, _RATIO * packed_bytes, least_bytes)
         if size_bytes is not None:
             self._most = size_bytes + _ARCHIVE_BYTES
         self._folder = folder

@@ -16,9 +16,9 @@ from composerlite.checkpoint.formats.directory import LocalFolder
 from composerlite.checkpoint.formats.sharded_saving import Shards
 from composerlite.checkpoint.formats.torch_file import TorchImage
 from composerlite.checkpoint.manifest import FileRecord, Manifest, versions
+from composerlite.checkpoint.plain_files import file_writer
 from composerlite.checkpoint.state_dict import save_state_dict
 from composerlite.checkpoint.tools.whole import weights_of
-from composerlite.checkpoint.unshard import safetensors_writer
 from composerlite.errors import CheckpointExistsError
 from composerlite.storage import StagedFile, make_folder
 from composerlite.types import StateDict
@@ -89,7 +89,7 @@ def write_safetensors(contents: Any, path: Path, *, overwrite: bool, source: str
     """
     if not overwrite and path.exists():
         raise CheckpointExistsError(f"{str(path)!r} is there already. Give another name, or --overwrite.")
-    write = safetensors_writer()
+    write = file_writer(use_safetensors=True)
     seen: set[int] = set()
     tensors: dict[str, Tensor] = {}
     for key, tensor in weights_of(contents, source).items():
