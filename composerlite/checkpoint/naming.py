@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from composerlite import dist
 from composerlite.checkpoint.formats import format_of
 from composerlite.errors import CheckpointExistsError, ConfigError, did_you_mean
 
@@ -149,6 +148,8 @@ def archive_template(template: str, *, argument: str = "save_filename") -> str:
 
 def names_of_ranks(template: str, run_name: str, timestamp: TimestampLike, world_size: int) -> list[str]:
     """``template`` filled in for each of ``world_size`` ranks, in their order."""
+    from composerlite import dist  # imports torch, which a listing does without
+
     per_node = dist.get_local_world_size()
     return [
         format_name_with_dist_and_time(
@@ -165,6 +166,8 @@ def names_of_ranks(template: str, run_name: str, timestamp: TimestampLike, world
 
 
 def _dist_values(run_name: str) -> dict[str, Any]:
+    from composerlite import dist  # imports torch, which a listing does without
+
     return {
         "run_name": run_name,
         "rank": dist.get_global_rank(),

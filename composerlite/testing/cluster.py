@@ -77,6 +77,7 @@ def run_ranks(
     *args: Any,
     timeout: float = 60.0,
     dist_timeout: float | None = 30.0,
+    fresh: bool = False,
 ) -> list[Any]:
     """Call ``function(*args)`` on ``world_size`` ranks of one node; returns what each returned, in the order of ranks.
 
@@ -89,12 +90,15 @@ def run_ranks(
         args: of the function.
         timeout: seconds until all ranks are killed, from when their processes have started.
         dist_timeout: seconds, for ``initialize_dist``, which is called before; None leaves that to the function.
+        fresh: in processes that have run nothing before and are not used again, for libraries that change the process.
 
     Raises:
         ExceptionGroup: of what the ranks raised, each with a note that names the rank.
         TimeoutError: the ranks did not end in ``timeout``. Its notes are the stacks of all.
     """
-    outcomes = run_ranks_to_the_end(function, world_size, *args, timeout=timeout, dist_timeout=dist_timeout)
+    outcomes = run_ranks_to_the_end(
+        function, world_size, *args, timeout=timeout, dist_timeout=dist_timeout, fresh=fresh
+    )
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     if errors:
         raise BaseExceptionGroup(f"{len(errors)} of {world_size} ranks failed", errors)
@@ -107,6 +111,7 @@ def run_ranks_to_the_end(
     *args: Any,
     timeout: float = 60.0,
     dist_timeout: float | None = 30.0,
+    fresh: bool = False,
 ) -> list[RankOutcome]:
     """:func:`run_ranks` for ranks that may fail: what became of each, in the order of ranks.
 
@@ -115,7 +120,7 @@ def run_ranks_to_the_end(
     """
     if world_size < 1:
         raise ConfigError(f"world_size={world_size}: want 1 or more.")
-    return _pool.run(_Task(function, args, dist_timeout), world_size, timeout)
+    return _pool.run(_Task(function, args, dist_timeout), world_size, timeout, fresh=fresh)
 
 
 @final
@@ -249,9 +254,9 @@ class _Pool:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._owner = 0
 
-    def run(self, task: _Task, world_size: int, timeout: float) -> list[RankOutcome]:
+    def run(self, task: _Task, world_size: int, timeout: float, *, fresh: bool) -> list[RankOutcome]:
         pickled = pickle.dumps(task)
-        workers = self._take(world_size)
+        workers = self._take(world_size, fresh=fresh)
         try:
             for rank, worker in enumerate(workers):
                 worker.send(_Order(pickled, self._environment(rank, world_size), sys.path, str(Path.cwd())))
@@ -262,6 +267,10 @@ class _Pool:
             raise
         assert self._folder is not None
         folder = Path(self._folder.name)
+        if fresh:
+            for worker in workers:
+                worker.end(_EXIT_SECONDS)
+            return outcomes
         # Each in its place: torch remembers which rank a process was. New ones start by themselves.
         self._idle[:0] = [worker if worker.is_usable_again() else _Worker(folder) for worker in workers]
         return outcomes
@@ -275,14 +284,14 @@ class _Pool:
             self._folder.cleanup()
             self._folder = None
 
-    def _take(self, world_size: int) -> list[_Worker]:
+    def _take(self, world_size: int, *, fresh: bool) -> list[_Worker]:
         if self._folder is None or self._store is None or self._owner != os.getpid():
             self._open()
         assert self._folder is not None
         self._idle = [worker for worker in self._idle if worker.is_alive]
         folder = Path(self._folder.name)
-        workers = self._idle[:world_size]
-        del self._idle[:world_size]
+        workers = [] if fresh else self._idle[:world_size]
+        del self._idle[: len(workers)]
         workers += [_Worker(folder) for _ in range(world_size - len(workers))]
         try:
             for worker in workers:

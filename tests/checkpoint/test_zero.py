@@ -70,13 +70,13 @@ def test_a_killed_run_goes_on_bit_for_bit(stage: int, precision: str, tmp_path: 
 
 def kill(folder: Path, victim: int, number: int) -> int:
     """Kill a rank at a file event of its second save, and go on; how many events there were if that was not reached."""
-    died = run_ranks_to_the_end(zero_ranks.die_while_saving, 2, str(folder), victim, number, dist_timeout=4)
+    died = run_ranks_to_the_end(zero_ranks.die_while_saving, 2, str(folder), victim, number, dist_timeout=4, fresh=True)
     if died[victim].error is None:
         return died[victim].value
     assert "SIGKILL" in str(died[victim].error)
-    began, ended = run_ranks(zero_ranks.go_on_after, 2, str(folder))[0]
+    began, ended = run_ranks(zero_ranks.go_on_after, 2, str(folder), fresh=True)[0]
     assert began in (3, 6)
-    assert equal(ended, run_ranks(zero_ranks.trained, 2, 2, "fp32")[0])
+    assert equal(ended, run_ranks(zero_ranks.trained, 2, 2, "fp32", fresh=True)[0])
     catalog = Catalog(folder)
     for manifest in catalog.manifests():
         catalog.verify(manifest)
@@ -112,10 +112,10 @@ def alone(function: str, stage: int, folder: Path) -> Any:
     return pickle.loads((folder / "result").read_bytes())
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_another_number_of_ranks_goes_on(stage: int, tmp_path: Path) -> None:
     """What two ranks have saved one rank loads exactly, and trains on as they did; and the other way round."""
-    ended = run_ranks(zero_ranks.saved, 2, stage, str(tmp_path / "two"))[0]
+    ended = run_ranks(zero_ranks.saved, 2, stage, str(tmp_path / "two"), fresh=True)[0]
     one = alone("converted", stage, tmp_path / "two")
     weights = unshard_zero(tmp_path / "two" / f"ba{zero_ranks.SAVED}-rank0.tar", tmp_path / "weights.pt")
     assert one["loaded at"] == zero_ranks.SAVED
@@ -126,7 +126,7 @@ def test_another_number_of_ranks_goes_on(stage: int, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     alone("saved", stage, tmp_path / "one")
     weights = unshard_zero(tmp_path / "one" / f"ba{zero_ranks.SAVED}-rank0.tar", tmp_path / "one.pt")
-    for two in run_ranks(zero_ranks.converted, 2, stage, str(tmp_path / "one")):
+    for two in run_ranks(zero_ranks.converted, 2, stage, str(tmp_path / "one"), fresh=True):
         assert equal(two["loaded"], torch.load(weights))
 
 

@@ -123,6 +123,7 @@ def bucket(request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
     return server.new_bucket(), dict(server.environment)
 
 
+@pytest.mark.soak
 def test_kubernetes(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """The pod's own command in its environment, with SIGTERM as from the kubelet; another pod goes on from the bucket
     under the name of the job."""

@@ -99,10 +99,15 @@ MOMENTS = {
 }
 
 
-def test_a_signal_at_any_moment_loses_no_step(tmp_path: Path, whole: Any) -> None:
+SOME = ["while the loader works", "in an evaluation", "at the end of an epoch", "at the start of an epoch"]
+
+
+@pytest.mark.parametrize("names", [SOME, pytest.param(list(MOMENTS), marks=pytest.mark.soak)], ids=["some", "all"])
+def test_a_signal_at_any_moment_loses_no_step(tmp_path: Path, whole: Any, names: list[str]) -> None:
     """The process ends with 143, the newest checkpoint is of the last step that was done, evaluations are made up for,
     and the end is bit for bit that of a run that was left alone."""
-    for name, moment in MOMENTS.items():
+    for name in names:
+        moment = MOMENTS[name]
         (one,) = check(tmp_path / name.replace(" ", "-"), whole, [{"at": moment}])
         event, batch, _ = moment
         assert one.batches[-1:] in ([batch] if batch else [], [batch + 1], [batch]), (name, one.said[-1:])
