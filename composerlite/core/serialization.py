@@ -130,6 +130,7 @@ def _metadata(state: State) -> StateDict:
         "device_train_microbatch_size": state.device_train_microbatch_size,
         "fit_starts": [start.plain() for start in state.fit_starts],
         "evaluated_at": dict(state.evaluated_at),
+        "learning_rates": list(state.learning_rates),
     }
     if state.interruption.evaluation is not None:
         event, labels = state.interruption.evaluation
@@ -267,6 +268,7 @@ def _load_time(state: State, contents: StateDict) -> None:
     if contents.get("run_name") == state.run_name:  # the same run goes on: its calls of fit count from where they did
         starts = contents.get("metadata", {}).get("fit_starts", ())
         state.fit_starts = [Timestamp.from_state_dict(start) for start in starts]
+        state.resumed_learning_rates = tuple(map(float, contents.get("metadata", {}).get("learning_rates", ())))
         evaluated = contents.get("metadata", {}).get("evaluated_at", {})
         state.evaluated_at = {str(label): int(batch) for label, batch in evaluated.items()}
         if evaluation := contents.get("metadata", {}).get("interrupted_evaluation"):

@@ -44,6 +44,8 @@ class State:
         previous_timestamp: where it stood one batch (or epoch) before; ``None`` before the first.
         fit_starts: where the run stood at each call of ``fit``, those before a resume included.
         evaluated_at: the batch count of the last evaluation, by the evaluator's label: there is one at most for each.
+        learning_rates: of the optimizer's groups, as the script has given them. resumed_learning_rates: those that were
+            given to the run that this one goes on with.
         eval_timestamp, predict_timestamp: progress of the current evaluation and prediction.
         train_metrics: metrics by name. eval_metrics: metrics by evaluator label and name.
         train_metric_values, eval_metric_values: last computed values by metric name.
@@ -128,6 +130,8 @@ class State:
         self.previous_timestamp: Timestamp | None = None
         self.fit_starts: list[Timestamp] = []
         self.evaluated_at: dict[str, int] = {}
+        self.learning_rates: tuple[float, ...] = ()
+        self.resumed_learning_rates: tuple[float, ...] = ()
         self.eval_timestamp = Timestamp()
         self.predict_timestamp = Timestamp()
 

@@ -52,6 +52,7 @@ __all__ = [
     "check_zero",
     "deepspeed_config",
     "eval_metrics",
+    "given_rates",
     "in_a_store",
     "limited",
     "memory_saver",
@@ -60,6 +61,7 @@ __all__ = [
     "resolve_run_name",
     "saver",
     "scaled_duration",
+    "take_new_rates",
     "zero",
 ]
 
@@ -165,6 +167,27 @@ def build_schedulers(
         else:
             built.append(scheduler)
     return built
+
+
+def given_rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
+    """The learning rate of each group, as the script has given it: before any schedule."""
+    return tuple(float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)
+
+
+def take_new_rates(state: State) -> None:
+    """Where the script of a run that goes on gives other learning rates than before, they hold from here on, scaled by
+    where the schedule stands."""
+    before, now = state.resumed_learning_rates, state.learning_rates
+    if len(before) != len(now) or before == now:
+        return
+    log.warning("the learning rate was %s in the interrupted run and is %s now: it holds from here on", before, now)
+    for group, old, new in zip(state.optimizers[0].param_groups, before, now, strict=True):
+        group["lr"] = group["lr"] * new / old if old else new
+        if "initial_lr" in group:
+            group["initial_lr"] = new
+    for scheduler in state.schedulers:
+        if len(getattr(scheduler, "base_lrs", ())) == len(now):
+            scheduler.base_lrs = list(now)
 
 
 def build_evaluators(

@@ -302,6 +302,8 @@ class Trainer:
             if sharded is not None and zero_config is None:
                 self._membership.stay()
 
+            self.state.learning_rates = build.given_rates(self.state.optimizers[0])
+
             # Loading comes last: everything that has a state is there to take it.
             self.engine.run_event(Event.BEFORE_LOAD)
             load_ignore_keys = check_ignore_keys(load_ignore_keys, argument="load_ignore_keys")
@@ -337,6 +339,8 @@ class Trainer:
                     and parallelism.fsdp is not None
                     and parallelism.fsdp.load_monolith_rank0_only,
                 )
+            if self._resumed and zero_config is None:
+                build.take_new_rates(self.state)
             self.engine.run_event(Event.AFTER_LOAD)
             self._parallel = copy_model(self.state, ddp_sync_strategy) if sharded is None else sharded
             self._company = company(counts=self._parallel.counts)
