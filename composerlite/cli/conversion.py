@@ -53,7 +53,7 @@ class Cut:
 def unshard(
     text: str, folder: str, cut: Cut, *, safetensors: bool, optim: bool | None, overwrite: bool, as_json: bool
 ) -> None:
-    """Write the model, and the optimizer, of a sharded checkpoint to files.
+    """Write the model, and the optimizer, of a sharded checkpoint to files; of one of DeepSpeed the model, to one.
 
     Raises:
         ConfigError: it is no directory, or see ``unshard_checkpoint``.
@@ -61,7 +61,10 @@ def unshard(
     """
     with pointed(text) as target:
         found = the_one(target, text)
-        directory = model_directory(target.place, found)
+        if found.manifest is not None and found.manifest.kind == "deepspeed":
+            directory = target.place.uri(found.name)
+        else:
+            directory = model_directory(target.place, found)
         if directory is None:
             raise ConfigError(f"{text!r} is one file already: 'convert' writes it in another form.")
         model, optimizer = unshard_checkpoint(

@@ -19,8 +19,11 @@ import pytest
 import torch
 import zero_ranks
 from forked import run_forked
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from composerlite.checkpoint import Catalog, unshard_checkpoint, unshard_zero
+from composerlite.cli.app import app
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import open_store
 from composerlite.testing import run_ranks, run_ranks_to_the_end
@@ -66,6 +69,11 @@ def test_a_killed_run_goes_on_bit_for_bit(stage: int, precision: str, tmp_path: 
     catalog.verify(newest)
     file = unshard_zero(catalog.folder / "latest-rank0.tar", tmp_path / "weights.pt")
     assert list(torch.load(file, weights_only=True)) == list(whole)
+    command = ["checkpoint", "unshard", str(catalog.folder / "ba9-rank0.tar"), str(tmp_path / "cli"), "--safetensors"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    written, expected = load_file(tmp_path / "cli" / "model.safetensors"), torch.load(file)
+    assert equal({name: written[name] for name in expected}, expected)
 
 
 def kill(folder: Path, victim: int, number: int) -> int:
