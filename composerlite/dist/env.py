@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from collections import Counter
@@ -144,6 +145,7 @@ _owns_training_group = False
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 _GOODBYE = timedelta(seconds=10)
+_GOODBYE_AT_EXIT = timedelta(seconds=2)
 
 
 def get_control() -> Control:
@@ -205,6 +207,9 @@ def initialize_dist(
         meetings, "making process groups", limit, lambda: _make_groups(store, rank, world_size, chosen, limit)
     )
     _control = _make_control(ours, rank, world_size, group, limit, meetings)
+    # Threads of a group that nobody has ended abort the process now and then when it exits. Nobody waits long for that.
+    atexit.unregister(finalize_dist)
+    atexit.register(finalize_dist, _GOODBYE_AT_EXIT)
     return True
 
 
