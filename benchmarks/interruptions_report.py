@@ -44,9 +44,9 @@ def show() -> Figure:
     right.barh(sizes, discovery, color=PEER, label="find and verify")
     right.barh(sizes, rest, left=discovery, color=OURS, label="read, restore, build")
     right.invert_yaxis()
-    right.set_title("Time to resume, warm", loc="left", fontsize=11)
-    right.set_xlabel("seconds, without imports and the model itself")
-    right.legend(frameon=False)
+    right.set_title("Resume, warm", loc="left", fontsize=11)
+    right.set_xlabel("seconds, with what is imported late, without the model itself")
+    right.legend(frameon=False, loc="lower left", bbox_to_anchor=(0.3, 1.0), ncols=2, fontsize=8)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     return figure
