@@ -7,6 +7,7 @@ import pickle
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any, final
 
@@ -20,6 +21,7 @@ from composerlite.errors import ConfigError
 
 BATCHES = 12
 CHANGES = ("open", "os.rename", "os.remove", "os.symlink", "os.link")
+WAIT_SECONDS = 30.0
 SAVED = 6  # the newest checkpoint when the run is killed
 
 
@@ -48,13 +50,18 @@ class Mixed(ComposerModel):
 
 
 class KillAt(Callback):
-    """Kills this process when so many batches are done."""
+    """Kills this process when so many batches are done and a checkpoint, which is saved behind them, is there."""
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, batch: int, manifest: Path) -> None:
         self.batch = batch
+        self.manifest = manifest
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if int(state.timestamp.batch) == self.batch:
+            until = time.monotonic() + WAIT_SECONDS
+            while not self.manifest.exists():
+                assert time.monotonic() < until, f"there is no {self.manifest}"
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -128,7 +135,8 @@ def train_then_die(stage: int, precision: str, folder: str) -> None:
     whole = trained(stage, precision)
     if dist.get_global_rank() == 0:
         Path(folder, "whole.pickle").write_bytes(pickle.dumps(whole))
-    trained(stage, precision, save_folder=f"{folder}/run", callbacks=[KillAt(SAVED + 2)])
+    killer = KillAt(SAVED + 2, Path(folder, f"run/.manifest/ba{SAVED}-rank0.tar.json"))
+    trained(stage, precision, save_folder=f"{folder}/run", callbacks=[killer])
 
 
 def go_on(stage: int, precision: str, folder: str) -> dict[str, Any]:

@@ -60,10 +60,11 @@ def test_memory_is_given_back_when_the_disk_has_as_much(tmp_path: Path) -> None:
 def test_a_lost_machine_costs_no_more_than_without(tmp_path: Path, whole: Any) -> None:
     """With the memory gone the run goes on from the disk."""
     said, _ = whole(evaluate="20ba")
-    launch(tmp_path, at=["batch_end", 41, 1], signals=["SIGKILL"], **MEMORY)
+    launch(tmp_path, at=["batch_end", 51, 1], signals=["SIGKILL"], **MEMORY)
     shutil.rmtree(OWN / "preempted")
     two = launch(tmp_path, **MEMORY)
-    assert two.batches == list(range(26, BATCHES + 1))
+    assert two.batches[0] in (26, 51), "the save of batch 50 begins when that of batch 25 is there, and may be cut off"
+    assert two.batches == list(range(two.batches[0], BATCHES + 1))
     assert two.said == said[-len(two.said) :]
 
 

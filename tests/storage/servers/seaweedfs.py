@@ -137,6 +137,8 @@ def _start(program: str, folder: Path, ports: list[int]) -> tuple[subprocess.Pop
     arguments += [f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", f"-admin.port={admin}"]
     arguments += [f"-s3.port={s3}", f"-s3.config={folder}/s3.json", "-s3.port.iceberg=0", "-s3.port.lance=0"]
     arguments += [f"-filer.localSocket={folder}/filer.sock", f"-s3.localSocket={folder}/s3.sock"]
+    # By itself it has a volume for each 128 MB of free disk, and a bucket takes eight: 40 GB are enough for 40 buckets.
+    arguments += ["-volume.max=4000"]
     arguments += ["-s3.autoCreateBucket=false", "-master.telemetry=false", "-admin.ui=false", "-webdav=false"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([program, *arguments], stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=folder)
