@@ -27,23 +27,25 @@ from typing import Any
 import torch
 from checkpoint_limits import Limits, forget_cached, make_cached
 from checkpoint_systems import SYSTEMS, Pending, Run, System
-from measure import OUT, ForeignCpu, MemoryPeak, Sample, interleaved, report, spread, undisturbed, write
+from measure import OUT, ForeignCpu, MemoryPeak, Sample, interleaved, repeated, report, spread, undisturbed, write
 
 LAYERS = 30
-REPEATS = 5
-MOST_ROUNDS = 4
-PAIRS = 3
+PAIRS = 5  # undisturbed ones; a process takes longer to get ready than to measure, so one measures all
+MOST_PAIRS = 10
 STEPS = 2
 MOST_STEPS = 50
 LIMITS = "limits"
 LAYER_BYTES, FILES = 2048 * 2049 * 4 * 3, 4
+
+Repeats = list[tuple[ForeignCpu, dict[str, float]]]
+"""Numbers by name, seconds mostly, and what others did meanwhile."""
 
 
 # ── one process: the parts of a measurement ──────────────────────────────────────────────────────────────────────
 class Bench:
     """One system, one run, one folder. Its methods are the parts.
 
-    Each returns its repeats: numbers by name, seconds mostly, each set against a probe that was taken right before it.
+    Each returns its repeats, each set against a probe that was taken right before it.
     """
 
     def __init__(self, system: System, run: Run, limits: Limits, folder: Path) -> None:
@@ -53,43 +55,49 @@ class Bench:
         self.folder = folder
         self._saved = 0
 
-    def synchronous(self) -> list[dict[str, float]]:
+    def synchronous(self) -> Repeats:
         """P3, P5: saves that training waits for. The first is for the memory that it takes; it is not timed."""
         with MemoryPeak() as peak:
             self._save()
-        pairs: list[dict[str, float]] = []
-        for _ in range(PAIRS):
+        pairs: Repeats = []
+        for foreign in repeated(PAIRS, MOST_PAIRS):
             limits = {"memcpy_s": self.limits.memcpy(), "disk_write_s": self.limits.disk_write()}
             blocked, durable = self._save()
             pairs.append(
-                {
-                    **limits,
-                    "blocked_s": blocked,
-                    "durable_s": durable,
-                    "of_disk_write": limits["disk_write_s"] / durable,
-                    "memcpys": blocked / limits["memcpy_s"],
-                }
+                (
+                    foreign,
+                    {
+                        **limits,
+                        "blocked_s": blocked,
+                        "durable_s": durable,
+                        "of_disk_write": limits["disk_write_s"] / durable,
+                        "memcpys": blocked / limits["memcpy_s"],
+                    },
+                )
             )
         extra = {"extra_memory": peak.extra_bytes / self.limits.state_bytes}
-        return [{**pair, **extra} for pair in pairs]
+        return [(foreign, {**pair, **extra}) for foreign, pair in pairs]
 
-    def asynchronous(self, way: str) -> list[dict[str, float]]:
+    def asynchronous(self, way: str) -> Repeats:
         """P1, P5: saves behind training. Memory counts from before the first was prepared until it was durable."""
         with MemoryPeak() as peak:
             self.system.prepare(way)
             memcpy = self.limits.memcpy()
             first, _ = self._start(way)
-        pairs: list[dict[str, float]] = []
-        for _ in range(PAIRS):
+        pairs: Repeats = []
+        for foreign in repeated(PAIRS, MOST_PAIRS):
             limits = {"memcpy_s": self.limits.memcpy()}
             blocked, durable = self._start(way)
             pairs.append(
-                {
-                    **limits,
-                    "blocked_s": blocked,
-                    "durable_s": durable,
-                    "memcpys": blocked / limits["memcpy_s"],
-                }
+                (
+                    foreign,
+                    {
+                        **limits,
+                        "blocked_s": blocked,
+                        "durable_s": durable,
+                        "memcpys": blocked / limits["memcpy_s"],
+                    },
+                )
             )
         self.system.release()
         once = {
@@ -97,17 +105,17 @@ class Bench:
             "first_memcpys": first / memcpy,
             "extra_memory": peak.extra_bytes / self.limits.state_bytes,
         }
-        return [{**pair, **once} for pair in pairs]
+        return [(foreign, {**pair, **once}) for foreign, pair in pairs]
 
-    def resume(self) -> list[dict[str, float]]:
+    def resume(self) -> Repeats:
         """P4: loads into the live model and optimizer, from the page cache and from the disk."""
         path = self._path()
         self.system.save(path)
         self.system.flush(path)
         self.limits.memcpy()
         self.limits.buffered_write()
-        pairs: list[dict[str, float]] = []
-        for _ in range(PAIRS):
+        pairs: Repeats = []
+        for foreign in repeated(PAIRS, MOST_PAIRS):
             limit = self.limits.page_cache_read()
             make_cached(path)
             warm = self._load(path)
@@ -115,19 +123,22 @@ class Bench:
             forget_cached(path)
             cold = self._load(path)
             pairs.append(
-                {
-                    **limits,
-                    "warm_s": warm,
-                    "cold_s": cold,
-                    "of_page_cache_read": limit / warm,
-                    "of_disk_read": limits["disk_read_s"] / cold,
-                }
+                (
+                    foreign,
+                    {
+                        **limits,
+                        "warm_s": warm,
+                        "cold_s": cold,
+                        "of_page_cache_read": limit / warm,
+                        "of_disk_read": limits["disk_read_s"] / cold,
+                    },
+                )
             )
         self._remove(path)
         self.limits.close()
         return pairs
 
-    def training(self, way: str) -> list[dict[str, float]]:
+    def training(self, way: str) -> Repeats:
         """P1b, P2: windows of steps, every second with a save at its start, until that is durable at least.
 
         What a save costs in all is the time of its window beyond that of as many steps without one: the median of all
@@ -138,27 +149,30 @@ class Bench:
         self._first_in_training(way)
         torch.set_num_threads(1)
         plain = [self._window(None)[0] / STEPS]
-        saving: list[tuple[float, float, int, float]] = []
-        for _ in range(PAIRS):
+        saving: list[tuple[ForeignCpu, float, float, int, float]] = []
+        for foreign in repeated(PAIRS, MOST_PAIRS):
             memcpy = self.limits.memcpy()
-            saving.append((memcpy, *self._window(way)))
+            saving.append((foreign, memcpy, *self._window(way)))
             plain.append(self._window(None)[0] / STEPS)
         self.system.release()
         self.run.free_gradients()
         torch.set_num_threads(threads)
         step = statistics.median(plain)
         return [
-            {
-                "memcpy_s": memcpy,
-                "step_s": step,
-                "lost_s": seconds - steps * step,
-                "lost_memcpys": (seconds - steps * step) / memcpy,
-                "stall_s": stall,
-                "stall_memcpys": stall / memcpy,
-                "steps_per_s": 1 / step,
-                "steps_per_s_saving": steps / seconds,
-            }
-            for memcpy, seconds, steps, stall in saving
+            (
+                foreign,
+                {
+                    "memcpy_s": memcpy,
+                    "step_s": step,
+                    "lost_s": seconds - steps * step,
+                    "lost_memcpys": (seconds - steps * step) / memcpy,
+                    "stall_s": stall,
+                    "stall_memcpys": stall / memcpy,
+                    "steps_per_s": 1 / step,
+                    "steps_per_s_saving": steps / seconds,
+                },
+            )
+            for foreign, memcpy, seconds, steps, stall in saving
         ]
 
     def _window(self, way: str | None) -> tuple[float, int, float]:
@@ -232,10 +246,12 @@ class Bench:
             path.unlink()
 
 
-def limits_alone(limits: Limits) -> list[dict[str, float]]:
+def limits_alone(limits: Limits) -> Repeats:
     """Each probe, in turn."""
     probes = ("memcpy", "clone", "disk_write", "bounce", "buffered_write", "page_cache_read", "disk_read")
-    repeats = [{f"{name}_s": getattr(limits, name)() for name in probes} for _ in range(PAIRS)]
+    repeats = [
+        (foreign, {f"{name}_s": getattr(limits, name)() for name in probes}) for foreign in repeated(PAIRS, MOST_PAIRS)
+    ]
     limits.close()
     return repeats
 
@@ -261,12 +277,10 @@ def measure(name: str, layers: int) -> None:
             part(f"training, {way}", lambda way=way: bench.training(way))
 
 
-def part(name: str, do: Callable[[], list[dict[str, float]]]) -> None:
+def part(name: str, do: Callable[[], Repeats]) -> None:
     """Measure one part and report its repeats."""
     ctypes.CDLL(None).malloc_trim(0)  # what the part before left in the heap is not this one's
-    with ForeignCpu() as foreign:
-        repeats = do()
-    for values in repeats:
+    for foreign, values in do():
         report(values, foreign.share, name)
 
 
@@ -278,17 +292,17 @@ def checkpoints() -> Path:
 
 
 # ── all of them ──────────────────────────────────────────────────────────────────────────────────────────────────
-def main(layers: int, repeats: int) -> None:
+def main(layers: int) -> None:
     """All systems in turn; writes ``out/checkpoint_saves.json``."""
     shutil.rmtree(checkpoints())
     wanted = FILES * layers * LAYER_BYTES
     if (free := shutil.disk_usage(checkpoints()).free) < wanted:
         raise SystemExit(f"{OUT} has {free / 1e9:.1f} GB free and this needs {wanted / 1e9:.1f}: clean up, or --layers")
-    samples, rounds = interleaved(
+    samples, _ = interleaved(
         __file__,
         [LIMITS, *SYSTEMS],
-        repeats=repeats,
-        most_rounds=MOST_ROUNDS,
+        repeats=PAIRS,
+        most_rounds=1,
         warm_up_rounds=0,
         arguments=["--layers", str(layers)],
     )
@@ -296,7 +310,6 @@ def main(layers: int, repeats: int) -> None:
     run = Run(layers)
     results: dict[str, Any] = {
         "state_bytes": sum(tensor.nbytes for tensor in run.tensors()),
-        "rounds": rounds,
         "limits": summary(samples.pop(LIMITS))["limits"],
         "systems": {
             name: {
@@ -332,9 +345,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("system", nargs="?", choices=[LIMITS, *SYSTEMS], help="one measurement of it; all by default")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of 2048×2048 weights: 50 MB of state each")
-    parser.add_argument("--repeats", type=int, default=REPEATS, help="undisturbed ones of each system")
     given = parser.parse_args()
     if given.system is None:
-        main(given.layers, given.repeats)
+        main(given.layers)
     else:
         measure(given.system, given.layers)

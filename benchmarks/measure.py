@@ -21,7 +21,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["OUT", "ForeignCpu", "MemoryPeak", "Sample", "interleaved", "report", "spread", "undisturbed", "write"]
+__all__ = [
+    "OUT",
+    "ForeignCpu",
+    "MemoryPeak",
+    "Sample",
+    "interleaved",
+    "repeated",
+    "report",
+    "spread",
+    "undisturbed",
+    "write",
+]
 
 OUT = Path(__file__).parent / "out"
 
@@ -53,6 +64,20 @@ class ForeignCpu:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.share = max(0.0, _foreign_seconds(self._root) - self._foreign) / (time.perf_counter() - self._wall)
+
+
+def repeated(wanted: int, most: int) -> Iterator[ForeignCpu]:
+    """Repeat the body of a loop until ``wanted`` times were undisturbed by others, at most ``most`` times.
+
+    Each time it is given what measures the others meanwhile, which knows when the body is done.
+    """
+    quiet = 0
+    for _ in range(most):
+        with ForeignCpu() as foreign:
+            yield foreign
+        quiet += foreign.share <= DISTURBED
+        if quiet == wanted:
+            return
 
 
 def _foreign_seconds(root: int) -> float:

@@ -10,9 +10,9 @@ from typing import NamedTuple, final
 
 import xxhash
 
-from composerlite.storage.memory import HostMemory
 from composerlite.storage.read_plan import UNIT_BYTES, Places, Unit
 from composerlite.storage.read_work import OpenFile, Tally, cached_share, ends_at, pieces, put, verify
+from composerlite.storage.working_memory import borrow_memory, give_memory_back
 
 __all__ = ["DirectWork"]
 
@@ -54,8 +54,8 @@ class DirectWork:
         # A chunk that is larger than a block is digested block by block: by one thread, in the order of its loading.
         self._any_order = file.chunk_bytes <= UNIT_BYTES
         blocks = max(1, loaders) * _BLOCKS_EACH
-        self._memory = HostMemory(blocks * _BLOCK_BYTES)
-        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._memory = borrow_memory(blocks * _BLOCK_BYTES)
+        self._free: queue.LifoQueue[int] = queue.LifoQueue()  # what was used last is in the cache, and was touched
         self._full: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
         for number in range(blocks):
             self._free.put(number)
@@ -98,7 +98,7 @@ class DirectWork:
 
     def close(self) -> None:
         """Give the memory back, after all threads have ended."""
-        self._memory.close()
+        give_memory_back(self._memory)
 
     def _load_unit(self, start: int, end: int) -> None:
         """Load a unit, which begins and ends with a chunk where chunks are verified."""

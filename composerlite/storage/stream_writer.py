@@ -15,6 +15,7 @@ from isal import isal_zlib
 from composerlite.storage.addresses import move
 from composerlite.storage.digests import Digester, FileDigest, chunk_bytes_for
 from composerlite.storage.memory import HostMemory
+from composerlite.storage.working_memory import borrow_memory, give_memory_back
 
 __all__ = ["StreamWriter"]
 
@@ -78,7 +79,6 @@ class StreamWriter:
         self._path = path
         self._digester = Digester(chunk_bytes_for(size_bytes) if chunk_bytes is None else chunk_bytes)
         self._small = size_bytes <= _SMALL_FILE_BYTES
-        self._in_place = memory is not None
         self._window_bytes = _WINDOW_BYTES if memory is not None or self._small else _ring_window(ring_bytes)
         self._plain = os.open(path, os.O_WRONLY)
         self._direct: int | None = None
@@ -86,10 +86,12 @@ class StreamWriter:
             if not self._small:
                 _reserve(self._plain, size_bytes, path)
                 self._direct = _open_direct(path)
-            self._memory = memory or HostMemory(self._ring_bytes(ring_bytes))
+            self._memory_bytes = self._ring_bytes(ring_bytes) if memory is None else memory.size_bytes
+            self._memory = borrow_memory(self._memory_bytes) if memory is None else memory
         except BaseException:
             self._close_file()
             raise
+        self._borrowed = memory is None
         self._used = 0  # windows of the memory that were filled at least once
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[_Window | None] = queue.SimpleQueue()
@@ -185,18 +187,18 @@ class StreamWriter:
 
     def _next_window(self) -> None:
         start = self._used * self._window_bytes
-        if start < self._memory.size_bytes:
+        if start < self._memory_bytes:
             self._number = self._used
             self._used += 1
         else:
-            assert not self._in_place, f"more than the {self._memory.size_bytes} bytes that were promised"
+            assert self._borrowed, f"more than the {self._memory_bytes} bytes that were promised"
             started = time.perf_counter()
             self._number = self._free.get()  # it comes back written or not
             self.seconds["wait"] += time.perf_counter() - started
             self._raise_if_failed()
         start = self._number * self._window_bytes
         self._address = self._memory.address + start
-        self._view = self._memory.view(start, min(self._window_bytes, self._memory.size_bytes - start))
+        self._view = self._memory.view(start, min(self._window_bytes, self._memory_bytes - start))
         self._filled = self._digested = 0
 
     def _ring_bytes(self, ring_bytes: int) -> int:
@@ -255,8 +257,9 @@ class StreamWriter:
         self._end_threads()
         self._close_file()
         self._view = memoryview(b"")
-        if not self._in_place:
-            self._memory.close()
+        if self._borrowed:
+            self._borrowed = False
+            give_memory_back(self._memory)
 
     def _close_file(self) -> None:
         descriptors, self._plain, self._direct = (self._plain, self._direct), -1, None
