@@ -122,6 +122,11 @@ def main() -> None:
     say("\nThe run that was interrupted equals the uninterrupted one bit for bit:")
     say("weights, optimizer state, learning rate schedule and random numbers.")
 
+    page = killed.with_name("report.html")
+    report = [str(Path(sys.executable).with_name("composerlite")), "report", str(killed), "-o", str(page)]
+    subprocess.run(report, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    say(f"\nWhat happened to it, as a page: {page}")
+
 
 if __name__ == "__main__":
     main()

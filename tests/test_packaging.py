@@ -25,7 +25,7 @@ PUBLIC = {
     "composerlite.callbacks": """CheckpointSaver LoadCheckpoint EarlyStopper SpeedMonitor LRMonitor MemoryMonitor
         NaNMonitor OptimizerMonitor RuntimeEstimator""",
     "composerlite.loggers": """Logger LoggerDestination ProgressBarLogger ConsoleLogger FileLogger InMemoryLogger
-        TensorboardLogger RemoteUploaderDownloader""",
+        JSONLLogger CSVLogger TensorboardLogger WandBLogger MLFlowLogger RemoteUploaderDownloader""",
     "composerlite.models": "ComposerModel ComposerClassifier",
     "composerlite.optim": """DecoupledSGDW DecoupledAdamW ComposerScheduler StepScheduler MultiStepScheduler
         ConstantScheduler LinearScheduler ExponentialScheduler CosineAnnealingScheduler
@@ -114,6 +114,7 @@ LATER = ["omegaconf", "rich", "sklearn", "tensorboard", "torchmetrics", "typer"]
         ("composerlite.core.time", ["torch", "numpy", *LATER]),
         ("composerlite.cli", ["torch"]),
         ("composerlite.config", ["torch"]),
+        ("composerlite.report", ["torch", "numpy", *LATER]),
         ("composerlite.trainer", LATER),  # and with it core and checkpoint
     ],
 )

@@ -19,6 +19,7 @@ from composerlite import dist
 from composerlite.callbacks.load_checkpoint import LoadCheckpoint
 from composerlite.callbacks.save_arguments import interval_of, is_of_one_rank, time_of, whole_number
 from composerlite.callbacks.save_failures import FAILURES, FailuresInARow
+from composerlite.callbacks.save_news import SaveNews
 from composerlite.checkpoint import (
     FIRST_RANK,
     ONE_DISK,
@@ -32,6 +33,7 @@ from composerlite.checkpoint import (
     PartialFilePath,
     PendingSave,
     Pipeline,
+    Publication,
     Publisher,
     RemoteSaving,
     SaveReport,
@@ -192,12 +194,15 @@ class CheckpointSaver(Callback):
         self.last_checkpoint_batch: int | None = None
         self.blocked_seconds = 0.0
         self.reports: deque[SaveReport] = deque(maxlen=_REPORTS)
+        self._logger: Logger | None = None
         self._last_was_ephemeral = False
         self._failures = FailuresInARow(self.failure_limit, "saved")
         self._uploads_failed = FailuresInARow(self.failure_limit, "published")
         self._warned = False
         self._measured = MeasuredMetrics()
         self._pending: PendingSave | None = None
+        self._logger: Logger | None = None
+        self._news = SaveNews()
         self._prepared = self._publishes = False
         self._disks = ONE_DISK
         self._roots: list[str] = []
@@ -206,7 +211,7 @@ class CheckpointSaver(Callback):
             None if staging_bytes is None else whole_number(staging_bytes, argument="save_staging_bytes", least=0)
         )
         self._gone: deque[str] = deque()
-        self._outcomes: list[Exception | None] = []
+        self._outcomes: list[Publication] = []
         # The ranks take note of them at the same batch: what they tell each other rides on what they reduce in it.
         self._saves_done = dist.Rider(lambda: int(self._pending is not None and self._pending.done))
         self._ranks_with_news = dist.Rider(lambda: int(self._has_news()))
@@ -229,6 +234,8 @@ class CheckpointSaver(Callback):
                 ranks that save a directory together and do not see one folder with any rank of their node.
             PermissionError: the bucket cannot be written to. FileNotFoundError: there is no such bucket.
         """
+        self._logger = logger
+        self._news.tell_to(logger)
         self.folder = format_name_with_dist(self._folder_template, state.run_name, **FIRST_RANK)
         if self.on_exception and (state.world_size > 1 or state.sharding is not None):
             raise ConfigError(
@@ -412,10 +419,10 @@ class CheckpointSaver(Callback):
                     "from the newest checkpoint, and this process must not write there any more."
                 )
         if self._pending is not None and self._saves_done.total == dist.get_world_size():
-            self._collect(logger)
+            self._collect()
         if self._ranks_with_news.total:
-            self._note(self._news_of_all(), logger)
-        self._save_if_due(state, logger, Event.BATCH_CHECKPOINT)
+            self._note(self._news_of_all())
+        self._save_if_due(state, Event.BATCH_CHECKPOINT)
         if self.asynchronous and not self._prepared:  # after the first step: optimizers have their state now
             self._prepared = True
             self._pipeline.prepare(state, weights_only=self.weights_only, ignore_keys=self.ignore_keys)
@@ -430,11 +437,11 @@ class CheckpointSaver(Callback):
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
         """Save if an interval says so."""
-        self._save_if_due(state, logger, Event.EPOCH_CHECKPOINT)
+        self._save_if_due(state, Event.EPOCH_CHECKPOINT)
 
     def iteration_checkpoint(self, state: State, logger: Logger) -> None:
         """Save if an interval says so."""
-        self._save_if_due(state, logger, Event.ITERATION_CHECKPOINT)
+        self._save_if_due(state, Event.ITERATION_CHECKPOINT)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Wait for the save in flight, and until all checkpoints are published.
@@ -442,10 +449,10 @@ class CheckpointSaver(Callback):
         Raises:
             Exception: what made one fail.
         """
-        self._collect(logger)
+        self._collect()
         if self._publishes:
             self._remote.wait_together()
-            self._note(self._news_of_all(), logger)
+            self._note(self._news_of_all())
 
     def close(self, state: State, logger: Logger) -> None:
         """Wait for the save in flight and for all uploads, whatever ended training.
@@ -459,9 +466,9 @@ class CheckpointSaver(Callback):
             if self.in_memory:
                 stack.callback(self._empty, state)
             stack.callback(self._pipeline.close)
-            self._collect(logger)  # each rank for itself: others may have failed and not come here
+            self._collect()  # each rank for itself: others may have failed and not come here
             self._remote.wait()
-            self._note(self._take_news(), logger)
+            self._note(self._take_news())
 
     def leases(self, run_name: str) -> list[Lease]:
         """What keeps other processes from writing to the same places for this run; to be taken on rank 0."""
@@ -487,13 +494,13 @@ class CheckpointSaver(Callback):
     def _is_first(self) -> bool:
         return dist.get_global_rank() == 0
 
-    def _save_if_due(self, state: State, logger: Logger, event: Event) -> None:
+    def _save_if_due(self, state: State, event: Event) -> None:
         due, ephemeral = self._due(state, event)
         if not due and not ephemeral:
             return
         saved_already = self.last_checkpoint_batch == int(state.timestamp.batch)
         if not saved_already or (due and self._last_was_ephemeral):
-            self._start(state, logger, ephemeral=ephemeral)
+            self._start(state, ephemeral=ephemeral)
 
     def _due(self, state: State, event: Event) -> tuple[bool, bool]:
         """Whether to save, and whether an ephemeral one. What clocks and functions say is asked of rank 0."""
@@ -510,8 +517,8 @@ class CheckpointSaver(Callback):
     # ── what ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def save(self, state: State) -> str:
         """Save a checkpoint now, move ``latest``, delete what is not to be kept; its path, when it is committed."""
-        pending = self._start(state, None, ephemeral=False)
-        self._collect(None)
+        pending = self._start(state, ephemeral=False)
+        self._collect()
         if pending is None:  # it failed and is tolerated; who asks for a path wants to know
             raise CheckpointError("the checkpoint could not be saved: see the warning in the log.")
         return self._path_of(pending.wait())
@@ -546,13 +553,13 @@ class CheckpointSaver(Callback):
         Raises:
             Exception: what made that fail, unless that is tolerated.
         """
-        self._collect(None)
+        self._collect()
         return self.last_checkpoint_batch == int(state.timestamp.batch) and not self._failures.last_failed
 
     def save_last(self, state: State) -> None:
         """Save where the run stands, which has to end here. The next regular checkpoint takes its place."""
-        self._start(state, None, ephemeral=True)
-        self._collect(None)
+        self._start(state, ephemeral=True)
+        self._collect()
 
     @property
     def expected_seconds(self) -> float | None:
@@ -571,11 +578,11 @@ class CheckpointSaver(Callback):
         """Path of the newest checkpoint in the folder; ``None`` if there is none."""
         return self.saved_checkpoints[-1] if self.saved_checkpoints else None
 
-    def _start(self, state: State, logger: Logger | None, *, ephemeral: bool) -> PendingSave | None:
+    def _start(self, state: State, *, ephemeral: bool) -> PendingSave | None:
         """Begin a save. Failures so far are raised first, or counted where that is tolerated."""
         if self._pending is not None:
             self._pipeline.wait_for_previous()
-            self._collect(logger)
+            self._collect()
         # Set first: the checkpoint that is being written counts as saved in its own state.
         self.last_checkpoint_batch, self._last_was_ephemeral = int(state.timestamp.batch), ephemeral
         # A name that this run has given before, such as 'ep{epoch}.pt' within one epoch, is its own to give again.
@@ -583,6 +590,7 @@ class CheckpointSaver(Callback):
         own = self._path(name) in self.saved_checkpoints
         if isinstance(self.save_interval, AutoInterval):
             self.save_interval.save_began(state)
+        self._news.begun(name, self.folder, int(state.timestamp.batch), ephemeral=ephemeral)
         metrics = self._measured.now(state)
         shares = [self._shares(name) for _ in self._roots]
         if self.best_metric is not None and self.best_metric not in metrics and not ephemeral:
@@ -605,14 +613,14 @@ class CheckpointSaver(Callback):
                 disks=self._disks,
             )
         except (*FAILURES, RankError) as e:
-            self._failed(e, logger)
+            self._failed(e)
             return None
         self._pending = pending
         if not self.asynchronous:
-            self._collect(logger)
+            self._collect()
         return pending
 
-    def _collect(self, logger: Logger | None) -> None:
+    def _collect(self) -> None:
         """Wait for the save in flight and take note of how it went.
 
         Raises:
@@ -625,15 +633,16 @@ class CheckpointSaver(Callback):
         if not pending.done:
             pending.join()
             self.blocked_seconds += time.perf_counter() - started
-        self._note_save(pending, logger)
+        self._note_save(pending)
 
-    def _note_save(self, pending: PendingSave, logger: Logger | None) -> None:
+    def _note_save(self, pending: PendingSave) -> None:
         """Take note of how a save went that has ended."""
         try:
             report = pending.wait()
         except (*FAILURES, RankError) as e:
-            self._failed(e, logger)
+            self._failed(e)
             return
+        self._news.committed(report)
         self._failures.succeeded()
         self.reports.append(report)
         self.blocked_seconds += report.seconds["stall"]
@@ -646,9 +655,6 @@ class CheckpointSaver(Callback):
         if path in self.saved_checkpoints:
             self.saved_checkpoints.remove(path)
         self.saved_checkpoints.append(path)
-        if logger is not None:
-            metrics = {f"checkpoint/{name}_seconds": seconds for name, seconds in report.seconds.items()}
-            logger.log_metrics({**metrics, "checkpoint/bytes": report.size_bytes, "checkpoint/batch": report.batch})
 
     # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────
     def _shares(self, name: str) -> Shares | None:
@@ -695,26 +701,29 @@ class CheckpointSaver(Callback):
         every = dist.all_gather_object(self._take_news())
         return [path for gone, _ in every for path in gone], [one for _, outcomes in every for one in outcomes]
 
-    def _note(self, uploads: _Uploads, logger: Logger | None) -> None:
+    def _note(self, uploads: _Uploads) -> None:
         """Take note of how uploads went.
 
         Raises:
             Exception: what made one fail, unless that is tolerated.
         """
         gone, outcomes = uploads
+        self._news.deleted([path.removeprefix(self._path("")) for path in gone], self.folder)
         for path in gone:
             if path in self.saved_checkpoints:
                 self.saved_checkpoints.remove(path)
         for outcome in outcomes:
-            if outcome is None:
+            self._news.published(outcome)
+            if outcome.error is None:
                 self._uploads_failed.succeeded()
             else:
-                self._uploads_failed.failed(outcome, logger)
+                self._uploads_failed.failed(outcome.error, self._logger)
 
-    def _failed(self, error: Exception, logger: Logger | None) -> None:
+    def _failed(self, error: Exception) -> None:
+        self._news.failed(error)
         if isinstance(self.save_interval, AutoInterval):
             self.save_interval.record_failure()
-        self._failures.failed(error, logger)
+        self._failures.failed(error, self._logger)
 
     def _may_copy_late(self, state: State) -> bool:
         """Whether only optimizers change weights from here to their next step."""
@@ -790,8 +799,8 @@ class CheckpointSaver(Callback):
             self.save_interval.load_state_dict(state_dict["interval"])
 
 
-_Uploads = tuple[list[str], list[Exception | None]]
-"""Paths of the checkpoints that are gone from the folder, and what made each upload fail, if anything."""
+_Uploads = tuple[list[str], list[Publication]]
+"""Paths of the checkpoints that are gone from the folder, and how uploads went."""
 
 
 def _moment(state: State) -> tuple[int, int]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.formats.sharded_writing import RemoteFileSystemWriter
     from composerlite.checkpoint.lease import BucketLease, FolderLease, Lease, take_leases
     from composerlite.checkpoint.loading import load_checkpoint, read_checkpoint
-    from composerlite.checkpoint.manifest import FileRecord, Manifest
+    from composerlite.checkpoint.manifest import FileRecord, Manifest, versions
     from composerlite.checkpoint.naming import (
         FIRST_RANK,
         PartialFilePath,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from composerlite.checkpoint.pipeline import PendingSave, Pipeline, save, save_checkpoint
     from composerlite.checkpoint.progress import download_bar, progress_of
-    from composerlite.checkpoint.publishing import Publisher, RemoteSaving
+    from composerlite.checkpoint.publishing import Publication, Publisher, RemoteSaving
     from composerlite.checkpoint.publishing_together import Shares
     from composerlite.checkpoint.ranks_together import from_first_rank, together
     from composerlite.checkpoint.reading import safe_torch_load
@@ -77,6 +77,7 @@ __all__ = [
     "PartialFilePath",
     "PendingSave",
     "Pipeline",
+    "Publication",
     "Publisher",
     "RemoteCatalog",
     "RemoteFileSystemReader",
@@ -128,6 +129,7 @@ __all__ = [
     "together",
     "unshard_checkpoint",
     "unshard_zero",
+    "versions",
 ]
 
 _HOMES = {
@@ -139,7 +141,7 @@ _HOMES = {
     "composerlite.checkpoint.formats.sharded_writing": ("RemoteFileSystemWriter",),
     "composerlite.checkpoint.lease": ("BucketLease", "FolderLease", "Lease", "take_leases"),
     "composerlite.checkpoint.loading": ("load_checkpoint", "read_checkpoint"),
-    "composerlite.checkpoint.manifest": ("FileRecord", "Manifest"),
+    "composerlite.checkpoint.manifest": ("FileRecord", "Manifest", "versions"),
     "composerlite.checkpoint.naming": (
         "FIRST_RANK",
         "PartialFilePath",
@@ -154,7 +156,7 @@ _HOMES = {
     ),
     "composerlite.checkpoint.pipeline": ("PendingSave", "Pipeline", "save", "save_checkpoint"),
     "composerlite.checkpoint.progress": ("download_bar", "progress_of"),
-    "composerlite.checkpoint.publishing": ("Publisher", "RemoteSaving"),
+    "composerlite.checkpoint.publishing": ("Publication", "Publisher", "RemoteSaving"),
     "composerlite.checkpoint.publishing_together": ("Shares",),
     "composerlite.checkpoint.reading": ("safe_torch_load",),
     "composerlite.checkpoint.remote": ("RemoteCatalog",),

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, final
 
@@ -46,13 +46,39 @@ from composerlite.storage import (
 if TYPE_CHECKING:
     from composerlite.storage import Transfer, Uploader
 
-__all__ = ["Publisher", "RemoteSaving"]
+__all__ = ["Publication", "Publisher", "RemoteSaving"]
 
 log = logging.getLogger(__name__)
 _MOST_WAITING = 2
 """So many checkpoints may wait to be uploaded. What is saved faster than the network takes it has to wait."""
 _STALE = timedelta(days=1)
 """An upload that was begun so long ago and is not complete is that of a dead run."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """How publishing a checkpoint went.
+
+    Attributes:
+        name: of it, below ``where``. where: the URI that it was to come to.
+        batch: optimizer steps done when it was saved. size_bytes: of its data.
+        at: when that ended, in seconds since 1970.
+        seconds: it took, from the first request to the link.
+        lag_seconds: from the call of the save until then, by the clock.
+        error: what made it fail; ``None``: it is there.
+        deleted: names of those that were given up for it.
+    """
+
+    name: str
+    where: str
+    batch: int
+    size_bytes: int
+    at: float
+    seconds: float
+    lag_seconds: float
+    error: Exception | None = None
+    deleted: Sequence[str] = ()
 
 
 @final
@@ -91,7 +117,7 @@ class Publisher:
         self._retention = retention
         self._deletes = not keeps_all
         self._lane = f"checkpoints of {remote.uri()}"
-        self._outcomes: deque[Exception | None] = deque()
+        self._outcomes: deque[Publication] = deque()
         self._known: list[Manifest] | None = None
 
     def publish(
@@ -124,26 +150,45 @@ class Publisher:
         held = _Held(catalog, manifest)
         is_first = dist.get_global_rank() == 0  # what fails on others that share in it fails there, too
 
-        def upload(_: Transfer) -> None:
+        def send() -> None:
+            if shares is None:
+                links = dict(zip(self._links_of_ranks, [record.path for record in there.files], strict=False))
+                self.remote.publish(there, held.paths, link=self.link, links=links, overwrite=overwrite)
+                return
+            here = _in_bucket(dataclasses.replace(manifest, files=manifest.here), name, self.template, run_name).files
+            files = list(zip(here, held.paths, strict=True))
+            shares.publish(self.remote, there, files, link=self.link, overwrite=overwrite)
+
+        def attempt() -> Publication:
+            began = time.time()
+            ended, error, deleted = began, None, list[str]()
             try:
-                if shares is None:
-                    links = dict(zip(self._links_of_ranks, [record.path for record in there.files], strict=False))
-                    self.remote.publish(there, held.paths, link=self.link, links=links, overwrite=overwrite)
-                else:
-                    here = _in_bucket(
-                        dataclasses.replace(manifest, files=manifest.here), name, self.template, run_name
-                    ).files
-                    files = list(zip(here, held.paths, strict=True))
-                    shares.publish(self.remote, there, files, link=self.link, overwrite=overwrite)
+                send()
+                ended = time.time()
                 if afterwards is not None:
                     afterwards()
                 if is_first:
-                    self._delete_old(there)
+                    deleted = [old.name for old in self._delete_old(there)]
             except Exception as e:  # noqa: BLE001 - who saves asks for it: see outcomes
                 log.warning("checkpoint %s could not be published: %s", self.remote.uri(name), e)
-                self._outcomes += [e] if is_first else []
-            else:
-                self._outcomes += [None] if is_first else []
+                ended, error = time.time(), e
+            return Publication(
+                name=name,
+                where=self.remote.uri(),
+                batch=manifest.batch,
+                size_bytes=manifest.size_bytes,
+                at=ended,
+                seconds=max(0.0, ended - began),  # the clock may have been set back
+                lag_seconds=max(0.0, ended - datetime.fromisoformat(manifest.saved_at).timestamp()),
+                error=error,
+                deleted=deleted,
+            )
+
+        def upload(_: Transfer) -> None:
+            try:
+                outcome = attempt()
+                if is_first:
+                    self._outcomes.append(outcome)
             finally:
                 held.remove()
 
@@ -169,8 +214,8 @@ class Publisher:
             "(upload_timeout_in_seconds). Save less often, or give it longer."
         )
 
-    def outcomes(self) -> list[Exception | None]:
-        """How publications went since the last time, in order: what made each fail, or ``None``."""
+    def outcomes(self) -> list[Publication]:
+        """How publications went since the last time, in order."""
         return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
     def is_behind(self, manifest: Manifest, run_name: str) -> bool:
@@ -184,17 +229,20 @@ class Publisher:
         """What a checkpoint is called in the bucket, below its root."""
         return format_name_with_dist_and_time(self.template, run_name, _Moment(manifest), **FIRST_RANK)
 
-    def _delete_old(self, newest: Manifest) -> None:
+    def _delete_old(self, newest: Manifest) -> Sequence[Manifest]:
+        """Delete what is not to be kept now that there is ``newest``; what that was."""
         self._deletes |= newest.ephemeral
         if not self._deletes:
-            return
+            return ()
         if self._known is None:  # from here on we know what comes and goes
             self._known = [m for m in self.remote.manifests() if m.run_name == newest.run_name]
         self._known = [m for m in self._known if m.name != newest.name] + [newest]
         mine = [m for m in self._known if m.template == self.template and m.order[:2] <= newest.order[:2]]
-        for old in deletions(sorted(mine, key=lambda m: m.order), self._retention):
+        given_up = deletions(sorted(mine, key=lambda m: m.order), self._retention)
+        for old in given_up:
             self.remote.delete(old)
             self._known.remove(old)
+        return given_up
 
 
 @final
@@ -387,8 +435,8 @@ class RemoteSaving:
         for publisher, root in zip(self.publishers, roots, strict=True):
             publisher.remote = RemoteCatalog(publisher.uploader.transfer, root)
 
-    def outcomes(self) -> list[Exception | None]:
-        """How publications went since the last time: what made each fail, or ``None``."""
+    def outcomes(self) -> list[Publication]:
+        """How publications went since the last time."""
         return [outcome for publisher in self.publishers for outcome in publisher.outcomes()]
 
     def wait(self) -> None:

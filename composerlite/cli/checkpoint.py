@@ -277,19 +277,43 @@ def unshard(
 @checkpoint_app.command("convert")
 def convert(
     checkpoint: Checkpoint,
-    target: Annotated[str, typer.Argument(help="The file or directory to write.", metavar="TARGET")],
+    target: Annotated[
+        str | None, typer.Argument(help="The file or directory to write.", metavar="TARGET", show_default=False)
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="Another way to say TARGET.", metavar="TARGET")
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", help="huggingface: a folder for from_pretrained.", metavar="FORM")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Of the weights, with --to huggingface: bfloat16.", metavar="TYPE")
+    ] = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Write CHECKPOINT in another form, which the end of TARGET's name tells.
+    """Write CHECKPOINT in another form, which the end of TARGET's name tells, or --to.
 
     .pt, .pt.zst, .tar.gz and the like: a file. None: a directory that any number of ranks loads. Both resume a run
-    that was saved. .safetensors: the weights alone.
+    that was saved. .safetensors: the weights alone. --to huggingface: what a HuggingFaceModel has trained, as
+    save_pretrained writes it; and CHECKPOINT can be such a folder, to load into a HuggingFaceModel.
     """
     with one_line_errors():
         from composerlite.cli.conversion import convert as write
 
-        write(checkpoint, target, overwrite=overwrite, as_json=as_json)
+        write(checkpoint, one_target(target, output), to=to, dtype=dtype, overwrite=overwrite, as_json=as_json)
+
+
+def one_target(target: str | None, output: str | None) -> str:
+    """What of the two was given.
+
+    Raises:
+        ConfigError: both were, or none.
+    """
+    if (target is None) is (output is None):
+        given = "neither" if target is None else f"{target} and --output {output}"
+        raise ConfigError(f"convert: want TARGET or --output TARGET, and got {given}.")
+    return target if target is not None else str(output)
 
 
 def age(text: str) -> timedelta:

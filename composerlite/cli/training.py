@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from composerlite.config import build_trainer, load_config
+from composerlite.config import RunConfig, build_trainer, load_config
 
 if TYPE_CHECKING:
     from composerlite.trainer import Trainer
 
-__all__ = ["run", "show"]
+__all__ = ["run", "show", "show_origins"]
 
 
 def show(config: Path, overrides: Sequence[str]) -> None:
@@ -22,16 +22,43 @@ def show(config: Path, overrides: Sequence[str]) -> None:
     typer.echo(load_config(config, overrides).resolved, nl=False)
 
 
+def show_origins(config: Path, overrides: Sequence[str]) -> None:
+    """:func:`show` with the place of each value: the file and line, or the override, that says it."""
+    typer.echo(load_config(config, overrides).annotated, nl=False)
+
+
 def run(config: Path, overrides: Sequence[str]) -> None:
-    """Train to the end, then print one line: the run's name, how far it came, its last metrics, its last checkpoint."""
+    """Train to the end, then print one line: the run's name, how far it came, its last metrics, its last checkpoint.
+
+    Before, what is about to be trained and where checkpoints and metrics go is told on stderr.
+    """
     # What happens to checkpoints is worth a line each: saved, deleted, resumed from, passed over.
     logging.basicConfig(format="%(message)s")
     logging.getLogger("composerlite").setLevel(logging.INFO)
-    with build_trainer(load_config(config, overrides)) as trainer:
+    description = load_config(config, overrides)
+    with build_trainer(description) as trainer:
         start = trainer.state.timestamp
+        if trainer.state.rank == 0:
+            typer.echo(_announcement(trainer, description), err=True)
         trainer.fit()
     if trainer.state.rank == 0:
         typer.echo(_summary(trainer, trained=trainer.state.timestamp != start))
+
+
+def _announcement(trainer: Trainer, config: RunConfig) -> str:
+    state, settings = trainer.state, config.trainer
+    where = state.device if state.world_size == 1 else f"{state.device}, {state.world_size} ranks"
+    folders = [] if settings.save_folder is None else [f"{settings.save_folder} (each {settings.save_interval})"]
+    folders += [str(c.arguments["folder"]) for c in config.callbacks if "folder" in c.arguments]
+    kept = [f"{logger.place} ({type(logger).__name__})" for logger in trainer.logger.destinations if logger.place]
+    batch = state.timestamp.batch.value
+    start = f" from batch {batch}" if batch else ""
+    lines = [
+        f"run {state.run_name}: {config.origin.files[0]}{start} until {settings.max_duration}, on {where}",
+        f"  checkpoints: {', '.join(folders) or 'none; save_folder=PATH keeps some'}",
+        f"  metrics: {', '.join(kept) or 'not kept; loggers.file={} writes them to a file'}",
+    ]
+    return "\n".join(lines).replace("{run_name}", state.run_name)
 
 
 def _summary(trainer: Trainer, *, trained: bool) -> str:

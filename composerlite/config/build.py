@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composerlite.config.hyperparameters import hyperparameters
 from composerlite.config.origin import Origin, YamlPath, dotted
 from composerlite.config.registry import Family, find, import_attribute
 from composerlite.config.schema import Component, Loader, RunConfig
@@ -24,15 +26,15 @@ def build_trainer(config: RunConfig) -> Trainer:
     """The Trainer that ``config`` describes, ready to ``fit``.
 
     Every name and every argument is checked before the first object is built. ``seed`` is set before the model is
-    built, so that its first weights are the same each time. The folder of the YAML file and the current directory
+    built, so that its first weights are the same each time. The folders of the YAML files and the current directory
     are put first on ``sys.path`` and stay there.
 
     Raises:
         ConfigError: a name, an argument or a value is wrong; the message names its place in the YAML.
     """
     origin = config.origin
-    _make_importable(Path.cwd())
-    _make_importable(origin.file.parent.resolve())
+    for folder in (Path.cwd(), *(file.parent.resolve() for file in reversed(origin.files))):
+        _make_importable(folder)
 
     make_model = find(config.model, None, origin)
     make_train_loader = _find_loader(config.train_loader, origin)
@@ -57,7 +59,7 @@ def build_trainer(config: RunConfig) -> Trainer:
     if make_optimizer is not None:
         with _rules_of_torch(("optimizer",), origin):
             optimizer = make_optimizer(model.parameters())
-    return Trainer(
+    trainer = Trainer(
         model=model,
         train_dataloader=make_train_loader(),
         eval_dataloader=evaluators or None,
@@ -66,8 +68,11 @@ def build_trainer(config: RunConfig) -> Trainer:
         algorithms=[make() for make in make_algorithms],
         callbacks=[make() for make in make_callbacks],
         loggers=[make() for make in make_loggers],
-        **vars(config.trainer),
+        **vars(dataclasses.replace(config.trainer, auto_log_hparams=False)),
     )
+    if config.trainer.auto_log_hparams:  # all of the configuration, and with the environment's secrets left out
+        trainer.logger.log_hyperparameters(hyperparameters(config))
+    return trainer
 
 
 def _make_importable(folder: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
+from composerlite.config.hints import fits, in_words
 from composerlite.config.origin import Origin, YamlPath, dotted
 from composerlite.config.schema import (
+    OF_THE_FILE,
     PARTS,
     Component,
     Evaluation,
@@ -30,17 +31,17 @@ __all__ = ["parse"]
 _COMPONENT = "want a mapping with 'name: module:attr' (or a name that docs/configuration.md lists) and its arguments"
 
 
-def parse(values: Mapping[str, Any], origin: Origin, *, text: str) -> RunConfig:
+def parse(values: dict[str, Any], origin: Origin) -> RunConfig:
     """``values``, the whole YAML with every interpolation resolved, as a checked :class:`RunConfig`.
 
     Raises:
         ConfigError: unknown keys (all of them at once), missing keys, values of the wrong type.
     """
     flat = _names(TrainerArguments)
-    _reject_unknown(values, {*PARTS, *flat, "variables"}, (), origin)
+    _reject_unknown(values, {*PARTS, *OF_THE_FILE, *flat}, (), origin)
     if not isinstance(values.get("variables", {}), dict | None):
-        place = origin.where(("variables",))
-        raise ConfigError(f"{place}: variables={values['variables']!r}: want a mapping from names to values.")
+        says = origin.says(("variables",), values["variables"])
+        raise ConfigError(f"{says}: want a mapping from names to values.")
     for key, example in (("model", "{name: my_task:MyModel}"), ("train_loader", "{…}"), ("max_duration", "5ep")):
         if values.get(key) is None:
             raise ConfigError(f"{origin.where((key,))}: {key!r} is missing. Add a line such as '{key}: {example}'.")
@@ -55,7 +56,7 @@ def parse(values: Mapping[str, Any], origin: Origin, *, text: str) -> RunConfig:
         loggers=list(_components(values.get("loggers"), "loggers", origin)),
         trainer=_typed(TrainerArguments, {key: values[key] for key in flat if key in values}, (), origin),
         origin=origin,
-        resolved=text,
+        values=values,
     )
 
 
@@ -63,12 +64,10 @@ def parse(values: Mapping[str, Any], origin: Origin, *, text: str) -> RunConfig:
 def _component(value: Any, path: YamlPath, origin: Origin) -> Component:
     """``{name: …, **arguments}``."""
     if not isinstance(value, dict) or "name" not in value:
-        raise ConfigError(f"{origin.where(path)}: {dotted(path)}={value!r}: {_COMPONENT}.")
+        raise ConfigError(f"{origin.says(path, value)}: {_COMPONENT}.")
     if not isinstance(value["name"], str):
         place = (*path, "name")
-        raise ConfigError(
-            f"{origin.where(place)}: {dotted(place)}={value['name']!r}: want text, such as 'module:attr'."
-        )
+        raise ConfigError(f"{origin.says(place, value['name'])}: want text, such as 'module:attr'.")
     arguments = {str(key): argument for key, argument in value.items() if key != "name"}
     return Component(value["name"], arguments, path)
 
@@ -87,16 +86,12 @@ def _components(value: Any, key: str, origin: Origin) -> Iterator[Component]:
         entry = {entry: None} if isinstance(entry, str) else entry
         if not isinstance(entry, dict):
             raise ConfigError(
-                f"{origin.where(place)}: {dotted(place)}={entry!r}: want 'name: {{arguments}}', as a mapping or as "
-                "items of a list."
+                f"{origin.says(place, entry)}: want 'name: {{arguments}}', as a mapping or as items of a list."
             )
         for name, arguments in entry.items():
             path = (*place, str(name))
             if arguments is not None and not isinstance(arguments, dict):
-                raise ConfigError(
-                    f"{origin.where(path)}: {dotted(path)}={arguments!r}: want arguments as 'key: value' lines, or "
-                    "nothing."
-                )
+                raise ConfigError(f"{origin.says(path, arguments)}: want arguments as 'key: value' lines, or nothing.")
             yield Component(str(name), {str(k): v for k, v in (arguments or {}).items()}, path)
 
 
@@ -106,7 +101,7 @@ def _loader(value: Any, path: YamlPath, origin: Origin, *, taken: Iterable[str] 
     ``taken`` are keys of the same mapping that are no longer in ``value``, for the list in a message.
     """
     if not isinstance(value, dict):
-        raise ConfigError(f"{origin.where(path)}: {dotted(path)}={value!r}: want a mapping with 'dataset:'.")
+        raise ConfigError(f"{origin.says(path, value)}: want a mapping with 'dataset:'.")
     if "name" in value:
         return _component(value, path, origin)
     if "dataset" not in value:
@@ -161,48 +156,16 @@ def _typed(schema: type[D], values: Mapping[str, Any], path: YamlPath, origin: O
     """``schema`` filled with ``values``, whose keys are known, after each has been checked against its field."""
     hints = get_type_hints(schema)
     for key, value in values.items():
-        if not _fits(value, hints[key]):
+        if not fits(value, hints[key]):
             place = (*path, key)
             quotes = ""
-            if _fits("", hints[key]) and not isinstance(value, list):
+            if isinstance(value, str) and place in origin.written:
+                quotes = " Variables of the environment are text: ${oc.decode:${oc.env:NAME}} reads one as YAML."
+            elif fits("", hints[key]) and not isinstance(value, list):
                 quotes = f" For text that YAML reads as something else, write {key}: 'text'"
                 quotes += f", or {dotted(place)}='\"text\"' in a shell." if place in origin.overrides else "."
-            raise ConfigError(
-                f"{origin.where(place)}: {dotted(place)}={value!r}: want {_in_words(hints[key])}.{quotes}"
-            )
+            raise ConfigError(f"{origin.says(place, value)}: want {in_words(hints[key])}.{quotes}")
     for field in dataclasses.fields(schema):
         if field.default is dataclasses.MISSING and field.name not in values:
             raise ConfigError(f"{origin.where(path)}: {dotted(path)} has no {field.name!r}, which it needs.")
     return schema(**values)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether ``value``, as YAML gives it, is of the type that ``hint`` describes. Nothing is converted."""
-    arguments = get_args(hint)
-    if get_origin(hint) in (Union, types.UnionType):
-        return any(_fits(value, option) for option in arguments)
-    if get_origin(hint) is list:
-        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
-    if get_origin(hint) is dict:
-        return isinstance(value, dict)
-    if hint in (int, float) and isinstance(value, bool):
-        return False
-    return isinstance(value, int | float if hint is float else hint)
-
-
-_WORDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "text",
-    "bool": "true or false",
-    "NoneType": "null",
-    "list": "a list of text",
-    "dict": "a mapping",
-}
-
-
-def _in_words(hint: Any) -> str:
-    """``hint`` for someone who writes YAML: ``'a whole number, text or null'``."""
-    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    words = [_WORDS[(get_origin(option) or option).__name__] for option in options]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -6,12 +6,16 @@ The top level holds the keys of :data:`PARTS`, which name objects to build, and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from composerlite.config.origin import Origin
+from composerlite.config.printing import as_yaml, with_origins
 
 __all__ = [
+    "OF_THE_FILE",
     "PARTS",
     "Component",
     "Evaluation",
@@ -22,8 +26,27 @@ __all__ = [
     "TrainerArguments",
 ]
 
-PARTS = ("model", "train_loader", "eval_loader", "optimizer", "scheduler", "algorithms", "callbacks", "loggers")
-"""The keys that name objects to build."""
+PARTS: Mapping[str, str] = MappingProxyType(
+    {
+        "model": "`name` and the arguments of a class or function that makes a `ComposerModel`. Needed.",
+        "train_loader": "A data set and how it is loaded. Needed.",
+        "eval_loader": "The same, or a list of them.",
+        "optimizer": "`name` and arguments; the model's parameters are passed as the first one.",
+        "scheduler": "`name` and arguments of a learning rate schedule.",
+        "algorithms": "Names, each with its arguments.",
+        "callbacks": "Names, each with its arguments.",
+        "loggers": "Names, each with its arguments.",
+    }
+)
+"""The keys that name objects to build, and what each holds."""
+
+OF_THE_FILE: Mapping[str, str] = MappingProxyType(
+    {
+        "defaults": "The files that this one starts from, and the place of its own values among them, `_self_`.",
+        "variables": "Anything, for `${variables.x}`.",
+    }
+)
+"""The keys that are for the file itself, and what each holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +55,10 @@ class TrainerArguments:
 
     A test compares them with the Trainer's signature. They are written out here because reading a configuration
     should not cost the import of torch.
+
+    Args:
+        auto_log_hparams: log the whole configuration, as ``optimizer.lr`` and the like. What depends on the environment
+            is logged as it is written.
     """
 
     train_dataloader_label: str = "train"
@@ -98,7 +125,20 @@ class TrainerArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderArguments:
-    """The arguments of ``torch.utils.data.DataLoader`` that take plain values, and ``collate_fn`` by name."""
+    """The arguments of ``torch.utils.data.DataLoader`` that take plain values, and ``collate_fn`` by name.
+
+    Args:
+        batch_size: samples in a batch.
+        shuffle: another order of samples in each epoch.
+        drop_last: leave out a last batch that is smaller.
+        num_workers: processes that load batches; 0 loads them in this one.
+        prefetch_factor: batches that each worker loads ahead.
+        persistent_workers: workers live on from one epoch to the next.
+        multiprocessing_context: how workers are started: ``'fork'``, ``'spawn'`` or ``'forkserver'``.
+        pin_memory: copy batches to memory from which a GPU reads faster.
+        timeout: seconds to wait for a batch of a worker; 0 waits without end.
+        collate_fn: ``module:attr`` of a function that makes a batch of a list of samples.
+    """
 
     batch_size: int
     shuffle: bool = False
@@ -153,7 +193,8 @@ class Evaluation:
 class RunConfig:
     """A run, read and checked, with nothing built yet.
 
-    ``resolved`` is the YAML that gives the same run without overrides and interpolations.
+    Attributes:
+        values: the whole of it, merged and resolved. May hold secrets of the environment; the texts do not.
     """
 
     model: Component
@@ -166,4 +207,14 @@ class RunConfig:
     loggers: list[Component]
     trainer: TrainerArguments
     origin: Origin
-    resolved: str
+    values: dict[str, Any]
+
+    @property
+    def resolved(self) -> str:
+        """YAML that gives the same run without overrides and other files. ``${oc.env:…}`` stays as it is."""
+        return as_yaml(self.values, self.origin)
+
+    @property
+    def annotated(self) -> str:
+        """:attr:`resolved` with the place behind each value that it comes from: file and line, or override."""
+        return with_origins(self.values, self.origin)

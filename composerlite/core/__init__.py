@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from composerlite.core.algorithm import Algorithm
     from composerlite.core.auto_interval import AutoInterval
     from composerlite.core.callback import Callback
+    from composerlite.core.checkpoint_news import CheckpointNews, CheckpointStep
     from composerlite.core.data import (
         DataSpec,
         count_samples,
@@ -52,6 +53,8 @@ __all__ = [
     "Batch",
     "BatchAbandonedError",
     "Callback",
+    "CheckpointNews",
+    "CheckpointStep",
     "DataSpec",
     "Engine",
     "EvaluationAbandonedError",
@@ -101,6 +104,7 @@ _HOMES = {
     "composerlite.core.algorithm": ("Algorithm",),
     "composerlite.core.auto_interval": ("AutoInterval",),
     "composerlite.core.callback": ("Callback",),
+    "composerlite.core.checkpoint_news": ("CheckpointNews", "CheckpointStep"),
     "composerlite.core.data": (
         "DataSpec",
         "count_samples",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composerlite.core.callback import Callback
+from composerlite.core.checkpoint_news import CheckpointNews
 
 if TYPE_CHECKING:
     from composerlite.core.state import State
@@ -20,6 +21,11 @@ class LoggerDestination(Callback):
 
     A destination is also a :class:`Callback`: it runs first at ``INIT`` and last at every other event.
     """
+
+    @property
+    def place(self) -> str | None:
+        """Where it puts what it gets, a path or an address, for people; known from ``INIT`` on. ``None``: nowhere."""
+        return None
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Settings of the run, once or a few times."""
@@ -39,6 +45,9 @@ class LoggerDestination(Callback):
         self, images: Any, name: str = "Images", channels_last: bool = False, step: int | None = None
     ) -> None:
         """Images as arrays or tensors of shape (N, C, H, W), or (N, H, W, C) if ``channels_last``."""
+
+    def log_checkpoint(self, news: CheckpointNews) -> None:
+        """Something became of a checkpoint: it was begun, committed, uploaded, deleted, or failed."""
 
     def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
         """Keep a copy of the file ``file_path`` under ``remote_file_name``. Do not wait for it."""
@@ -110,10 +119,32 @@ class Logger:
         for destination in self.destinations:
             destination.log_images(images, name, channels_last, step)
 
-    def upload_file(self, remote_file_name: str, file_path: Path | str, *, overwrite: bool = False) -> None:
-        """Hand ``file_path`` to every destination that keeps files."""
+    def log_checkpoint(self, news: CheckpointNews) -> None:
+        """Tell what became of a checkpoint."""
         for destination in self.destinations:
-            destination.upload_file(self._state, remote_file_name, Path(file_path), overwrite=overwrite)
+            destination.log_checkpoint(news)
+
+    def upload_file(self, remote_file_name: str, file_path: Path | str, *, overwrite: bool = False) -> None:
+        """Hand ``file_path`` to every destination that keeps files. One that fails does not keep it from the others.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            Exception: what a destination raised, an error of an earlier upload for example; an ``ExceptionGroup`` if
+                several did.
+        """
+        path = Path(file_path)
+        if self.has_file_upload_destination() and not path.is_file():
+            raise FileNotFoundError(f"upload_file({remote_file_name!r}): there is no file {str(path)!r}.")
+        errors: list[Exception] = []
+        for destination in self.destinations:
+            try:
+                destination.upload_file(self._state, remote_file_name, path, overwrite=overwrite)
+            except Exception as e:  # noqa: BLE001 - raised below: the others must get the file first
+                errors.append(e)
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise ExceptionGroup(f"several loggers failed while {remote_file_name!r} was handed to them", errors)
 
     def has_file_upload_destination(self) -> bool:
         """Whether any destination keeps files."""

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from composerlite import dist
 from composerlite.core.algorithm import Algorithm
 from composerlite.core.event import Event
+from composerlite.core.integration import Integrated
 from composerlite.core.logger import Logger
 from composerlite.core.optimizer_state import (
     clean_name,
@@ -94,7 +95,7 @@ def full_state(state: State) -> StateDict:
         "dataset_state": (
             state.dataset_state if position is None else {**state.dataset_state, "train": position.state_dict()}
         ),
-        "integrations": {},
+        "integrations": _integrations(state.model),
         "metadata": _metadata(state),
     }
 
@@ -102,7 +103,11 @@ def full_state(state: State) -> StateDict:
 def weights_state(state: State) -> StateDict:
     """What a weights-only checkpoint holds under ``state``, and the algorithms without which the weights do not fit."""
     required = [(a.state_key, _algorithm_state(a, {})) for a in state.algorithms if a.required_on_load()]
-    contents: StateDict = {"model": _model_state(state.model), "integrations": {}, "metadata": _metadata(state)}
+    contents: StateDict = {
+        "model": _model_state(state.model),
+        "integrations": _integrations(state.model),
+        "metadata": _metadata(state),
+    }
     return {**contents, "algorithms": required} if required else contents
 
 
@@ -118,6 +123,10 @@ def _algorithm_state(algorithm: Algorithm, state: StateDict) -> StateDict:
 
 def _model_state(model: nn.Module) -> StateDict:
     return {clean_name(name): value for name, value in model.state_dict().items()}
+
+
+def _integrations(model: nn.Module) -> StateDict:
+    return model.integrations() if isinstance(model, Integrated) else {}
 
 
 def _metadata(state: State) -> StateDict:
@@ -174,6 +183,9 @@ def places_for(
     if "model" in contents:
         problems += _model_problems(state.model, contents["model"], strict=strict, source=source)
         places["model"] = _model_places(state.model, contents["model"])
+        if contents.get("integrations") and isinstance(state.model, Integrated):
+            with _restoring("integrations", source):
+                problems += state.model.integration_problems(contents["integrations"], source=source)
     if not weights_only and "optimizers" in contents:
         problems += _kind_problems(state, contents, source)
         places["optimizers"] = {}
@@ -297,7 +309,7 @@ def _restoring(part: str, source: str) -> Generator[None]:
 
 def _check_form(contents: StateDict, source: str) -> None:
     """That the parts which are read here are what they are in every checkpoint."""
-    mappings = ("model", "optimizers", "schedulers", "callbacks", "scaler", "timestamp", "metadata")
+    mappings = ("model", "optimizers", "schedulers", "callbacks", "scaler", "timestamp", "metadata", "integrations")
     wrong = [part for part in mappings if not isinstance(contents.get(part, {}), Mapping)]
     if not wrong:
         wrong += [f"optimizers/{n}" for n, saved in contents.get("optimizers", {}).items() if not _is_optimizer(saved)]

@@ -240,6 +240,7 @@ class Time:
 
 
 TimeInput: TypeAlias = "Time | str | int | float | timedelta"
+"""What may be given where a time is wanted: text such as ``'10ep'``, or a number, whose unit the one who asks says."""
 
 
 def _scaled(value: int | float, factor: int | float | Fraction, unit: TimeUnit) -> Time:

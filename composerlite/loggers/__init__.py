@@ -1,4 +1,4 @@
-"""Where metrics and files go: the terminal, files, memory, TensorBoard, object stores.
+"""Where metrics and files go: the terminal, files, tables, memory, TensorBoard, W&B, MLflow, object stores.
 
 Each is imported when it is first used.
 """
@@ -12,30 +12,42 @@ from composerlite.core import Logger, LoggerDestination
 
 if TYPE_CHECKING:
     from composerlite.loggers.console import ConsoleLogger
+    from composerlite.loggers.csv_file import CSVLogger
     from composerlite.loggers.file import FileLogger
     from composerlite.loggers.in_memory import InMemoryLogger
+    from composerlite.loggers.json_lines import JSONLLogger
+    from composerlite.loggers.mlflow import MLFlowLogger
     from composerlite.loggers.progress_bar import ProgressBarLogger
     from composerlite.loggers.remote_uploader_downloader import RemoteUploaderDownloader
     from composerlite.loggers.tensorboard import TensorboardLogger
+    from composerlite.loggers.wandb import WandBLogger
 
 __all__ = [
+    "CSVLogger",
     "ConsoleLogger",
     "FileLogger",
     "InMemoryLogger",
+    "JSONLLogger",
     "Logger",
     "LoggerDestination",
+    "MLFlowLogger",
     "ProgressBarLogger",
     "RemoteUploaderDownloader",
     "TensorboardLogger",
+    "WandBLogger",
 ]
 
 _HOMES = {
+    "CSVLogger": "csv_file",
     "ConsoleLogger": "console",
     "FileLogger": "file",
     "InMemoryLogger": "in_memory",
+    "JSONLLogger": "json_lines",
+    "MLFlowLogger": "mlflow",
     "ProgressBarLogger": "progress_bar",
     "RemoteUploaderDownloader": "remote_uploader_downloader",
     "TensorboardLogger": "tensorboard",
+    "WandBLogger": "wandb",
 }
 
 

@@ -61,6 +61,10 @@ class FileLogger(LoggerDestination):
         self._unwritten: list[str] = []
         self._uploaded = True
 
+    @property
+    def place(self) -> str | None:
+        return None if self._path is None else str(self._path)
+
     def init(self, state: State, logger: Logger) -> None:
         path = Path(format_name_with_dist(self._filename, state.run_name)).absolute()
         if self._remote_file_name is not None and not logger.has_file_upload_destination():

@@ -116,6 +116,10 @@ class RemoteUploaderDownloader(LoggerDestination):
             format_name_with_dist(self.file_path_format_string, run_name, remote_file_name=remote_file_name)
         )
 
+    @property
+    def place(self) -> str | None:
+        return self.bucket_uri
+
     def init(self, state: State, logger: Logger) -> None:
         """See that the bucket can be written to."""
         self._run_name = state.run_name

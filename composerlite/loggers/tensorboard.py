@@ -65,11 +65,16 @@ class TensorboardLogger(LoggerDestination):
         self._is_silent = rank_zero_only and dist.get_global_rank() != 0
         self._writer: SummaryWriter | None = None
         self._early: list[_Write] = []
+        self._place: str | None = None
+
+    @property
+    def place(self) -> str | None:
+        return self._place
 
     def init(self, state: State, logger: Logger) -> None:
         if self._is_silent:
             return
-        folder = format_name_with_dist(self._folder, state.run_name)
+        folder = self._place = format_name_with_dist(self._folder, state.run_name)
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as e:

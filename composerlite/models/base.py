@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from composerlite.errors import TrainingError
-from composerlite.types import Batch
+from composerlite.types import Batch, StateDict
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -55,6 +55,16 @@ class ComposerModel(nn.Module, ABC):
             f"{name}.get_metrics gives {type(metric).__name__} and {name} does not say how to update it: override "
             "update_metric, e.g. `metric.update(outputs, batch[1])`."
         )
+
+    def integrations(self) -> StateDict:
+        """What checkpoints keep of the model beside its weights, under the name of each library. By default nothing."""
+        return {}
+
+    def integration_problems(self, saved: StateDict, *, source: str) -> list[str]:
+        """Why a checkpoint with ``saved`` integrations cannot be loaded into this model, before anything is. By default
+        nothing keeps it; what only differs is logged.
+        """
+        return []
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the logger, through which a copy would take the whole training state along."""

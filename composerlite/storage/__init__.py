@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from composerlite.storage.chance import draw_apart
 from composerlite.storage.digests import Digester, FileDigest, chunk_bytes_for
 from composerlite.storage.disk import (
     SecondName,
@@ -57,6 +58,7 @@ __all__ = [
     "chunk_bytes_for",
     "digest_file",
     "download_url",
+    "draw_apart",
     "fsync_folder",
     "is_uri",
     "make_folder",

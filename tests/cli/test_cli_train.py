@@ -57,6 +57,8 @@ def test_a_finished_run_that_is_started_again_ends_at_once(tmp_path: Path) -> No
     first = train(*arguments, "max_duration=2ba")
     again = train(*arguments, "max_duration=2ba")
     assert [first.returncode, again.returncode] == [0, 0], first.stderr + again.stderr
+    assert f"metrics: {tmp_path}/record.jsonl (JSONLLogger)\n" in first.stderr
+    assert f"run digits: configs/digits.yaml until 2ba, on cpu\n  checkpoints: {tmp_path} (each 1ep)\n" in first.stderr
     assert first.stdout.startswith("run digits ended at epoch 0, batch 2: ")
     assert again.stdout == f"run digits had ended before at epoch 0, batch 2: checkpoint {tmp_path}/ep0-ba2-rank0.pt\n"
 
@@ -76,16 +78,20 @@ def test_the_gpt_reads_real_text(tmp_path: Path) -> None:
         "model.width=32",
         f"save_folder={tmp_path}",
         "run_name=gpt",
+        f"loggers.file.filename={tmp_path}/{{run_name}}.txt",
+        f"loggers.tensorboard.log_dir={tmp_path}/curves",
     )
     assert done.returncode == 0, done.stderr
     assert "run gpt ended at epoch 0, batch 4: " in done.stdout
     assert "Perplexity" in done.stdout
+    kept = f"{tmp_path}/gpt.txt (FileLogger), {tmp_path}/curves/gpt (TensorboardLogger)"
+    assert f"  metrics: {kept}\n" in done.stderr
 
 
 # ── looking without training ─────────────────────────────────────────────────────────────────────────────────────
-def test_dry_run_prints_the_resolved_configuration() -> None:
+def test_print_config_prints_the_resolved_configuration() -> None:
     """Overrides and variables are applied, and nothing else comes out."""
-    done = run("train", "configs/digits.yaml", "variables.batch_size=32", "save_folder={run_name}/x", "--dry-run")
+    done = run("train", "configs/digits.yaml", "variables.batch_size=32", "save_folder={run_name}/x", "--print-config")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("variables:\n  batch_size: 32\n")
     assert done.stdout.count("batch_size: 32") == 3
@@ -93,12 +99,23 @@ def test_dry_run_prints_the_resolved_configuration() -> None:
     assert done.stderr == ""
 
 
+def test_print_origins_tells_where_each_value_comes_from() -> None:
+    """The same configuration, with a file and line or an override behind each value."""
+    done = run("train", "configs/digits.yaml", "max_duration=5ep", "--print-origins")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split("  # ") for line in done.stdout.splitlines()]
+    places = {line[0].strip(): line[1] for line in lines if len(line) == 2}
+    assert places["max_duration: 5ep"] == "override 'max_duration=5ep'"
+    number = int(places["width: 16"].removeprefix("configs/digits.yaml:"))
+    assert (ROOT / "configs/digits.yaml").read_text().splitlines()[number - 1] == "  width: 16"
+
+
 def test_looking_does_not_import_torch() -> None:
-    """Help and ``--dry-run`` answer at once: torch is imported when training starts."""
+    """Help and ``--print-config`` answer at once: torch is imported when training starts."""
     code = (
         "import sys\n"
         "from composerlite.cli.app import app\n"
-        "app(['train', 'configs/digits.yaml', '--dry-run'], standalone_mode=False)\n"
+        "app(['train', 'configs/digits.yaml', '--print-config'], standalone_mode=False)\n"
         "sys.exit('torch' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
@@ -108,6 +125,9 @@ def test_version_and_help() -> None:
     """``--version`` tells the version, ``--help`` the commands."""
     assert run("--version").stdout.startswith("composerlite ")
     assert "train" in run("--help").stdout
+    told = " ".join(run("train", "--help").stdout.split())
+    assert "--print-config" in told
+    assert "Exit status: 0 after training; 2 if the configuration is wrong;" in told
 
 
 # ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────

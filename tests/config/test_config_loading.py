@@ -99,7 +99,7 @@ def test_a_format_variable_needs_no_quotes_on_the_command_line(write: Write) -> 
 
 
 def test_the_resolved_text_gives_the_same_run(write: Write, tmp_path: Path) -> None:
-    """What ``--dry-run`` prints is a configuration itself, free of interpolation."""
+    """What ``--print-config`` prints is a configuration itself, free of interpolation."""
     run = load_config(write(GOOD), ["variables.width=16"])
     again_file = tmp_path / "again.yaml"
     again_file.write_text(run.resolved)

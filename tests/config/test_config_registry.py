@@ -38,6 +38,10 @@ def message_of(file: Path, *overrides: str) -> str:
         ("callback", "checkpoint_saver", callbacks.CheckpointSaver),
         ("logger", "tensorboard", loggers.TensorboardLogger),
         ("logger", "in_memory", loggers.InMemoryLogger),
+        ("logger", "mlflow", loggers.MLFlowLogger),
+        ("logger", "wandb", loggers.WandBLogger),
+        ("logger", "jsonl", loggers.JSONLLogger),
+        ("logger", "csv", loggers.CSVLogger),
     ],
 )
 def test_a_class_is_named_in_snake_case(family: Family, name: str, cls: type) -> None:

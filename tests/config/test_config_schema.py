@@ -5,15 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
 
 from composerlite import Evaluator, Trainer
-from composerlite.config.registry import Family, registered
-from composerlite.config.schema import PARTS, EvaluatorArguments, LoaderArguments, TrainerArguments
+from composerlite.config.schema import EvaluatorArguments, LoaderArguments, TrainerArguments
 
 OBJECTS = {
     "model",
@@ -27,7 +25,6 @@ OBJECTS = {
     "loggers",
     "load_object_store",  # an object: a URI as load_path says the same
 }
-DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -49,20 +46,3 @@ def test_the_keys_of_loaders_are_arguments_of_their_classes(schema: type[Any], t
         assert field.name in known
         if field.default is not MISSING and field.name not in ("shuffle", "label"):
             assert field.default == known[field.name]
-
-
-def test_every_key_is_documented() -> None:
-    """docs/configuration.md names each key of the YAML."""
-    text = DOCS.read_text()
-    keys = [
-        *PARTS,
-        *(f.name for schema in (TrainerArguments, LoaderArguments, EvaluatorArguments) for f in fields(schema)),
-    ]
-    assert [key for key in keys if f"`{key}`" not in text] == []
-
-
-@pytest.mark.parametrize("family", get_args(Family))
-def test_every_name_is_documented(family: Family) -> None:
-    """docs/configuration.md lists each class that has a name."""
-    text = DOCS.read_text()
-    assert [name for name in registered(family) if f"`{name}`" not in text] == []

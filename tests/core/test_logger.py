@@ -40,8 +40,10 @@ class Record(LoggerDestination):
         return True
 
 
-def test_every_destination_gets_everything(state: State) -> None:
+def test_every_destination_gets_everything(state: State, tmp_path: Path) -> None:
     """What is logged reaches all destinations, in full."""
+    file = tmp_path / "ep1.pt"
+    file.touch()
     records = [Record(), Record()]
     logger = Logger(state, records)
     logger.log_hyperparameters({"lr": 0.1})
@@ -49,7 +51,7 @@ def test_every_destination_gets_everything(state: State) -> None:
     logger.log_table(["a"], [[1]], name="t", step=4)
     logger.log_traces({"EMA/batch_end": 1})
     logger.log_images([0], name="i", channels_last=True, step=5)
-    logger.upload_file("run/ep1.pt", "ep1.pt", overwrite=True)
+    logger.upload_file("run/ep1.pt", str(file), overwrite=True)
     for record in records:
         assert record.got == [
             {"lr": 0.1},
@@ -57,7 +59,7 @@ def test_every_destination_gets_everything(state: State) -> None:
             (["a"], [[1]], "t", 4),
             {"EMA/batch_end": 1},
             ([0], "i", True, 5),
-            (state, "run/ep1.pt", Path("ep1.pt"), True),
+            (state, "run/ep1.pt", file, True),
         ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -88,3 +88,26 @@ class Run:
 def run() -> type[Run]:
     """Builds a run: ``run(logger, max_duration='3ep', …)``."""
     return Run
+
+
+@pytest.fixture(scope="module")
+def wandb_offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """W&B without a network. Its service process, which all runs of a process share, ends with the module's tests."""
+    import wandb
+
+    folder = tmp_path_factory.mktemp("wandb-home")
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_ARTIFACT_DIR"):
+            patch.setenv(variable, str(folder))
+        for variable, value in (("MODE", "offline"), ("ERROR_REPORTING", "false"), ("SILENT", "true")):
+            patch.setenv(f"WANDB_{variable}", value)
+        wandb.setup()
+        yield
+        wandb.teardown()
+
+
+@pytest.fixture
+def mlflow_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow may keep runs in a folder, and tells nobody of it."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")

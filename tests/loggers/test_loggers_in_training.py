@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from composerlite.core import Callback
+from composerlite.core import Callback, LoggerDestination
 from composerlite.loggers import FileLogger, TensorboardLogger
 from composerlite.models import ComposerClassifier
 from composerlite.trainer import Trainer
@@ -127,3 +127,34 @@ def test_settings_are_logged_before_the_run_is_built(tmp_path):
 
     settings = next(line for line in path.read_text().splitlines() if line.startswith("[hyperparameters]"))
     assert json.loads(settings.split("] ", 1)[1])["seed"] == 3
+
+
+def test_a_destination_that_fails_keeps_a_file_from_no_other(tmp_path):
+    """All destinations get a file before what one of them raises is raised; several errors are raised together."""
+
+    class Keeps(LoggerDestination):
+        def __init__(self, error: Exception | None) -> None:
+            self.error = error
+            self.files: list[str] = []
+
+        def can_upload_files(self) -> bool:
+            return True
+
+        def upload_file(self, state, remote_file_name, file_path, *, overwrite):
+            self.files.append(remote_file_name)
+            if self.error is not None:
+                raise self.error
+
+    first, second, third = Keeps(PermissionError("first")), Keeps(None), Keeps(OSError("third"))
+    with build(loggers=[first, second, third], progress_bar=False) as trainer:
+        (tmp_path / "a").write_text("")
+        with pytest.raises(ExceptionGroup, match="several loggers failed") as error:
+            trainer.logger.upload_file("a", tmp_path / "a")
+        third.error = None
+        with pytest.raises(PermissionError, match="first"):
+            trainer.logger.upload_file("a", tmp_path / "a")
+        with pytest.raises(FileNotFoundError, match="missing"):
+            trainer.logger.upload_file("b", tmp_path / "missing")
+
+    assert [str(one) for one in error.value.exceptions] == ["first", "third"]
+    assert first.files == second.files == third.files == ["a", "a"]

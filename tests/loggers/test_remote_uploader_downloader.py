@@ -54,6 +54,7 @@ def test_a_file_may_go_as_soon_as_it_is_handed_over(
 ) -> None:
     """What is uploaded is what the file was when ``upload_file`` was called."""
     logger = started(bucket, s3_server, state)
+    assert logger.place == bucket
     (tmp_path / "a").write_bytes(b"content")
     logger.upload_file(state, "{run_name}/a.txt", tmp_path / "a", overwrite=False)
     (tmp_path / "a").write_bytes(b"something else")

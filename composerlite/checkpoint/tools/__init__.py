@@ -12,11 +12,17 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.tools.comparing import Change, Difference, compared, flat
     from composerlite.checkpoint.tools.converting import write_directory, write_file, write_safetensors
     from composerlite.checkpoint.tools.copying import copy
+    from composerlite.checkpoint.tools.huggingface import (
+        is_huggingface_folder,
+        kept_by_huggingface,
+        write_huggingface,
+        write_tokenizer,
+    )
     from composerlite.checkpoint.tools.inspecting import Leaf, contents_of, leaves_of_contents, model_directory
     from composerlite.checkpoint.tools.places import MANIFESTS, Leftover, Place, StoredFile
     from composerlite.checkpoint.tools.pointing import Pointed, place_at, pointed, target_at
     from composerlite.checkpoint.tools.surveying import UNLISTED, Found, newest, survey
-    from composerlite.checkpoint.tools.whole import weights_of, whole_contents
+    from composerlite.checkpoint.tools.whole import model_and_integrations, weights_of, whole_contents
 
 __all__ = [
     "MANIFESTS",
@@ -33,7 +39,10 @@ __all__ = [
     "contents_of",
     "copy",
     "flat",
+    "is_huggingface_folder",
+    "kept_by_huggingface",
     "leaves_of_contents",
+    "model_and_integrations",
     "model_directory",
     "newest",
     "place_at",
@@ -44,18 +53,21 @@ __all__ = [
     "whole_contents",
     "write_directory",
     "write_file",
+    "write_huggingface",
     "write_safetensors",
+    "write_tokenizer",
 ]
 
 _HOMES = {
     "comparing": ("Change", "Difference", "compared", "flat"),
     "converting": ("write_directory", "write_file", "write_safetensors"),
     "copying": ("copy",),
+    "huggingface": ("is_huggingface_folder", "kept_by_huggingface", "write_huggingface", "write_tokenizer"),
     "inspecting": ("Leaf", "contents_of", "leaves_of_contents", "model_directory"),
     "places": ("MANIFESTS", "Leftover", "Place", "StoredFile"),
     "pointing": ("Pointed", "place_at", "pointed", "target_at"),
     "surveying": ("UNLISTED", "Found", "newest", "survey"),
-    "whole": ("weights_of", "whole_contents"),
+    "whole": ("model_and_integrations", "weights_of", "whole_contents"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

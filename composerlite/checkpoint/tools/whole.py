@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, final
 
 from torch import Tensor
 
@@ -16,13 +17,21 @@ from composerlite.checkpoint.reading import opened
 from composerlite.checkpoint.tools.inspecting import model_directory
 from composerlite.checkpoint.tools.local_place import LocalPlace
 from composerlite.checkpoint.tools.places import Place
+from composerlite.checkpoint.tools.pointing import pointed
 from composerlite.checkpoint.tools.surveying import Found
-from composerlite.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
+from composerlite.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
+from composerlite.storage import is_uri, parse_uri
 from composerlite.types import StateDict
 
-__all__ = ["weights_of", "whole_contents"]
+__all__ = ["model_and_integrations", "weights_of", "whole_contents"]
 
 _MODELS = ("model.", "state.model.")
+_INTEGRATIONS = "state.integrations"
 
 
 def whole_contents(place: Place, found: Found, *, weights_only: bool = False) -> Any:
@@ -39,25 +48,62 @@ def whole_contents(place: Place, found: Found, *, weights_only: bool = False) ->
         UntrustedCheckpointError: it holds a type that is not known to be safe.
         ConfigError: it takes a library that is not installed.
     """
+    return _read(place, found, _Part(_is_of_model, _model_in) if weights_only else _Part(_is_any, _all_of))
+
+
+def model_and_integrations(text: str) -> StateDict:
+    """The model in the checkpoint at the path, the URI or the address ``text``, with what belongs to it.
+
+    Returns:
+        ``{'state': {'model': …, 'integrations': …}}``, less what is not there.
+
+    Raises:
+        ConfigError: it is a folder of several checkpoints, or the URI names no store.
+        CheckpointError: as :func:`whole_contents`.
+    """
+    part = _Part(_is_of_model_or_integrations, _model_and_integrations_in)
+    if is_uri(text) and parse_uri(text)[0] in ("http", "https"):
+        with fetched(text) as path:
+            return _file(path, part)
+    with pointed(text) as target:
+        if target.name is None:
+            raise ConfigError(f"{text!r} is a folder of checkpoints: give one of them.")
+        (found,) = target.found()
+        if found.manifest is not None and found.faults:
+            raise CorruptCheckpointError(f"{text!r} is torn: {'; '.join(found.faults[:3])}.")
+        contents = _read(target.place, found, part)
+    return contents if isinstance(contents, dict) and "state" in contents else {"state": {"model": contents}}
+
+
+@final
+@dataclass(frozen=True)
+class _Part:
+    """Which part of a checkpoint is read: by the keys of a directory's index, and of what is in a file."""
+
+    has_key: Callable[[str], bool]
+    of: Callable[[Any], Any]
+
+
+def _read(place: Place, found: Found, part: _Part) -> Any:
     if not found.files:
         raise CheckpointNotFoundError(f"{place.uri(found.name)!r}: its files are gone.")
     directory = model_directory(place, found)
     if directory is not None:
-        return _directory(directory, weights_only=weights_only)
+        return _directory(directory, part)
     if isinstance(place, LocalPlace):
-        return _file(place.path_of(found.name), weights_only=weights_only)
+        return _file(place.path_of(found.name), part)
     with fetched(place.uri(found.name)) as path:
-        return _file(path, weights_only=weights_only)
+        return _file(path, part)
 
 
-def _directory(folder: CheckpointFolder, *, weights_only: bool) -> Any:
+def _directory(folder: CheckpointFolder, part: _Part) -> Any:
     from composerlite.checkpoint.directory_loading import as_in_a_file  # slow to import, and most are files
     from composerlite.checkpoint.formats import sharded
     from composerlite.checkpoint.state_keys import nested
 
     with sharded.RemoteFileSystemReader(folder) as reader:
         metadata = reader.read_metadata()
-        keys = [key for key in metadata.state_dict_metadata if not weights_only or key.startswith(_MODELS)]
+        keys = [key for key in metadata.state_dict_metadata if part.has_key(key)]
         contents = nested(metadata, "", keys, sharded.load_flat(reader, keys))
     if not isinstance(contents, dict):
         return contents
@@ -69,12 +115,11 @@ def _directory(folder: CheckpointFolder, *, weights_only: bool) -> Any:
     return contents
 
 
-def _file(path: Path, *, weights_only: bool) -> Any:
+def _file(path: Path, part: _Part) -> Any:
     if path.name.endswith(".safetensors"):
         return _safetensors(path)
     with opened(path) as (file, progress):
-        if weights_only:
-            file.contents = _model_in(file.contents)
+        file.contents = part.of(file.contents)
         file.read(progress=progress)
         return file.contents
 
@@ -87,6 +132,30 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
             f"{str(path)!r}: safetensors is not installed: pip install 'composerlite[safetensors]'"
         ) from e
     return cast("dict[str, Tensor]", library.load_file(path))
+
+
+def _is_any(key: str) -> bool:
+    return True
+
+
+def _all_of(contents: Any) -> Any:
+    return contents
+
+
+def _is_of_model(key: str) -> bool:
+    return key.startswith(_MODELS)
+
+
+def _is_of_model_or_integrations(key: str) -> bool:
+    return _is_of_model(key) or key == _INTEGRATIONS or key.startswith(f"{_INTEGRATIONS}.")
+
+
+def _model_and_integrations_in(contents: Any) -> StateDict:
+    state: Any = contents.get("state") if isinstance(contents, Mapping) else None
+    integrations = (
+        {"integrations": state["integrations"]} if isinstance(state, Mapping) and "integrations" in state else {}
+    )
+    return {"state": {"model": _model_in(contents), **integrations}}
 
 
 def _model_in(contents: Any) -> Any:

@@ -1,0 +1,241 @@
+"""``defaults:``, the files that a file starts from, merged into one. The list has Hydra's form: docs/adr/0031."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from composerlite.config.document import Document, paths_below, read, unresolved
+from composerlite.config.origin import Place, YamlPath, dotted
+from composerlite.config.overrides import Override, path_of
+from composerlite.errors import ConfigError, did_you_mean
+
+__all__ = ["Composition", "compose"]
+
+_WANTED = "want a list such as [base, {model: gpt}, _self_]"
+_SELF = "_self_"
+
+
+@dataclass(frozen=True)
+class Composition:
+    """The merged files.
+
+    Attributes:
+        document: what they say together.
+        files: which they are, the file of the run first.
+        choices: the overrides that have chosen a file rather than a value.
+    """
+
+    document: Document
+    files: Sequence[Path]
+    choices: Sequence[Override]
+
+
+def compose(file: Path, overrides: Sequence[Override]) -> Composition:
+    """``file`` and all files that it starts from, directly or not, merged: of two that say the same the later counts.
+
+    Mappings are merged key by key, all else is replaced as a whole. A file that is named with its folder says what is
+    below the key of the folder's name.
+
+    Raises:
+        ConfigError: a file is missing, is there twice or starts from itself, a list cannot be understood, or files do
+            not go together. The message names the file and the line.
+    """
+    file = Path(os.path.normpath(file))
+    files = _Files(file.parent, overrides)
+    files.add(file, (), (), str(file))
+    for override in overrides:
+        if "/" in override.key and override not in files.choices:
+            hint = did_you_mean(override.key, files.groups)
+            raise ConfigError(f"override {override.text!r}: no defaults list has this group.{hint}")
+    merged = files.layers[0]
+    for layer in files.layers[1:]:
+        merged = _merge(merged, layer)
+    return Composition(merged, list(files.seen), files.choices)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An item of a defaults list: names of files in the folder ``group``, or the place of the file's own values."""
+
+    group: str
+    names: list[str]
+    where: str
+    is_group: bool
+
+
+class _Files:
+    """The files of a run, read in the order in which they are merged."""
+
+    def __init__(self, root: Path, overrides: Sequence[Override]) -> None:
+        self.layers: list[Document] = []
+        self.seen: dict[Path, str] = {}
+        self.groups: list[str] = []
+        self.choices: list[Override] = []
+        self._root = root
+        self._overrides = [override for override in overrides if _names(override.value) is not None]
+
+    def add(self, file: Path, package: YamlPath, chain: Sequence[Path], where: str) -> None:
+        """``file`` with all that it starts from.
+
+        Args:
+            file: which.
+            package: the key below which its values go.
+            chain: the files that have asked for it, one for the other; ``where`` the last one did.
+        """
+        if file in chain:
+            way = " → ".join(str(step) for step in (*chain[chain.index(file) :], file))
+            raise ConfigError(f"{where}: a file cannot start from itself: {way}.")
+        if file in self.seen:
+            raise ConfigError(f"{where}: {file} is in a defaults list already, at {self.seen[file]}. Name it once.")
+        document = read(file)
+        self.seen[file] = where
+        entries = list(_entries(document, file))
+        document.values.pop("defaults", None)
+        own = _packaged(document, package, file)
+        for entry in entries:
+            if entry.names == [_SELF]:
+                self.layers.append(own)
+                continue
+            folder = self._root / entry.group[1:] if entry.group.startswith("/") else file.parent / entry.group
+            below = _below(package, entry)
+            names, asked = self._chosen(entry, "/".join(below), folder)
+            for name in names:
+                self.add(_found(folder, name, asked), below, (*chain, file), asked)
+        if not any(entry.names == [_SELF] for entry in entries):
+            self.layers.append(own)
+
+    def _chosen(self, entry: _Entry, group: str, folder: Path) -> tuple[list[str], str]:
+        """The names of the entry, or those that an override has chosen, and who wants them."""
+        if not entry.is_group:
+            return entry.names, entry.where
+        self.groups.append(group)
+        choices = [override for override in self._overrides if override.key == group]
+        if choices:
+            self.choices += choices
+            return _names(choices[-1].value) or [], f"override {choices[-1].text!r}"
+        if entry.names == ["???"]:
+            hint = did_you_mean("", _files_in(folder))
+            raise ConfigError(f"{entry.where}: {group!r} has to be chosen: {group}=NAME.{hint}")
+        return entry.names, entry.where
+
+
+def _below(package: YamlPath, entry: _Entry) -> YamlPath:
+    """The key below which the values of the entry's files go, ``package`` being that of the file with the entry."""
+    folders = tuple(part for part in entry.group.split("/") if part not in ("", "."))
+    if ".." in folders:  # another place on the disk, which says nothing of keys
+        return folders[-1:] if entry.is_group else ()
+    return folders if entry.group.startswith("/") else (*package, *folders)
+
+
+def _packaged(document: Document, package: YamlPath, file: Path) -> Document:
+    """``document`` with its values below the key ``package``."""
+    from omegaconf import OmegaConf
+
+    values: dict[Any, Any] = unresolved(document.values)
+    for part in reversed(package):
+        values = {part: values}
+    places = {package[:end]: Place(file, 1) for end in range(1, len(package) + 1)}
+    places |= {(*package, *path): place for path, place in document.places.items() if path[0] != "defaults"}
+    return Document(OmegaConf.create(values), places)
+
+
+def _entries(document: Document, file: Path) -> Iterator[_Entry]:
+    """The defaults list of ``document``; nothing if it has none."""
+    if "defaults" not in document.values:
+        return
+    items = unresolved(document.values)["defaults"]
+    if not isinstance(items, list):
+        raise ConfigError(f"{document.places[('defaults',)]}: defaults={items!r}: {_WANTED}.")
+    own = 0
+    for index, item in enumerate(items):
+        where = str(document.places.get(("defaults", str(index)), file))
+        pair: tuple[Any, Any] = next(iter(item.items())) if isinstance(item, dict) and len(item) == 1 else ("", item)
+        group, names = pair[0], _names(pair[1])
+        is_group = isinstance(item, dict)
+        if not isinstance(group, str) or names is None or not (is_group or isinstance(item, str)):
+            raise ConfigError(f"{where}: defaults: {item!r}: {_WANTED}.")
+        for text in (group, *names):
+            _check_supported(text, where)
+        own += names == [_SELF]
+        if own > 1 or (is_group and _SELF in names):
+            raise ConfigError(f"{where}: defaults: '{_SELF}' stands for this file's own values: {_WANTED}, with one.")
+        if not is_group:
+            group, _, name = names[0].rpartition("/")
+            group = group or ("/" if names[0].startswith("/") else "")
+            names = [name]
+        yield _Entry(group, names, where, is_group)
+
+
+def _check_supported(text: str, where: str) -> None:
+    for sign, what in (
+        ("@", "packages"),
+        ("${", "interpolation"),
+        ("override ", "override"),
+        ("optional ", "optional"),
+    ):
+        if sign in text:
+            raise ConfigError(
+                f"{where}: defaults: {text!r}: {what} of Hydra cannot be used here. What can is in "
+                "docs/configuration.md."
+            )
+
+
+def _names(value: Any) -> list[str] | None:
+    """Names of files, if ``value`` is such: a text, a list of texts, or nothing."""
+    names = [] if value is None else value if isinstance(value, list) else [value]
+    return names if all(isinstance(name, str) and name for name in names) else None
+
+
+def _files_in(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*") if path.suffix in (".yaml", ".yml"))
+
+
+def _found(folder: Path, name: str, where: str) -> Path:
+    """The file that is called ``name`` in ``folder``."""
+    file = Path(os.path.normpath(folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")))
+    if not file.is_file():
+        hint = did_you_mean(name, _files_in(folder)) if folder.is_dir() else " There is no such folder either."
+        raise ConfigError(f"{where}: there is no file {str(file)!r}.{hint}")
+    return file
+
+
+def _merge(under: Document, over: Document) -> Document:
+    """What both say, where ``over`` counts if both say the same."""
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    places: Mapping[YamlPath, Place] = {**under.places, **over.places}
+    clash = _clash(unresolved(under.values), unresolved(over.values), ())
+    if clash is not None:
+        raise ConfigError(
+            f"{_where(over, clash)}: {dotted(clash)} is a list in one file and a mapping in the other, "
+            f"{_where(under, clash)}. Lists are replaced and mappings merged: write both alike."
+        )
+    try:
+        merged = OmegaConf.merge(under.values, over.values)
+    except OmegaConfBaseException as e:
+        raise ConfigError(f"{_where(over, path_of(e.full_key))}: merging: {str(e).splitlines()[0]}") from e
+    assert isinstance(merged, DictConfig)
+    there = set(paths_below(unresolved(merged), ()))
+    return Document(merged, {path: place for path, place in places.items() if path in there})
+
+
+def _clash(under: Mapping[Any, Any], over: Mapping[Any, Any], path: YamlPath) -> YamlPath | None:
+    """Where one has a list and the other a mapping."""
+    for key in under.keys() & over.keys():
+        a, b, here = under[key], over[key], (*path, str(key))
+        if {type(a), type(b)} == {list, dict}:
+            return here
+        if isinstance(a, dict) and isinstance(b, dict) and (found := _clash(a, b, here)) is not None:
+            return found
+    return None
+
+
+def _where(document: Document, path: YamlPath) -> str:
+    """The line of the value at ``path``, or of what encloses it."""
+    known = [document.places[path[:end]] for end in range(len(path), 0, -1) if path[:end] in document.places]
+    return str(known[0]) if known else "in a file that is merged"

@@ -1,0 +1,272 @@
+"""JSONLLogger: the record of a run, a line of JSON for everything that happens."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, final
+
+from composerlite.checkpoint import versions
+from composerlite.core import CheckpointNews, LoggerDestination
+from composerlite.errors import ConfigError, checked_arguments
+from composerlite.loggers.run_file import RunFile
+from composerlite.loggers.values import to_json
+
+if TYPE_CHECKING:
+    from composerlite.core import Logger, State
+
+__all__ = ["JSONLLogger"]
+
+_FORMAT = 1
+
+
+@final
+class JSONLLogger(LoggerDestination):
+    """Keeps the record of a run: one line of JSON for all that is logged and all that happens, with the time of day.
+
+    ``composerlite report`` makes a page of it. Each line has ``at`` (UTC), ``kind``, ``batch``, ``epoch``. Kinds are
+
+    ===================  ==============================================================================================
+    ``start``            a launch begins to train, or ``resume``: it goes on from a checkpoint, at ``batch``
+    ``fit_start``        ``fit`` was called, and ``fit_end``: it is over
+    ``metrics``          what was logged at ``batch``
+    ``evaluation``       one has ended: ``label``, ``seconds``
+    ``checkpoint``       what became of one: ``what`` (begun, committed, uploaded, deleted, failed, upload failed),
+                         ``name``, ``where``, ``size_bytes``, ``seconds``, ``error``
+    ``hyperparameters``  and ``table``, ``traces``: as they were logged
+    ``error``            what ended training
+    ``end``              the trainer was closed: ``how`` is ``finished``, ``interrupted``, ``error`` or ``closed``
+    ===================  ==============================================================================================
+
+    A resumed run appends, so the record has all launches: lines of higher batches above a ``resume`` are of training
+    that was lost and done again. A launch without ``end`` was killed. Numbers that JSON does not have are ``"nan"``,
+    ``"inf"`` and ``"-inf"``. Only global rank 0 writes.
+
+    A line is in the file, where SIGKILL does not touch it, ``flush_seconds`` after it was logged at most, or at the end
+    of the batch if that comes later; and at once after an evaluation, an epoch, a resume, an end, and before a
+    checkpoint: whatever was logged up to a checkpoint is there when the run goes on from it. A last line that a kill
+    has torn stays, and the next launch begins a new one.
+
+    Args:
+        filename: the file; ``record.jsonl`` in the folder of the checkpoints by default, or in a folder named after the
+            run. ``{run_name}`` and the variables of ranks are filled in.
+        remote_file_name: hand the file to the loggers that keep files under this name, after each epoch and at the end.
+            A run that goes on on another machine fetches it first.
+        flush_seconds: how long lines may wait. 0 writes after every batch.
+        log_traces: also write which algorithms ran.
+        overwrite: empty the file when a run starts from its beginning. A resumed run always appends.
+
+    Raises:
+        ConfigError: at construction an unknown variable or a negative time; at ``INIT`` a file that cannot be written,
+            or a ``remote_file_name`` that no logger can take.
+    """
+
+    @checked_arguments
+    def __init__(
+        self,
+        filename: str | Path | None = None,
+        remote_file_name: str | None = None,
+        flush_seconds: float = 1.0,
+        log_traces: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        if not flush_seconds >= 0:
+            raise ConfigError(f"JSONLLogger(flush_seconds={flush_seconds!r}): want seconds, 0 or more.")
+        self._file = RunFile("JSONLLogger", filename, remote_file_name, name="record.jsonl")
+        self._flush_seconds = flush_seconds
+        self._with_traces = log_traces
+        self._overwrite = overwrite
+        self._state: State | None = None
+        self._launched_at = time.time()
+        self._knows_start = False
+        self._lines: list[str] = []
+        self._flushed_at = time.monotonic()
+        self._metrics: dict[str, Any] = {}
+        self._metrics_of: tuple[int | None, int, float] = (0, 0, 0.0)  # batch, epoch, time
+        self._eval_began = 0.0
+
+    @property
+    def place(self) -> str | None:
+        return str(self._file.path) if self._file.is_kept else None
+
+    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def init(self, state: State, logger: Logger) -> None:
+        self._state = state
+        self._file.prepare(state, logger)
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        if not self._file.is_kept:
+            return
+        batch, path = int(state.timestamp.batch), self._file.path
+        if self._overwrite and batch == 0:
+            path.write_bytes(b"")
+        if batch > 0:
+            self._file.fetch(state, logger)
+        early, self._lines = self._lines, ["\n"] if _is_torn(path) else []
+        self._add(
+            "resume" if batch else "start",
+            {
+                "format": _FORMAT,
+                "run_name": state.run_name,
+                "launched_at": _iso(self._launched_at),
+                "from": state.load_path,
+                "max_duration": None if state.max_duration is None else str(state.max_duration),
+                "batches_per_epoch": None if state.dataloader_len is None else int(state.dataloader_len),
+                "world_size": state.world_size,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "versions": dict(versions()),
+            },
+        )
+        self._lines += early
+        self._knows_start = True
+        self._flush()
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        end = state.max_duration
+        self._add("fit_start", {"max_duration": None if end is None else str(end)})
+        self._flush()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self._end_metrics()
+        if time.monotonic() - self._flushed_at >= self._flush_seconds:
+            self._flush()
+
+    def eval_start(self, state: State, logger: Logger) -> None:
+        self._eval_began = time.time()
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        seconds = max(0.0, time.time() - self._eval_began)
+        self._add("evaluation", {"label": state.dataloader_label, "seconds": round(seconds, 6)})
+        self._flush()
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        self._flush()
+        self._file.upload(state, logger)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self._add("fit_end", {})
+        self._flush()
+        self._file.upload(state, logger)
+
+    def close(self, state: State, logger: Logger) -> None:
+        if self._knows_start:
+            error = sys.exception()  # the trainer is closed while it passes: by `with`, or in a `finally`
+            how = "finished" if state.max_duration is not None and state.training_is_over else "closed"
+            if isinstance(error, SystemExit | KeyboardInterrupt):
+                how = "interrupted"
+            elif error is not None:
+                how = "error"
+                self._add("error", {"error": f"{type(error).__name__}: {error}"})
+            self._add("end", {"how": how, "exit_code": error.code if isinstance(error, SystemExit) else None})
+        self._flush()
+        self._file.upload(state, logger)
+
+    def post_close(self) -> None:
+        self._flush()  # what others logged while they closed
+
+    # ── what is logged ───────────────────────────────────────────────────────────────────────────────────────────
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Metrics of one batch become one line, unless a name comes twice."""
+        if not metrics or not self._file.is_kept:
+            return
+        if self._metrics and (step != self._metrics_of[0] or not self._metrics.keys().isdisjoint(metrics)):
+            self._end_metrics()
+        if not self._metrics:
+            self._metrics_of = (step, self._now[1], time.time())
+        self._metrics.update(metrics)
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        self._add("hyperparameters", {"hyperparameters": hyperparameters})
+
+    def log_table(
+        self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
+    ) -> None:
+        self._add("table", {"name": name, "columns": columns, "rows": rows}, batch=step)
+
+    def log_traces(self, traces: dict[str, Any]) -> None:
+        if self._with_traces:
+            self._add("traces", {"traces": traces})
+
+    def log_checkpoint(self, news: CheckpointNews) -> None:
+        facts: dict[str, Any] = {"what": news.what, "name": news.name, "where": news.where}
+        facts |= {} if news.size_bytes is None else {"size_bytes": news.size_bytes}
+        facts |= {"seconds": {name: round(value, 6) for name, value in news.seconds.items()}} if news.seconds else {}
+        facts |= {"ephemeral": True} if news.ephemeral else {}
+        facts |= {} if news.error is None else {"error": news.error}
+        self._add("checkpoint", facts, batch=news.batch, at=news.at)
+        self._flush()
+
+    # ── lines ────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def _now(self) -> tuple[int, int]:
+        if self._state is None:
+            return 0, 0
+        return int(self._state.timestamp.batch), int(self._state.timestamp.epoch)
+
+    def _end_metrics(self) -> None:
+        if self._metrics:
+            (batch, epoch, at), metrics = self._metrics_of, self._metrics
+            self._metrics = {}
+            self._lines.append(_line({"at": _iso(at), "kind": "metrics", "batch": batch, "epoch": epoch}, metrics))
+
+    def _add(self, kind: str, facts: Mapping[str, Any], *, batch: int | None = None, at: float | None = None) -> None:
+        if not self._file.is_kept:
+            return
+        self._end_metrics()
+        now, epoch = self._now
+        place = {"batch": now if batch is None and kind != "checkpoint" else batch, "epoch": epoch}
+        head = {"at": _iso(time.time() if at is None else at), "kind": kind, **place}
+        self._lines.append(_strict_json({**head, **facts}))
+
+    def _flush(self) -> None:
+        self._flushed_at = time.monotonic()
+        self._end_metrics()
+        if not self._knows_start or not self._lines:
+            return
+        with self._file.path.open("ab", buffering=0) as file:
+            file.write("".join(self._lines).encode())
+        self._lines.clear()
+        self._file.changed()
+
+
+def _line(head: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
+    return _strict_json({**head, "metrics": dict(metrics)})
+
+
+def _strict_json(fields: Mapping[str, Any]) -> str:
+    """``fields`` as a line of JSON, with texts for the numbers that JSON does not have."""
+    text = to_json(fields)
+    if "NaN" in text or "Infinity" in text:  # or a text that has these words: it stays as it is
+        text = json.dumps(_finite(json.loads(text)), allow_nan=False)
+    return text + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in cast("list[Any]", value)]
+    return value
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether the file ends within a line."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"

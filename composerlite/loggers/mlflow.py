@@ -1,0 +1,331 @@
+"""MLFlowLogger: a run as a run of MLflow."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, TypeAlias, final
+
+from composerlite import dist
+from composerlite.checkpoint import format_name_with_dist, together
+from composerlite.core import LoggerDestination
+from composerlite.errors import ConfigError, checked_arguments
+from composerlite.loggers.background import Background, StagedFiles
+from composerlite.loggers.mlflow_run import MOST_METRICS, MlflowRun, Point, allowed, open_experiment
+from composerlite.loggers.service import exit_code, json_of, need_package, pictures, scalars
+from composerlite.loggers.values import to_json
+from composerlite.storage import check_name
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+    from composerlite.core import Logger, State
+
+__all__ = ["MLFlowLogger"]
+
+log = logging.getLogger(__name__)
+_EXPERIMENT = "Default"
+
+_Write: TypeAlias = Callable[[MlflowRun, int], object]
+"""Given the run and the batch."""
+
+
+@final
+class MLFlowLogger(LoggerDestination):
+    """Logs to a run of MLflow, and goes on with it when the run is resumed.
+
+    The id of the MLflow run is in each checkpoint. A resumed run of the same ``run_name`` continues that MLflow run;
+    batches that are trained again are logged again, at their step. Metrics that are numbers, hyperparameters, tables
+    and images are sent behind training, and so are files that are handed to ``Logger.upload_file``. What fails, after
+    MLflow has tried again as often as it does, is raised at the next batch or when the trainer closes. Checkpoints are
+    no artifacts: they go to ``save_folder``, which may be a bucket.
+
+    Args:
+        experiment_name: made if there is none; ``MLFLOW_EXPERIMENT_NAME`` or ``'Default'`` if nothing is given.
+        run_name: of the MLflow run; the ``run_name`` by default.
+        tags: of the run.
+        tracking_uri: of the server, or a folder; what MLflow takes (``MLFLOW_TRACKING_URI``) if nothing is given.
+        rank_zero_only: only global rank 0 logs and keeps files. Otherwise each rank has an MLflow run of its own, with
+            ``-rank<N>`` after its name.
+        flush_interval: seconds between two requests with metrics; evaluations, epochs and the end of training send
+            them as well.
+        rename_metrics: ``{'name here': 'name in MLflow'}``.
+        ignore_metrics: globs of metrics that are not logged. ignore_hyperparameters: the same for hyperparameters.
+        resume: go on with the MLflow run of the checkpoint; otherwise every start is a new one.
+        timeout: seconds to wait, when the trainer closes, until everything is sent.
+
+    Attributes:
+        run_id: of the MLflow run, from ``AFTER_LOAD`` on; ``None`` on ranks that do not log. experiment_id: the same.
+
+    Raises:
+        ConfigError: at construction mlflow is not installed, or an argument is wrong; at ``INIT`` MLflow refuses the
+            tracking URI.
+        MlflowException: at ``INIT``, before training: the server cannot be reached or refuses.
+    """
+
+    @checked_arguments
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        run_name: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+        tracking_uri: str | Path | None = None,
+        rank_zero_only: bool = True,
+        flush_interval: float = 10,
+        rename_metrics: Mapping[str, str] | None = None,
+        ignore_metrics: Sequence[str] | None = None,
+        ignore_hyperparameters: Sequence[str] | None = None,
+        resume: bool = True,
+        timeout: float = 600.0,
+    ) -> None:
+        need_package("mlflow", who="MLFlowLogger", extra="mlflow")
+        for argument, value in (("flush_interval", flush_interval), ("timeout", timeout)):
+            if value < 0:
+                raise ConfigError(f"MLFlowLogger({argument}={value}): want seconds, 0 or more.")
+        for argument, globs in (("ignore_metrics", ignore_metrics), ("ignore_hyperparameters", ignore_hyperparameters)):
+            if isinstance(globs, str):
+                raise ConfigError(f"MLFlowLogger({argument}={globs!r}): want a list of globs.")
+        self._experiment = experiment_name
+        self._name = run_name
+        self._tags = {name: str(value) for name, value in (tags or {}).items()}
+        self._uri = tracking_uri.absolute().as_uri() if isinstance(tracking_uri, Path) else tracking_uri
+        self._rank_zero_only = rank_zero_only
+        self._is_silent = rank_zero_only and dist.get_global_rank() != 0
+        self._flush_interval = float(flush_interval)
+        self._renamed = dict(rename_metrics or {})
+        self._ignored_metrics = tuple(ignore_metrics or ())
+        self._ignored_parameters = tuple(ignore_hyperparameters or ())
+        self._resume = resume
+        self._timeout = float(timeout)
+        self._run_name = ""
+        self._ids: list[str | None] = []
+        self._unsent: list[Point] = []
+        self._client: MlflowClient | None = None
+        self._run: MlflowRun | None = None
+        self._points: list[Point] = []
+        self._sending: deque[list[Point]] = deque()
+        self._early: list[_Write] = []
+        self._batch = 0
+        self._flushed_at = time.monotonic()
+        self._is_training = False
+        self._background = Background("MLFlowLogger")
+        self._files = StagedFiles()
+        self.experiment_id: str | None = None
+        self.run_id: str | None = None
+
+    @property
+    def place(self) -> str | None:
+        """Where the MLflow run is kept, and its id; ``None`` where this rank does not log."""
+        return None if self._client is None else f"{self._client.tracking_uri}, run {self.run_id}"
+
+    # ── beginning ────────────────────────────────────────────────────────────────────────────────────────────────
+    def init(self, state: State, logger: Logger) -> None:
+        """Find or make the experiment."""
+        if self._run_name != state.run_name:
+            self._run_name, self._ids, self._unsent = state.run_name, [], []
+        with together("opening MLflow"):
+            if not self._is_silent:
+                name = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or _EXPERIMENT
+                self._client, self.experiment_id = open_experiment(self._uri, name)
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        """Start the MLflow run, or go on with that of the checkpoint."""
+        self._batch = int(state.timestamp.batch)
+        with together("starting the run of MLflow"):
+            if self._client is not None and self._run is None:
+                self._run = self._start(self._client, state.run_name)
+                self.run_id = self._run.id
+        self._ids = dist.all_gather_object(self.run_id)
+        early, self._early = self._early, []
+        for write in early:
+            self._write(write, None)
+
+    def _start(self, client: MlflowClient, run_name: str) -> MlflowRun:
+        rank = dist.get_global_rank()
+        if (saved := self._ids[rank] if rank < len(self._ids) else None) is not None:
+            run = MlflowRun.take_up(client, saved, self._tags)
+            if run is not None:
+                self._points += run.missing(self._unsent) if rank == 0 else []  # rank 0's are in the checkpoint
+                return run
+            log.warning(
+                "MLFlowLogger: the checkpoint is of the MLflow run %s, which is not there any more: a new one begins",
+                saved,
+            )
+        name = self._name or run_name
+        name = name if self._rank_zero_only else f"{name}-rank{rank}"
+        assert self.experiment_id is not None
+        return MlflowRun.begin(client, self.experiment_id, name, {"run_name": run_name, **self._tags})
+
+    # ── logging ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        flat = _flat(hyperparameters)
+        values = {allowed(name): text for name, text in flat if not _is_in(name, self._ignored_parameters)}
+
+        def write(run: MlflowRun, batch: int) -> None:
+            self._background.submit("sending hyperparameters", lambda: run.send_parameters(values, batch))
+
+        self._write(write, None)
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        now = int(time.time() * 1000)
+        values = {
+            allowed(self._renamed.get(name, name)): float(value)
+            for name, value in scalars(metrics).items()
+            if not _is_in(name, self._ignored_metrics)
+        }
+        self._write(
+            lambda _, batch: self._points.extend(Point(name, value, now, batch) for name, value in values.items()), step
+        )
+
+    def log_table(
+        self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
+    ) -> None:
+        names, data = list(columns), [[json_of(cell) for cell in row] for row in rows]
+
+        def write(run: MlflowRun, batch: int) -> None:
+            file = f"tables/{allowed(name)}/batch{batch}.json"
+            self._background.submit(f"sending the table {name!r}", lambda: run.send_table(names, data, file))
+
+        self._write(write, step)
+
+    def log_images(
+        self, images: Any, name: str = "Images", channels_last: bool = False, step: int | None = None
+    ) -> None:
+        arrays = pictures(images, channels_last=channels_last)
+        one = len(arrays) == 1
+        named = {allowed(name if one else f"{name}/{number}"): array for number, array in enumerate(arrays)}
+
+        def write(run: MlflowRun, batch: int) -> None:
+            self._background.submit(f"sending the images {name!r}", lambda: run.send_images(named, batch))
+
+        self._write(write, step)
+
+    def _write(self, write: _Write, step: int | None) -> None:
+        if self._is_silent:
+            return
+        if self._run is None:  # before AFTER_LOAD it is not known which run it belongs to, and where that goes on
+            self._early.append(write)
+        else:
+            write(self._run, self._batch if step is None else step)
+
+    def _flush(self) -> None:
+        """Have the metrics sent."""
+        self._flushed_at = time.monotonic()
+        if (run := self._run) is None or not self._points:
+            return
+        points, self._points = self._points, []
+        self._sending.append(points)
+
+        def send() -> None:
+            try:
+                run.send_metrics(points)
+            finally:
+                self._sending.popleft()  # they are sent in order
+
+        self._background.submit(f"sending {len(points)} metrics", send)
+
+    # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def can_upload_files(self) -> bool:
+        """Whether files become artifacts: always, also on ranks where rank 0 alone keeps them."""
+        return True
+
+    def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
+        """Keep the file as an artifact of the run, behind training.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            Exception: what went wrong with something earlier.
+        """
+        if self._is_silent:
+            return
+        self._background.raise_failures()
+        name = check_name(format_name_with_dist(remote_file_name, state.run_name))
+        staged = self._files.copy(file_path, PurePosixPath(name).name)
+
+        def write(run: MlflowRun, _: int) -> None:
+            self._background.submit(
+                f"keeping {name!r} as an artifact of MLflow",
+                lambda: send(run),
+                name=name,
+                dropped=lambda: self._files.give_back(staged),
+            )
+
+        def send(run: MlflowRun) -> None:
+            try:
+                run.send_file(name, staged, overwrite=overwrite)
+            finally:
+                self._files.give_back(staged)
+
+        self._write(write, None)
+
+    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self._is_training = True
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self._batch = int(state.timestamp.batch)
+        if time.monotonic() - self._flushed_at >= self._flush_interval or len(self._points) >= MOST_METRICS:
+            self._flush()
+        self._background.raise_failures()
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        self._flush()
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        self._flush()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self._is_training = False
+        self._flush()
+        self._background.raise_failures()
+
+    def post_close(self) -> None:
+        """Send what is left and end the MLflow run; not in ``close``, where other callbacks may still log.
+
+        Raises:
+            TimeoutError: not everything was sent in time.
+            Exception: what went wrong.
+        """
+        code = exit_code(training=self._is_training)
+        try:
+            if (run := self._run) is not None:
+                self._flush()
+                status = "FINISHED" if code == 0 else "FAILED" if code == 1 else "KILLED"
+                self._background.submit("ending the run", lambda: run.end(status))
+            self._background.close(self._timeout)
+        finally:
+            self._client = self._run = None  # the threads of the client end with it
+            self._files.remove()
+
+    # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────
+    def state_dict(self) -> dict[str, Any]:
+        """Which MLflow run this is, of each rank; and the metrics of rank 0 that may not have been sent yet.
+
+        A run that is killed now would not log them again: the resumed one sends what has not arrived.
+        """
+        unsent = [list(point) for points in (*self._sending.copy(), self._points) for point in points]
+        return {"run_name": self._run_name, "run_ids": list(self._ids), "unsent": unsent}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with that MLflow run, if it is of this run."""
+        if self._resume and state_dict.get("run_name") == self._run_name and "run_ids" in state_dict:
+            self._ids = list(state_dict["run_ids"])
+            self._unsent = [Point(*point) for point in state_dict["unsent"]]
+
+
+def _is_in(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+
+
+def _flat(parameters: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Parameters as names and texts, with slashes between the names of dicts in dicts."""
+    for name, value in parameters.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, str) else to_json(value)

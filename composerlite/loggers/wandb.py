@@ -1,0 +1,363 @@
+"""WandBLogger: a run as a run of Weights & Biases."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import re
+import secrets
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, final
+
+from composerlite import dist
+from composerlite.checkpoint import format_name_with_dist, from_first_rank, together
+from composerlite.core import LoggerDestination
+from composerlite.errors import ConfigError, checked_arguments
+from composerlite.loggers.background import Background, StagedFiles
+from composerlite.loggers.service import exit_code, json_of, need_package, pictures
+from composerlite.loggers.values import plain
+from composerlite.storage import draw_apart
+
+if TYPE_CHECKING:
+    import wandb
+
+    from composerlite.core import Logger, State
+
+__all__ = ["WandBLogger"]
+
+log = logging.getLogger(__name__)
+_BATCH = "trainer/batch"
+"""The x-axis. W&B's own step only grows, and a resumed run goes back to the batch of its checkpoint."""
+_LONGEST_NAME = 128
+_FLUSH_SECONDS = 1.0
+
+_Write: TypeAlias = "Callable[[wandb.Run, int], object]"
+"""Given the run and the batch."""
+
+
+@final
+class WandBLogger(LoggerDestination):
+    """Logs to a run of Weights & Biases, and goes on with it when the run is resumed.
+
+    The id of the W&B run is in each checkpoint. A resumed run of the same ``run_name`` continues that W&B run, also
+    where it goes back to an earlier batch: the charts are drawn over ``trainer/batch``, and batches that are trained
+    again are logged again. W&B sends what is logged behind training. A run that ends with an error is marked as failed.
+
+    Files that are handed to ``Logger.upload_file`` are kept as artifacts with ``log_artifacts=True``, each upload a new
+    version. They are sent behind training; what fails is raised at the next batch or when the trainer closes.
+    Checkpoints are no artifacts: they go to ``save_folder``, which may be a bucket.
+
+    Where a W&B run is open already, as in a sweep, that one is logged to, and who has started it finishes it.
+
+    Args:
+        project: as in ``wandb.init``; by default what W&B takes then. group, entity, tags: the same.
+        name: of the W&B run; the ``run_name`` by default.
+        log_artifacts: keep files.
+        rank_zero_only: only global rank 0 logs and keeps files. Otherwise each rank has a W&B run of its own, with
+            ``-rank<N>`` after its name, in a group.
+        init_kwargs: further arguments of ``wandb.init``, such as ``{'mode': 'offline', 'dir': 'logs', 'notes': '…'}``.
+        timeout: seconds to wait for W&B to take everything when the trainer closes. What it has not taken then is on
+            the disk.
+
+    Attributes:
+        run_id: of the W&B run, from ``AFTER_LOAD`` on; ``None`` on ranks that do not log.
+
+    Raises:
+        ConfigError: at construction wandb is not installed, or an argument is wrong.
+        wandb.Error: at ``AFTER_LOAD``, before training: W&B cannot be reached or refuses.
+    """
+
+    @checked_arguments
+    def __init__(
+        self,
+        project: str | None = None,
+        group: str | None = None,
+        name: str | None = None,
+        entity: str | None = None,
+        tags: Sequence[str] | None = None,
+        log_artifacts: bool = False,
+        rank_zero_only: bool = True,
+        init_kwargs: Mapping[str, Any] | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        need_package("wandb", who="WandBLogger", extra="wandb")
+        if timeout <= 0:
+            raise ConfigError(f"WandBLogger(timeout={timeout}): want seconds, more than 0.")
+        if isinstance(tags, str):
+            raise ConfigError(f"WandBLogger(tags={tags!r}): want a list of tags.")
+        own = {"project": project, "group": group, "name": name, "entity": entity, "tags": tags}
+        own = {key: value for key, value in own.items() if value is not None}
+        given = dict(init_kwargs or {})
+        if twice := sorted({*own} & {*given}):
+            raise ConfigError(
+                f"WandBLogger: {', '.join(twice)} is given as an argument and in init_kwargs. Leave one out."
+            )
+        self._init_kwargs = {**given, **own}
+        self._log_artifacts = log_artifacts
+        self._rank_zero_only = rank_zero_only
+        self._is_silent = rank_zero_only and dist.get_global_rank() != 0
+        self._timeout = float(timeout)
+        self._run_name = ""
+        self._id: str | None = None
+        self._is_resumed = False
+        self._run: wandb.Run | None = None
+        self._finishes = True
+        self._early: list[_Write] = []
+        self._batch = 0
+        self._row: dict[str, Any] = {}
+        self._is_training = self._is_broken = False
+        self._background = Background("WandBLogger")
+        self._files = StagedFiles()
+        self.run_id: str | None = None
+
+    @property
+    def place(self) -> str | None:
+        """Address of the W&B run, or its folder where nothing is sent; ``None`` where this rank does not log."""
+        return None if self._run is None else self._run.url or str(Path(self._run.dir).parent)
+
+    # ── beginning ────────────────────────────────────────────────────────────────────────────────────────────────
+    def init(self, state: State, logger: Logger) -> None:
+        """Know the name of the run."""
+        if self._run_name != state.run_name:
+            self._run_name, self._id = state.run_name, None
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        """Start the W&B run, or go on with that of the checkpoint."""
+        self._batch = int(state.timestamp.batch)
+        self._id, self._is_resumed = from_first_rank("naming the run of W&B", self._choose_id)
+        with together("starting the run of W&B"):
+            if not self._is_silent and self._run is None:
+                self._start(state.run_name)
+        early, self._early = self._early, []
+        for write in early:
+            self._write(write, None)
+
+    def _choose_id(self) -> tuple[str, bool]:
+        """The id of the run, and whether there may be one of that id."""
+        if (given := self._init_kwargs.get("id")) is not None:
+            return str(given), True
+        return (secrets.token_hex(4), False) if self._id is None else (self._id, True)
+
+    def _start(self, run_name: str) -> None:
+        import wandb  # imports slowly, and is not always there
+
+        draw_apart("wandb", "requests", "urllib3")
+        arguments: dict[str, Any] = {"name": run_name, **self._init_kwargs, "id": self._id}
+        if not self._rank_zero_only:
+            rank = dist.get_global_rank()
+            arguments.setdefault("group", arguments["name"])
+            arguments["name"] = f"{arguments['name']}-rank{rank}"
+            arguments["id"] = f"{self._id}-rank{rank}"
+        if self._is_resumed:
+            arguments.setdefault("resume", "allow")
+        if wandb.run is not None and "reinit" not in arguments:
+            self._run, self._finishes = wandb.run, False
+            self._id = self.run_id = self._run.id
+            return
+        settings = self._settings(arguments.pop("settings", None))
+        try:
+            self._run = wandb.init(**arguments, settings=settings)
+        except TypeError as e:
+            raise ConfigError(f"WandBLogger(init_kwargs={self._init_kwargs!r}): {e}") from e
+        except wandb.Error as e:
+            e.add_note(
+                f"WandBLogger could not start the run {run_name!r}. Log in with 'wandb login', or log to the disk with "
+                "WANDB_MODE=offline."
+            )
+            raise
+        self.run_id = self._run.id
+        self._run.define_metric(_BATCH, hidden=True)
+        self._run.define_metric("*", step_metric=_BATCH, step_sync=True)
+
+    def _settings(self, given: Any) -> wandb.Settings:
+        """What the user has set, and what is needed so that no wait is endless and no kill loses much."""
+        import wandb
+
+        settings = wandb.Settings(**given) if isinstance(given, Mapping) else copy.copy(given)
+        settings = wandb.Settings() if settings is None else settings
+        if not settings.finish_timeout:
+            settings.finish_timeout, settings.finish_timeout_raises = self._timeout, True
+        if "x_transaction_log_flush_interval" not in settings.model_fields_set:
+            settings.x_transaction_log_flush_interval = _FLUSH_SECONDS  # a kill loses what is not on the disk
+        return settings
+
+    # ── logging ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        values = {name: json_of(value) for name, value in hyperparameters.items()}
+        self._write(lambda run, _: run.config.update(values, allow_val_change=True), None)
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        values = {name: plain(value) for name, value in metrics.items()}
+        self._write(lambda _, step: self._add(values, step), step)
+
+    def log_table(
+        self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
+    ) -> None:
+        data = [[json_of(cell) for cell in row] for row in rows]
+
+        def write(_: wandb.Run, step: int) -> None:
+            import wandb
+
+            self._add({name: wandb.Table(columns=list(columns), data=data)}, step)
+
+        self._write(write, step)
+
+    def log_images(
+        self, images: Any, name: str = "Images", channels_last: bool = False, step: int | None = None
+    ) -> None:
+        arrays = pictures(images, channels_last=channels_last)
+
+        def write(_: wandb.Run, step: int) -> None:
+            import wandb
+
+            self._add({name: [wandb.Image(array) for array in arrays]}, step)
+
+        self._write(write, step)
+
+    def _write(self, write: _Write, step: int | None) -> None:
+        if self._is_silent:
+            return
+        if self._run is None:  # before AFTER_LOAD it is not known which run it belongs to, and where that goes on
+            self._early.append(write)
+        else:
+            with self._reaching_service(self._run):
+                write(self._run, self._batch if step is None else step)
+
+    @contextlib.contextmanager
+    def _reaching_service(self, run: wandb.Run) -> Generator[None]:
+        """W&B hands everything to a process of its own, which may have been killed."""
+        try:
+            yield
+        except OSError as e:
+            if self._is_broken:
+                raise
+            self._is_broken = True
+            raise ConnectionError(
+                f"WandBLogger: the service process of W&B is gone ({e}): nothing can be logged any more. Resume the "
+                f"run. What was logged until now is in {Path(run.dir).parent}; 'wandb sync' with that folder sends it."
+            ) from e
+
+    def _add(self, values: dict[str, Any], step: int) -> None:
+        """Put values into the row of their batch; those of one batch are one row of W&B."""
+        if step != self._batch:
+            self._log_row()
+            self._batch = step
+        self._row.update(values)
+
+    def _log_row(self) -> None:
+        row, self._row = self._row, {}
+        if row and self._run is not None:
+            with self._reaching_service(self._run):
+                self._run.log({**row, _BATCH: self._batch})
+
+    # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def can_upload_files(self) -> bool:
+        """Whether files become artifacts: on every rank the same, also where rank 0 alone logs."""
+        return self._log_artifacts
+
+    def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
+        """Keep the file as an artifact, behind training; an older one of that name stays as an older version.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            Exception: what went wrong with an earlier upload.
+        """
+        if self._is_silent or not self._log_artifacts:
+            return
+        self._background.raise_failures()
+        name = format_name_with_dist(remote_file_name, state.run_name)
+        staged = self._files.copy(file_path, Path(name).name)
+
+        def upload(run: wandb.Run, batch: int) -> None:
+            self._background.submit(
+                f"keeping {name!r} as an artifact of W&B",
+                lambda: self._upload(run, name, staged, batch),
+                name=name,
+                dropped=lambda: self._files.give_back(staged),
+            )
+
+        self._write(upload, int(state.timestamp.batch))
+
+    def _upload(self, run: wandb.Run, name: str, staged: Path, batch: int) -> None:
+        import wandb
+
+        try:
+            artifact = wandb.Artifact(_artifact_name(name), type="file", metadata={"name": name, "batch": batch})
+            artifact.add_file(str(staged), name=staged.name, skip_cache=True)
+            logged = run.log_artifact(artifact, aliases=["latest", f"ba{batch}"])
+            if not run.offline:
+                logged.wait(timeout=int(max(1.0, self._timeout)))
+        finally:
+            self._files.give_back(staged)
+
+    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self._is_training = True
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self._log_row()
+        self._background.raise_failures()
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        self._log_row()
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        self._log_row()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self._is_training = False
+        self._log_row()
+        self._background.raise_failures()
+
+    def post_close(self) -> None:
+        """Finish the W&B run; not in ``close``, where other callbacks may still log.
+
+        Raises:
+            TimeoutError: W&B did not take everything in time. The message says where it is.
+            Exception: what went wrong with a file.
+        """
+        code = exit_code(training=self._is_training)
+        run = self._run
+        with contextlib.ExitStack() as stack:
+            if run is not None:
+                stack.callback(self._finish, run, code)
+            stack.callback(self._files.remove)
+            stack.callback(self._background.close, self._timeout)
+            if not self._is_broken:
+                self._log_row()
+
+    def _finish(self, run: wandb.Run, code: int) -> None:
+        self._run = None
+        if not self._finishes:
+            return
+        folder = Path(run.dir).parent
+        try:
+            run.finish(exit_code=code)
+        except TimeoutError as e:
+            raise TimeoutError(
+                f"WandBLogger: W&B did not take everything within {self._timeout:.0f} s. It is in {folder}; "
+                "'wandb sync' with that folder sends the rest."
+            ) from e
+        except OSError as e:
+            if not self._is_broken:
+                raise
+            log.warning("WandBLogger: the run of W&B in %s has no end: %s", folder, e)  # training has ended with it
+
+    # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────
+    def state_dict(self) -> dict[str, Any]:
+        """Which W&B run this is. What is logged up to here is not held back any longer: it is not logged again."""
+        self._log_row()
+        return {"run_name": self._run_name, "id": self._id}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with that W&B run, if it is of this run. Composer's state has no id that is one."""
+        saved = state_dict.get("id")
+        if state_dict.get("run_name") == self._run_name and isinstance(saved, str):
+            self._id = saved
+
+
+def _artifact_name(name: str) -> str:
+    """``name`` as W&B allows it, without slashes; the end of one that is too long."""
+    return re.sub(r"[^\w.-]", ".", name, flags=re.ASCII)[-_LONGEST_NAME:].lstrip(".")

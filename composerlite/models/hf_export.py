@@ -1,0 +1,131 @@
+"""Folders of Hugging Face from checkpoints, and checkpoints from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composerlite.checkpoint.tools import model_and_integrations, write_huggingface
+from composerlite.core import clean_name
+from composerlite.errors import ConfigError, IncompatibleCheckpointError
+from composerlite.models.hf_libraries import peft_library, transformers_library
+from composerlite.models.huggingface import HuggingFaceModel
+from composerlite.types import StateDict
+
+__all__ = ["dtype_of", "huggingface_contents", "write_huggingface_pretrained_from_composer_checkpoint"]
+
+_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
+
+
+def write_huggingface_pretrained_from_composer_checkpoint(
+    checkpoint_path: str | Path,
+    output_folder: str | Path,
+    local_checkpoint_save_location: str | Path | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    largest_file_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+) -> None:
+    """Write what a checkpoint of a ``HuggingFaceModel`` holds as ``save_pretrained`` does, for ``from_pretrained``.
+
+    Of a model with adapters the folder has the adapters, as PEFT writes them. Needs no transformers.
+
+    Args:
+        checkpoint_path: path or URI of a checkpoint of any form.
+        output_folder: a folder of this machine, empty or not there.
+        local_checkpoint_save_location: a path that a checkpoint which is one file is kept at.
+        dtype: of the weights, as ``'bfloat16'``; by default as they are.
+        largest_file_bytes: of weights in a file; a larger model has several, and an index.
+        overwrite: replace what is in the folder.
+
+    Raises:
+        CheckpointExistsError: the folder is not empty, and ``overwrite`` is false.
+        IncompatibleCheckpointError: the checkpoint was not saved by a ``HuggingFaceModel``.
+        UntrustedCheckpointError: it holds what is not known to be safe, or names of files that leave the folder.
+        CheckpointError: it is not there, or damaged.
+        ConfigError: ``dtype`` is none, or safetensors is not installed.
+    """
+    source = str(checkpoint_path)
+    if local_checkpoint_save_location is not None:
+        from composerlite.checkpoint.download import get_file
+
+        get_file(source, local_checkpoint_save_location)
+        source = str(local_checkpoint_save_location)
+    write_huggingface(
+        model_and_integrations(source),
+        Path(output_folder),
+        source=source,
+        dtype=dtype_of(dtype),
+        largest_file_bytes=largest_file_bytes,
+        overwrite=overwrite,
+    )
+
+
+def huggingface_contents(folder: str | Path, *, base_model: Any = None) -> StateDict:
+    """What a checkpoint of the model in a folder of Hugging Face holds: its weights, config and tokenizer.
+
+    Args:
+        folder: as ``save_pretrained`` writes it: of a model, or of adapters.
+        base_model: of adapters. By default what their config names.
+
+    Raises:
+        ConfigError: transformers is not installed, or does not know the class of the model.
+        IncompatibleCheckpointError: the folder cannot be loaded.
+    """
+    path = Path(folder)
+    transformers = transformers_library(f"{path} is a folder of Hugging Face")
+    try:
+        if (path / "adapter_config.json").is_file():
+            model = _with_adapters(transformers, path, base_model)
+        else:
+            model = _class_of(transformers, path).from_pretrained(path, dtype="auto", trust_remote_code=False)
+        has_tokenizer = any((path / name).is_file() for name in _TOKENIZER_FILES)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False) if has_tokenizer else None
+    except (OSError, ValueError, KeyError, RuntimeError) as e:
+        if isinstance(e, ConfigError | FileNotFoundError):
+            raise
+        raise IncompatibleCheckpointError(f"{str(path)!r}: transformers cannot load it: {e}") from e
+    ours = HuggingFaceModel(model, tokenizer)
+    weights = {clean_name(name): tensor for name, tensor in ours.state_dict().items()}
+    return {"state": {"model": weights, "integrations": ours.integrations(), "metadata": {}}}
+
+
+def dtype_of(name: torch.dtype | str | None) -> torch.dtype | None:
+    """The type that ``name`` names, as ``'bfloat16'``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else name
+    if found is None and name is None:
+        return None
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"dtype={name!r}: want a type of torch, e.g. 'bfloat16'.")
+    return found
+
+
+def _class_of(transformers: Any, path: Path) -> Any:
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    for name in config.architectures or ():
+        found = getattr(transformers, str(name), None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    raise ConfigError(
+        f"{str(path)!r}: its config names no class of transformers in 'architectures', but {config.architectures!r}: "
+        "load it with its own class, and save a checkpoint of HuggingFaceModel(model)."
+    )
+
+
+def _with_adapters(transformers: Any, path: Path, base_model: Any) -> Any:
+    peft = peft_library(f"{path} is a folder of adapters")
+    if base_model is None:
+        name = peft.PeftConfig.from_pretrained(path).base_model_name_or_path
+        if not name or not Path(name).is_dir():
+            raise ConfigError(
+                f"{str(path)!r} has adapters, and their base model {name!r} is no folder here: write its path into "
+                "base_model_name_or_path of adapter_config.json."
+            )
+        base_model = _class_of(transformers, Path(name)).from_pretrained(name, dtype="auto", trust_remote_code=False)
+    return peft.PeftModel.from_pretrained(base_model, path, is_trainable=True)

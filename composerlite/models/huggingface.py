@@ -1,0 +1,319 @@
+"""HuggingFaceModel: a model of transformers, made ready for the trainer."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from composerlite import dist
+from composerlite.core import clean_name
+from composerlite.errors import ConfigError, TrainingError, checked_arguments
+from composerlite.models.adapters import adapters_of, with_adapters
+from composerlite.models.base import ComposerModel
+from composerlite.models.hf_libraries import transformers_library
+from composerlite.models.hf_record import as_json, config_record, differences, tokenizer_record
+from composerlite.types import Batch, StateDict
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
+
+__all__ = ["HuggingFaceModel"]
+
+log = logging.getLogger(__name__)
+Metrics: TypeAlias = "Metric | MetricCollection | Mapping[str, Metric] | Sequence[Metric]"
+_IGNORED = -100
+_SHOWN = 10
+
+
+class HuggingFaceModel(ComposerModel):
+    """Trains a model of transformers. A batch is a mapping of arguments of the model, ``labels`` among them.
+
+    Its checkpoints hold the model's config and the tokenizer's files, so that the model can be built from a checkpoint
+    alone: :meth:`hf_from_composer_checkpoint`, :func:`write_huggingface_pretrained_from_composer_checkpoint`.
+
+    Args:
+        model: a ``PreTrainedModel``, or a ``PeftModel``.
+        tokenizer: that the data were made with; goes into checkpoints.
+        use_logits: metrics get the logits; else all that the model returns.
+        metrics: metrics of training, and of evaluation where there are no ``eval_metrics``.
+        eval_metrics: metrics of evaluation.
+        shift_labels: metrics get the label of the next token; by default where the model predicts it.
+        allow_embedding_resizing: a vocabulary that is larger than the embedding makes the embedding larger.
+        peft_config: a config of PEFT; the model gets adapters, and its own weights are not trained.
+        should_save_peft_only: of a model with adapters checkpoints hold those alone, and no weights of the base model,
+            which the script builds.
+
+    Attributes:
+        config: of the model.
+        adapters: those of the model; ``None``: it has none.
+
+    Raises:
+        ConfigError: the tokenizer has more tokens than the embedding has rows, the model has adapters already, or what
+            is needed is not installed.
+    """
+
+    @checked_arguments
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        use_logits: bool = False,
+        metrics: Metrics | None = None,
+        eval_metrics: Metrics | None = None,
+        shift_labels: bool | None = None,
+        allow_embedding_resizing: bool = False,
+        peft_config: Any = None,
+        should_save_peft_only: bool = True,
+    ) -> None:
+        super().__init__()
+        transformers = transformers_library("HuggingFaceModel")
+        has_new_rows = tokenizer is not None and _fit_embedding(model, tokenizer, may_resize=allow_embedding_resizing)
+        self.model: Any = model if peft_config is None else with_adapters(model, peft_config)
+        self.tokenizer = tokenizer
+        self.config: Any = self.model.config
+        self.use_logits = use_logits
+        base = self._base_model()
+        self._model_class = f"{type(base).__module__}.{type(base).__qualname__}"
+        self._takes = frozenset(inspect.signature(base.forward).parameters)
+        predicts_next = (
+            type(base).__name__ in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        )
+        self.shift_labels = predicts_next if shift_labels is None else shift_labels
+        if predicts_next and not self.shift_labels:
+            log.warning(
+                "shift_labels=False: %s predicts the next token, and metrics get the same one", self._model_class
+            )
+        # In a dict, so that nn.Module does not take metrics for parts of the model and saves them with the weights.
+        self._given_metrics: dict[bool, Metrics | None] = {
+            True: metrics,
+            False: metrics if eval_metrics is None else eval_metrics,
+        }
+        has_adapters = base is not self.model
+        self.adapters = adapters_of(self.model, with_embeddings=has_new_rows) if has_adapters else None
+        if has_adapters and should_save_peft_only:
+            self.register_state_dict_post_hook(_keep_adapters)
+            self.register_load_state_dict_post_hook(_base_is_not_missing)
+        self._tokenizer_files: tuple[Any, StateDict] | None = None
+
+    def _base_model(self) -> Any:
+        """The model of transformers, also where it has adapters."""
+        get_base = getattr(self.model, "get_base_model", None)
+        return self.model if get_base is None else get_base()
+
+    # ── training and evaluation ──────────────────────────────────────────────────────────────────────────────────
+    def forward(self, batch: Batch) -> Any:
+        """What the model returns for those parts of ``batch`` that it knows."""
+        if not isinstance(batch, Mapping):
+            raise TrainingError(
+                f"HuggingFaceModel: a batch is a {type(batch).__name__}: want a mapping with the names of the model's "
+                "arguments, as {'input_ids': …, 'labels': …}. A collator of transformers makes one."
+            )
+        items = cast("Mapping[str, Any]", batch).items()
+        return self.model(**{key: value for key, value in items if key in self._takes})
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """The loss that the model has computed from ``batch['labels']``."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0] if "labels" in batch else None  # pyright: ignore
+        if loss is None:
+            raise TrainingError(
+                f"{self._model_class} returned no loss: the batch has {', '.join(map(str, batch))}. It takes 'labels', "
+                "which DataCollatorForLanguageModeling adds, for one; or override HuggingFaceModel.loss."
+            )
+        return cast("Tensor", loss)
+
+    def eval_forward(self, batch: Batch, outputs: Any = None) -> Any:
+        """The logits, if metrics get these, else all that the model returns."""
+        if not self.use_logits:
+            return super().eval_forward(batch, outputs)
+        if outputs is None:
+            has_decoder = bool(getattr(self.config, "is_encoder_decoder", False))  # which is fed with the labels
+            outputs = self({key: value for key, value in batch.items() if key != "labels" or has_decoder})
+        logits: Tensor = outputs["logits"] if isinstance(outputs, Mapping) else outputs[1 if len(outputs) > 1 else 0]
+        return logits.squeeze(1) if logits.dim() == 2 and logits.shape[1] == 1 else logits
+
+    def get_metrics(self, is_train: bool) -> dict[str, Metric]:
+        """Fresh metrics by class name, or by the names they were given under."""
+        return {name: metric.clone() for name, metric in _by_name(self._given_metrics[is_train]).items()}
+
+    def update_metric(self, batch: Batch, outputs: Any, metric: Metric) -> None:
+        """Add what :meth:`eval_forward` gave and the labels to ``metric``; -100 is where there is no label."""
+        labels: Tensor = batch["labels"]
+        if self.shift_labels:
+            labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], _IGNORED)], dim=1)
+        metric.update(outputs, labels)
+
+    def generate(self, input_ids: Tensor, **arguments: Any) -> Any:
+        """What the model goes on with, by its ``generate``, which takes the ``arguments``.
+
+        Raises:
+            TrainingError: the model is spread over ranks.
+        """
+        if any(map(dist.is_distributed_tensor, self.model.parameters())):
+            raise TrainingError(
+                "generate: the model is spread over ranks. Build one from a checkpoint, with "
+                "HuggingFaceModel.hf_from_composer_checkpoint, and let that generate."
+            )
+        if self.tokenizer is not None:
+            arguments = {"pad_token_id": self.tokenizer.pad_token_id, **arguments}
+        return self.model.generate(input_ids=input_ids, **arguments)
+
+    # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
+    def get_metadata(self) -> StateDict:
+        """Config and tokenizer, in the form that Composer's checkpoints have under ``integrations/huggingface``."""
+        base = self._base_model()
+        tied = {f"model.{name}": f"model.{other}" for name, other in _tied_weights(self.model).items()}
+        generation = base.generation_config if base.can_generate() else None
+        model = config_record(base.config, self._model_class, generation, tied)
+        if self.adapters is not None:
+            model["peft_config"] = self.adapters.record()
+        return {"model": model, "tokenizer": self._tokenizer_record()}
+
+    def _tokenizer_record(self) -> StateDict:
+        """Made again only if the tokenizer has changed: it takes a second where the vocabulary is large."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return {}
+        key = id(tokenizer), len(tokenizer), str(tokenizer.special_tokens_map), tokenizer.chat_template
+        if self._tokenizer_files is None or self._tokenizer_files[0] != key:
+            self._tokenizer_files = key, tokenizer_record(tokenizer)
+        return self._tokenizer_files[1]
+
+    def integrations(self) -> StateDict:
+        """Under ``'huggingface'`` what :meth:`get_metadata` gives."""
+        return {"huggingface": self.get_metadata()}
+
+    def integration_problems(self, saved: StateDict, *, source: str) -> list[str]:
+        """Adapters that were trained on a base model of another shape; another config or tokenizer is only logged."""
+        record = cast("StateDict", (saved.get("huggingface") or {}).get("model") or {})
+        content = (record.get("config") or {}).get("content")
+        if changed := differences(content, as_json(self._base_model().config)):
+            more = f"; and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+            log.warning("%s: the config is another now, and holds: %s%s", source, "; ".join(changed[:_SHOWN]), more)
+        files = (saved.get("huggingface") or {}).get("tokenizer")
+        if files and self.tokenizer is not None and _texts(files) != _texts(self._tokenizer_record()):
+            log.warning("%s: the tokenizer is another now, and holds", source)
+        then = record.get("peft_config") or {}
+        if self.adapters is None:
+            return []
+        if self.adapters.is_other_base(then):
+            log.warning(
+                "%s: its adapters were trained on a base model with other weights than this one: they are not in the "
+                "checkpoint, and have to be built as they were",
+                source,
+            )
+        if not (wrong := self.adapters.wrong_shapes(then)):
+            return []
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        return [
+            f"{source}: its adapters were trained on a base model of another shape ({len(wrong)}): "
+            f"{'; '.join(wrong[:_SHOWN])}{more}. Build the base model of that run."
+        ]
+
+    @staticmethod
+    def hf_from_composer_checkpoint(
+        checkpoint_path: str | Path,
+        model_instantiation_class: type[Any] | str | None = None,
+        model_config_kwargs: Mapping[str, Any] | None = None,
+        local_checkpoint_save_location: str | Path | None = None,
+        trust_remote_code: bool = False,
+        *,
+        base_model: nn.Module | None = None,
+    ) -> tuple[Any, Any]:
+        """The model of transformers and the tokenizer that a checkpoint holds, without the script that saved it.
+
+        Args:
+            checkpoint_path: path or URI of a checkpoint of any form.
+            model_instantiation_class: the model's class, an auto class, or the full name of one. By default the class
+                in the checkpoint, if it is one of transformers' own.
+            model_config_kwargs: put into the config.
+            local_checkpoint_save_location: a path that a checkpoint which is one file is kept at.
+            trust_remote_code: let transformers **run code** that the config refers to.
+            base_model: for a checkpoint of adapters alone, what they were trained on. By default what PEFT's config
+                names.
+
+        Returns:
+            The model with the weights of the checkpoint, in evaluation mode, and the tokenizer or ``None``.
+
+        Raises:
+            ConfigError: the class is none, or the base model is needed and is not there.
+            IncompatibleCheckpointError: the checkpoint was not saved by a HuggingFaceModel, or its weights do not fit.
+            CheckpointError: it is not there, damaged, or holds what is not known to be safe.
+        """
+        from composerlite.models.hf_loading import from_checkpoint
+
+        return from_checkpoint(
+            str(checkpoint_path),
+            model_class=model_instantiation_class,
+            config_changes=dict(model_config_kwargs or {}),
+            keep_at=local_checkpoint_save_location,
+            trust_remote_code=trust_remote_code,
+            base_model=base_model,
+        )
+
+
+def _fit_embedding(model: Any, tokenizer: Any, *, may_resize: bool) -> bool:
+    """See that the embedding has a row for each token; whether rows were added."""
+    embedding = model.get_input_embeddings()
+    rows, tokens = int(embedding.weight.shape[0]), len(tokenizer)
+    if tokens <= rows:
+        return False
+    if not may_resize:
+        raise ConfigError(
+            f"HuggingFaceModel: the tokenizer has {tokens} tokens and the model's embedding {rows} rows. Build the "
+            f"model with vocab_size={tokens}, or pass allow_embedding_resizing=True."
+        )
+    model.resize_token_embeddings(tokens)
+    log.warning("the embedding has %d rows now and had %d: the tokenizer has %d tokens", tokens, rows, tokens)
+    return True
+
+
+def _tied_weights(model: nn.Module) -> dict[str, str]:
+    """Weights that are another one under a second name: that other, by name."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    found = {name: first.setdefault(id(parameter), name) for name, parameter in named}
+    return {name: other for name, other in found.items() if name != other}
+
+
+def _texts(files: Any) -> dict[str, str]:
+    return {str(name): repr(file.get("content")) for name, file in files.items() if isinstance(file, Mapping)}
+
+
+def _by_name(metrics: Metrics | None) -> dict[str, Metric]:
+    from torchmetrics import Metric
+
+    if metrics is None:
+        return {}
+    if isinstance(metrics, Metric):
+        return {type(metrics).__name__: metrics}
+    if isinstance(metrics, Mapping):  # a MetricCollection is none
+        return dict(metrics)
+    if isinstance(metrics, nn.Module):
+        return {str(name): metric for name, metric in metrics.items()}  # type: ignore[operator]
+    return {type(metric).__name__: metric for metric in metrics}
+
+
+def _keep_adapters(module: nn.Module, state_dict: StateDict, prefix: str, local_metadata: object) -> None:
+    """Hook of ``state_dict``: what belongs to the frozen base goes out."""
+    assert isinstance(module, HuggingFaceModel)
+    assert module.adapters is not None
+    start = f"{prefix}model."
+    for name in [name for name in state_dict if name.startswith(start)]:
+        if clean_name(name.removeprefix(start)) not in module.adapters.kept:
+            del state_dict[name]
+
+
+def _base_is_not_missing(module: nn.Module, incompatible: Any) -> None:
+    """Hook of ``load_state_dict``: the frozen base is not expected."""
+    assert isinstance(module, HuggingFaceModel)
+    assert module.adapters is not None
+    kept = module.adapters.kept
+    incompatible.missing_keys[:] = [
+        key for key in incompatible.missing_keys if any(clean_name(key).endswith(f"model.{n}") for n in kept)
+    ]

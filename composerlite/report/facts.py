@@ -1,0 +1,225 @@
+"""The facts of a run: what a report is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, cast, final
+
+from composerlite.report.gathering import Gathered, gather
+from composerlite.report.launches import Launch, launches_in
+from composerlite.report.record import Line
+from composerlite.report.saves import Save, Stored, saves_in
+
+__all__ = ["PARTS", "Facts", "Point", "Series", "facts_of", "to_plain"]
+
+_NOT_CHARTED = ("time/", "wall_clock/", "checkpoint/", "goodput/")
+PARTS: tuple[str, ...] = ("training", "lost", "saving", "evaluation", "starting", "down", "ending")
+"""Where the wall time went. All of them together are the wall time."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A value of a metric at a batch; ``is_lost``: a later launch has trained that batch again."""
+
+    batch: int
+    value: float
+    is_lost: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A metric: its name, and the points in the order in which they were logged."""
+
+    name: str
+    points: list[Point]
+
+    @property
+    def kept(self) -> list[Point]:
+        """What counts, by batch."""
+        return sorted((point for point in self.points if not point.is_lost), key=lambda point: point.batch)
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Facts:
+    """All that is known of a run.
+
+    Attributes:
+        run_name: of it. places: where it was looked for. made_at: when.
+        status: ``'finished'``, ``'running'``, ``'interrupted'``, ``'error'``, ``'killed'``, ``'closed'``: how the last
+            launch ended; ``'unknown'``: there is no record.
+        record: the file; ``None``: there is none, and what follows from it is empty.
+        faults: what is damaged or could not be read.
+        launches, saves: the first first. stored: the checkpoints that are there.
+        seconds: where the wall time went, by part. goodput: the part of it that was training that counts.
+        metrics: the curves. hyperparameters: as they were logged.
+    """
+
+    run_name: str
+    places: list[str]
+    made_at: float
+    status: str
+    record: str | None
+    faults: list[str]
+    other_runs: list[str]
+    launches: list[Launch]
+    saves: list[Save]
+    stored: list[Stored]
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    metrics: list[Series] = field(default_factory=list[Series])
+    hyperparameters: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def wall_seconds(self) -> float:
+        """From the first launch to the last that is known."""
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float | None:
+        """The part of the wall time that was training that counts; ``None``: nothing is known."""
+        return self.seconds["training"] / self.wall_seconds if self.seconds and self.wall_seconds > 0 else None
+
+    @property
+    def lost_batches(self) -> int:
+        """How many were trained twice."""
+        return sum(launch.lost_batches for launch in self.launches)
+
+    @property
+    def kills(self) -> int:
+        """Launches that ended without a word."""
+        return sum(launch.end == "killed" for launch in self.launches)
+
+    @property
+    def last_batch(self) -> int | None:
+        """How far the run has come."""
+        known = [save.batch for save in self.saves if save.batch is not None]
+        known += [self.launches[-1].last_batch] if self.launches else []
+        return known[-1] if self.launches else max(known, default=None)
+
+    @property
+    def max_duration(self) -> str:
+        """How far it was to come; empty: not known."""
+        given = [str(one.setting["max_duration"]) for one in self.launches if "max_duration" in one.setting]
+        return given[-1] if given else ""
+
+
+def facts_of(places: Sequence[str], run: str | None = None) -> Facts:
+    """What is known of the run in ``places``. Raises as :func:`composerlite.report.gathering.gather`."""
+    found, now = gather(places, run), time.time()
+    lines = [] if found.record is None else found.record.lines
+    launches = launches_in(lines, now)
+    return Facts(
+        run_name=found.run_name,
+        places=found.places,
+        made_at=now,
+        status=launches[-1].end if launches else "unknown",
+        record=None if found.record is None else found.record.source,
+        faults=found.faults,
+        other_runs=found.other_runs,
+        launches=launches,
+        saves=saves_in(lines, found.stored),
+        stored=_in_order(found),
+        seconds=_seconds(launches, lines),
+        metrics=_series(lines, launches),
+        hyperparameters=_hyperparameters(lines),
+    )
+
+
+def _in_order(found: Gathered) -> list[Stored]:
+    return sorted(found.stored, key=lambda one: (one.saved_at is None, one.saved_at or 0.0, one.where, one.name))
+
+
+# ── where the time went ──────────────────────────────────────────────────────────────────────────────────────────────
+def _seconds(launches: Sequence[Launch], lines: Sequence[Line]) -> dict[str, float]:
+    if not launches:
+        return {}
+    parts = dict.fromkeys(PARTS, 0.0)
+    stalls = [
+        (line.at, _stall(line)) for line in lines if line.kind == "checkpoint" and line.text("what") == "committed"
+    ]
+    for number, launch in enumerate(launches):
+        if number:
+            parts["down"] += max(0.0, launch.launched_at - launches[number - 1].ended_at)
+        if launch.began_at is None:
+            parts["starting"] += launch.ended_at - launch.launched_at
+            continue
+        parts["starting"] += launch.began_at - launch.launched_at
+        parts["ending"] += launch.ended_at - launch.worked_until
+        until = launch.worked_until if launch.lost_from is None else min(launch.worked_until, launch.lost_from)
+        parts["lost"] += launch.worked_until - until
+        evaluating = sum(one.seconds for one in launch.evaluations if launch.began_at <= one.ended_at <= until)
+        saving = sum(seconds for at, seconds in stalls if launch.began_at <= at <= until)
+        parts["evaluation"] += evaluating
+        parts["saving"] += saving
+        parts["training"] += max(0.0, until - launch.began_at - evaluating - saving)
+    return parts
+
+
+def _stall(line: Line) -> float:
+    given = line.facts.get("seconds")
+    return Line("", 0.0, None, cast("dict[str, Any]", given)).number("stall") or 0.0 if isinstance(given, dict) else 0.0
+
+
+# ── what was logged ──────────────────────────────────────────────────────────────────────────────────────────────────
+def _series(lines: Sequence[Line], launches: Sequence[Launch]) -> list[Series]:
+    """The curves of all metrics, the losses first."""
+    points: dict[str, list[Point]] = {}
+    number = -1
+    for line in lines:
+        if line.kind in ("start", "resume") or number < 0:
+            number += 1
+        if line.kind != "metrics" or line.batch is None:
+            continue
+        launch = launches[number]
+        is_lost = launch.lost_batches > 0 and line.batch > max(launch.kept_batches, launch.first_batch)
+        for name, value in line.metrics.items():
+            if not name.startswith(_NOT_CHARTED):
+                points.setdefault(name, []).append(Point(line.batch, value, is_lost))
+    order = ("loss/", "metrics/", "lr", "throughput/")
+    rank = {name: next((at for at, one in enumerate(order) if name.startswith(one)), len(order)) for name in points}
+    return [Series(name, points[name]) for name in sorted(points, key=lambda name: rank[name])]
+
+
+def _hyperparameters(lines: Sequence[Line]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for line in lines:
+        given = line.facts.get("hyperparameters")
+        if line.kind == "hyperparameters" and isinstance(given, dict):
+            merged |= cast("dict[str, Any]", given)
+    return merged
+
+
+# ── as JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def to_plain(facts: Facts) -> dict[str, Any]:
+    """The facts as JSON has them. Times are ISO 8601 in UTC; of a metric there are the last value and how many."""
+    plain = cast("dict[str, Any]", _plain("", facts))
+    plain["metrics"] = {
+        series.name: {"count": len(series.points), "last_batch": series.kept[-1].batch, "last": series.kept[-1].value}
+        for series in facts.metrics
+        if series.kept
+    }
+    for launch, fields in zip(facts.launches, plain["launches"], strict=True):
+        del fields["batch_times"]
+        fields |= {"lost_batches": launch.lost_batches, "lost_seconds": launch.lost_seconds}
+    lost = {"lost_batches": facts.lost_batches, "kills": facts.kills, "last_batch": facts.last_batch}
+    return {**plain, **lost, "wall_seconds": facts.wall_seconds, "goodput": facts.goodput}
+
+
+def _plain(name: str, value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, float):
+        is_time = (name.endswith("_at") or name == "lost_from") and math.isfinite(value)
+        return datetime.fromtimestamp(value, UTC).isoformat(timespec="milliseconds") if is_time else value
+    if isinstance(value, Mapping):
+        return {key: _plain(str(key), inner) for key, inner in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(name, inner) for inner in cast("Sequence[Any]", value)]
+    return value

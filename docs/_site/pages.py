@@ -1,0 +1,89 @@
+"""What mkdocs does not do by itself, as a hook that mkdocs.yml names.
+
+The documentation is Markdown that reads well in the repository, too, so README, CHANGELOG, CONTRIBUTING and the README
+of ``configs/`` stay where they are, and links lead to files. Here these become pages (README is the home of the site),
+each file of ``configs/`` becomes a page that shows it, and links between all of them lead to the pages. A link to
+anything else outside ``docs/`` stays as it is, and mkdocs complains.
+
+A pattern in ``nav``, such as ``adr/0*.md``, stands for the files that it matches. Search finds guides before the
+reference, decisions and changes.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "configs/README.md": "configs.md",
+}
+SHOWN = {
+    path.relative_to(ROOT).as_posix(): f"files/{path.relative_to(ROOT).as_posix()}.md"
+    for path in sorted((ROOT / "configs").rglob("*"))
+    if path.suffix in (".py", ".sbatch", ".yaml")
+}
+
+_LANGUAGES = {".py": "python", ".sbatch": "bash", ".yaml": "yaml"}
+_COMMENTS = re.compile(r"\A(?:\s*<!--.*?-->)+\s*", re.DOTALL)
+_LINK = re.compile(r"\]\((?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put files in place of the patterns in ``nav``."""
+    config.nav = _expanded(config.nav, Path(config.docs_dir))
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are not below ``docs/``."""
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    for source, page in SHOWN.items():
+        path = ROOT / source
+        text = f"# {source}\n\n~~~~{_LANGUAGES[path.suffix]}\n{path.read_text()}~~~~\n"
+        files.append(File.generated(config, page, content=text, inclusion=InclusionLevel.NOT_IN_NAV))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Have links to files of the repository lead to their pages, and the page begin with its title."""
+    here = page.file.src_uri
+    source = {made: source for source, made in {**PAGES, **SHOWN}.items()}.get(here, f"docs/{here}")
+
+    def to_page(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link["path"]))
+        found = target.removeprefix("docs/") if target.startswith("docs/") else {**PAGES, **SHOWN}.get(target)
+        if found is None:
+            return link[0]
+        return f"]({posixpath.relpath(found, posixpath.dirname(here) or '.')}{link['anchor'] or ''})"
+
+    if here == "index.md":
+        page.meta["hide"] = ["navigation"]
+    if here.startswith(("adr/", "api/", "changelog")):
+        page.meta["search"] = {"boost": 0.5}
+    return _LINK.sub(to_page, _COMMENTS.sub("", markdown))
+
+
+def _expanded(nav: Any, folder: Path) -> Any:
+    if isinstance(nav, dict):
+        return {title: _expanded(entry, folder) for title, entry in nav.items()}
+    if not isinstance(nav, list):
+        return nav
+    expanded: list[Any] = []
+    for entry in nav:
+        if isinstance(entry, str) and "*" in entry:
+            expanded += [path.relative_to(folder).as_posix() for path in sorted(folder.glob(entry))]
+        else:
+            expanded.append(_expanded(entry, folder))
+    return expanded

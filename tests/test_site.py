@@ -1,0 +1,162 @@
+"""The site that ``make docs`` builds: whole, without a warning, and without a request to anyone else."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import composerlite
+
+ROOT = Path(__file__).parent.parent
+
+WITHOUT_A_PAGE = {
+    "composerlite.checkpoint.formats": "its names are those of composerlite.checkpoint and composerlite.utils",
+    "composerlite.checkpoint.tools": "the command line",
+    "composerlite.cli": "the command line",
+    "composerlite.report": "the command line",
+    "composerlite.trainer": "the Trainer is on the page of composerlite",
+}
+"""Packages whose names are not on a page of their own in the API reference, and why."""
+
+
+@dataclass
+class Page:
+    """What a page has: its anchors, where links lead, what a browser fetches for it, its paragraphs and its code."""
+
+    anchors: set[str] = field(default_factory=set)
+    links: list[str] = field(default_factory=list)
+    fetched: list[str] = field(default_factory=list)
+    paragraphs: list[str] = field(default_factory=list)
+    code: list[str] = field(default_factory=list)
+
+
+class Reader(HTMLParser):
+    """Reads a :class:`Page`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.page = Page()
+        self._inside: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        has = {name: value or "" for name, value in attrs}
+        if "id" in has:
+            self.page.anchors.add(has["id"])
+        if tag == "a" and "href" in has:
+            self.page.links.append(has["href"])
+        if tag == "link":
+            self.page.fetched.append(has["href"])
+        if "src" in has:
+            self.page.fetched.append(has["src"])
+        if tag in ("p", "code", "pre"):
+            self._inside.append(tag)
+        if tag == "p":
+            self.page.paragraphs.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._inside and tag == self._inside[-1]:
+            self._inside.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == ["p"]:
+            self.page.paragraphs[-1] += data
+        if self._inside and self._inside[-1] == "code":
+            self.page.code.append(data)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built site."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(  # not --quiet: with it a warning is no error
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    said = [line for line in done.stderr.splitlines() if not line.startswith("INFO ")]
+    assert (done.returncode, done.stdout, said) == (0, "", [])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Page]:
+    """The pages of the site, by their files."""
+    found: dict[Path, Page] = {}
+    for path in site.rglob("*.html"):
+        reader = Reader()
+        reader.feed(path.read_text())
+        found[path] = reader.page
+    return found
+
+
+def public() -> Iterator[tuple[str, list[str]]]:
+    """The public modules that have a page, and their names."""
+    packages = [found.name for found in pkgutil.walk_packages(composerlite.__path__, "composerlite.") if found.ispkg]
+    for name in ["composerlite", "composerlite.errors", *packages]:
+        if name not in WITHOUT_A_PAGE:
+            yield name, importlib.import_module(name).__all__
+
+
+def test_every_page_can_be_reached_from_home(site: Path, pages: dict[Path, Page]) -> None:
+    """Whoever opens the site finds each page of docs/, and README, changelog and contributing, in its navigation."""
+    home = pages[site / "index.html"]
+    wanted = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
+    wanted = {path.with_name("index.html") if path.name == "README.html" else path for path in wanted}
+    wanted |= {Path("changelog.html"), Path("contributing.html")}
+    assert {str(path) for path in wanted} - {unquote(link) for link in home.links} == set()
+
+
+def test_no_page_asks_anyone_else(site: Path, pages: dict[Path, Page]) -> None:
+    """A reader without a network sees what others see: scripts, styles, fonts and pictures are the site's own."""
+    elsewhere = {link for page in pages.values() for link in page.fetched if urlsplit(link).netloc}
+    assert elsewhere == set()
+    styles = [path.read_text() for path in site.rglob("*.css")]
+    assert styles
+    asks = re.compile(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//[^)]*")
+    assert [found for style in styles for found in asks.findall(style)] == []
+
+
+def test_links_lead_somewhere(pages: dict[Path, Page]) -> None:
+    """Within the site every link leads to a file that is there, and to a place in it that is there."""
+    broken: list[str] = []
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc or path.name == "404.html":
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            anchors = pages[target].anchors if target in pages else set()
+            if not target.is_file() or (parts.fragment and unquote(parts.fragment) not in anchors):
+                broken.append(f"{path.name}: {link}")
+    assert broken == []
+
+
+def test_every_public_name_is_in_the_reference(site: Path, pages: dict[Path, Page]) -> None:
+    """With its signature and its docstring; or, where it is told elsewhere, with a link, or at least by its name."""
+    missing: list[str] = []
+    for module, names in public():
+        page = pages[site / "api" / f"{module}.html"]
+        told = {place.rpartition(".")[2] for place in [*page.anchors, *page.links]} | set(page.code)
+        missing += [f"{module}.{name}" for name in names if not {name, f"{module}.{name}"} & told]
+    assert missing == []
+
+
+def test_markdown_is_shown_as_it_was_meant(pages: dict[Path, Page]) -> None:
+    """No list, table, role of a docstring or directive is shown as its source."""
+    raw = re.compile(r"(?m)^\s*(?:[-*] |\d\. |\|)|:(?:class|func|meth|attr|data|mod|exc):|^:::|\]\[composerlite|```")
+    shown = [f"{path.name}: {text}" for path, page in pages.items() for text in page.paragraphs if raw.search(text)]
+    assert shown == []
