@@ -10,9 +10,11 @@ import ctypes
 import itertools
 import mmap
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,25 +52,33 @@ class Limits:
         ]
         self._bounce = [_memory(_BLOCK_BYTES) for _ in range(_THREADS)]
         self._path = folder / "limits.bin"
-        self._read_shape: tuple[int, int] | None = None
+        self._best_ways: dict[str, int] = {}
 
     # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────
     def memcpy(self) -> float:
-        """Every tensor into memory that was touched before; the best of one and two threads, torch's and Python's."""
-        threads = torch.get_num_threads()
-        seconds: list[float] = []
-        for count in (1, _THREADS):
-            torch.set_num_threads(count)
-            seconds += [_seconds(self._copy) for _ in range(2)]
-        torch.set_num_threads(threads)
-        with ThreadPoolExecutor(_THREADS) as pool:
-            halves = [range(part, len(self._tensors), _THREADS) for part in range(_THREADS)]
-            seconds += [_seconds(lambda: list(pool.map(self._move, halves))) for _ in range(2)]
-        return min(seconds)
+        """Every tensor into memory that was touched before, with one or two threads, torch's or Python's."""
+        return self._in_best_way("memcpy", [partial(self._copy, 1), partial(self._copy, _THREADS), self._move_all])
 
-    def _copy(self) -> None:
+    def _in_best_way(self, probe: str, ways: Sequence[Callable[[], object]], times: int = 3) -> float:
+        """The median of ``times`` runs of the best of ``ways``: which that is, the first call finds out.
+
+        The best of many runs would be ahead of the one run that it is set against by the machine's spread alone.
+        """
+        if probe not in self._best_ways:
+            seconds = [min(_seconds(way) for _ in range(3)) for way in ways]
+            self._best_ways[probe] = seconds.index(min(seconds))
+        return statistics.median(_seconds(ways[self._best_ways[probe]]) for _ in range(times))
+
+    def _copy(self, threads: int) -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
         for copy, tensor in zip(self._copies, self._tensors, strict=True):
             copy.copy_(tensor)
+        torch.set_num_threads(before)
+
+    def _move_all(self) -> None:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(self._move, [range(part, len(self._tensors), _THREADS) for part in range(_THREADS)]))
 
     def _move(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -128,7 +138,7 @@ class Limits:
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def page_cache_read(self) -> float:
-        """From the page cache into the tensors of the state; the best of one and two threads."""
+        """From the page cache into the tensors of the state, with one or two threads."""
         arrays = [tensor.view(-1).numpy().data.cast("B") for tensor in self._tensors]
         make_cached(self._path)
         file = os.open(self._path, os.O_RDONLY)
@@ -138,26 +148,20 @@ class Limits:
                 _all_read(file, arrays[number], self._offsets[number])
 
         everything = range(len(arrays))
+        halves = [everything[part::_THREADS] for part in range(_THREADS)]
         try:
             with ThreadPoolExecutor(_THREADS) as pool:
-                halves = [everything[part::_THREADS] for part in range(_THREADS)]
-                seconds = [_seconds(lambda: read(everything)), _seconds(lambda: list(pool.map(read, halves)))]
-                return min(*seconds, _seconds(lambda: list(pool.map(read, halves))))
+                ways = [partial(read, everything), lambda: list(pool.map(read, halves))]
+                return self._in_best_way("page_cache_read", ways)
         finally:
             os.close(file)
 
     def disk_read(self) -> float:
-        """Past the page cache into small buffers, in the better of two shapes: which, the first call finds out.
-
-        Once it is found each call reads once, as a resume does: the better of two would be ahead by the disk's spread.
-        """
+        """Past the page cache into small buffers, in one of two shapes."""
         forget_cached(self._path)
-        if self._read_shape is None:
-            seconds = {shape: min(self._read_direct(*shape) for _ in range(2)) for shape in _READ_SHAPES}
-            self._read_shape = min(seconds, key=seconds.__getitem__)
-        return self._read_direct(*self._read_shape)
+        return self._in_best_way("disk_read", [partial(self._read_direct, *shape) for shape in _READ_SHAPES], times=1)
 
-    def _read_direct(self, block_bytes: int, threads: int) -> float:
+    def _read_direct(self, block_bytes: int, threads: int) -> None:
         per_buffer = threads // _THREADS
         views = [
             memoryview(self._bounce[thread // per_buffer])[thread % per_buffer * block_bytes :][:block_bytes]
@@ -169,7 +173,7 @@ class Limits:
 
         file = os.open(self._path, os.O_RDONLY | os.O_DIRECT)
         try:
-            return _seconds(lambda: _in_blocks(file, self._file_bytes, read, block_bytes, threads))
+            _in_blocks(file, self._file_bytes, read, block_bytes, threads)
         finally:
             os.close(file)
 

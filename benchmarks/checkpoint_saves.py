@@ -30,8 +30,8 @@ from checkpoint_systems import SYSTEMS, Pending, Run, System
 from measure import OUT, ForeignCpu, MemoryPeak, Sample, interleaved, repeated, report, spread, undisturbed, write
 
 LAYERS = 30
-PAIRS = 5  # undisturbed ones; a process takes longer to get ready than to measure, so one measures all
-MOST_PAIRS = 10
+PAIRS = 7  # undisturbed ones; a process takes longer to get ready than to measure, so one measures all
+MOST_PAIRS = 12
 STEPS = 2
 MOST_STEPS = 50
 LIMITS = "limits"

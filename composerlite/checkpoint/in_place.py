@@ -146,13 +146,19 @@ def _fits(pair: _Pair, first: _Pair, record: Record) -> bool:
         and live.layout is torch.strided
         and live.dtype is saved.dtype
         and live.shape == saved.shape
-        and _strides(live) == _strides(saved) == _strides(first.saved)
+        and _same_order(live, saved, first.saved)
         and live.data_ptr() == first.live.data_ptr()
         and saved.dtype is first.saved.dtype
         and saved.numel() * saved.itemsize == record.size > 0
         and _is_dense(saved)
         and not (live.is_conj() or live.is_neg() or saved.is_conj() or saved.is_neg())
     )
+
+
+def _same_order(*tensors: Tensor) -> bool:
+    """Whether the elements of tensors of one shape follow each other in the same order."""
+    strides = {tensor.stride() for tensor in tensors}
+    return len(strides) == 1 or all(_strides(tensor) == _strides(tensors[0]) for tensor in tensors)
 
 
 def _strides(tensor: Tensor) -> list[tuple[int, int]]:
@@ -178,7 +184,8 @@ def _shared_memory(groups: Mapping[int, list[_Pair]]) -> set[tuple[int, int]]:
     for storage, pairs in groups.items():
         for _, live in pairs:
             if live is not None and type(live) in (Tensor, nn.Parameter) and live.layout is torch.strided:
-                extent = 1 + sum((size - 1) * stride for size, stride in _strides(live))
+                dense = live.is_contiguous()
+                extent = live.numel() if dense else 1 + sum((size - 1) * stride for size, stride in _strides(live))
                 start = live.data_ptr()
                 owners.setdefault((start, start + extent * live.itemsize), set()).add(storage)
     shared = {span for span, storages in owners.items() if len(storages) > 1}

@@ -13,7 +13,7 @@ from composerlite.checkpoint.trusted import Dtype, Maker, Storages, check_shape,
 __all__ = ["RestrictedUnpickler"]
 
 _MALFORMED = (struct.error, IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError)
-_U8, _U16, _U32, _U64 = (struct.Struct(f"<{code}") for code in "BHIQ")
+_U16, _U32, _U64 = (struct.Struct(f"<{code}") for code in "HIQ")
 _I32, _FLOAT = struct.Struct("<i"), struct.Struct(">d")
 
 
@@ -69,6 +69,11 @@ class RestrictedUnpickler:
     def _number(self, layout: struct.Struct) -> Any:
         (value,) = layout.unpack_from(self._data, self._at)
         self._at += layout.size
+        return value
+
+    def _byte(self) -> int:
+        value = self._data[self._at]
+        self._at += 1
         return value
 
     def _line(self) -> str:
@@ -154,8 +159,21 @@ class RestrictedUnpickler:
             value.memo_keys.append(key)
         self._memo[key] = value
 
-    def _get(self, key: int) -> None:
-        self._stack.append(self._memo[key])
+    def _put_short(self) -> None:
+        self._put(self._data[self._at])
+        self._at += 1
+
+    def _put_long(self) -> None:
+        self._put(_U32.unpack_from(self._data, self._at)[0])
+        self._at += 4
+
+    def _get_short(self) -> None:
+        self._stack.append(self._memo[self._data[self._at]])
+        self._at += 1
+
+    def _get_long(self) -> None:
+        self._stack.append(self._memo[_U32.unpack_from(self._data, self._at)[0]])
+        self._at += 4
 
     # ── names and what they make ─────────────────────────────────────────────────────────────────────────────────
     def _global(self) -> None:
@@ -205,15 +223,15 @@ class RestrictedUnpickler:
         pickle.NEWTRUE: lambda self: self._stack.append(True),
         pickle.NEWFALSE: lambda self: self._stack.append(False),
         pickle.BININT: lambda self: self._stack.append(self._number(_I32)),
-        pickle.BININT1: lambda self: self._stack.append(self._number(_U8)),
+        pickle.BININT1: lambda self: self._stack.append(self._byte()),
         pickle.BININT2: lambda self: self._stack.append(self._number(_U16)),
-        pickle.LONG1: lambda self: self._integer(self._number(_U8)),
+        pickle.LONG1: lambda self: self._integer(self._byte()),
         pickle.LONG4: lambda self: self._integer(self._number(_U32)),
         pickle.BINFLOAT: lambda self: self._stack.append(self._number(_FLOAT)),
         pickle.BINUNICODE: lambda self: self._text(self._number(_U32)),
-        pickle.SHORT_BINUNICODE: lambda self: self._text(self._number(_U8)),
+        pickle.SHORT_BINUNICODE: lambda self: self._text(self._byte()),
         pickle.BINUNICODE8: lambda self: self._text(self._number(_U64)),
-        pickle.SHORT_BINBYTES: lambda self: self._stack.append(self._take(self._number(_U8))),
+        pickle.SHORT_BINBYTES: lambda self: self._stack.append(self._take(self._byte())),
         pickle.BINBYTES: lambda self: self._stack.append(self._take(self._number(_U32))),
         pickle.BINBYTES8: lambda self: self._stack.append(self._take(self._number(_U64))),
         pickle.BYTEARRAY8: lambda self: self._stack.append(bytearray(self._take(self._number(_U64)))),
@@ -234,11 +252,11 @@ class RestrictedUnpickler:
         pickle.SETITEMS: lambda self: self._set_items(self._since_mark()),
         pickle.ADDITEMS: lambda self: self._add(self._since_mark()),
         pickle.FROZENSET: _frozenset,
-        pickle.BINPUT: lambda self: self._put(self._number(_U8)),
-        pickle.LONG_BINPUT: lambda self: self._put(self._number(_U32)),
+        pickle.BINPUT: _put_short,
+        pickle.LONG_BINPUT: _put_long,
         pickle.MEMOIZE: lambda self: self._put(len(self._memo)),
-        pickle.BINGET: lambda self: self._get(self._number(_U8)),
-        pickle.LONG_BINGET: lambda self: self._get(self._number(_U32)),
+        pickle.BINGET: _get_short,
+        pickle.LONG_BINGET: _get_long,
         pickle.GLOBAL: _global,
         pickle.STACK_GLOBAL: _stack_global,
         pickle.BINPERSID: _persistent,

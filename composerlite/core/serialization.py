@@ -9,6 +9,7 @@ class name (``EarlyStopper``, ``EarlyStopper:1``, …). Only plain types and ten
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from importlib.metadata import version
@@ -131,7 +132,7 @@ def _integrations(model: nn.Module) -> StateDict:
 
 def _metadata(state: State) -> StateDict:
     metadata: StateDict = {
-        "composerlite_version": version("composerlite"),
+        "composerlite_version": _own_version(),
         "torch_version": str(torch.__version__),
         "device": state.device.type,
         "precision": state.precision.value,
@@ -146,6 +147,11 @@ def _metadata(state: State) -> StateDict:
         metadata["interrupted_evaluation"] = {"event": event.value, "labels": list(labels)}
     batch_size = getattr(state.train_dataloader, "batch_size", None)
     return metadata if batch_size is None else {**metadata, "train_dataloader_batch_size": batch_size}
+
+
+@functools.cache
+def _own_version() -> str:
+    return version("composerlite")
 
 
 def _metric_states(metrics: Mapping[str, Metric]) -> StateDict:

@@ -151,6 +151,7 @@ class TorchFile:
         self._check_sums = check_sums and any(entry.crc for entry in self._records.values())
         self._swap = self._small("byteorder", b"little") != sys.byteorder.encode()
         self._map_location = map_location
+        self._devices: dict[str, str | None] = {}
         self._eager = trust  # its code may look at the numbers in the tensors that it is given
         self._unread: list[_Unread] = []
         self._known: dict[str, torch.UntypedStorage] = {}
@@ -182,7 +183,9 @@ class TorchFile:
         record = self._records.get(name)
         if record is None or type(count) is not int or count * dtype.itemsize != record.size:
             raise ValueError(f"the storage {key!r} of {count!r} × {dtype}, of which the file has not as many bytes")
-        device = _device(self._map_location, location)
+        if location not in self._devices:
+            self._devices[location] = _device(self._map_location, location)
+        device = self._devices[location]
         if device == "meta":
             return torch.UntypedStorage(record.size, device="meta")
         storage = torch.UntypedStorage(record.size)

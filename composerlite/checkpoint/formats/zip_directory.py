@@ -20,6 +20,7 @@ _END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64 = struct.Struct("<4sIQI")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _PAGE_BYTES = 4096
+_USUAL_HEADER_BYTES = _PAGE_BYTES + 64  # ours, filled up to the next page, and torch's are shorter
 Read = Callable[[int, int], bytes]  # offset, size
 Expect = Callable[[int, int], object]
 
@@ -66,12 +67,14 @@ def entries(size_bytes: int, read: Read, peek: Read, expect: Expect | None = Non
     for name, (header, length, crc) in ordered:
         if header < end or header + _LOCAL.size > start:
             raise CorruptCheckpointError(f"its record {name!r} at {header} lies over another, or outside of the file")
-        fixed = _LOCAL.unpack(peek(header, _LOCAL.size))
+        header_bytes = peek(header, min(_USUAL_HEADER_BYTES, start - header))
+        fixed = _LOCAL.unpack_from(header_bytes)
         offset = header + _LOCAL.size + fixed[9] + fixed[10]
         end = offset + length
         if fixed[0] != b"PK\x03\x04" or fixed[3] != 0 or end > start:
             raise CorruptCheckpointError(f"its record {name!r} at {header} is not where the directory says")
-        header_bytes = peek(header, offset - header)
+        longer = offset - header > len(header_bytes)
+        header_bytes = peek(header, offset - header) if longer else header_bytes[: offset - header]
         if header_bytes[_LOCAL.size : _LOCAL.size + fixed[9]] != name.encode():
             raise CorruptCheckpointError(f"its record {name!r} at {header} has another name there")
         found[name] = Entry(header, header_bytes, offset, length, crc)
