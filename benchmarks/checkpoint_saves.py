@@ -30,8 +30,9 @@ from checkpoint_systems import SYSTEMS, Pending, Run, System
 from measure import OUT, ForeignCpu, MemoryPeak, Sample, interleaved, repeated, report, spread, undisturbed, write
 
 LAYERS = 30
-PAIRS = 7  # undisturbed ones; a process takes longer to get ready than to measure, so one measures all
-MOST_PAIRS = 12
+PAIRS = 5  # undisturbed ones; a process takes longer to get ready than to measure, so one measures all
+MOST_PAIRS = 10
+LEAST_SECONDS = 30.0  # of pairs: what is quick is repeated more often
 STEPS = 2
 MOST_STEPS = 50
 LIMITS = "limits"
@@ -60,7 +61,7 @@ class Bench:
         with MemoryPeak() as peak:
             self._save()
         pairs: Repeats = []
-        for foreign in repeated(PAIRS, MOST_PAIRS):
+        for foreign in repeated(PAIRS, MOST_PAIRS, seconds=LEAST_SECONDS):
             limits = {"memcpy_s": self.limits.memcpy(), "disk_write_s": self.limits.disk_write()}
             blocked, durable = self._save()
             pairs.append(
@@ -85,7 +86,7 @@ class Bench:
             memcpy = self.limits.memcpy()
             first, _ = self._start(way)
         pairs: Repeats = []
-        for foreign in repeated(PAIRS, MOST_PAIRS):
+        for foreign in repeated(PAIRS, MOST_PAIRS, seconds=LEAST_SECONDS):
             limits = {"memcpy_s": self.limits.memcpy()}
             blocked, durable = self._start(way)
             pairs.append(
@@ -115,7 +116,7 @@ class Bench:
         self.limits.memcpy()
         self.limits.buffered_write()
         pairs: Repeats = []
-        for foreign in repeated(PAIRS, MOST_PAIRS):
+        for foreign in repeated(PAIRS, MOST_PAIRS, seconds=LEAST_SECONDS):
             limit = self.limits.page_cache_read()
             make_cached(path)
             warm = self._load(path)
@@ -150,7 +151,7 @@ class Bench:
         torch.set_num_threads(1)
         plain = [self._window(None)[0] / STEPS]
         saving: list[tuple[ForeignCpu, float, float, int, float]] = []
-        for foreign in repeated(PAIRS, MOST_PAIRS):
+        for foreign in repeated(PAIRS, MOST_PAIRS, seconds=LEAST_SECONDS):
             memcpy = self.limits.memcpy()
             saving.append((foreign, memcpy, *self._window(way)))
             plain.append(self._window(None)[0] / STEPS)
@@ -250,7 +251,8 @@ def limits_alone(limits: Limits) -> Repeats:
     """Each probe, in turn."""
     probes = ("memcpy", "clone", "disk_write", "bounce", "buffered_write", "page_cache_read", "disk_read")
     repeats = [
-        (foreign, {f"{name}_s": getattr(limits, name)() for name in probes}) for foreign in repeated(PAIRS, MOST_PAIRS)
+        (foreign, {f"{name}_s": getattr(limits, name)() for name in probes})
+        for foreign in repeated(PAIRS, MOST_PAIRS, seconds=LEAST_SECONDS)
     ]
     limits.close()
     return repeats

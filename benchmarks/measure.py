@@ -66,18 +66,19 @@ class ForeignCpu:
         self.share = max(0.0, _foreign_seconds(self._root) - self._foreign) / (time.perf_counter() - self._wall)
 
 
-def repeated(wanted: int, most: int) -> Iterator[ForeignCpu]:
-    """Repeat the body of a loop until ``wanted`` times were undisturbed by others, at most ``most`` times.
+def repeated(wanted: int, most: int, *, seconds: float = 0.0) -> Iterator[ForeignCpu]:
+    """Repeat the body of a loop until ``wanted`` times were undisturbed by others, at most ``most`` times; what is
+    quick is repeated for ``seconds``, for a steadier median.
 
     Each time it is given what measures the others meanwhile, which knows when the body is done.
     """
-    quiet = 0
-    for _ in range(most):
+    until = time.monotonic() + seconds
+    quiet = done = 0
+    while (quiet < wanted and done < most) or time.monotonic() < until:
         with ForeignCpu() as foreign:
             yield foreign
+        done += 1
         quiet += foreign.share <= DISTURBED
-        if quiet == wanted:
-            return
 
 
 def _foreign_seconds(root: int) -> float:

@@ -8,7 +8,7 @@ from typing import NamedTuple, final
 
 __all__ = ["UNIT_BYTES", "Places", "Target", "Unit", "all_chunks", "apart", "cut", "runs", "touched_chunks"]
 
-UNIT_BYTES = 4 << 20  # what a thread takes at once
+UNIT_BYTES = 8 << 20  # what a thread takes at once
 _GAP_BYTES = 64 << 10  # it is quicker to read over such gaps than to begin anew
 
 Unit = tuple[int, int]

@@ -9,7 +9,7 @@ from composerlite.storage.memory import HostMemory
 
 __all__ = ["borrow_memory", "give_memory_back"]
 
-_LEAST_BYTES = 36 << 20  # what is asked for by default, so that each finds what the other left
+_LEAST_BYTES = 49 << 20  # what is asked for by default, so that each finds what the other left
 _MOST_KEPT_BYTES = 64 << 20
 
 

@@ -6,10 +6,11 @@ import zipfile
 import zlib
 from pathlib import Path
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composerlite.checkpoint.formats.zip_directory import entries
+from composerlite.checkpoint.formats.zip_directory import Entry, entries
 from composerlite.checkpoint.formats.zip_layout import Layout, trailer
 
 GiB = 1 << 30
@@ -71,10 +72,8 @@ def test_more_records_than_sixteen_bits_can_count(tmp_path: Path) -> None:
         assert archive.read("archive/data/69999") == b"x"
 
 
-def test_where_headers_are_is_told_before_they_are_asked_for(tmp_path: Path) -> None:
-    """Every page that one begins in, once and within the file: the disk looks for all at the same time."""
-    path = tmp_path / "a.pt"
-    layout = build(path, [(f"data/{i}", bytes(70_000 if i % 2 else 10)) for i in range(9)])
+def looked_up(path: Path) -> tuple[dict[str, Entry], list[tuple[int, int]], list[int]]:
+    """The records of an archive, which parts of it were told of beforehand, and where headers were asked for."""
     data = path.read_bytes()
     told: list[tuple[int, int]] = []
     asked: list[int] = []
@@ -87,6 +86,36 @@ def test_where_headers_are_is_told_before_they_are_asked_for(tmp_path: Path) -> 
         assert not asked
         told.append((offset, size))
 
-    found = entries(len(data), lambda offset, size: data[offset : offset + size], peek, expect)
-    assert [entry.header for entry in found.values()] == [record.offset for record in layout.records]
-    assert told == [(page * 4096, 4096) for page in sorted({record.offset // 4096 for record in layout.records})]
+    return entries(len(data), lambda offset, size: data[offset : offset + size], peek, expect), told, asked
+
+
+def headers_in(path: Path) -> list[int]:
+    with zipfile.ZipFile(path) as archive:
+        return sorted(info.header_offset for info in archive.infolist())
+
+
+def test_where_headers_are_is_told_before_they_are_asked_for(tmp_path: Path) -> None:
+    """Of another program's file: every page that one begins in, once. The disk looks for all at the same time."""
+    path = tmp_path / "a.pt"
+    torch.save([torch.zeros(20_000 if i % 2 else 10) for i in range(9)], path)
+    found, told, asked = looked_up(path)
+    assert [entry.header for entry in found.values()] == headers_in(path)
+    assert told == [(page * 4096, 4096) for page in sorted({header // 4096 for header in headers_in(path)})]
+    assert set(asked) == set(headers_in(path))
+
+
+def test_headers_of_our_own_files_are_not_looked_for(tmp_path: Path) -> None:
+    """The directory says that they are ours, and our layout what they hold and where data begin. A directory with
+    another byte does not."""
+    path = tmp_path / "a.pt"
+    layout = build(path, [(f"data/{i}", bytes(70_000 if i % 2 else 10)) for i in range(9)])
+    found, told, asked = looked_up(path)
+    assert (told, asked) == ([], [])
+    data = path.read_bytes()
+    for entry, record in zip(found.values(), layout.records, strict=True):
+        assert entry == (record.offset, record.header, record.data_offset, record.size_bytes, entry.crc)
+        assert data[entry.header : entry.offset] == entry.header_bytes
+    path.write_bytes(data[: layout.end + 38] + b"\1" + data[layout.end + 39 :])  # an attribute that says nothing
+    again, _, asked = looked_up(path)
+    assert again == found
+    assert set(asked) == set(headers_in(path))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from composerlite.checkpoint.formats.zip_layout import ROOT, Layout, trailer
 from composerlite.errors import CorruptCheckpointError
 
 __all__ = ["Entry", "entries", "records_root"]
@@ -23,6 +24,7 @@ _PAGE_BYTES = 4096
 _USUAL_HEADER_BYTES = _PAGE_BYTES + 64  # ours, filled up to the next page, and torch's are shorter
 Read = Callable[[int, int], bytes]  # offset, size
 Expect = Callable[[int, int], object]
+_Listed = tuple[int, int, int]  # offset of the local header, size, CRC-32
 
 
 class Entry(NamedTuple):
@@ -57,10 +59,13 @@ def entries(size_bytes: int, read: Read, peek: Read, expect: Expect | None = Non
     start, size, count = _directory(size_bytes, read)
     if not 0 < count <= _MOST_RECORDS or count * _CENTRAL.size > size or start + size > size_bytes:
         raise CorruptCheckpointError(f"its directory claims {count} records in {size} bytes at {start}")
-    listed = _listed(read(start, size), count)
+    directory = read(start, size)
+    listed = _listed(directory, count)
+    ordered = sorted(listed.items(), key=lambda item: item[1][0])
+    if (own := _own_entries(ordered, directory, start)) is not None:
+        return own
     found: dict[str, Entry] = {}
     end = 0
-    ordered = sorted(listed.items(), key=lambda item: item[1][0])
     if expect is not None:
         for page in {header // _PAGE_BYTES: None for _, (header, *_) in ordered if header < start}:
             expect(page * _PAGE_BYTES, _PAGE_BYTES)
@@ -119,9 +124,9 @@ def _directory(size_bytes: int, read: Read) -> tuple[int, int, int]:
     return start, size, count
 
 
-def _listed(directory: bytes, count: int) -> dict[str, tuple[int, int, int]]:
-    """(offset of the local header, size, CRC-32) of each record."""
-    listed: dict[str, tuple[int, int, int]] = {}
+def _listed(directory: bytes, count: int) -> dict[str, _Listed]:
+    """What the directory says of each record."""
+    listed: dict[str, _Listed] = {}
     place = 0
     for _ in range(count):
         if place + _CENTRAL.size > len(directory):
@@ -146,6 +151,25 @@ def _listed(directory: bytes, count: int) -> dict[str, tuple[int, int, int]]:
             raise CorruptCheckpointError(f"its directory holds {name!r} twice")
         listed[name] = (header, size, crc)
     return listed
+
+
+def _own_entries(ordered: Sequence[tuple[str, _Listed]], directory: bytes, start: int) -> dict[str, Entry] | None:
+    """The records, if the directory is byte for byte that of our own layout: then the headers are, too.
+
+    They lie all over the file, and are compared when the data are read.
+    """
+    layout = Layout()
+    for name, (header, size, _) in ordered:
+        if header != layout.end or header > start or not name.startswith(f"{ROOT}/"):
+            return None
+        layout.add(name.removeprefix(f"{ROOT}/"), size)
+    crcs = [crc for _, (_, _, crc) in ordered]
+    if layout.end != start or not trailer(layout.records, crcs, start).startswith(directory):
+        return None
+    return {
+        record.name: Entry(record.offset, record.header, record.data_offset, record.size_bytes, crc)
+        for record, crc in zip(layout.records, crcs, strict=True)
+    }
 
 
 def _wide(extra: bytes, values: list[int], name: str) -> list[int]:

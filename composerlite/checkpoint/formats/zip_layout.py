@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-__all__ = ["Layout", "Record", "trailer", "trailer_bytes"]
+__all__ = ["ROOT", "Layout", "Record", "trailer", "trailer_bytes"]
 
 ROOT = "archive"
 _LARGE_BYTES = 64 << 10
@@ -23,6 +23,7 @@ _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64 = struct.Struct("<4sIQI")
+_DESCRIPTOR, _DESCRIPTOR_64 = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
 # Sizes and CRC follow the data, as in torch's own files; names are UTF-8.
 _FLAGS = 0x0808
 
@@ -56,7 +57,7 @@ class Record:
 
     @property
     def _descriptor(self) -> struct.Struct:
-        return struct.Struct("<4sI2Q" if self.size_bytes >= _MAX_32 else "<4s3I")
+        return _DESCRIPTOR_64 if self.size_bytes >= _MAX_32 else _DESCRIPTOR
 
     def descriptor(self, crc: int) -> bytes:
         """What follows the data."""
@@ -76,16 +77,24 @@ class Record:
 
 @final
 class Layout:
-    """Records one after the other, each padded so that its data are aligned."""
+    """Records one after the other, each padded so that its data are aligned.
 
-    def __init__(self, sizes: Sequence[tuple[str, int]]) -> None:
+    Attributes:
+        records: so far.
+        end: where the last one ends.
+    """
+
+    def __init__(self, sizes: Sequence[tuple[str, int]] = ()) -> None:
         self.records: list[Record] = []
-        offset = 0
+        self.end = 0
         for name, size in sizes:
-            record = _record(f"{ROOT}/{name}", size, offset)
-            self.records.append(record)
-            offset = record.end
-        self.end = offset
+            self.add(name, size)
+
+    def add(self, name: str, size_bytes: int) -> None:
+        """One more record, behind the others."""
+        record = _record(f"{ROOT}/{name}", size_bytes, self.end)
+        self.records.append(record)
+        self.end = record.end
 
 
 def _record(name: str, size: int, offset: int) -> Record:
