@@ -128,11 +128,13 @@ class System(ABC):
         in_training: its ways of saving behind training, the usual one last. ``async``: the state is copied before
             training goes on. ``lazy``: while it does, until the optimizer's next step.
         flushes: whether a save that has ended is on the disk. Where not, the benchmark flushes its files.
+        begins_anew: whether the next save after :meth:`release` is a first one again.
     """
 
     distribution: ClassVar[str]
     in_training: ClassVar[tuple[str, ...]] = ()
     flushes: ClassVar[bool] = False
+    begins_anew: ClassVar[bool] = False
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -175,6 +177,7 @@ class Composerlite(System):
     distribution = "composerlite"
     in_training = ("async", "lazy")
     flushes = True
+    begins_anew = True
     template = "ba{batch}.pt"
 
     def __init__(self, run: Run) -> None:
@@ -332,6 +335,7 @@ class TorchCheckpointing(System):
     """
 
     distribution = "torch_checkpointing"
+    begins_anew = True
     in_training = ("lazy",)
 
     def __init__(self, run: Run) -> None:

@@ -17,7 +17,7 @@ from composerlite.checkpoint.manifest import Manifest
 from composerlite.checkpoint.several_disks import DiskCommit, delete_named
 from composerlite.checkpoint.shared_folder import ONE_DISK, Disks
 from composerlite.checkpoint.snapshot import Snapshot, Stageable
-from composerlite.storage import HostMemory
+from composerlite.storage import RING_BYTES, HostMemory
 
 __all__ = ["Body", "SaveJob", "SaveReport"]
 
@@ -125,7 +125,7 @@ class SaveJob:
     memory: HostMemory | None = None
     snapshot: Snapshot | None = None
     failure: BaseException | None = None
-    ring_bytes: int = 32 << 20
+    ring_bytes: int = RING_BYTES
     latest: Mapping[str, str] = field(default_factory=dict[str, str])
     publish: Callable[[Manifest], object] | None = None
     give_up: Callable[[], Sequence[Manifest]] | None = None

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 
 from composerlite.checkpoint.formats.torch_file import StorageCopy, storage_id
 from composerlite.errors import SaveError
-from composerlite.storage import Copier, Copying, HostMemory, available_memory
+from composerlite.storage import RING_BYTES, Copier, Copying, HostMemory, available_memory
 
 __all__ = ["Snapshot", "Stageable", "Staging", "StepFence"]
 
 log = logging.getLogger(__name__)
 _GRANULE_BYTES = 4 << 20  # what a checkpoint may grow by before it needs new memory
-_LEAST_RING_BYTES, _RING_BYTES = 16 << 20, 32 << 20
+_LEAST_RING_BYTES = 16 << 20
 _WAIT_SECONDS = 600.0
 Job = tuple[int, int, int]  # address to, address from, bytes
 
@@ -141,7 +141,7 @@ class Staging:
     @property
     def ring_bytes(self) -> int:
         """Memory to write with what does not fit as a whole."""
-        return _RING_BYTES if self._limit_bytes is None else max(_LEAST_RING_BYTES, self._limit_bytes)
+        return RING_BYTES if self._limit_bytes is None else max(_LEAST_RING_BYTES, self._limit_bytes)
 
     def fits(self, size_bytes: int) -> bool:
         """Whether a snapshot of ``size_bytes`` may be taken."""

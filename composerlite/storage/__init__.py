@@ -25,7 +25,7 @@ from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUploa
 from composerlite.storage.reader import ParallelReader, verify_file
 from composerlite.storage.retry import RetryPolicy, retry
 from composerlite.storage.sink import Sink
-from composerlite.storage.stream_writer import StreamWriter
+from composerlite.storage.stream_writer import RING_BYTES, StreamWriter
 from composerlite.storage.uri import is_uri, maybe_create_object_store_from_uri, open_store, parse_uri
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from composerlite.storage.uploader import Uploader
 
 __all__ = [
+    "RING_BYTES",
     "Copier",
     "Copying",
     "Digester",

@@ -18,7 +18,7 @@ from composerlite.storage.read_plan import UNIT_BYTES, Places, Unit, cut
 
 __all__ = ["OpenFile", "Tally", "Work", "cached_share", "ends_at", "pieces", "put", "verify"]
 
-_PIECE_BYTES = 512 << 10  # read, then summed while it is in the cache
+_PIECE_BYTES = 1000 << 10  # read, then summed while it is in the cache; more is moved more slowly
 _SMALL_BYTES = 16 << 10  # it is quicker to read a neighbourhood and take such things from there
 _CACHESTAT = 451  # number of the system call, on all processors
 

@@ -17,15 +17,18 @@ from composerlite.storage.digests import Digester, FileDigest, chunk_bytes_for
 from composerlite.storage.memory import HostMemory
 from composerlite.storage.working_memory import borrow_memory, give_memory_back
 
-__all__ = ["StreamWriter"]
+__all__ = ["RING_BYTES", "StreamWriter"]
 
 _BLOCK_BYTES = 4096  # what O_DIRECT wants sizes and places in the file to be multiples of
 _SMALL_FILE_BYTES = 8 << 20
-_WINDOW_BYTES = 4 << 20
+_WINDOW_BYTES = 8 << 20
 _LEAST_WINDOW_BYTES = 1 << 20
-_RING_WINDOWS = 8
+_RING_WINDOWS = 6
 _PIECE_BYTES = 512 << 10  # copied, then summed while it is in the cache
 _WRITERS = 4  # fewer leave the disk idle between two writes, and longer where the processors are busy
+
+RING_BYTES = 48 << 20
+"""Memory to write with, where there is none for the whole file."""
 
 
 class _Window(NamedTuple):
@@ -69,7 +72,7 @@ class StreamWriter:
         size_bytes: int,
         *,
         memory: HostMemory | None = None,
-        ring_bytes: int = 32 << 20,
+        ring_bytes: int = RING_BYTES,
         chunk_bytes: int | None = None,
     ) -> None:
         if memory is not None and memory.size_bytes < size_bytes:
@@ -269,7 +272,7 @@ class StreamWriter:
 
 
 def _ring_window(ring_bytes: int) -> int:
-    """The size of a ring's windows: twice as many as threads, so that all are busy and the caller, too."""
+    """The size of a ring's windows: more than there are threads, so that all are busy and the caller, too."""
     even = ring_bytes // _RING_WINDOWS // _BLOCK_BYTES * _BLOCK_BYTES
     return min(_WINDOW_BYTES, max(_LEAST_WINDOW_BYTES, even))
 

@@ -18,7 +18,7 @@ import xxhash
 
 from composerlite.checkpoint.manifest import FileRecord, Manifest
 from composerlite.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
-from composerlite.storage import FileDigest, Sink, StreamWriter
+from composerlite.storage import RING_BYTES, FileDigest, Sink, StreamWriter
 
 if TYPE_CHECKING:
     from composerlite.checkpoint.formats.torch_reader import ByteSource
@@ -32,7 +32,6 @@ SUFFIX = ".distcp"
 MANIFESTS = ".manifest"
 """The folder of commit records."""
 _LEAST_CHUNK_BYTES, _MOST_CHUNKS = 32 << 10, 1 << 15
-_RING_BYTES = 32 << 20
 
 
 class Claim(NamedTuple):
@@ -205,7 +204,7 @@ def _chunk_bytes(size_bytes: int) -> int:
 def write_file(path: Path, most_bytes: int, fill: Callable[[Sink], object]) -> FileDigest:
     """Make the durable file ``path`` of what ``fill`` gives, at most ``most_bytes``; what it contains."""
     path.open("xb").close()
-    with StreamWriter(path, most_bytes, ring_bytes=_RING_BYTES, chunk_bytes=_chunk_bytes(most_bytes)) as sink:
+    with StreamWriter(path, most_bytes, ring_bytes=RING_BYTES, chunk_bytes=_chunk_bytes(most_bytes)) as sink:
         fill(sink)
         return sink.finish()
 

@@ -20,7 +20,7 @@ from composerlite.checkpoint.formats.archive import STATES, TarSink, tar_bytes
 from composerlite.checkpoint.formats.compression import KNOWN_COMPRESSORS, Compressor
 from composerlite.checkpoint.formats.packed_sink import PackedSink
 from composerlite.errors import ConfigError
-from composerlite.storage import HostMemory, Sink, StreamWriter
+from composerlite.storage import RING_BYTES, HostMemory, Sink, StreamWriter
 
 __all__ = ["Format", "format_of", "is_tar"]
 
@@ -29,7 +29,6 @@ _ARCHIVES = {".tar": None, ".tar.gz": "gz", ".tgz": "gz", ".tar.bz2": "bz2", ".t
 _OTHER_KINDS = re.compile(
     r"(?:\.(?:pt|tar)\.[^./]+|\.(?:zip|7z|rar|gz|bz2?|xz|lzma|lz4?|zst|lzo|br|z|tbz2?|txz|tlz|tzst|safetensors))$"
 )
-_RING_BYTES = 32 << 20
 
 
 @final
@@ -57,7 +56,7 @@ class Format:
             self.compressor.check_exists()
 
     def open_sink(
-        self, path: Path, size_bytes: int, *, memory: HostMemory | None = None, ring_bytes: int = _RING_BYTES
+        self, path: Path, size_bytes: int, *, memory: HostMemory | None = None, ring_bytes: int = RING_BYTES
     ) -> Sink:
         """What takes the bytes of a ``.pt`` file and writes ``path``.
 
@@ -77,7 +76,7 @@ class Format:
             return StreamWriter(path, size_bytes, memory=memory, ring_bytes=ring_bytes)
         return PackedSink(path, self.compressor.encoder(size_bytes), most_bytes=size_bytes)
 
-    def open_archive(self, path: Path, members: Sequence[tuple[str, int]], *, ring_bytes: int = _RING_BYTES) -> Sink:
+    def open_archive(self, path: Path, members: Sequence[tuple[str, int]], *, ring_bytes: int = RING_BYTES) -> Sink:
         """What takes the bytes of several files, one after the other, and writes the archive ``path``.
 
         Args:
