@@ -56,8 +56,8 @@ docs: $(VENV)/.installed ## build the site into site/, then run its examples
 examples: $(VENV)/.installed ## run every code block of README.md and docs/
 	$(BIN)/pytest tests/test_docs.py
 
-bench: $(BENCH)/.installed ## time composerlite beside its peers: benchmarks/out, docs/images; ONLY=checkpoint_saves for one
-	set -e; for name in $(ONLY); do $(BENCH)/bin/python benchmarks/$$name.py; done
+bench: $(BENCH)/.installed ## time composerlite beside its peers: benchmarks/out, docs/images; ONLY=checkpoint_saves for one, ARGS=--no-peers
+	set -e; for name in $(ONLY); do $(BENCH)/bin/python benchmarks/$$name.py $(ARGS); done
 	$(BENCH)/bin/python benchmarks/report.py
 
 clean: ## remove what the targets made, the environments included

@@ -29,8 +29,8 @@ LIMITS = {
 Part = dict[str, Any]
 
 
-def show() -> Figure:
-    """Print all tables and verdicts; the chart."""
+def show() -> Figure | None:
+    """Print all tables and verdicts; the chart, if there is something to compare with."""
     results = read("checkpoint_saves")
     systems = results["systems"]
     print_limits(results)
@@ -40,7 +40,7 @@ def show() -> Figure:
     print()
     for line in verdicts(systems["composerlite"]["parts"], results["state_bytes"]):
         print(line)
-    return chart(systems, results["limits"])
+    return chart(systems, results["limits"]) if len(systems) > 1 else None
 
 
 def print_limits(results: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ saves behind it. What is timed is set against a probe of the limit that is taken
 the probe of a pair, and not an absolute time, is what a ratio is made with.
 
 Usage: ``python benchmarks/checkpoint_saves.py`` for all, with the name of a system for one measurement of it.
+``--no-peers`` measures ours and the limits alone, in a quarter of the time.
 ``--layers 4`` makes the state smaller than the 1.5 GB of 30 layers.
 """
 
@@ -19,7 +20,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -308,15 +309,15 @@ def checkpoints() -> Path:
 
 
 # ── all of them ──────────────────────────────────────────────────────────────────────────────────────────────────
-def main(layers: int) -> None:
-    """All systems in turn; writes ``out/checkpoint_saves.json``."""
+def main(layers: int, systems: Sequence[str]) -> None:
+    """``systems`` in turn; writes ``out/checkpoint_saves.json``."""
     shutil.rmtree(checkpoints())
     wanted = FILES * layers * LAYER_BYTES
     if (free := shutil.disk_usage(checkpoints()).free) < wanted:
         raise SystemExit(f"{OUT} has {free / 1e9:.1f} GB free and this needs {wanted / 1e9:.1f}: clean up, or --layers")
     samples, _ = interleaved(
         __file__,
-        [LIMITS, *SYSTEMS],
+        [LIMITS, *systems],
         repeats=PAIRS,
         most_rounds=1,
         warm_up_rounds=0,
@@ -361,8 +362,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("system", nargs="?", choices=[LIMITS, *SYSTEMS], help="one measurement of it; all by default")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of 2048×2048 weights: 50 MB of state each")
+    parser.add_argument("--no-peers", action="store_true", help="ours and the limits: what the targets are set against")
     given = parser.parse_args()
     if given.system is None:
-        main(given.layers)
+        main(given.layers, [OURS] if given.no_peers else list(SYSTEMS))
     else:
         measure(given.system, given.layers)

@@ -178,7 +178,6 @@ class Composerlite(System):
     in_training = ("async", "lazy")
     flushes = True
     begins_anew = True
-    template = "ba{batch}.pt"
 
     def __init__(self, run: Run) -> None:
         from composerlite import State
@@ -193,9 +192,8 @@ class Composerlite(System):
     def _save(self, path: Path, *, asynchronous: bool, lazy: bool) -> Any:
         from composerlite.checkpoint import Catalog
 
-        return self.pipeline.save(
-            self.state, catalog=Catalog(path), template=self.template, asynchronous=asynchronous, lazy=lazy
-        )
+        catalog = Catalog(path.parent)
+        return self.pipeline.save(self.state, catalog=catalog, template=path.name, asynchronous=asynchronous, lazy=lazy)
 
     def save(self, path: Path) -> None:
         self._save(path, asynchronous=False, lazy=False).wait(TIMEOUT)
@@ -211,7 +209,7 @@ class Composerlite(System):
     def load(self, path: Path) -> None:
         from composerlite.checkpoint import load_checkpoint
 
-        load_checkpoint(path / self.template.format(batch=0), self.state, progress_bar=False)
+        load_checkpoint(path, self.state, progress_bar=False)
 
     def release(self) -> None:
         self.pipeline.close()

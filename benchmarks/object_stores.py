@@ -45,6 +45,7 @@ REPEATS = 5
 MOST_ROUNDS = 5
 MEGABYTES, CHECKPOINTS = 128, 10_000
 LAYERS = 3
+TEMPLATE = "ba{batch}.pt"
 SAVES = 5
 TURNS = 2
 WRITERS = 16
@@ -332,7 +333,7 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
             publisher = Publisher(
                 uploader,
                 RemoteCatalog(uploader.transfer, root),
-                template=system.template,
+                template=TEMPLATE,
                 link=f"{root}/latest-rank0.pt",
                 timeout=TIMEOUT,
                 retention=KeepAll(),
@@ -343,7 +344,7 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
                 publisher.publish(manifest, catalog, "run")
 
             start = time.perf_counter()
-            pending = system.pipeline.save(system.state, catalog=catalog, template=system.template, publish=publish)
+            pending = system.pipeline.save(system.state, catalog=catalog, template=TEMPLATE, publish=publish)
             stall = time.perf_counter() - start
             pending.wait(TIMEOUT)
             assert uploader.wait(TIMEOUT)

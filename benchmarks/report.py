@@ -94,7 +94,11 @@ def main() -> None:
         if missing:
             print(f"\nNo {image}: run {', '.join(f'benchmarks/{name}.py' for name in missing)} first")
             continue
-        show().savefig(IMAGES / image, metadata={"Date": None})
+        chart = show()
+        if chart is None:
+            print(f"\nNo {image}: it is drawn of all systems")
+            continue
+        chart.savefig(IMAGES / image, metadata={"Date": None})
         print(f"\nWrote docs/images/{image}")
 
 

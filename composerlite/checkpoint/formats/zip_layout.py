@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 __all__ = ["ROOT", "Layout", "Record", "trailer", "trailer_bytes"]
 
@@ -29,8 +28,7 @@ _FLAGS = 0x0808
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):  # one is made for each tensor of each save
     """One file of the archive.
 
     Attributes:
@@ -59,6 +57,13 @@ class Record:
     def _descriptor(self) -> struct.Struct:
         return _DESCRIPTOR_64 if self.size_bytes >= _MAX_32 else _DESCRIPTOR
 
+    @property
+    def _wide(self) -> list[int]:
+        """What does not fit the 32 bits that the central directory has for it."""
+        if self.size_bytes < _MAX_32 and self.offset < _MAX_32:
+            return []
+        return [value for value in (self.size_bytes, self.size_bytes, self.offset) if value >= _MAX_32]
+
     def descriptor(self, crc: int) -> bytes:
         """What follows the data."""
         return self._descriptor.pack(b"PK\x07\x08", crc, self.size_bytes, self.size_bytes)
@@ -66,13 +71,19 @@ class Record:
     def directory_entry(self, crc: int) -> bytes:
         """What stands in the central directory."""
         name = self.name.encode()
-        wide = [value for value in (self.size_bytes, self.size_bytes, self.offset) if value >= _MAX_32]
+        wide = self._wide
         extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
         size, offset = min(self.size_bytes, _MAX_32), min(self.offset, _MAX_32)
         fixed = _CENTRAL.pack(
             b"PK\x01\x02", 45, 45, _FLAGS, 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, offset
         )
         return fixed + name + extra
+
+    @property
+    def directory_bytes(self) -> int:
+        """The size of :meth:`directory_entry`."""
+        wide = self._wide
+        return _CENTRAL.size + len(self.name.encode()) + (4 + 8 * len(wide) if wide else 0)
 
 
 @final
@@ -117,7 +128,7 @@ def trailer(records: Sequence[Record], crcs: Sequence[int], start: int) -> bytes
     directory = b"".join(record.directory_entry(crc) for record, crc in zip(records, crcs, strict=True))
     count, size, end = len(records), len(directory), start + len(directory)
     wide = b""
-    if count >= 0xFFFF or start >= _MAX_32 or size >= _MAX_32:
+    if _is_large(count, size, start):
         wide = _END_64.pack(b"PK\x06\x06", _END_64.size - 12, 45, 45, 0, 0, count, count, size, start)
         wide += _LOCATOR_64.pack(b"PK\x06\x07", 0, end, 1)
     short = min(count, 0xFFFF)
@@ -127,4 +138,11 @@ def trailer(records: Sequence[Record], crcs: Sequence[int], start: int) -> bytes
 
 def trailer_bytes(records: Sequence[Record], start: int) -> int:
     """The size of :func:`trailer`, which does not depend on the data."""
-    return len(trailer(records, [0] * len(records), start))
+    size = sum(record.directory_bytes for record in records)
+    wide = _END_64.size + _LOCATOR_64.size if _is_large(len(records), size, start) else 0
+    return size + wide + _END.size
+
+
+def _is_large(count: int, size: int, start: int) -> bool:
+    """Whether the end of the archive needs its large form."""
+    return count >= 0xFFFF or start >= _MAX_32 or size >= _MAX_32
