@@ -42,7 +42,7 @@ from composerlite.checkpoint.ranks_together import together
 from composerlite.checkpoint.save_job import Body, SaveJob, SaveReport
 from composerlite.checkpoint.several_disks import DiskCommit
 from composerlite.checkpoint.shared_folder import ONE_DISK, Disks, check_one_disk, disks_of
-from composerlite.checkpoint.snapshot import Staging
+from composerlite.checkpoint.snapshot import Snapshot, Staging
 from composerlite.errors import ConfigError, SaveError
 from composerlite.types import StateDict
 
@@ -60,12 +60,19 @@ _PREVIOUS_SECONDS = 3600.0
 class PendingSave:
     """A save that goes on behind training.
 
+    To be made on the training thread.
+
+    Args:
+        snapshot: what it writes, if a copy.
+
     Attributes:
         name: of the checkpoint to come, below its folder.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, snapshot: Snapshot | None = None) -> None:
         self.name = name
+        self._snapshot = snapshot
+        self._training_thread = threading.get_ident()
         self._future: Future[SaveReport] = Future()
 
     @property
@@ -87,6 +94,8 @@ class PendingSave:
 
     def join(self, timeout: float | None = _PREVIOUS_SECONDS) -> bool:
         """Wait until it has ended, well or not; whether it has."""
+        if self._snapshot is not None and threading.get_ident() == self._training_thread:
+            self._snapshot.complete()
         try:
             self._future.exception(timeout)
         except TimeoutError:
@@ -247,7 +256,7 @@ class Pipeline:
         if asynchronous:
             late = lazy and state.sharding != "deepspeed"  # whose engine changes more than its optimizer's step does
             self._stage(job, state.optimizers if late else ())
-        pending = self._pending = PendingSave(name)
+        pending = self._pending = PendingSave(name, job.snapshot)
         job.stall_seconds = time.perf_counter() - started
         if job.snapshot is not None:  # it counts its own, later ones too
             job.stall_seconds -= job.snapshot.stall_seconds

@@ -201,7 +201,10 @@ class SaveJob:
             self.snapshot.wait()
         if not self._written:
             self.write()
-        return self.body.finish()
+        part = self.body.finish()
+        if self.snapshot is not None:
+            self.snapshot.settle()
+        return part
 
     def _commit(self, parts: Sequence[Any]) -> SaveReport:
         seconds = self._seconds()

@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 _GRANULE_BYTES = 4 << 20  # what a checkpoint may grow by before it needs new memory
 _LEAST_RING_BYTES = 16 << 20
 _WAIT_SECONDS = 600.0
+_LONGEST_CHANGE_SECONDS, _LONGEST_CHANGE_COPIES = 1.0, 4.0
+"""No change of a tensor in place takes longer than that, or than so many copies of the state."""
+
 Job = tuple[int, int, int]  # address to, address from, bytes
 
 
@@ -74,6 +77,10 @@ class StepFence:
 class Snapshot:
     """A copy that was taken, but for what only optimizers change: that is being copied until one of them steps.
 
+    torch counts the changes of each tensor, and counts one when it is done: a change that runs while the tensor is
+    copied is seen later only. So the last look is taken where nothing of the training thread can be running, in
+    :meth:`complete`; or, if that does not come, when any change would have ended.
+
     Attributes:
         seconds: what copying took.
         stall_seconds: how long the training thread waited for it.
@@ -87,17 +94,26 @@ class Snapshot:
         self._lock = threading.Lock()
         self._versions = [(tensor, tensor._version) for tensor in tensors]
         self._torn = False
+        self._completed = threading.Event()
+        self._copied_at = 0.0
 
     def finish(self) -> None:
-        """On the training thread, before an optimizer steps: help to copy what is left."""
+        """On the training thread, before an optimizer steps: :meth:`complete`, which training waits for."""
         started = time.perf_counter()
-        self._check()
-        if self.copying is not None:
-            self.copying.finish()
+        self.complete()
         self.stall_seconds += time.perf_counter() - started
 
+    def complete(self) -> None:
+        """On the training thread: help to copy what is left, then look for the last time whether anything changed."""
+        if self.copying is not None:
+            self.copying.finish()
+        with self._lock:
+            self._look()
+            self._versions = []
+        self._completed.set()
+
     def wait(self) -> None:
-        """Wait until everything is copied.
+        """Wait until everything is copied, as it seems by then: :meth:`settle` knows.
 
         Raises:
             SaveError: tensors changed while they were copied.
@@ -107,18 +123,32 @@ class Snapshot:
             self.seconds += self.copying.seconds
         for event in self.events:
             event.synchronize()
+        self._copied_at = time.monotonic()
         self._check()
+
+    def settle(self) -> None:
+        """After :meth:`wait`, before anybody relies on the copy: wait for the last look, or take it.
+
+        Raises:
+            SaveError: tensors changed while they were copied.
+        """
+        if self._versions:
+            longest = max(_LONGEST_CHANGE_SECONDS, _LONGEST_CHANGE_COPIES * self.seconds)
+            self._completed.wait(max(0.0, self._copied_at + longest - time.monotonic()))
+        self._check()
+        self._versions = []
+
+    def _check(self) -> None:
+        with self._lock:
+            self._look()
         if self._torn:
             raise SaveError(
                 "a weight or an optimizer's state was changed in place between the save and the optimizer's next step, "
                 "by the model's forward pass or a callback. Have it copied before training goes on: save_lazy=False."
             )
 
-    def _check(self) -> None:
-        """Whichever thread comes first looks whether anything changed: after the step it will have."""
-        with self._lock:
-            self._torn |= any(tensor._version != version for tensor, version in self._versions)
-            self._versions = []
+    def _look(self) -> None:
+        self._torn |= any(tensor._version != version for tensor, version in self._versions)
 
 
 @final
