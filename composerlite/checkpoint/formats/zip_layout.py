@@ -6,11 +6,12 @@ boundaries, data first, the pickle and the directory last.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple, final
+from typing import NamedTuple, Self, final
 
-__all__ = ["ROOT", "Layout", "Record", "trailer", "trailer_bytes"]
+__all__ = ["ROOT", "Layout", "Record", "trailer"]
 
 ROOT = "archive"
 _LARGE_BYTES = 64 << 10
@@ -93,19 +94,42 @@ class Layout:
     Attributes:
         records: so far.
         end: where the last one ends.
+        directory_bytes: the size of what stands in the central directory for them.
     """
 
     def __init__(self, sizes: Sequence[tuple[str, int]] = ()) -> None:
         self.records: list[Record] = []
         self.end = 0
+        self.directory_bytes = 0
         for name, size in sizes:
             self.add(name, size)
+
+    @classmethod
+    def of_data(cls, sizes: Sequence[int]) -> Self:
+        """The layout of tensors' data of these sizes, ``data/0`` and so on: the same at every save of a run."""
+        known = _data_layout(tuple(sizes))
+        layout = cls()
+        layout.records, layout.end, layout.directory_bytes = list(known.records), known.end, known.directory_bytes
+        return layout
 
     def add(self, name: str, size_bytes: int) -> None:
         """One more record, behind the others."""
         record = _record(f"{ROOT}/{name}", size_bytes, self.end)
         self.records.append(record)
         self.end = record.end
+        self.directory_bytes += record.directory_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the archive: the records and their :func:`trailer`, which does not depend on the data."""
+        wide = _END_64.size + _LOCATOR_64.size if _is_large(len(self.records), self.directory_bytes, self.end) else 0
+        return self.end + self.directory_bytes + wide + _END.size
+
+
+@functools.lru_cache(maxsize=1)
+def _data_layout(sizes: tuple[int, ...]) -> Layout:
+    """The layout of tensors' data. The last one is kept: the next save of a run makes as good as nothing anew."""
+    return Layout([(f"data/{number}", size) for number, size in enumerate(sizes)])
 
 
 def _record(name: str, size: int, offset: int) -> Record:
@@ -134,13 +158,6 @@ def trailer(records: Sequence[Record], crcs: Sequence[int], start: int) -> bytes
     short = min(count, 0xFFFF)
     tail = _END.pack(b"PK\x05\x06", 0, 0, short, short, min(size, _MAX_32), min(start, _MAX_32), 0)
     return directory + wide + tail
-
-
-def trailer_bytes(records: Sequence[Record], start: int) -> int:
-    """The size of :func:`trailer`, which does not depend on the data."""
-    size = sum(record.directory_bytes for record in records)
-    wide = _END_64.size + _LOCATOR_64.size if _is_large(len(records), size, start) else 0
-    return size + wide + _END.size
 
 
 def _is_large(count: int, size: int, start: int) -> bool:
