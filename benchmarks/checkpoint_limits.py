@@ -31,7 +31,7 @@ class Limits:
     """The probes, for a state of ``tensors`` and files in ``folder``. Each returns the seconds that it took.
 
     Args:
-        tensors: of the state. :meth:`page_cache_read` puts the bytes of the last :meth:`memcpy` into them.
+        tensors: of the state. :meth:`page_cache_read` overwrites them.
         folder: on the disk that is measured; its file system must take O_DIRECT.
 
     Attributes:
@@ -145,47 +145,71 @@ class Limits:
             os.close(file)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def page_cache_read(self) -> float:
-        """From the page cache into the tensors of the state, with one or two threads.
+    def page_cache_read(self, path: Path | None = None) -> float:
+        """The file ``path``, or all files below it, from the page cache into the tensors of the state, with one or two
+        threads; ``None``: that of :meth:`buffered_write`.
 
-        As the first to read the file after it was cached: for the second the system has less to note.
+        A checkpoint is set against a reading of its own files: where on the disk and in memory the bytes happen to lie
+        makes one file of the same size up to a tenth slower than another. It is read as by the first to read it after
+        it was cached: for the second the system has less to note.
         """
-        arrays = [tensor.view(-1).numpy().data.cast("B") for tensor in self._tensors]
-        file = os.open(self._path, os.O_RDONLY)
+        files = self._opened(path, 0)
+        jobs = self._into_tensors(files)
 
-        def read(numbers: Sequence[int]) -> None:
-            for number in numbers:
-                _all_read(file, arrays[number], self._offsets[number])
+        def read(jobs: Sequence[tuple[int, int, memoryview]]) -> None:
+            for file, offset, view in jobs:
+                _all_read(file, view, offset)
 
-        everything = range(len(arrays))
-        halves = [everything[part::_THREADS] for part in range(_THREADS)]
+        halves = [jobs[part::_THREADS] for part in range(_THREADS)]
         try:
             with ThreadPoolExecutor(_THREADS) as pool:
-                ways = [partial(read, everything), lambda: list(pool.map(read, halves))]
-                return self._in_best_way("page_cache_read", ways, ready=partial(make_cached, self._path))
+                ways = [partial(read, jobs), lambda: list(pool.map(read, halves))]
+                ready = partial(make_cached, path or self._path)
+                return self._in_best_way("page_cache_read", ways, ready=ready)
         finally:
-            os.close(file)
+            _close(files)
 
-    def disk_read(self) -> float:
-        """Past the page cache into small buffers, in one of two shapes."""
-        forget_cached(self._path)
-        return self._in_best_way("disk_read", [partial(self._read_direct, *shape) for shape in _READ_SHAPES])
+    def _into_tensors(self, files: Sequence[tuple[int, int]]) -> list[tuple[int, int, memoryview]]:
+        """File, offset and memory: the bytes of all files, one after the other, in the tensors' memory."""
+        jobs: list[tuple[int, int, memoryview]] = []
+        left = iter(files)
+        file = size = at = 0
+        for tensor in self._tensors:
+            view = tensor.view(-1).numpy().data.cast("B")
+            while view:
+                if at == size:
+                    (file, size), at = next(left), 0
+                jobs.append((file, at, view[: size - at]))
+                view, at = view[size - at :], min(size, at + len(view))
+        return jobs
 
-    def _read_direct(self, block_bytes: int, threads: int) -> None:
+    def disk_read(self, path: Path | None = None) -> float:
+        """The same files past the page cache into small buffers, in one of two shapes."""
+        forget_cached(path or self._path)
+        files = self._opened(path, os.O_DIRECT)
+        try:
+            return self._in_best_way("disk_read", [partial(self._read_direct, files, *shape) for shape in _READ_SHAPES])
+        finally:
+            _close(files)
+
+    def _read_direct(self, files: Sequence[tuple[int, int]], block_bytes: int, threads: int) -> None:
         per_buffer = threads // _THREADS
         views = [
             memoryview(self._bounce[thread // per_buffer])[thread % per_buffer * block_bytes :][:block_bytes]
             for thread in range(threads)
         ]
+        for file, size in files:
 
-        def read(file: int, offset: int, thread: int) -> None:
-            _all_read(file, views[thread][: self._file_bytes - offset], offset)
+            def read(file: int, offset: int, thread: int, size: int = size) -> None:
+                wanted = min(block_bytes, size - offset)
+                _all_read(file, views[thread][: wanted + -wanted % mmap.PAGESIZE], offset, wanted)
 
-        file = os.open(self._path, os.O_RDONLY | os.O_DIRECT)
-        try:
-            _in_blocks(file, self._file_bytes, read, block_bytes, threads)
-        finally:
-            os.close(file)
+            _in_blocks(file, size, read, block_bytes, threads)
+
+    def _opened(self, path: Path | None, flags: int) -> list[tuple[int, int]]:
+        """Descriptor and size of each file."""
+        opened = [os.open(file, os.O_RDONLY | flags) for file in _files(path or self._path)]
+        return [(descriptor, os.fstat(descriptor).st_size) for descriptor in opened]
 
     def close(self) -> None:
         """Remove the file."""
@@ -247,11 +271,18 @@ def _all_written(file: int, view: memoryview, offset: int) -> None:
         view, offset = view[done:], offset + done
 
 
-def _all_read(file: int, view: memoryview, offset: int) -> None:
-    while view:
+def _all_read(file: int, view: memoryview, offset: int, wanted: int | None = None) -> None:
+    """Fill ``view``; the last block of a file gives ``wanted`` bytes of it."""
+    left = len(view) if wanted is None else wanted
+    while left > 0:
         done = os.preadv(file, [view], offset)
-        assert done, "the file is shorter than the state"
-        view, offset = view[done:], offset + done
+        assert done, "the file is shorter than it was"
+        view, offset, left = view[done:], offset + done, left - done
+
+
+def _close(files: Sequence[tuple[int, int]]) -> None:
+    for descriptor, _ in files:
+        os.close(descriptor)
 
 
 def _seconds(do: Callable[[], object]) -> float:
