@@ -35,7 +35,7 @@ class ParallelReader:
     Args:
         path: the file.
         digest: what it must contain; ``None``: it is read unverified.
-        threads: that read at the same time, the caller's included; as many and one more beside it where the disk is
+        threads: that read at the same time, the caller's included; as many and two more beside it where the disk is
             waited for.
 
     Attributes:
@@ -178,7 +178,7 @@ class ParallelReader:
         waits = self._direct is not None and cached_share(self._buffered, 0, self.size_bytes) < 0.9
         if not waits:
             return Work(self._file, places, units), min(len(units), self._threads) - 1
-        loaders = min(len(units), self._threads + 1) if len(units) > 1 else 0
+        loaders = min(len(units), self._threads + 2) if len(units) > 1 else 0
         return DirectWork(self._file, places, units, loaders=loaders), loaders
 
 

@@ -10,7 +10,7 @@ from composerlite.storage.memory import HostMemory
 __all__ = ["borrow_memory", "give_memory_back"]
 
 _LEAST_BYTES = 49 << 20  # what is asked for by default, so that each finds what the other left
-_MOST_KEPT_BYTES = 64 << 20
+_MOST_KEPT_BYTES = 65 << 20  # a load's blocks
 
 
 @final
@@ -48,7 +48,7 @@ def borrow_memory(size_bytes: int) -> HostMemory:
 
 
 def give_memory_back(memory: HostMemory) -> None:
-    """Let others use what was borrowed. The last piece is kept, if it has up to 64 MiB; no view of it may be used."""
+    """Let others use what was borrowed. The last piece is kept, if it has up to 65 MiB; no view of it may be used."""
     unwanted = _spare.swap(memory) if memory.size_bytes <= _MOST_KEPT_BYTES else memory
     if unwanted is not None:
         unwanted.close()
