@@ -121,8 +121,11 @@ class FolderLease:
             os.close(file)
             self._file = None
             return self.try_to_take()
-        os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(_own_name()).encode(), 0)
+        try:
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(_own_name()).encode(), 0)
+        except OSError as e:
+            raise OSError(e.errno, e.strerror, str(self._path)) from e  # the system's own names no file
         self._holds = True
         return None
 
