@@ -20,6 +20,7 @@ from composerlite.callbacks.load_checkpoint import LoadCheckpoint
 from composerlite.callbacks.save_arguments import interval_of, is_of_one_rank, time_of, whole_number
 from composerlite.callbacks.save_failures import FAILURES, FailuresInARow
 from composerlite.callbacks.save_news import SaveNews
+from composerlite.callbacks.save_publishing import SavePublishing
 from composerlite.checkpoint import (
     FIRST_RANK,
     ONE_DISK,
@@ -33,8 +34,6 @@ from composerlite.checkpoint import (
     PartialFilePath,
     PendingSave,
     Pipeline,
-    Publication,
-    Publisher,
     RemoteSaving,
     SaveReport,
     Shares,
@@ -194,27 +193,28 @@ class CheckpointSaver(Callback):
         self.last_checkpoint_batch: int | None = None
         self.blocked_seconds = 0.0
         self.reports: deque[SaveReport] = deque(maxlen=_REPORTS)
-        self._logger: Logger | None = None
         self._last_was_ephemeral = False
         self._failures = FailuresInARow(self.failure_limit, "saved")
-        self._uploads_failed = FailuresInARow(self.failure_limit, "published")
         self._warned = False
         self._measured = MeasuredMetrics()
         self._pending: PendingSave | None = None
         self._logger: Logger | None = None
         self._news = SaveNews()
-        self._prepared = self._publishes = False
+        self._publishing = SavePublishing(
+            self._remote,
+            self._news,
+            failure_limit=self.failure_limit,
+            keeps_none=self._keeps_none,
+            gone=lambda name: self._forget(self._path(name)),
+        )
+        self._prepared = False
         self._disks = ONE_DISK
-        self._roots: list[str] = []
         self._leases: list[Lease] = []
         self._pipeline = Pipeline(
             None if staging_bytes is None else whole_number(staging_bytes, argument="save_staging_bytes", least=0)
         )
-        self._gone: deque[str] = deque()
-        self._outcomes: list[Publication] = []
-        # The ranks take note of them at the same batch: what they tell each other rides on what they reduce in it.
+        # The ranks take note of it at the same batch: what they tell each other rides on what they reduce in it.
         self._saves_done = dist.Rider(lambda: int(self._pending is not None and self._pending.done))
-        self._ranks_with_news = dist.Rider(lambda: int(self._has_news()))
         self._retention = retention_policy(
             -1 if self._keeps_none else num_checkpoints_to_keep,
             keep_every=None if keep_every is None else time_of(keep_every, argument="save_keep_every"),
@@ -249,21 +249,14 @@ class CheckpointSaver(Callback):
         with together("preparing the folder of checkpoints"):
             if self._is_first:
                 self._prepare_folder()
-                self._remote.open(state, logger)
-                if self._keeps_none and not self._remote.publishers:
-                    raise ConfigError(
-                        "num_checkpoints_to_keep=0 keeps none in the folder, and there is no bucket to keep them in: "
-                        "give save_folder a URI, or the Trainer a RemoteUploaderDownloader, or keep 1 or more."
-                    )
-        self._publishes = from_first_rank("finding buckets", lambda: bool(self._remote.publishers))
+                self._publishing.open(state, logger)
         state.riders.add(self._saves_done)
-        state.riders.add(self._ranks_with_news)
+        self._publishing.begin(self.folder, state, logger)
         if state.sharding == "deepspeed" and dist.get_world_size() > 1:
             check_one_disk(disks_of(Path(self.folder)), Path(self.folder))
         if state.sharding == "sharded" and dist.get_world_size() > 1:
             self._disks = prepared_folder(self.catalog)
-            if self._disks.are_several:
-                self._publish_from_all(state, logger)
+            self._publishing.use_disks(self._disks, state, logger)
 
     def _save_directories(self, state: State) -> None:
         """Name directories instead of files; as ``sharded_ckpt_prefix_dir`` says where the user has given one."""
@@ -293,13 +286,6 @@ class CheckpointSaver(Callback):
             self.latest_filename = PartialFilePath(latest, self._folder_template)
         self._remote.name_archives(template)
 
-    def _publish_from_all(self, state: State, logger: Logger) -> None:
-        """Have a rank of each node upload what is on its disk."""
-        self._roots = from_first_rank("finding buckets", lambda: self._remote.roots)
-        with together("finding buckets"):
-            if self._disks.is_keeper and not self._is_first:
-                self._remote.follow(state, logger, self._roots)
-
     def _prepare_folder(self) -> None:
         folder = Path(self.folder)
         try:
@@ -315,12 +301,13 @@ class CheckpointSaver(Callback):
         self.saved_checkpoints, self._deletes, behind = from_first_rank(
             "finding the checkpoints of this run", lambda: self._take_up(state)
         )
-        shares = [self._shares(name) for _, name in behind]
+        shares = [self._publishing.shares(name) for _, name in behind]
         with together("taking up the checkpoints of this run"):
             if self._disks.is_keeper and not self._is_first:
                 self._follow(state)
             for (number, name), its in zip(behind, shares, strict=True):
-                self._publish_again(state, number, name, its)
+                overwrite = self._may_overwrite(name)
+                self._publishing.publish_again(number, name, state.run_name, its, overwrite=overwrite)
 
     def _take_up(self, state: State) -> tuple[list[str], bool, list[tuple[int, str]]]:
         """The paths of the checkpoints of this run that are behind it, whether any are to be deleted, and which are to
@@ -330,23 +317,8 @@ class CheckpointSaver(Callback):
         self.saved_checkpoints = [self._path(manifest.name) for manifest in manifests]
         if manifests and self.latest_filename is not None:
             self._catch_up(manifests[-1], state)
-        behind: list[tuple[int, str]] = []
-        for number, publisher in enumerate(self._remote.publishers):
-            if self._keeps_none:  # what was fetched, or was not uploaded when the run died: none of it stays
-                behind += [(number, manifest.name) for manifest in manifests]
-            elif manifests and publisher.is_behind(manifests[-1], state.run_name):
-                behind.append((number, manifests[-1].name))  # a kill came before the end of its upload
+        behind = self._publishing.behind(manifests, state.run_name)
         return self.saved_checkpoints, self._deletes or any(manifest.ephemeral for manifest in manifests), behind
-
-    def _publish_again(self, state: State, number: int, name: str, shares: Shares | None) -> None:
-        """Publish a checkpoint of this run that the bucket does not have; of what its node has, on a rank of each."""
-        if self._disks.is_keeper:
-            manifest = self.catalog.manifest_of(name)
-            if manifest is None:
-                raise CheckpointError(f"checkpoint {self._path(name)!r} is gone while it was to be published.")
-            self._publish(self._remote.publishers[number], state, manifest, shares)
-        elif shares is not None:
-            shares.stay_out()
 
     def _follow(self, state: State) -> None:
         """On the disk of another node than the first: what a kill kept from coming or from going."""
@@ -401,7 +373,7 @@ class CheckpointSaver(Callback):
             timestamp=state.timestamp,
             folder=self.folder,
         )
-        for publisher in self._remote.publishers:
+        for publisher in self._publishing.publishers:
             ensure_no_conflict(
                 publisher.remote.names(),
                 publisher.template,
@@ -420,8 +392,8 @@ class CheckpointSaver(Callback):
                 )
         if self._pending is not None and self._saves_done.total == dist.get_world_size():
             self._collect()
-        if self._ranks_with_news.total:
-            self._note(self._news_of_all())
+        if self._publishing.has_news:
+            self._publishing.take_note_together()
         self._save_if_due(state, Event.BATCH_CHECKPOINT)
         if self.asynchronous and not self._prepared:  # after the first step: optimizers have their state now
             self._prepared = True
@@ -450,9 +422,9 @@ class CheckpointSaver(Callback):
             Exception: what made one fail.
         """
         self._collect()
-        if self._publishes:
-            self._remote.wait_together()
-            self._note(self._news_of_all())
+        if self._publishing.has_places:
+            self._publishing.wait_together()
+            self._publishing.take_note_together()
 
     def close(self, state: State, logger: Logger) -> None:
         """Wait for the save in flight and for all uploads, whatever ended training.
@@ -461,20 +433,20 @@ class CheckpointSaver(Callback):
             Exception: what made one fail.
         """
         with contextlib.ExitStack() as stack:
-            stack.callback(self._remote.close)
+            stack.callback(self._publishing.close)
             stack.callback(self._release)
             if self.in_memory:
                 stack.callback(self._empty, state)
             stack.callback(self._pipeline.close)
             self._collect()  # each rank for itself: others may have failed and not come here
-            self._remote.wait()
-            self._note(self._take_news())
+            self._publishing.wait()
+            self._publishing.take_note()
 
     def leases(self, run_name: str) -> list[Lease]:
         """What keeps other processes from writing to the same places for this run; to be taken on rank 0."""
         if not self._leases:
             self._leases = [FolderLease(self.folder, run_name)]
-            self._leases += [BucketLease(publisher.remote, run_name) for publisher in self._remote.publishers]
+            self._leases += [BucketLease(publisher.remote, run_name) for publisher in self._publishing.publishers]
         return self._leases
 
     def _empty(self, state: State) -> None:
@@ -571,7 +543,7 @@ class CheckpointSaver(Callback):
 
         The same on every rank.
         """
-        return self._remote.published_together(seconds) if self._publishes else None
+        return self._publishing.published(seconds)
 
     @property
     def newest(self) -> str | None:
@@ -585,14 +557,13 @@ class CheckpointSaver(Callback):
             self._collect()
         # Set first: the checkpoint that is being written counts as saved in its own state.
         self.last_checkpoint_batch, self._last_was_ephemeral = int(state.timestamp.batch), ephemeral
-        # A name that this run has given before, such as 'ep{epoch}.pt' within one epoch, is its own to give again.
         name = format_name_with_dist_and_time(self.filename.filename, state.run_name, state.timestamp, **FIRST_RANK)
-        own = self._path(name) in self.saved_checkpoints
+        overwrite = self._may_overwrite(name)
         if isinstance(self.save_interval, AutoInterval):
             self.save_interval.save_began(state)
         self._news.begun(name, self.folder, int(state.timestamp.batch), ephemeral=ephemeral)
         metrics = self._measured.now(state)
-        shares = [self._shares(name) for _ in self._roots]
+        shares = self._publishing.shares_of_all(name)
         if self.best_metric is not None and self.best_metric not in metrics and not ephemeral:
             self._warn_of_missing_metric(name)
         try:
@@ -602,13 +573,13 @@ class CheckpointSaver(Callback):
                 template=self.filename.filename,
                 weights_only=self.weights_only,
                 ignore_keys=self.ignore_keys,
-                overwrite=self.overwrite or own,
+                overwrite=overwrite,
                 latest=None if self.latest_filename is None else self.latest_filename.filename,
                 asynchronous=self.asynchronous,
                 lazy=self._may_copy_late(state),
                 ephemeral=ephemeral,
                 metrics=metrics,
-                publish=functools.partial(self._publish_all, state, shares) if self._publishes else None,
+                publish=functools.partial(self._publish, state, shares) if self._publishing.has_places else None,
                 give_up=functools.partial(self._given_up, state.run_name, _moment(state)) if self._deletes else None,
                 disks=self._disks,
             )
@@ -648,76 +619,26 @@ class CheckpointSaver(Callback):
         self.blocked_seconds += report.seconds["stall"]
         if isinstance(self.save_interval, AutoInterval):
             self.save_interval.record_save(report.seconds["stall"], report.seconds["total"])
-        for gone in map(self._path, report.deleted):
-            if gone in self.saved_checkpoints:
-                self.saved_checkpoints.remove(gone)
+        for name in report.deleted:
+            self._forget(self._path(name))
         path = self._path_of(report)
-        if path in self.saved_checkpoints:
-            self.saved_checkpoints.remove(path)
+        self._forget(path)
         self.saved_checkpoints.append(path)
 
-    # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────
-    def _shares(self, name: str) -> Shares | None:
-        """How ranks publish a checkpoint together; ``None`` where rank 0 has all files."""
-        return Shares.planned(f"checkpoint {name!r}") if self._disks.are_several else None
+    def _publish(self, state: State, shares: Sequence[Shares | None], manifest: Manifest) -> None:
+        """Called behind training with a checkpoint that was committed."""
+        self._publishing.publish(manifest, state.run_name, shares, overwrite=self._may_overwrite(manifest.name))
 
-    def _publish_all(self, state: State, shares: Sequence[Shares | None], manifest: Manifest) -> None:
-        """Hand a checkpoint that was committed to all uploaders; called behind training."""
-        if not self._disks.are_several:
-            for publisher in self._remote.publishers:
-                self._publish(publisher, state, manifest, None)
-        for number, its in enumerate(shares):
-            self._publish_again(state, number, manifest.name, its)
+    def _may_overwrite(self, name: str) -> bool:
+        """Whether a checkpoint may take the place of another of its name.
 
-    def _publish(self, publisher: Publisher, state: State, manifest: Manifest, shares: Shares | None) -> None:
-        own = self._path(manifest.name) in self.saved_checkpoints
-        publisher.publish(
-            manifest,
-            self.catalog,
-            state.run_name,
-            overwrite=self.overwrite or own,
-            afterwards=functools.partial(self._delete_local, manifest) if self._keeps_none else None,
-            shares=shares,
-        )
-
-    def _delete_local(self, manifest: Manifest) -> None:
-        """Called when a checkpoint is published of which nothing is to stay here."""
-        self.catalog.delete(manifest)
-        self._gone.append(self._path(manifest.name))
-
-    def _has_news(self) -> bool:
-        """Whether uploads have ended on this rank since :meth:`_take_news`; they are made on rank 0."""
-        if self._publishes:
-            self._outcomes += self._remote.outcomes()
-        return bool(self._gone or self._outcomes)
-
-    def _take_news(self) -> _Uploads:
-        """What became of uploads."""
-        self._has_news()
-        outcomes, self._outcomes = self._outcomes, []
-        return [self._gone.popleft() for _ in range(len(self._gone))], outcomes
-
-    def _news_of_all(self) -> _Uploads:
-        every = dist.all_gather_object(self._take_news())
-        return [path for gone, _ in every for path in gone], [one for _, outcomes in every for one in outcomes]
-
-    def _note(self, uploads: _Uploads) -> None:
-        """Take note of how uploads went.
-
-        Raises:
-            Exception: what made one fail, unless that is tolerated.
+        One that this run has given before, such as ``ep{epoch}.pt`` within one epoch, is its own to give again.
         """
-        gone, outcomes = uploads
-        self._news.deleted([path.removeprefix(self._path("")) for path in gone], self.folder)
-        for path in gone:
-            if path in self.saved_checkpoints:
-                self.saved_checkpoints.remove(path)
-        for outcome in outcomes:
-            self._news.published(outcome)
-            if outcome.error is None:
-                self._uploads_failed.succeeded()
-            else:
-                self._uploads_failed.failed(outcome.error, self._logger)
+        return self.overwrite or self._path(name) in self.saved_checkpoints
+
+    def _forget(self, path: str) -> None:
+        if path in self.saved_checkpoints:
+            self.saved_checkpoints.remove(path)
 
     def _failed(self, error: Exception) -> None:
         self._news.failed(error)
@@ -758,7 +679,7 @@ class CheckpointSaver(Callback):
     @property
     def buckets(self) -> list[Bucket]:
         """Where else they are."""
-        return [Bucket(publisher.remote, publisher.link, self.catalog) for publisher in self._remote.publishers]
+        return [Bucket(publisher.remote, publisher.link, self.catalog) for publisher in self._publishing.publishers]
 
     def _manifests(self, run_name: str, moment: tuple[int, int]) -> list[Manifest]:
         """The checkpoints that this saver wrote, in this process or before a resume.
@@ -797,10 +718,6 @@ class CheckpointSaver(Callback):
         self._last_was_ephemeral = bool(state_dict.get("ephemeral", False))
         if isinstance(self.save_interval, AutoInterval) and "interval" in state_dict:
             self.save_interval.load_state_dict(state_dict["interval"])
-
-
-_Uploads = tuple[list[str], list[Publication]]
-"""Paths of the checkpoints that are gone from the folder, and how uploads went."""
 
 
 def _moment(state: State) -> tuple[int, int]:

@@ -55,7 +55,7 @@ class Do(Callback):
             for callback in state.callbacks:
                 if isinstance(callback, CheckpointSaver):
                     callback._pipeline.wait_for_previous()
-                    for publisher in callback._remote.publishers:
+                    for publisher in callback._publishing.publishers:
                         assert publisher.uploader.wait(30)
             self.what()
 
