@@ -477,8 +477,8 @@ def test_a_tenth_of_the_keys_costs_a_tenth_of_the_bytes(bucket: Path, place: str
     store = _CountingStore(bucket)
     wanted = {name: {k: torch.zeros_like(v) for k, v in layer.items()} for name, layer in list(_layers().items())[pick]}
     needed = sum(tensor.nbytes for layer in wanted.values() for tensor in layer.values())
-    reader = RemoteFileSystemReader(bucket / "c" if place == "folder" else RemoteFolder(store, "c"))
-    sharded.load(reader, wanted)
+    with RemoteFileSystemReader(bucket / "c" if place == "folder" else RemoteFolder(store, "c")) as reader:
+        sharded.load(reader, wanted)
     assert needed <= reader.bytes_read <= 1.05 * needed
     if place == "bucket":
         assert needed <= store.read_bytes <= 1.05 * needed
