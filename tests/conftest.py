@@ -1,4 +1,4 @@
-"""What holds for every test: fixed seeds, and nothing left behind for the next test to trip over."""
+"""What holds for every test: fixed seeds, nothing left behind for the next test, counts said at the end."""
 
 from __future__ import annotations
 
@@ -80,3 +80,13 @@ def restore_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(before[0])
     cudnn.benchmark, cudnn.deterministic = before[1:]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests recorded as ``count``; xdist brings it from its workers."""
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    properties = [item for report in reports for item in getattr(report, "user_properties", [])]
+    if counts := sorted({str(value) for name, value in properties if name == "count"}):
+        terminalreporter.section("counts")
+        for line in counts:
+            terminalreporter.write_line(line)

@@ -1,4 +1,4 @@
-"""A small disk, and the counts of the long tests, said at the end of a test run."""
+"""A small disk."""
 
 from __future__ import annotations
 
@@ -30,13 +30,3 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     yield mount
     for folder in mounted:
         subprocess.run(["umount", str(folder)], check=True)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what tests recorded as ``count``; xdist brings it from its workers."""
-    reports = [report for reports in terminalreporter.stats.values() for report in reports]
-    properties = [item for report in reports for item in getattr(report, "user_properties", [])]
-    if counts := sorted({str(value) for name, value in properties if name == "count"}):
-        terminalreporter.section("counts")
-        for line in counts:
-            terminalreporter.write_line(line)
