@@ -17,7 +17,7 @@ import torch
 
 from composerlite import dist
 from composerlite.callbacks.load_checkpoint import LoadCheckpoint
-from composerlite.callbacks.save_arguments import interval_of, is_of_one_rank, time_of, whole_number
+from composerlite.callbacks.save_arguments import interval_of, is_never, is_of_one_rank, time_of, whole_number
 from composerlite.callbacks.save_failures import FAILURES, FailuresInARow
 from composerlite.callbacks.save_news import SaveNews
 from composerlite.callbacks.save_publishing import SavePublishing
@@ -93,7 +93,7 @@ class CheckpointSaver(Callback):
             upload, and in that of ``folder``, where it is ``filename`` below the URI's path if nothing is given.
         latest_filename: a symbolic link to the newest checkpoint; ``None`` for none.
         latest_remote_file_name: the same in a bucket, as an object with ``.symlink`` after its name.
-        save_interval: a number of epochs, a time string, or a function ``(state, event) -> bool``.
+        save_interval: a number of epochs, a time string, or a function ``(state, event) -> bool``. 0: never.
         overwrite: replace files that are there already; otherwise training does not start where it would have to.
         num_checkpoints_to_keep: -1 for all, or how many of the newest stay. Those saved before a resume count. 0 for
             none once they are in a bucket.
@@ -359,6 +359,13 @@ class CheckpointSaver(Callback):
         with together("looking for checkpoints that this run would overwrite"):
             if self._disks.is_keeper and not self.overwrite:
                 self._ensure_no_conflict(state)
+        if is_never(self.save_interval) and is_never(self.ephemeral_interval) and self._is_first:
+            log.warning(
+                "save_interval=%s never comes: no checkpoint is saved in %r, not even at the end of training, unless "
+                "trainer.save_checkpoint_to_save_folder() is called. Give an interval of 1 or more, as in '500ba'.",
+                getattr(self.save_interval, "interval", None),
+                self.folder,
+            )
         if self.best_metric is not None:
             check_metric_exists(self.best_metric, state, argument="save_best_metric")
         now = int(state.timestamp.batch)

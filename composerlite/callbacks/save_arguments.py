@@ -15,7 +15,7 @@ from composerlite.core import (
 )
 from composerlite.errors import ConfigError
 
-__all__ = ["interval_of", "is_of_one_rank", "time_of", "whole_number"]
+__all__ = ["interval_of", "is_never", "is_of_one_rank", "time_of", "whole_number"]
 
 
 def interval_of(value: Any, *, argument: str, allow_auto: bool = False) -> SchedulePredicate:
@@ -24,6 +24,11 @@ def interval_of(value: Any, *, argument: str, allow_auto: bool = False) -> Sched
         return create_interval_scheduler(value, allow_auto=allow_auto)
     except ConfigError as e:
         raise ConfigError(f"{argument}={value!r}: {e}") from e
+
+
+def is_never(interval: SchedulePredicate | None) -> bool:
+    """Whether nothing is ever saved by ``interval``."""
+    return interval is None or (isinstance(interval, IntervalScheduler) and interval.never)
 
 
 def time_of(value: TimeInput, *, argument: str) -> Time:

@@ -33,6 +33,9 @@ class IntervalScheduler:
         interval: the interval; an int counts epochs.
         include_end_of_training: also true at the last of ``events`` in a training that is over.
         checkpoint_events: act at ``…_CHECKPOINT`` events (true) or at ``…_END`` events (false).
+
+    Attributes:
+        never: whether it never fires.
     """
 
     def __init__(
@@ -47,10 +50,10 @@ class IntervalScheduler:
         by_unit = {TimeUnit.EPOCH: epoch, TimeUnit.ITERATION: iteration}
         self.event = by_unit.get(self.interval.unit, batch)
         self._final_events = frozenset({batch, epoch, iteration} if include_end_of_training else ())
-        self._never = self.interval.value <= 0
+        self.never = self.interval.value <= 0
 
     def __call__(self, state: State, event: Event) -> bool:
-        if self._never:
+        if self.never:
             return False
         if event == self.event and self._crossed(state):
             return True

@@ -91,6 +91,24 @@ def test_the_interval_says_when(tmp_path: Path, interval: Any, expected: list[in
     assert train(tmp_path, save_interval=interval) == expected
 
 
+@pytest.mark.parametrize(
+    ("arguments", "warned"),
+    [
+        ({"save_interval": 0}, True),
+        ({"save_interval": "-1ba"}, True),
+        ({"save_interval": 0, "save_ephemeral_interval": "5ba"}, False),
+        ({"save_interval": "7ep"}, False),
+    ],
+)
+def test_who_saves_nothing_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, arguments: dict[str, Any], warned: bool
+) -> None:
+    """A folder of checkpoints that stays empty is a surprise that comes too late; saving by hand is allowed."""
+    saved = train(tmp_path, **arguments)
+    assert ("never comes" in caplog.text) is warned
+    assert bool(saved) is not warned
+
+
 def test_uneven_batches_save_where_a_threshold_is_crossed(tmp_path: Path) -> None:
     """The last batch of an epoch is short: '65sp' holds all the same."""
     sizes = [4, 4, 4, 4, 2] * 12
