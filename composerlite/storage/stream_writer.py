@@ -26,6 +26,7 @@ _LEAST_WINDOW_BYTES = 1 << 20
 _RING_WINDOWS = 6
 _PIECE_BYTES = 512 << 10  # copied, then summed while it is in the cache
 _WRITERS = 4  # fewer leave the disk idle between two writes, and longer where the processors are busy
+_FEW_CORES = 2  # training has one, and the one that is left either sums or moves bytes to the disk
 
 RING_BYTES = 48 << 20
 """Memory to write with, where there is none for the whole file."""
@@ -46,8 +47,10 @@ class StreamWriter:
 
     The windows are those of a ring, which bounds the memory, or of a memory that has room for the whole file. All is
     digested on its way. Blocks are written with O_DIRECT where the file system takes it, else through the page cache;
-    which one is found by trying. A small file is written through the page cache by the caller. Used as a context
-    manager: leaving the block without :meth:`finish` ends the threads and closes the file.
+    which one is found by trying. A small file is written through the page cache by the caller. So is, past it, one
+    that is in ``memory`` where there are two cores: what is in memory already is written behind training, which would
+    lose more to three threads than the file is durable sooner. Used as a context manager: leaving the block without
+    :meth:`finish` ends the threads and closes the file.
 
     Args:
         path: an existing file, empty.
@@ -56,6 +59,7 @@ class StreamWriter:
             already stays where it is. Nothing else may change it until :meth:`finish` returns.
         ring_bytes: size of the ring, where there is no ``memory``.
         chunk_bytes: what each digest of a part is of; ``None``: as :func:`chunk_bytes_for` says.
+        writers: threads that write; 0: the caller does. ``None``: four, and the caller where that is said above.
 
     Attributes:
         size_bytes: taken so far.
@@ -74,6 +78,7 @@ class StreamWriter:
         memory: HostMemory | None = None,
         ring_bytes: int = RING_BYTES,
         chunk_bytes: int | None = None,
+        writers: int | None = None,
     ) -> None:
         if memory is not None and memory.size_bytes < size_bytes:
             raise ValueError(f"memory={memory.size_bytes} bytes for a file of {size_bytes}: want at least as many")
@@ -102,7 +107,10 @@ class StreamWriter:
         self._given_up = False
         self._lock = threading.Lock()
         self._next_window()
-        self._threads = [] if self._small else self._start_threads()
+        if writers is None:
+            leaves_one_core = memory is not None and len(os.sched_getaffinity(0)) <= _FEW_CORES
+            writers = 0 if leaves_one_core else _WRITERS
+        self._threads = [] if self._small else self._start_threads(writers)
 
     def write(self, data: bytes) -> None:
         """Append ``data``."""
@@ -212,8 +220,8 @@ class StreamWriter:
             raise self._error
 
     # ── the threads behind ───────────────────────────────────────────────────────────────────────────────────────
-    def _start_threads(self) -> list[threading.Thread]:
-        threads = [threading.Thread(target=self._run, name="checkpoint-writer", daemon=True) for _ in range(_WRITERS)]
+    def _start_threads(self, count: int) -> list[threading.Thread]:
+        threads = [threading.Thread(target=self._run, name="checkpoint-writer", daemon=True) for _ in range(count)]
         for thread in threads:
             thread.start()
         return threads

@@ -82,13 +82,16 @@ def test_memory_is_copied_from_where_it_is(size: int, tmp_path: Path) -> None:
     assert digest == digest_of(b"before" + data, MiB)
 
 
+@pytest.mark.parametrize("writers", [0, 4])
 @pytest.mark.parametrize("size", [0, 1, 5 * MiB, 8 * MiB, 8 * MiB + 1, 20 * MiB + 17])
-def test_what_lies_in_memory_as_in_the_file_is_written_from_there(size: int, tmp_path: Path) -> None:
-    """Parts that are in place, parts from elsewhere and headers give one file; the memory then holds its image."""
+def test_what_lies_in_memory_as_in_the_file_is_written_from_there(size: int, writers: int, tmp_path: Path) -> None:
+    """Parts that are in place, parts from elsewhere and headers give one file; the memory then holds its image. So with
+    threads that write, as where there are cores for them, and without.
+    """
     data = random.Random(size).randbytes(size)
     path = tmp_path / "file"
     path.touch()
-    with closing(HostMemory(size)) as memory, StreamWriter(path, size, memory=memory) as writer:
+    with closing(HostMemory(size)) as memory, StreamWriter(path, size, memory=memory, writers=writers) as writer:
         memory.view(0, size)[:] = data
         memory.view(0, size)[: size // 7] = bytes(size // 7)
         writer.write(data[: size // 7])
