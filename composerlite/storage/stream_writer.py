@@ -108,8 +108,8 @@ class StreamWriter:
         self._lock = threading.Lock()
         self._next_window()
         if writers is None:
-            leaves_one_core = memory is not None and len(os.sched_getaffinity(0)) <= _FEW_CORES
-            writers = 0 if leaves_one_core else _WRITERS
+            few_cores = len(os.sched_getaffinity(0)) <= _FEW_CORES
+            writers = 0 if few_cores and memory is not None else _WRITERS
         self._threads = [] if self._small else self._start_threads(writers)
 
     def write(self, data: bytes) -> None:

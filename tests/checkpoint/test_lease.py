@@ -110,8 +110,11 @@ def test_a_holder_on_another_machine_is_taken_for_dead_when_it_is_silent(
 
 
 def test_runs_of_different_names_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    """They may share a folder."""
+    """They may share a folder: while the lease of one is held, that of the other is had at once."""
     with held("folder", str(tmp_path)):
         lease = FolderLease(tmp_path, "other")
         take_leases([lease], "run 'other'", 0)
+        with pytest.raises(RunInUseError):
+            take_leases([FolderLease(tmp_path, "run")], "run 'run'", 0)
+        assert lease.lost_to is None
         lease.release()
