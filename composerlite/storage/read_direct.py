@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import queue
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
@@ -14,11 +15,33 @@ from composerlite.storage.read_plan import UNIT_BYTES, Places, Unit
 from composerlite.storage.read_work import OpenFile, Tally, cached_share, ends_at, pieces, put, verify
 from composerlite.storage.working_memory import borrow_memory, give_memory_back
 
-__all__ = ["DirectWork"]
+__all__ = ["DirectWork", "Lead", "far_lead", "near_lead"]
 
-_BLOCKS_EACH = 2  # one is loaded while another is put into place
 _ALIGNMENT = 4096  # what O_DIRECT wants sizes and places in the file to be multiples of
-_BLOCK_BYTES = UNIT_BYTES + 2 * _ALIGNMENT
+
+
+class Lead(NamedTuple):
+    """How far the disk is ahead of who puts into place what it gives.
+
+    Attributes:
+        loaders: threads that wait for the disk.
+        block_bytes: what each asks it for at once.
+        blocks: in memory at a time.
+    """
+
+    loaders: int
+    block_bytes: int
+    blocks: int
+
+
+def near_lead() -> Lead:
+    """As little as keeps a fast disk busy: blocks are still in the processor's cache when they are put into place."""
+    return Lead(loaders=1, block_bytes=2 << 20, blocks=3)
+
+
+def far_lead(loaders: int) -> Lead:
+    """Enough for a disk that is slow to answer; each loads a block while another of its own is put into place."""
+    return Lead(loaders, UNIT_BYTES, 2 * loaders)
 
 
 class _Block(NamedTuple):
@@ -41,23 +64,34 @@ class DirectWork:
     Args:
         file: to read.
         places: where the bytes belong.
-        units: to read.
-        loaders: how many threads call :meth:`help`; 0: the caller loads, too.
+        units: to read. If it is one, the caller loads it.
+        lead: how far ahead of the caller.
+
+    Attributes:
+        helpers: how many threads are to call :meth:`help`.
+        tally: what was read, and what went wrong.
     """
 
-    def __init__(self, file: OpenFile, places: Places, units: Sequence[Unit], *, loaders: int) -> None:
+    def __init__(self, file: OpenFile, places: Places, units: Sequence[Unit], lead: Lead) -> None:
         self.tally = Tally()
+        self.helpers = min(len(units), lead.loaders) if len(units) > 1 else 0
         self._file = file
         self._places = places
         self._units = iter(units)
-        self._loaders = loaders
-        # A chunk that is larger than a block is digested block by block: by one thread, in the order of its loading.
-        self._any_order = file.chunk_bytes <= UNIT_BYTES
-        blocks = max(1, loaders) * _BLOCKS_EACH
-        self._memory = borrow_memory(blocks * _BLOCK_BYTES)
+        self._block_bytes = lead.block_bytes
+        self._room_bytes = lead.block_bytes + 2 * _ALIGNMENT
+        # A chunk that goes on in another block is digested block by block: by one thread, in the order of its loading.
+        chunk_bytes = file.chunk_bytes
+        self._any_order = (
+            not chunk_bytes or lead.block_bytes % chunk_bytes == 0 or (chunk_bytes <= UNIT_BYTES <= lead.block_bytes)
+        )
+        self._untouched = lead.blocks  # the first use of memory takes long, whatever the disk does
+        self._begun = self._ended = time.perf_counter()
+        self._waited_seconds = 0.0
+        self._memory = borrow_memory(lead.blocks * self._room_bytes)
         self._free: queue.LifoQueue[int] = queue.LifoQueue()  # what was used last is in the cache, and was touched
         self._full: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
-        for number in range(blocks):
+        for number in range(lead.blocks):
             self._free.put(number)
 
     def help(self) -> None:
@@ -75,11 +109,11 @@ class DirectWork:
     def run(self, progress: Callable[[int], object]) -> None:
         """Put into place what the loaders load; ``progress`` is told of it. Raises nothing."""
         try:
-            if not self._loaders:
+            if not self.helpers:
                 self.help()
-            running = max(1, self._loaders)
+            running = max(1, self.helpers)
             while running:
-                block = self._full.get()
+                block = self._next()
                 if block is None:
                     running -= 1
                     continue
@@ -90,30 +124,50 @@ class DirectWork:
         except BaseException as e:  # noqa: BLE001 - raised by the tally's end
             self.stop(e)
 
+    @property
+    def waited_share(self) -> float:
+        """Of the time that :meth:`run` took, how much it waited for the disk, from 0 to 1."""
+        seconds = self._ended - self._begun
+        return self._waited_seconds / seconds if seconds > 0 else 0.0
+
     def stop(self, error: BaseException) -> None:
         """Have the loaders end."""
         self.tally.fail(error)
-        for number in range(self._loaders):
+        for number in range(self.helpers):
             self._free.put(number)  # who waits for a block sees that it is over
 
     def close(self) -> None:
         """Give the memory back, after all threads have ended."""
         give_memory_back(self._memory)
 
+    def _next(self) -> _Block | None:
+        """What a loader has loaded; ``None``: one of them has ended."""
+        start = time.perf_counter()
+        block = self._full.get()
+        self._ended = time.perf_counter()
+        if self._untouched:
+            self._untouched -= 1
+            self._begun = self._ended
+        else:
+            self._waited_seconds += self._ended - start
+        return block
+
     def _load_unit(self, start: int, end: int) -> None:
         """Load a unit, which begins and ends with a chunk where chunks are verified."""
         digest = xxhash.xxh3_64()
         cached = cached_share(self._file.buffered, start, end) >= 0.5
-        for at in range(start, end, UNIT_BYTES):
+        for at in range(start, end, self._block_bytes):
             number = self._free_block()
             if self.tally.stopped:
                 return
-            data = self._load(number, at, min(end, at + UNIT_BYTES), cached=cached)
+            data = self._load(number, at, min(end, at + self._block_bytes), cached=cached)
+            if self._any_order:
+                digest = xxhash.xxh3_64()
             self._full.put(_Block(number, data, at, digest))
 
     def _free_block(self) -> int:
         """The number of a block that nobody uses. If there is none, one is put into place, or it is waited for."""
-        if self._free.empty() and (self._any_order or not self._loaders):
+        if self._free.empty() and (self._any_order or not self.helpers):
             try:
                 block = self._full.get_nowait()
             except queue.Empty:
@@ -129,7 +183,7 @@ class DirectWork:
         descriptor = file.buffered if cached or file.direct is None else file.direct
         before = start % _ALIGNMENT
         size = before + end - start
-        view, got = self._memory.view(number * _BLOCK_BYTES, size + -size % _ALIGNMENT), 0
+        view, got = self._memory.view(number * self._room_bytes, size + -size % _ALIGNMENT), 0
         while got < size:
             try:
                 count = os.preadv(descriptor, [view[got:]], start - before + got)

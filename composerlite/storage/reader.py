@@ -15,13 +15,16 @@ import xxhash
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage.addresses import address_of
 from composerlite.storage.digests import FileDigest
-from composerlite.storage.read_direct import DirectWork
-from composerlite.storage.read_plan import Places, Target, Unit, all_chunks, apart, runs, touched_chunks
+from composerlite.storage.read_direct import DirectWork, Lead, far_lead, near_lead
+from composerlite.storage.read_plan import UNIT_BYTES, Places, Target, Unit, all_chunks, apart, runs, touched_chunks
 from composerlite.storage.read_work import OpenFile, Work, cached_share
 
 __all__ = ["ParallelReader", "verify_file"]
 
 _PIECE_BYTES = 1 << 20
+_FEW_CORES = 2  # one is for putting into place, the other for all that brings the bytes
+_TRIAL_BYTES = 32 << 20  # the first of the parts after each of which is seen whether the disk keeps up
+_MOST_WAITED = 0.4
 
 
 @final
@@ -35,8 +38,9 @@ class ParallelReader:
     Args:
         path: the file.
         digest: what it must contain; ``None``: it is read unverified.
-        threads: that read at the same time, the caller's included; as many and two more beside it where the disk is
-            waited for.
+        threads: that read at the same time, the caller's included; where the disk is waited for as many and two more
+            beside it, or one on two cores as long as that keeps the caller busy.
+        cores: that there are for it; ``None``: those that the process may use.
 
     Attributes:
         size_bytes: of the file.
@@ -46,9 +50,12 @@ class ParallelReader:
         OSError: it is not there or cannot be read.
     """
 
-    def __init__(self, path: Path, digest: FileDigest | None = None, *, threads: int = 2) -> None:
+    def __init__(
+        self, path: Path, digest: FileDigest | None = None, *, threads: int = 2, cores: int | None = None
+    ) -> None:
         self._path = path
         self._threads = threads
+        self._cores = len(os.sched_getaffinity(0)) if cores is None else cores
         self._unverified = digest if digest is not None and not digest.chunk_bytes else None
         self._buffered = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would keep us waiting
         self._direct: int | None = None
@@ -154,32 +161,52 @@ class ParallelReader:
 
     def _run(self, places: Places, units: Sequence[Unit], progress: Callable[[int], object]) -> None:
         """Read ``units`` with several threads, this one included."""
-        work, count = self._work(places, units)
-        helpers: list[threading.Thread] = []
-        try:
-            for _ in range(count):
-                helper = threading.Thread(target=work.help, name="checkpoint-reader", daemon=True)
-                helper.start()
-                helpers.append(helper)
-            work.run(progress)
-            for helper in helpers:
-                helper.join()
-        except BaseException as e:  # an interrupt: the memory is the caller's again only when nobody fills it any more
-            work.stop(e)
-            for helper in helpers:
-                helper.join()
-            raise
-        finally:
-            work.close()
-        work.tally.end(progress)
+        if self._direct is None or cached_share(self._buffered, 0, self.size_bytes) >= 0.9:
+            _do(Work(self._file, places, units), min(len(units), self._threads) - 1, progress)
+            return
+        if self._cores <= _FEW_CORES:
+            units = self._read_near(places, units, progress)
+        if units:
+            self._run_direct(places, units, far_lead(self._threads + 2), progress)
 
-    def _work(self, places: Places, units: Sequence[Unit]) -> tuple[Work | DirectWork, int]:
-        """What is to be done, and how many threads help this one."""
-        waits = self._direct is not None and cached_share(self._buffered, 0, self.size_bytes) < 0.9
-        if not waits:
-            return Work(self._file, places, units), min(len(units), self._threads) - 1
-        loaders = min(len(units), self._threads + 2) if len(units) > 1 else 0
-        return DirectWork(self._file, places, units, loaders=loaders), loaders
+    def _read_near(self, places: Places, units: Sequence[Unit], progress: Callable[[int], object]) -> Sequence[Unit]:
+        """Read ``units`` with a near lead until this thread waits for the disk too long; those that are left."""
+        count = max(1, _TRIAL_BYTES // max(UNIT_BYTES, self._file.chunk_bytes))
+        while units:
+            waited = self._run_direct(places, units[:count], near_lead(), progress)
+            units, count = units[count:], 4 * count
+            if waited > _MOST_WAITED:
+                break
+        return units
+
+    def _run_direct(
+        self, places: Places, units: Sequence[Unit], lead: Lead, progress: Callable[[int], object]
+    ) -> float:
+        """Read ``units`` past the page cache; how much of the time this thread waited for the disk."""
+        work = DirectWork(self._file, places, units, lead)
+        _do(work, work.helpers, progress)
+        return work.waited_share
+
+
+def _do(work: Work | DirectWork, helpers: int, progress: Callable[[int], object]) -> None:
+    """Do ``work`` with so many threads beside this one."""
+    threads: list[threading.Thread] = []
+    try:
+        for _ in range(helpers):
+            thread = threading.Thread(target=work.help, name="checkpoint-reader", daemon=True)
+            thread.start()
+            threads.append(thread)
+        work.run(progress)
+        for thread in threads:
+            thread.join()
+    except BaseException as e:  # an interrupt: the memory is the caller's again only when nobody fills it any more
+        work.stop(e)
+        for thread in threads:
+            thread.join()
+        raise
+    finally:
+        work.close()
+    work.tally.end(progress)
 
 
 def verify_file(path: Path, digest: FileDigest, progress: Callable[[int], object] = int, *, threads: int = 2) -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -92,9 +93,9 @@ def scattered(seed: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(("threads", "cores"), [(1, 1), (2, 2), (2, 64), (5, 64)])
 def test_memory_is_filled_and_nothing_beside_it(
-    file: Path, data: bytes, digest: FileDigest | None, threads: int
+    file: Path, data: bytes, digest: FileDigest | None, threads: int, cores: int
 ) -> None:
     """Thousands of parts in any order arrive at their places; what was between the places stays."""
     memory, expected = bytearray(b"-" * SIZE), bytearray(b"-" * SIZE)
@@ -102,7 +103,7 @@ def test_memory_is_filled_and_nothing_beside_it(
     for start, end in scattered(threads):
         expected[start:end] = data[start:end]
         targets.append((start, address_of(memory) + start, end - start))
-    with ParallelReader(file, digest, threads=threads) as reader:
+    with ParallelReader(file, digest, threads=threads, cores=cores) as reader:
         reader.read_into(targets)
     assert memory == expected
 
@@ -173,10 +174,11 @@ def test_an_exception_of_progress_ends_the_reading(file: Path, data: bytes) -> N
     assert threading.active_count() == before
 
 
-def test_who_waits_for_the_disk_helps_a_caller_who_is_slow(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cores", [2, 64])
+def test_who_waits_for_the_disk_helps_a_caller_who_is_slow(tmp_path: Path, cores: int) -> None:
     """Held up in ``progress``, it finds everything but what it was given in place when it comes back."""
-    content = random.Random(4).randbytes(40 * MiB + 5)
-    path, memory = tmp_path / "file", bytearray(40 * MiB + 5)
+    content = random.Random(4).randbytes(80 * MiB + 5)
+    path, memory = tmp_path / "file", bytearray(80 * MiB + 5)
     path.write_bytes(content)
     forget(path)
     loaders: list[threading.Thread] = []
@@ -187,15 +189,16 @@ def test_who_waits_for_the_disk_helps_a_caller_who_is_slow(tmp_path: Path) -> No
             for loader in loaders:
                 loader.join(30)
 
-    with ParallelReader(path, digest_of(content), threads=1) as reader:
+    with ParallelReader(path, digest_of(content), threads=1, cores=cores) as reader:
         reader.read_into([(0, address_of(memory), len(memory))], progress)
     assert loaders
     assert not any(loader.is_alive() for loader in loaders)
     assert memory == content
 
 
+@pytest.mark.parametrize("cores", [2, 64])
 @pytest.mark.parametrize("chunk_bytes", [MiB, 8 * MiB])
-def test_an_interrupt_ends_those_who_wait_for_the_disk(tmp_path: Path, chunk_bytes: int) -> None:
+def test_an_interrupt_ends_those_who_wait_for_the_disk(tmp_path: Path, chunk_bytes: int, cores: int) -> None:
     """Whether they may help or can only wait for the caller: none is left."""
     content = random.Random(5).randbytes(40 * MiB)
     path, memory = tmp_path / "file", bytearray(40 * MiB)
@@ -206,9 +209,83 @@ def test_an_interrupt_ends_those_who_wait_for_the_disk(tmp_path: Path, chunk_byt
         raise KeyboardInterrupt
 
     before = threading.active_count()
-    with ParallelReader(path, digest_of(content, chunk_bytes)) as reader, pytest.raises(KeyboardInterrupt):
+    reader = ParallelReader(path, digest_of(content, chunk_bytes), cores=cores)
+    with reader, pytest.raises(KeyboardInterrupt):
         reader.read_into([(0, address_of(memory), len(memory))], interrupt)
     assert threading.active_count() == before
+
+
+# ── how far ahead ────────────────────────────────────────────────────────────────────────────────────────────────────
+def loaders() -> int:
+    """How many threads wait for the disk."""
+    return sum(thread.name == "checkpoint-reader" for thread in threading.enumerate())
+
+
+@pytest.fixture(scope="module")
+def large_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file that is read in several parts where there are few cores."""
+    path = tmp_path_factory.mktemp("large") / "file"
+    path.write_bytes(random.Random(6).randbytes(80 * MiB + 12_345))
+    return path
+
+
+@pytest.mark.parametrize("cores", [2, 64])
+@pytest.mark.parametrize("chunk_bytes", [None, 70_001, MiB, 8 * MiB, 20 * MiB])
+def test_a_large_file_arrives_whole(large_file: Path, chunk_bytes: int | None, cores: int) -> None:
+    """From the disk, whatever its chunks, on two cores and on many: what is read is what is there."""
+    content = large_file.read_bytes()
+    digest = None if chunk_bytes is None else digest_of(content, chunk_bytes)
+    memory, told = bytearray(len(content)), 0
+
+    def progress(count: int) -> None:
+        nonlocal told
+        told += count
+
+    forget(large_file)
+    with ParallelReader(large_file, digest, cores=cores) as reader:
+        reader.read_into([(0, address_of(memory), len(memory))], progress)
+    assert memory == content
+    assert told == len(content)
+
+
+@pytest.mark.parametrize("cores", [2, 64])
+@pytest.mark.parametrize("position", [31 * MiB, 33 * MiB, 80 * MiB + 5])
+def test_a_wrong_bit_is_found_in_each_part(large_file: Path, tmp_path: Path, position: int, cores: int) -> None:
+    """The error names where; no thread is left that fills memory."""
+    content = large_file.read_bytes()
+    digest, path, memory = digest_of(content), tmp_path / "file", bytearray(len(content))
+    path.write_bytes(content)
+    damage(path, position)
+    forget(path)
+    start = position // MiB * MiB
+    with ParallelReader(path, digest, cores=cores) as reader:
+        with pytest.raises(CorruptCheckpointError, match=f"those from {start} to"):
+            reader.read_into([(0, address_of(memory), len(memory))])
+        assert not loaders()
+
+
+def test_on_two_cores_more_wait_for_the_disk_only_if_the_caller_does(large_file: Path) -> None:
+    """One while the caller is slower than the disk; several when he has nothing to do but to wait for it."""
+    size, memory = large_file.stat().st_size, bytearray(1)
+    some = [(offset, address_of(memory), 1) for offset in range(0, size, 60 * 1024)]  # all is read for little of it
+    seen: list[int] = []
+
+    def slow(_: int) -> None:
+        seen.append(loaders())
+        time.sleep(0.005)
+
+    def quick(_: int) -> None:
+        seen.append(loaders())
+
+    most: list[int] = []
+    for progress in (slow, quick):
+        forget(large_file)
+        seen.clear()
+        with ParallelReader(large_file, cores=2) as reader:
+            reader.read_into(some, progress)
+        most.append(max(seen))
+    assert most[0] == 1
+    assert most[1] > 1
 
 
 # ── damage ───────────────────────────────────────────────────────────────────────────────────────────────────────────
