@@ -15,7 +15,7 @@ from composerlite.storage.read_plan import UNIT_BYTES, Places, Unit
 from composerlite.storage.read_work import OpenFile, Tally, cached_share, ends_at, pieces, put, verify
 from composerlite.storage.working_memory import borrow_memory, give_memory_back
 
-__all__ = ["DirectWork", "Lead", "far_lead", "near_lead"]
+__all__ = ["DirectWork", "Lead", "far_lead", "loose_lead", "near_lead"]
 
 _ALIGNMENT = 4096  # what O_DIRECT wants sizes and places in the file to be multiples of
 
@@ -27,16 +27,23 @@ class Lead(NamedTuple):
         loaders: threads that wait for the disk.
         block_bytes: what each asks it for at once.
         blocks: in memory at a time.
+        hot: the memory that was used last is used next, or else that which was used longest ago.
     """
 
     loaders: int
     block_bytes: int
     blocks: int
+    hot: bool = True
 
 
 def near_lead() -> Lead:
     """As little as keeps a fast disk busy: blocks are still in the processor's cache when they are put into place."""
     return Lead(loaders=1, block_bytes=2 << 20, blocks=3)
+
+
+def loose_lead() -> Lead:
+    """As near, but with more memory in turn than the processor's cache holds."""
+    return Lead(loaders=1, block_bytes=2 << 20, blocks=16, hot=False)
 
 
 def far_lead(loaders: int) -> Lead:
@@ -89,7 +96,7 @@ class DirectWork:
         self._begun = self._ended = time.perf_counter()
         self._waited_seconds = 0.0
         self._memory = borrow_memory(lead.blocks * self._room_bytes)
-        self._free: queue.LifoQueue[int] = queue.LifoQueue()  # what was used last is in the cache, and was touched
+        self._free: queue.Queue[int] = queue.LifoQueue() if lead.hot else queue.Queue()
         self._full: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
         for number in range(lead.blocks):
             self._free.put(number)

@@ -6,16 +6,17 @@ import errno
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import xxhash
 
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage.addresses import address_of
 from composerlite.storage.digests import FileDigest
-from composerlite.storage.read_direct import DirectWork, Lead, far_lead, near_lead
+from composerlite.storage.read_direct import DirectWork, Lead, far_lead, loose_lead, near_lead
 from composerlite.storage.read_plan import UNIT_BYTES, Places, Target, Unit, all_chunks, apart, runs, touched_chunks
 from composerlite.storage.read_work import OpenFile, Work, cached_share
 
@@ -23,8 +24,9 @@ __all__ = ["ParallelReader", "verify_file"]
 
 _PIECE_BYTES = 1 << 20
 _FEW_CORES = 2  # one is for putting into place, the other for all that brings the bytes
-_TRIAL_BYTES = 32 << 20  # the first of the parts after each of which is seen whether the disk keeps up
-_MOST_WAITED = 0.4
+_TRIAL_BYTES = 32 << 20  # read in one way to see how long it takes
+_STRETCH_BYTES = 2 << 30  # read in the way that was quicker
+_MOST_WAITED = 0.6  # of a trial; a disk that is waited for longer is asked for more at a time
 
 
 @final
@@ -170,22 +172,48 @@ class ParallelReader:
             self._run_direct(places, units, far_lead(self._threads + 2), progress)
 
     def _read_near(self, places: Places, units: Sequence[Unit], progress: Callable[[int], object]) -> Sequence[Unit]:
-        """Read ``units`` with a near lead until this thread waits for the disk too long; those that are left."""
-        count = max(1, _TRIAL_BYTES // max(UNIT_BYTES, self._file.chunk_bytes))
+        """Read ``units`` with a near lead as long as that is quicker; those that are left.
+
+        It is not where the disk is slow to answer. It is not either where cores that share no cache bring the bytes and
+        use them, which in a virtual machine changes from minute to minute: then memory is quicker than the cache.
+        """
+        unit_bytes = max(UNIT_BYTES, self._file.chunk_bytes)
+        trial, stretch = max(1, _TRIAL_BYTES // unit_bytes), max(1, _STRETCH_BYTES // unit_bytes)
         while units:
-            waited = self._run_direct(places, units[:count], near_lead(), progress)
-            units, count = units[count:], 4 * count
-            if waited > _MOST_WAITED:
+            near = self._run_direct(places, units[:trial], near_lead(), progress)
+            units = units[trial:]
+            if near.waited_share > _MOST_WAITED or not units:
                 break
+            if len(units) > trial:
+                loose = self._run_direct(places, units[:trial], loose_lead(), progress)
+                units = units[trial:]
+                if loose.bytes_per_s > near.bytes_per_s:
+                    break
+            self._run_direct(places, units[:stretch], near_lead(), progress)
+            units = units[stretch:]
         return units
 
     def _run_direct(
         self, places: Places, units: Sequence[Unit], lead: Lead, progress: Callable[[int], object]
-    ) -> float:
-        """Read ``units`` past the page cache; how much of the time this thread waited for the disk."""
+    ) -> _Pace:
+        """Read ``units`` past the page cache."""
+        start = time.perf_counter()
         work = DirectWork(self._file, places, units, lead)
         _do(work, work.helpers, progress)
-        return work.waited_share
+        seconds = time.perf_counter() - start
+        return _Pace(sum(end - begin for begin, end in units) / seconds, work.waited_share)
+
+
+class _Pace(NamedTuple):
+    """How quickly a part was read.
+
+    Attributes:
+        bytes_per_s: of the file.
+        waited_share: of the time, in which the caller waited for the disk, from 0 to 1.
+    """
+
+    bytes_per_s: float
+    waited_share: float
 
 
 def _do(work: Work | DirectWork, helpers: int, progress: Callable[[int], object]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -264,28 +266,75 @@ def test_a_wrong_bit_is_found_in_each_part(large_file: Path, tmp_path: Path, pos
         assert not loaders()
 
 
-def test_on_two_cores_more_wait_for_the_disk_only_if_the_caller_does(large_file: Path) -> None:
-    """One while the caller is slower than the disk; several when he has nothing to do but to wait for it."""
-    size, memory = large_file.stat().st_size, bytearray(1)
-    some = [(offset, address_of(memory), 1) for offset in range(0, size, 60 * 1024)]  # all is read for little of it
+def test_on_two_cores_one_thread_is_beside_the_caller_at_first(large_file: Path) -> None:
+    """As long as it is not known that the disk is slow, his core is left to him."""
+    memory = bytearray(large_file.stat().st_size)
     seen: list[int] = []
+    read = 0
 
-    def slow(_: int) -> None:
-        seen.append(loaders())
+    def progress(count: int) -> None:
+        nonlocal read
+        read += count
+        if read <= 30 * MiB:
+            seen.append(loaders())
         time.sleep(0.005)
 
-    def quick(_: int) -> None:
-        seen.append(loaders())
+    forget(large_file)
+    with ParallelReader(large_file, cores=2) as reader:
+        reader.read_into([(0, address_of(memory), len(memory))], progress)
+    assert max(seen) == 1
 
-    most: list[int] = []
-    for progress in (slow, quick):
-        forget(large_file)
-        seen.clear()
-        with ParallelReader(large_file, cores=2) as reader:
-            reader.read_into(some, progress)
-        most.append(max(seen))
-    assert most[0] == 1
-    assert most[1] > 1
+
+SLOW_DISK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#define SLOW(name, more, last) \\
+    ssize_t name(int file, const struct iovec *parts, int count, off64_t offset more) { \\
+        static ssize_t (*read_parts)(int, const struct iovec *, int, off64_t more); \\
+        if (!read_parts) read_parts = dlsym(RTLD_NEXT, #name); \\
+        usleep(10000); \\
+        return read_parts(file, parts, count, offset last); \\
+    }
+#define COMMA ,
+SLOW(preadv64, , )
+SLOW(preadv64v2, COMMA int flags, COMMA flags)
+"""
+
+READ_ALL = """
+import sys
+from pathlib import Path
+from composerlite.storage import ParallelReader
+from composerlite.storage.addresses import address_of
+
+told = []
+with ParallelReader(Path(sys.argv[1]), cores=2) as reader:
+    memory = bytearray(b"-") * reader.size_bytes  # the first use of memory takes as long as a slow disk
+    reader.read_into([(0, address_of(memory), len(memory))], told.append)
+assert memory == Path(sys.argv[1]).read_bytes()
+print(max(told))
+"""
+
+
+def test_on_two_cores_a_slow_disk_is_asked_for_more_at_once(large_file: Path, tmp_path: Path) -> None:
+    """With 10 ms for each request the rest is read 8 MiB at a time, and is what is there."""
+    (tmp_path / "slow.c").write_text(SLOW_DISK)
+    library = tmp_path / "slow.so"
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    assert compiler is not None, "the tests need a compiler"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, tmp_path / "slow.c", "-ldl"], check=True, timeout=60)
+    forget(large_file)
+    done = subprocess.run(
+        [sys.executable, "-c", READ_ALL, str(large_file)],
+        env=os.environ | {"LD_PRELOAD": str(library)},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert int(done.stdout) >= 8 * MiB
 
 
 # ── damage ───────────────────────────────────────────────────────────────────────────────────────────────────────────
