@@ -60,13 +60,17 @@ RUNS = [Run(mode, keep) for mode in MODES for keep in (-1, 2)] + [
 
 @dataclass(frozen=True)
 class Point:
-    """One death: where it was to be and where it was, how the process ended, and the verdict on its resume."""
+    """One death: where it was to be and where it was, how the process ended, and the verdict on its resume.
+
+    ``said``: the last line of the rank that was to die, where the tool keeps it, which is where there are several.
+    """
 
     crash: str
     planned: str
     happened: str
     code: int
     verdict: str
+    said: str = ""
 
 
 def run_tool(launcher: Launcher, work: Path, run: Run, max_points: int) -> None:
@@ -92,10 +96,13 @@ def points(work: Path, victim: int) -> Iterator[Point]:
             yield Point("none", "", "", record["rc"], row.verdict)
             continue
         number, crash = record["point"]
-        log = (work / f"pt_{record['order']:03d}" / f"events.log.rank{victim}").read_text().splitlines()
+        folder = work / f"pt_{record['order']:03d}"
+        log = (folder / f"events.log.rank{victim}").read_text().splitlines()
         seen = {int(line.split("\t")[0]): line.split("\t")[1:3] for line in log}
         planned, happened = (anonymous(" ".join(event)) for event in (record["event"], seen.get(number, ["none"])))
-        yield Point(crash, planned, happened, record["rc"], row.verdict)
+        output = folder / f"rank{victim}.log"
+        said = output.read_text(errors="replace").strip().splitlines()[-1:] if output.exists() else []
+        yield Point(crash, planned, happened, record["rc"], row.verdict, "".join(said))
 
 
 def anonymous(event: str) -> str:

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import twelve_batches
 from ckpt_chaos.targets.common import arm_from_env
 
-__all__ = ["main"]
+__all__ = ["main", "port_of_its_own"]
+
+_LOWEST_PORT = 4000
 
 
 def main(*arguments: str) -> None:
     """Train; die where the environment says."""
+    if "MASTER_PORT" in os.environ:
+        os.environ["MASTER_PORT"] = str(port_of_its_own(int(os.environ["MASTER_PORT"])))
     arm_from_env(int(os.environ.get("RANK", "0")), lazy=True)
     twelve_batches.main(*arguments)
+
+
+def port_of_its_own(port: int) -> int:
+    """A port for the ranks' store that the system gives to nobody: another one for every ``port`` that it gives.
+
+    The tool looks for a free port and lets go of it. Until rank 0 listens there, a second later, the system may give it
+    to one of the other runs, whose ranks are connected by such ports: then the run ends before it has begun.
+    """
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    moved = port - first + _LOWEST_PORT
+    return moved if first <= port <= last and last - first + _LOWEST_PORT < first else port
