@@ -17,7 +17,14 @@ import torch
 
 from composerlite import dist
 from composerlite.callbacks.load_checkpoint import LoadCheckpoint
-from composerlite.callbacks.save_arguments import interval_of, is_never, is_of_one_rank, time_of, whole_number
+from composerlite.callbacks.save_arguments import (
+    ends_with_this_batch,
+    interval_of,
+    is_never,
+    is_of_one_rank,
+    time_of,
+    whole_number,
+)
 from composerlite.callbacks.save_failures import FAILURES, FailuresInARow
 from composerlite.callbacks.save_news import SaveNews
 from composerlite.callbacks.save_publishing import SavePublishing
@@ -108,7 +115,8 @@ class CheckpointSaver(Callback):
         on_exception: if training fails, save what there is then as ``crash-<filename>``. Autoresume passes over it;
             ``load_path`` loads it. In one process only.
         in_memory: the folder is in memory that outlives the process: it is emptied at the end, once another saver has
-            saved as much, and does not count where a run is asked to end.
+            saved as much, and does not count where a run is asked to end. Before the step that ends an interval of
+            batches the save of the one before is waited for: a process that is killed has lost one interval at most.
         failure_limit: so many saves in a row may fail, and so many uploads, with a warning each.
         ephemeral_interval: save at these times too, and delete such a checkpoint as soon as there is a newer one.
         keep_every: the first checkpoint at or after each multiple of this interval stays for ever.
@@ -388,6 +396,14 @@ class CheckpointSaver(Callback):
                 timestamp=state.timestamp,
                 folder=publisher.remote.uri(),
             )
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """In memory, wait for the save in flight before the step that makes the next one due.
+
+        So a process that is killed has lost one interval at most, and not two where memory is slower than training.
+        """
+        if self.in_memory and self._pending is not None and ends_with_this_batch(self.save_interval, state):
+            self._pipeline.wait_for_previous()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """See how the save in flight went; save if an interval says so."""

@@ -15,7 +15,7 @@ from composerlite.core import (
 )
 from composerlite.errors import ConfigError
 
-__all__ = ["interval_of", "is_never", "is_of_one_rank", "time_of", "whole_number"]
+__all__ = ["ends_with_this_batch", "interval_of", "is_never", "is_of_one_rank", "time_of", "whole_number"]
 
 
 def interval_of(value: Any, *, argument: str, allow_auto: bool = False) -> SchedulePredicate:
@@ -29,6 +29,13 @@ def interval_of(value: Any, *, argument: str, allow_auto: bool = False) -> Sched
 def is_never(interval: SchedulePredicate | None) -> bool:
     """Whether nothing is ever saved by ``interval``."""
     return interval is None or (isinstance(interval, IntervalScheduler) and interval.never)
+
+
+def ends_with_this_batch(interval: SchedulePredicate, state: State) -> bool:
+    """Whether ``interval``, if it is one of batches, is over when the batch that is being trained on is done."""
+    if not isinstance(interval, IntervalScheduler) or interval.interval.unit is not TimeUnit.BATCH or interval.never:
+        return False
+    return (int(state.timestamp.batch) + 1) % int(interval.interval) == 0
 
 
 def time_of(value: TimeInput, *, argument: str) -> Time:

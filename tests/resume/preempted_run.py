@@ -39,6 +39,7 @@ class Order:
         stuck_at: the batch that the loader does not give.
         evaluate: every so often.
         memory: a folder to keep the newest state of each batch in.
+        slow_memory: to make a file there takes so many seconds.
     """
 
     at: list[Any] = field(default_factory=list[Any])
@@ -55,6 +56,7 @@ class Order:
     stuck_at: int = -1
     evaluate: str = "10ba"
     memory: str = ""
+    slow_memory: float = 0.0
     exit_code: int | None = None
 
 
@@ -112,6 +114,17 @@ class Slow(Callback):
         time.sleep(self.seconds)
 
 
+def slow_down(memory: str, seconds: float) -> None:
+    """The threads that save in ``memory`` take their time."""
+
+    def wait(event: str, arguments: tuple[object, ...]) -> None:
+        behind_training = threading.current_thread() is not threading.main_thread()
+        if event == "open" and behind_training and str(arguments[0]).startswith(f"{memory}/"):
+            time.sleep(seconds)
+
+    sys.addaudithook(wait)
+
+
 class Waiting(Dataset[Any]):
     """Loading takes its time; one batch of an epoch never comes."""
 
@@ -133,6 +146,8 @@ def main(folder: str, given: str) -> None:
     if order.to_group:
         os.setpgid(0, 0)
     torch.set_num_threads(1)
+    if order.slow_memory:
+        slow_down(order.memory, order.slow_memory)
     cell = Cell(order.workers, order.accumulation, order.extra)
     callbacks: list[Callback] = [SayMore(), Asked(order), PreemptionHandler(order.grace, exit_code=order.exit_code)]
     data: dict[str, Any] = {}

@@ -1,10 +1,10 @@
-"""The newest state in memory: a process that dies loses a batch or two, and not what it did since the last save."""
+"""The newest state in memory: a process that dies loses a batch at most, and not what it did since the last save."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,51 +18,68 @@ from composerlite.errors import ConfigError
 
 __all__ = ["whole"]
 pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no folder in memory")
-OWN = Path(f"/dev/shm/composerlite-{os.getuid()}")
-MEMORY: dict[str, Any] = {"memory": "/dev/shm", "interval": "25ba", "evaluate": "20ba"}
+ORDER: dict[str, Any] = {"interval": "25ba", "evaluate": "20ba"}
 
 
-@pytest.fixture(autouse=True)
-def _nothing_of_before() -> Iterator[None]:
-    shutil.rmtree(OWN / "preempted", ignore_errors=True)
-    yield
-    shutil.rmtree(OWN / "preempted", ignore_errors=True)
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder in memory of this test's own: others run beside it."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
-def kept() -> list[str]:
-    return sorted(path.name for path in (OWN / "preempted").rglob("*") if path.is_file() and path.suffix == ".pt")
+def kept(memory: Path) -> list[str]:
+    return sorted(path.name for path in memory.rglob("*") if path.is_file() and path.suffix == ".pt")
+
+
+def emptied(memory: Path) -> None:
+    """See that something is there, and remove it."""
+    (own,) = memory.iterdir()
+    shutil.rmtree(own)
 
 
 @pytest.mark.parametrize("moment", [["after_backward", 18, 1], ["batch_end", 41, 1], ["eval_batch_end", 40, 2]])
-def test_a_killed_process_loses_a_batch_at_most(tmp_path: Path, whole: Any, moment: list[Any]) -> None:
+def test_a_killed_process_loses_a_batch_at_most(tmp_path: Path, memory: Path, whole: Any, moment: list[Any]) -> None:
     """SIGKILL far from the last save on the disk: the same command goes on from memory, to the same end, and then the
     memory is free."""
     said, end = whole(evaluate="20ba")
-    one = launch(tmp_path, at=moment, signals=["SIGKILL"], **MEMORY)
+    one = launch(tmp_path, at=moment, signals=["SIGKILL"], memory=str(memory), **ORDER)
     assert one.code == -signal.SIGKILL
-    assert kept()
-    two = launch(tmp_path, **MEMORY)
+    assert kept(memory)
+    two = launch(tmp_path, memory=str(memory), **ORDER)
     assert two.code == 0, two.log
     assert two.batches[0] in (one.batches[-1], one.batches[-1] + 1)
     assert two.batches[-1] == BATCHES
     assert [line for line in said if line not in two.said] == said[: len(said) - len(two.said)]
     assert differences(torch.load(tmp_path / "final.pt", weights_only=True), end) == []
-    assert kept() == []
+    assert kept(memory) == []
 
 
-def test_memory_is_given_back_when_the_disk_has_as_much(tmp_path: Path) -> None:
+def test_memory_that_is_slower_than_training_costs_time_and_no_batch(tmp_path: Path, memory: Path) -> None:
+    """Where a save takes several batches, a process that is killed at the end of one has lost that one alone."""
+    for moment in (["batch_end", 11, 1], ["eval_batch_end", 20, 2]):
+        folder = tmp_path / str(moment[1])
+        one = launch(folder, at=moment, signals=["SIGKILL"], slow_memory=0.03, memory=str(memory), **ORDER)
+        assert one.code == -signal.SIGKILL
+        two = launch(folder, at=["batch_end", moment[1] + 1, 1], signals=["SIGKILL"], memory=str(memory), **ORDER)
+        assert one.batches[-1] == moment[1]
+        assert two.batches[0] == moment[1]
+        emptied(memory)
+
+
+def test_memory_is_given_back_when_the_disk_has_as_much(tmp_path: Path, memory: Path) -> None:
     """A run that is asked to end saves to the disk."""
-    one = launch(tmp_path, at=["after_forward", 18, 1], **MEMORY)
+    one = launch(tmp_path, at=["after_forward", 18, 1], memory=str(memory), **ORDER)
     assert one.code == 143
-    assert kept() == []
+    assert kept(memory) == []
 
 
-def test_a_lost_machine_costs_no_more_than_without(tmp_path: Path, whole: Any) -> None:
+def test_a_lost_machine_costs_no_more_than_without(tmp_path: Path, memory: Path, whole: Any) -> None:
     """With the memory gone the run goes on from the disk."""
     said, _ = whole(evaluate="20ba")
-    launch(tmp_path, at=["batch_end", 51, 1], signals=["SIGKILL"], **MEMORY)
-    shutil.rmtree(OWN / "preempted")
-    two = launch(tmp_path, **MEMORY)
+    launch(tmp_path, at=["batch_end", 51, 1], signals=["SIGKILL"], memory=str(memory), **ORDER)
+    emptied(memory)
+    two = launch(tmp_path, memory=str(memory), **ORDER)
     assert two.batches[0] in (26, 51), "the save of batch 50 begins when that of batch 25 is there, and may be cut off"
     assert two.batches == list(range(two.batches[0], BATCHES + 1))
     assert two.said == said[-len(two.said) :]
