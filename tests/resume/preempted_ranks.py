@@ -1,4 +1,4 @@
-"""What each of several ranks does that train together while one of them is asked to end."""
+"""What each of several ranks does that train together while one of them is asked to end, or killed."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class _Model(ComposerModel):
 class _Asked(Callback):
     """Has this rank's process get a signal at an event, and notes what it saw."""
 
-    def __init__(self, at: tuple[int, str, int, int] | None) -> None:
-        self.at, self.times = at, 0
+    def __init__(self, at: tuple[int, str, int, int] | None, what: signal.Signals) -> None:
+        self.at, self.times, self.what = at, 0, what
         self.seen: list[list[int]] = []
         self.evaluated: list[int] = []
 
@@ -49,7 +49,7 @@ class _Asked(Callback):
         if self.at is not None and (dist.get_global_rank(), event.value, int(state.timestamp.batch)) == self.at[:3]:
             self.times += 1
             if self.times == self.at[3]:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), self.what)
 
 
 def train(
@@ -60,13 +60,18 @@ def train(
     pause: float = 0.0,
     pieces: int = 1,
     fsdp: bool = False,
+    memory: str = "",
+    signalled: signal.Signals = signal.SIGTERM,
 ) -> dict[str, Any]:
-    """Train, go on from what is in ``folder``; one rank gets a signal ``at`` (rank, event, batch, so many-th time)."""
+    """Train, go on from what is in ``folder``; one rank gets a signal ``at`` (rank, event, batch, so many-th time).
+
+    With ``memory``, a folder, what each batch has reached is kept there.
+    """
     numbers = torch.Generator().manual_seed(4)
     inputs = torch.randn(32, 3, generator=numbers)
     points = TensorDataset(inputs, (inputs.sum(1) > 0).long(), torch.arange(32))
     torch.manual_seed(5)
-    model, asked = _Model(pause), _Asked(at)
+    model, asked = _Model(pause), _Asked(at, signalled)
     loader: Any = DataLoader(points, batch_size=4, shuffle=True)
     if tokens:
         loader = DataSpec(loader, get_num_tokens_in_batch=lambda batch: 3 * len(batch[0]))
@@ -82,6 +87,8 @@ def train(
         callbacks=[asked, PreemptionHandler("20s")],
         save_folder=folder,
         save_interval="3ba",
+        save_memory_interval="1ba" if memory else None,
+        save_memory_folder=memory or "/dev/shm",
         autoresume=True,
         run_name="run",
         seed=2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import signal
 import tempfile
@@ -9,12 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import preempted_ranks
 import pytest
 import torch
 from small_run import BATCHES, Cell, build, differences
 from test_preemption import launch, whole
 
+from composerlite.checkpoint import Catalog
 from composerlite.errors import ConfigError
+from composerlite.testing import run_ranks, run_ranks_to_the_end
 
 __all__ = ["whole"]
 pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no folder in memory")
@@ -65,6 +69,24 @@ def test_memory_that_is_slower_than_training_costs_time_and_no_batch(tmp_path: P
         assert one.batches[-1] == moment[1]
         assert two.batches[0] == moment[1]
         emptied(memory)
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP"])
+def test_a_killed_rank_loses_a_batch_at_most(tmp_path: Path, memory: Path, fsdp: bool) -> None:
+    """All ranks go on from memory, where the disk has an older checkpoint, to the same end."""
+    train = functools.partial(preempted_ranks.train, fsdp=fsdp)
+    whole = run_ranks(train, 2, tmp_path / "whole", None, dist_timeout=None)
+    kept_in_memory = functools.partial(train, memory=str(memory), signalled=signal.SIGKILL)
+    died = run_ranks_to_the_end(kept_in_memory, 2, tmp_path / "run", (1, "batch_end", 5, 1), dist_timeout=None)
+    assert "was killed by SIGKILL" in str(died[1].error)
+    assert [manifest.batch for manifest in Catalog(tmp_path / "run").manifests()] == [3]
+    assert list(memory.rglob("*.json"))
+    ended = run_ranks(kept_in_memory, 2, tmp_path / "run", None, dist_timeout=None)
+    assert [(rank["first"], rank["last"]) for rank in ended] == [(4, preempted_ranks.LAST)] * 2
+    for rank, alone in zip(ended, whole, strict=True):
+        assert rank["seen"] == alone["seen"][4:]
+        assert all(torch.equal(rank["weights"][name], tensor) for name, tensor in alone["weights"].items())
+    assert list(memory.rglob("*.json")) == []
 
 
 def test_memory_is_given_back_when_the_disk_has_as_much(tmp_path: Path, memory: Path) -> None:
