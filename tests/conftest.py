@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,6 +81,36 @@ def restore_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(before[0])
     cudnn.benchmark, cudnn.deterministic = before[1:]
+
+
+_ROOT = Path(__file__).parents[1]
+_CHECKOUT = pytest.StashKey[set[str]]()
+# Environments and caches of tools. All else, files that git ignores included, would be seen by other tests.
+_NOT_OF_TESTS = shutil.ignore_patterns(".git", ".venv", ".*cache", ".hypothesis", "__pycache__", "*.egg-info")
+
+
+def _checkout() -> set[str]:
+    """The files and folders of the repository."""
+    found: set[str] = set()
+    for folder, folders, files in os.walk(_ROOT):
+        ignored = _NOT_OF_TESTS(folder, [*folders, *files])
+        folders[:] = [name for name in folders if name not in ignored]
+        found.update(os.path.relpath(Path(folder, name), _ROOT) for name in {*folders, *files} - ignored)
+    return found
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Remember the files of the repository: once, where pytest runs in several processes."""
+    if not hasattr(session.config, "workerinput"):
+        session.config.stash[_CHECKOUT] = _checkout()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tests that share a folder of the repository meet there: fail where one was written to."""
+    if (before := session.config.stash.get(_CHECKOUT, None)) is not None and (new := _checkout() - before):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print(f"\nERROR: the tests wrote into the repository and not into their own folders: {sorted(new)}")  # noqa: T201
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

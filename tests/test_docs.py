@@ -1,20 +1,22 @@
 """Every example in README.md and docs/ runs as it stands.
 
-The python blocks of a file run in order as one program, in an empty folder; the bash blocks in order, in the root of
-the repository. Three comments in a file change that::
+The python blocks of a file run in order as one program, in an empty folder; the bash blocks in order, in a folder with
+a copy of ``configs``, as in the root of the repository. Folder and bucket belong to that file and language alone:
+nothing that other examples do, before or at the same time, is seen there. Three comments in a file change that::
 
     <!-- prelude: tests/docs_preludes/NAME.py -->    runs before the file's python blocks: a model, some data
-    <!-- bucket: s3://NAME -->                       there is such a bucket, on a service that the environment names
+    <!-- bucket: s3://NAME -->                       there is an empty bucket, on a service that the environment names;
+                                                     in the examples, NAME becomes the name of that one
     <!-- not run: reason -->                         the block that follows is left out
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -69,16 +71,20 @@ def blocks_in(text: str) -> list[Block]:
     return blocks
 
 
-def environment_of(document: Path, request: pytest.FixtureRequest) -> dict[str, str]:
-    """The environment of the examples: with a running service, if the document has a bucket."""
+def with_its_bucket(
+    document: Path, blocks: list[Block], request: pytest.FixtureRequest
+) -> tuple[list[Block], dict[str, str]]:
+    """The examples and their environment: with a running service and a bucket of their own, if the document has one."""
     bucket = _BUCKET.search(document.read_text())
     if bucket is None:
-        return dict(os.environ)
+        return blocks, dict(os.environ)
     server = request.getfixturevalue("s3_server")
-    with contextlib.closing(server.client()) as client:
-        if bucket[1] not in [found["Name"] for found in client.list_buckets()["Buckets"]]:
-            client.create_bucket(Bucket=bucket[1])
-    return {**os.environ, **server.environment}
+    name = re.compile(rf"(?<![\w-]){re.escape(bucket[1])}(?![\w-])")
+    its_own = server.new_bucket()
+    return [dataclasses.replace(block, code=name.sub(its_own, block.code)) for block in blocks], {
+        **os.environ,
+        **server.environment,
+    }
 
 
 def cases(language: str) -> list[object]:
@@ -111,6 +117,7 @@ def test_python_examples_run(
     # Each block stands at its own line, so that the traceback names the line of the document.
     program = tmp_path / "programs" / document.name
     program.parent.mkdir()
+    blocks, environment = with_its_bucket(document, blocks, request)
     lines: list[str] = []
     for block in blocks:
         lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
@@ -120,7 +127,7 @@ def test_python_examples_run(
 
     folder = tmp_path / "empty"
     folder.mkdir()
-    result = run_forked(program_of, *files, cwd=folder, environment=environment_of(document, request))
+    result = run_forked(program_of, *files, cwd=folder, environment=environment)
     at = re.findall(rf'"{re.escape(str(program))}", line (\d+)', result.stderr)
     where = f"{document.relative_to(ROOT)}:{at[-1] if at else blocks[0].line}"
     assert result.returncode == 0, f"{where}\n{result.stdout}{result.stderr}"
@@ -143,14 +150,17 @@ def composerlite(*_: str) -> None:
 
 
 @pytest.mark.parametrize(("document", "blocks"), cases("bash"))
-def test_bash_examples_run(document: Path, blocks: list[Block], commands: Path, request: pytest.FixtureRequest) -> None:
+def test_bash_examples_run(
+    document: Path, blocks: list[Block], commands: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """A reader can paste the commands of a page into a shell, in the root of the repository."""
-    environment = environment_of(document, request)
+    blocks, environment = with_its_bucket(document, blocks, request)
+    shutil.copytree(ROOT / "configs", tmp_path / "configs", ignore=shutil.ignore_patterns("__pycache__"))
     path = f"{commands}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     for block in blocks:
         result = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block.code],
-            cwd=ROOT,
+            cwd=tmp_path,
             env={**environment, "PATH": path},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -183,6 +193,19 @@ def test_blocks_are_found_where_they_are() -> None:
         Block("bash", "make demo", 8, "needs a GPU"),
         Block("text", "no code", 11, None),
     ]
+
+
+def test_pages_do_not_share_a_bucket(request: pytest.FixtureRequest) -> None:
+    """What one page put there is no checkpoint of another one's run, in whichever order they are tested."""
+    pages = [document for document in DOCUMENTS if _BUCKET.search(document.read_text())]
+    block = Block("bash", "BUCKET=my-bucket push s3://my-bucket/digits s3://my-bucket-2", 1, None)
+    codes = [with_its_bucket(page, [block], request)[0][0].code for page in [*pages, *pages]]
+    assert len(pages) > 2
+    assert len(set(codes)) == len(codes)
+    for code in codes:
+        bucket = re.fullmatch(r"BUCKET=(\S+) push s3://(\S+)/digits s3://my-bucket-2", code)
+        assert bucket is not None, code
+        assert bucket[1] == bucket[2] != "my-bucket"
 
 
 def test_every_key_of_the_parallelism_config_is_in_its_table() -> None:

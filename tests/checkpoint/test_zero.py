@@ -8,7 +8,6 @@ import io
 import os
 import pickle
 import shutil
-import socket
 import tarfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ import pytest
 import torch
 import zero_ranks
 from forked import run_forked
+from ports import reserved_port
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -193,25 +193,18 @@ def finish(stage: str, folder: str) -> None:
     zero_ranks.saved(int(stage), folder)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def ends(stage: int, folder: Path) -> list[int]:
     """The exit codes of two programs that train together."""
-    port = str(free_port())
 
-    def one(rank: int) -> int:
+    def one(rank: int, port: int) -> int:
         its = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        its |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        its |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         done = run_forked(finish, str(stage), str(folder / "run"), cwd=folder, environment=its)
         assert "terminate called" not in done.stderr, done.stderr
         return done.returncode
 
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(one, range(2)))
+    with reserved_port() as port, ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, range(2), [port] * 2))
 
 
 def test_programs_end_well(tmp_path: Path) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from ports import reserved_port
 
 from composerlite.checkpoint import Catalog
 
@@ -94,18 +94,21 @@ def test_slurm(tmp_path: Path) -> None:
     assert the_batch(tmp_path / "slurm-7") == 40
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_port() as number:
+        yield number
+
+
 @pytest.mark.soak
-def test_slurm_with_ranks(tmp_path: Path) -> None:
+def test_slurm_with_ranks(tmp_path: Path, port: int) -> None:
     """The same under torchrun, on as many nodes as there are here: one."""
     until, more = begun(tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     environment = {
         "PATH": stand_ins(tmp_path),
         "SLURM_JOB_ID": "8",
         "HEAD_NODE": "127.0.0.1",
-        "PORT": port,
+        "PORT": str(port),
         "SAVE_FOLDER": f"{tmp_path}/{{run_name}}",
     }
     command = ["bash", str(RECIPES / "slurm-ranks.sbatch"), *more]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import reserved_port
 import torch
 from torch.distributed import HashStore
 
@@ -292,15 +292,10 @@ def _lose_rank_0(port: int) -> None:
     dist.barrier()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_without_rank_0_there_is_no_store() -> None:
     """Where rank 0 holds it, its death is told at once."""
-    _, one = run_ranks_to_the_end(_lose_rank_0, 2, _free_port(), dist_timeout=None)
+    with reserved_port() as port:
+        _, one = run_ranks_to_the_end(_lose_rank_0, 2, port, dist_timeout=None)
     assert "The process that holds it, rank 0 or its torchrun agent, is gone" in _errors([one])[0]
 
 

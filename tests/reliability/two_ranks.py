@@ -14,7 +14,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -27,6 +26,7 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import twelve_batches
+from ports import reserved_port
 
 from composerlite.checkpoint import Catalog
 
@@ -102,12 +102,6 @@ def start(rank: int, port: int, output: Path, act: Callable[[], None]) -> int:
     os._exit(code)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @dataclass
 class Runs:
     """Runs of one kind, in folders below ``root``. ``victim`` is the rank that dies."""
@@ -128,8 +122,8 @@ class Runs:
                 Fuse(self.what, number, folder / "checkpoints", said)
             twelve_batches.main(str(folder), self.mode, KEEP, INTERVAL, self.spread)
 
-        port = free_port()
-        ranks = [start(rank, port, folder / f"rank{rank}.log", lambda rank=rank: act(rank)) for rank in (0, 1)]  # type: ignore[misc]
+        with reserved_port() as port:  # also for the ranks: they are forked, and it is theirs to their ends
+            ranks = [start(rank, port, folder / f"rank{rank}.log", lambda rank=rank: act(rank)) for rank in (0, 1)]  # type: ignore[misc]
         os.close(said)
         watched = [os.pidfd_open(process) for process in ranks]
         if both:

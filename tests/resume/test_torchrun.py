@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ import digits_run
 import pytest
 import torch
 from forked import Launcher, run_forked
+from ports import reserved_port
 from torch.distributed.run import main as torchrun
 
 from composerlite.cli import main as composerlite
@@ -136,15 +136,13 @@ def program(*_: str) -> None:
 
 def two_nodes(commands: Commands, *configs: str, folders: Sequence[Path] = ()) -> Ended:
     """Two agents with a rank each, which trains as ``composerlite train`` does; relative paths are in ``folders``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
-    nodes = [
-        [*commands.agent, *where, "--node-rank", str(node), *commands.program, "train", config]
-        for node, config in enumerate(configs)
-    ]
-    return run(*nodes, folders=folders)
+    with reserved_port() as port:
+        where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        nodes = [
+            [*commands.agent, *where, "--node-rank", str(node), *commands.program, "train", config]
+            for node, config in enumerate(configs)
+        ]
+        return run(*nodes, folders=folders)
 
 
 def diary(folder: Path, rank: int) -> dict[str, str]:

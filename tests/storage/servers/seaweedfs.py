@@ -7,7 +7,6 @@ import functools
 import json
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import hold_port
 
 READY_SECONDS = 30.0
 _FIRST_PORTS = range(12_000, 22_000)
@@ -104,7 +104,7 @@ def running_seaweedfs() -> Generator[S3Server]:
     pytest.importorskip("boto3", reason="the package boto3 is not installed: pip install boto3")
     for attempt in range(3):
         with tempfile.TemporaryDirectory(prefix="weed-") as folder, contextlib.ExitStack() as stack:
-            ports = _free_ports(5)
+            ports = [stack.enter_context(_reserved()) for _ in range(5)]
             process, server = _start(program, Path(folder), ports)
             stack.callback(_remove_sockets, ports)
             stack.callback(_kill, process)
@@ -149,22 +149,19 @@ def _identity(name: str, key: str, secret: str, actions: list[str]) -> dict[str,
     return {"name": name, "credentials": [{"accessKey": key, "secretKey": secret}], "actions": actions}
 
 
-def _free_ports(count: int) -> list[int]:
-    ports: list[int] = []
-    while len(ports) < count:
+@contextlib.contextmanager
+def _reserved() -> Generator[int]:
+    """A port which nobody else is given until the end of the block, nor the one 10000 above it."""
+    while True:
         port = random.Random().choice(_FIRST_PORTS)  # not of the seeded generator: several processes start at once
-        if port not in ports and _is_free(port) and _is_free(port + 10_000):
-            ports.append(port)
-    return ports
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+        with contextlib.ExitStack() as stack:
+            try:
+                for number in (port, port + 10_000):
+                    stack.enter_context(hold_port(number))
+            except OSError:
+                continue
+            yield port
+            return
 
 
 def _is_ready(process: subprocess.Popen[bytes], server: S3Server) -> bool:

@@ -102,18 +102,18 @@ def running_sftp(*, port: int = 0, folder: Path | None = None, options: tuple[st
 @contextlib.contextmanager
 def running_openssh() -> Generator[SFTPServer]:
     """OpenSSH's server on a free port of loopback, for the user who runs the tests."""
+    from ports import reserved_port  # the program that this file is as well does not find it
+
     program = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
     if program is None:
         pytest.skip("OpenSSH's server is not installed: apt install openssh-server")
     pytest.importorskip("asyncssh", reason="the package asyncssh is not installed: pip install asyncssh")
-    with tempfile.TemporaryDirectory(prefix="sshd-") as name:
+    with tempfile.TemporaryDirectory(prefix="sshd-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         _make_keys(folder)
         if os.geteuid() == 0:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = stack.enter_context(reserved_port())
         (folder / "sshd_config").write_text(
             f"ListenAddress 127.0.0.1:{port}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\n"
             f"StrictModes no\nUsePAM no\nPasswordAuthentication no\nPidFile none\nPermitRootLogin yes\n"
