@@ -270,7 +270,7 @@ class Pipeline:
     def _stage(self, job: SaveJob, lazy: Sequence[Optimizer]) -> None:
         """Copy what ``job`` writes, or have it written now. With several ranks, what fails is for the vote."""
         try:
-            fits = self._staging.fits(job.body.size_bytes)
+            fits = self._staging.reserve(job.body.size_bytes)
             if dist.broadcast_object(fits) if job.body.gathers else fits:
                 job.memory, job.snapshot = self._staging.take(job.body, lazy)
             else:

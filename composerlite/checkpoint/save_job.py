@@ -201,10 +201,7 @@ class SaveJob:
             self.snapshot.wait()
         if not self._written:
             self.write()
-        part = self.body.finish()
-        if self.snapshot is not None:
-            self.snapshot.settle()
-        return part
+        return self.body.finish()
 
     def _commit(self, parts: Sequence[Any]) -> SaveReport:
         seconds = self._seconds()

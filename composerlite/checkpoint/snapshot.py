@@ -6,10 +6,11 @@ are moved by two threads without the interpreter's lock; from a GPU by a side st
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, final
 from weakref import WeakSet
 
@@ -19,16 +20,24 @@ from torch.optim import Optimizer
 
 from composerlite.checkpoint.formats.torch_file import StorageCopy, storage_id
 from composerlite.errors import SaveError
-from composerlite.storage import RING_BYTES, Copier, Copying, HostMemory, available_memory
+from composerlite.storage import (
+    RING_BYTES,
+    Copier,
+    Copying,
+    HostMemory,
+    PageWatch,
+    available_memory,
+    start_threads,
+    whole_pages,
+)
 
 __all__ = ["Snapshot", "Stageable", "Staging", "StepFence"]
 
 log = logging.getLogger(__name__)
 _GRANULE_BYTES = 4 << 20  # what a checkpoint may grow by before it needs new memory
 _LEAST_RING_BYTES = 16 << 20
+_LEAST_WATCHED_BYTES = 64 << 10  # less is copied before anybody could be asked to watch it
 _WAIT_SECONDS = 600.0
-_LONGEST_CHANGE_SECONDS, _LONGEST_CHANGE_COPIES = 1.0, 4.0
-"""No change of a tensor in place takes longer than that, or than so many copies of the state."""
 
 Job = tuple[int, int, int]  # address to, address from, bytes
 
@@ -77,25 +86,24 @@ class StepFence:
 class Snapshot:
     """A copy that was taken, but for what only optimizers change: that is being copied until one of them steps.
 
-    torch counts the changes of each tensor, and counts one when it is done: a change that runs while the tensor is
-    copied is seen later only. So the last look is taken where nothing of the training thread can be running, in
-    :meth:`complete`; or, if that does not come, when any change would have ended.
-
     Attributes:
         seconds: what copying took.
         stall_seconds: how long the training thread waited for it.
+        was_torn: tensors changed while they were copied, as :meth:`wait` found.
     """
 
-    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+    def __init__(self) -> None:
+        self.was_torn = False
         self.seconds = 0.0
         self.stall_seconds = 0.0
         self.copying: Copying | None = None
         self.events: list[Any] = []
-        self._lock = threading.Lock()
-        self._versions = [(tensor, tensor._version) for tensor in tensors]
-        self._torn = False
-        self._completed = threading.Event()
-        self._copied_at = 0.0
+        self._late: _LateCopy | None = None
+
+    def start(self, copier: Copier, late: _LateCopy) -> None:
+        """Copy ``late`` behind this thread."""
+        self._late = late
+        self.copying = copier.start(late.jobs, late.watch.end)
 
     def finish(self) -> None:
         """On the training thread, before an optimizer steps: :meth:`complete`, which training waits for."""
@@ -104,16 +112,12 @@ class Snapshot:
         self.stall_seconds += time.perf_counter() - started
 
     def complete(self) -> None:
-        """On the training thread: help to copy what is left, then look for the last time whether anything changed."""
+        """On the training thread: help to copy what is left."""
         if self.copying is not None:
             self.copying.finish()
-        with self._lock:
-            self._look()
-            self._versions = []
-        self._completed.set()
 
     def wait(self) -> None:
-        """Wait until everything is copied, as it seems by then: :meth:`settle` knows.
+        """Wait until everything is copied and known to be of one moment.
 
         Raises:
             SaveError: tensors changed while they were copied.
@@ -123,32 +127,35 @@ class Snapshot:
             self.seconds += self.copying.seconds
         for event in self.events:
             event.synchronize()
-        self._copied_at = time.monotonic()
-        self._check()
-
-    def settle(self) -> None:
-        """After :meth:`wait`, before anybody relies on the copy: wait for the last look, or take it.
-
-        Raises:
-            SaveError: tensors changed while they were copied.
-        """
-        if self._versions:
-            longest = max(_LONGEST_CHANGE_SECONDS, _LONGEST_CHANGE_COPIES * self.seconds)
-            self._completed.wait(max(0.0, self._copied_at + longest - time.monotonic()))
-        self._check()
-        self._versions = []
-
-    def _check(self) -> None:
-        with self._lock:
-            self._look()
-        if self._torn:
+        late, self._late = self._late, None  # what it keeps may go now
+        self.was_torn = late is not None and late.was_written_to()
+        if self.was_torn:
             raise SaveError(
-                "a weight or an optimizer's state was changed in place between the save and the optimizer's next step, "
-                "by the model's forward pass or a callback. Have it copied before training goes on: save_lazy=False."
+                "a weight or an optimizer's state was changed between the save and the optimizer's next step: by the "
+                "model's forward pass, a callback, or an optimizer that the saver does not know. From now on this run "
+                "copies before training goes on; save_lazy=False does so from the start."
             )
 
-    def _look(self) -> None:
-        self._torn |= any(tensor._version != version for tensor, version in self._versions)
+
+@final
+class _LateCopy:
+    """What is copied while training goes on, watched from the moment of the save.
+
+    Attributes:
+        jobs: the copies.
+        watch: of what they read.
+    """
+
+    def __init__(self, jobs: Sequence[Job], storages: Sequence[torch.UntypedStorage], watch: PageWatch) -> None:
+        self.jobs = jobs
+        self.watch = watch
+        # Kept, so that what replaces a tensor's memory does not free what is being copied.
+        self._storages = [(storage, storage.data_ptr(), storage.nbytes()) for storage in storages]
+
+    def was_written_to(self) -> bool:
+        """Whether anything was changed up to now, or where it was first asked. Nothing is watched any more."""
+        written = self.watch.end()
+        return written or any((s.data_ptr(), s.nbytes()) != (at, size) for s, at, size in self._storages)
 
 
 @final
@@ -167,6 +174,10 @@ class Staging:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._pinned: HostMemory | None = None
         self._fence = StepFence()
+        self._trial: _LateCopy | None = None
+        self._last: Snapshot | None = None
+        self._may_copy_late: bool | None = None  # None: not known yet
+        self._has_warned = False
 
     @property
     def ring_bytes(self) -> int:
@@ -181,14 +192,43 @@ class Staging:
         limit = (available_memory() + have) // 2 if self._limit_bytes is None else self._limit_bytes
         return size_bytes <= limit
 
+    def reserve(self, size_bytes: int) -> bool:
+        """Get memory for a snapshot of ``size_bytes``; false where that is too much, or the system gives no more."""
+        self.prepared()
+        if not self.fits(size_bytes):
+            return False
+        if self._memory is None or self._memory.size_bytes < size_bytes:
+            try:
+                self._allocate(size_bytes)
+            except (OSError, MemoryError) as e:
+                self._warn_of_no_memory(e)
+                return False
+        return True
+
+    def _warn_of_no_memory(self, error: BaseException) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "no memory for a copy of what is saved (%s): training waits while each checkpoint is written. "
+                "save_staging_bytes limits what is tried.",
+                error,
+            )
+
     def prepare(self, size_bytes: int) -> None:
         """Fault memory for a snapshot of ``size_bytes`` in, in the background: the first touch is what costs most."""
         self.prepared()
         have = 0 if self._memory is None else self._memory.size_bytes
-        if have < size_bytes and self.fits(size_bytes):
-            memory = self._allocate(size_bytes)
-            self._preparing = threading.Thread(target=memory.fault_in, name="checkpoint-memory", daemon=True)
-            self._preparing.start()
+        if have < size_bytes and self.reserve(size_bytes):
+            assert self._memory is not None
+            self._preparing = next(
+                iter(start_threads(functools.partial(self._fault_in, self._memory), 1, name="checkpoint-memory")), None
+            )
+
+    def _fault_in(self, memory: HostMemory) -> None:
+        try:
+            memory.fault_in()
+        except OSError as e:  # whoever needs it meets that again
+            log.info("memory for checkpoints could not be prepared: %s", e)
 
     def prepared(self, timeout: float = _WAIT_SECONDS) -> bool:
         """Wait for :meth:`prepare`; whether it is done."""
@@ -200,7 +240,10 @@ class Staging:
         return True
 
     def take(self, image: Stageable, lazy: Sequence[Optimizer] = ()) -> tuple[HostMemory, Snapshot]:
-        """Copy the tensors of ``image`` and make it read from the copy.
+        """Copy the tensors of ``image`` and make it read from the copy, in memory that :meth:`reserve` got.
+
+        The first time, what could be copied later is copied at once and watched until an optimizer steps: where
+        somebody else changes it, everything is always copied at once from then on.
 
         Args:
             image: what is to be written.
@@ -210,37 +253,75 @@ class Staging:
             The memory, which must not be used for another snapshot before the image is written; and the copy.
         """
         started = time.perf_counter()
-        self.prepared()
         memory = self._memory
-        if memory is None or memory.size_bytes < image.size_bytes:
-            memory = self._allocate(image.size_bytes)
+        assert memory is not None
         self._copier = self._copier or Copier()
-        tensors = _tensors_of(lazy)
-        late = {storage_id(tensor.untyped_storage()) for tensor in tensors}
-        now: list[Job] = []
-        later: list[Job] = []
-        on_devices: list[StorageCopy] = []
-        for copy in image.storages():
-            storage, offset = copy
-            if storage.device.type != "cpu":
-                on_devices.append(copy)
-            elif size := storage.nbytes():
-                jobs = later if storage_id(storage) in late else now
-                jobs.append((memory.address + offset, storage.data_ptr(), size))
-        snapshot = Snapshot(tensors if later else ())
+        self._end_trial()
+        if self._last is not None and self._last.was_torn:
+            self._may_copy_late = False
+        now, on_devices, late = self._dealt(image.storages(), lazy, memory)
+        snapshot = self._last = Snapshot()
         snapshot.events = self._copy_from_devices(on_devices, memory)
         self._copier.copy(now)
         snapshot.seconds = time.perf_counter() - started
-        if later:
-            snapshot.copying = self._copier.start(later)
+        if late is not None and self._may_copy_late is not None:
+            snapshot.start(self._copier, late)
             self._fence.set(lazy, snapshot.finish)
+        elif late is not None:
+            self._copier.copy(late.jobs)
+            self._trial = late
+            self._fence.set(lazy, self._end_trial)
         image.staged_in(memory)
         snapshot.stall_seconds = time.perf_counter() - started
         return memory, snapshot
 
+    def _dealt(
+        self, copies: Iterable[StorageCopy], lazy: Sequence[Optimizer], memory: HostMemory
+    ) -> tuple[list[Job], list[StorageCopy], _LateCopy | None]:
+        """What is copied at once, what devices copy, and what may be copied later and is watched from now on."""
+        assert self._copier is not None
+        may_wait = lazy and self._may_copy_late is not False and self._copier.has_helpers
+        late = {storage_id(tensor.untyped_storage()) for tensor in _tensors_of(lazy)} if may_wait else set[int]()
+        now: list[Job] = []
+        later: list[Job] = []
+        on_devices: list[StorageCopy] = []
+        storages: list[torch.UntypedStorage] = []
+        for copy in copies:
+            storage, offset = copy
+            if storage.device.type != "cpu":
+                on_devices.append(copy)
+            elif size := storage.nbytes():
+                to, source = memory.address + offset, storage.data_ptr()
+                start, watched = whole_pages(source, size)
+                if storage_id(storage) not in late or watched < _LEAST_WATCHED_BYTES or storage.is_shared():
+                    now.append((to, source, size))
+                    continue
+                before, after = start - source, start + watched - source
+                now += [(to, source, before), (to + after, source + after, size - after)]
+                later.append((to + before, start, watched))
+                storages.append(storage)
+        watch = PageWatch.begin([(at, size) for _, at, size in later]) if later else None
+        if watch is None:
+            return [*now, *later], on_devices, None
+        return now, on_devices, _LateCopy(later, storages, watch)
+
+    def _end_trial(self) -> None:
+        """On the training thread: see whether anybody but the optimizers changed what might be copied later."""
+        trial, self._trial = self._trial, None
+        if trial is None:
+            return
+        self._may_copy_late = not trial.was_written_to()
+        if not self._may_copy_late:
+            log.warning(
+                "weights or the optimizer's state change between a save and the optimizer's next step, by the model's "
+                "forward pass, a callback, or an optimizer that the saver does not know, or are shared with another "
+                "process: they are copied before training goes on, as with save_lazy=False."
+            )
+
     def close(self) -> None:
         """Give the memory back."""
         self.prepared()
+        self._end_trial()
         if self._copier is not None:
             self._copier.close()
             self._copier = None

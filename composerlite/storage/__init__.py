@@ -20,8 +20,10 @@ from composerlite.storage.disk import (
     make_folder,
     replace_symlink,
 )
+from composerlite.storage.helpers import start_threads
 from composerlite.storage.memory import Copier, Copying, HostMemory, available_memory
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name
+from composerlite.storage.page_watch import PageWatch, whole_pages
 from composerlite.storage.reader import ParallelReader, verify_file
 from composerlite.storage.retry import RetryPolicy, retry
 from composerlite.storage.sink import Sink
@@ -42,6 +44,7 @@ __all__ = [
     "HostMemory",
     "ObjectInfo",
     "ObjectStore",
+    "PageWatch",
     "ParallelReader",
     "PartUpload",
     "Progress",
@@ -68,7 +71,9 @@ __all__ = [
     "parse_uri",
     "replace_symlink",
     "retry",
+    "start_threads",
     "verify_file",
+    "whole_pages",
 ]
 
 _HOMES = {"Transfer": "transfer", "Uploader": "uploader", "download_url": "http"}

@@ -10,11 +10,12 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from composerlite.storage.addresses import move, move_small
+from composerlite.storage.helpers import start_threads
 
 __all__ = ["Copier", "Copying", "HostMemory", "available_memory"]
 
@@ -30,6 +31,9 @@ _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 Job = tuple[int, int, int]
 """Address to copy to, address to copy from, bytes."""
+
+Step = tuple[Callable[..., object], tuple[Any, ...]]
+"""A function, and what to call it with."""
 
 
 @final
@@ -152,19 +156,22 @@ def _cached_files(group: Path, name: str) -> int:
 class Copying:
     """Copies that go on in other threads: see :meth:`Copier.start`.
 
+    Args:
+        steps: functions to call and what with, each in one of the threads.
+        then: called once when all is copied or has failed, by whoever was the last to copy.
+
     Attributes:
         seconds: from the start until everything was copied.
-        parts: how many pieces are dealt out to the threads.
     """
 
-    def __init__(self, jobs: Iterable[Job]) -> None:
+    def __init__(self, steps: Iterable[Step], then: Callable[[], object] = lambda: None) -> None:
         self.seconds = 0.0
         self._started = time.perf_counter()
-        small, pieces = _cut(jobs)
-        self.parts = len(pieces)
-        self._small, self._pieces = iter(small), iter(pieces)  # a list's iterator gives each element to one thread
+        self._steps = iter(list(steps))  # a list's iterator gives each element to one thread
+        self._then = then
         self._lock = threading.Lock()
         self._running = 0
+        self._over = False
         self._done = threading.Event()
         self._error: BaseException | None = None
 
@@ -189,32 +196,38 @@ class Copying:
         with self._lock:
             self._running += 1
         try:
-            for to, source, size in self._pieces:
-                move(to, source, size)
-            for to, source, size in self._small:
-                move_small(to, source, size)
+            for function, arguments in self._steps:
+                function(*arguments)
         except BaseException as e:  # noqa: BLE001 - raised by wait
             self._error = e
+            self._steps = iter(())  # nobody begins with what is left
         with self._lock:
             self._running -= 1
-            if not self._running and not self._done.is_set():
-                self.seconds = time.perf_counter() - self._started
-                self._done.set()
+            is_last = not self._running and not self._over
+            self._over |= is_last
+        if is_last:
+            self.seconds = time.perf_counter() - self._started
+            try:
+                self._then()
+            except BaseException as e:  # noqa: BLE001 - raised by wait
+                self._error = self._error or e
+            self._done.set()
 
 
-def _cut(jobs: Iterable[Job]) -> tuple[list[Job], list[Job]]:
-    """Jobs that are not worth a change of threads, and pieces of the others."""
-    small: list[Job] = []
-    pieces: list[Job] = []
+def _cut(jobs: Iterable[Job]) -> tuple[list[Step], list[Step]]:
+    """Pieces for several threads, and jobs that are not worth a change of threads."""
+    small: list[Step] = []
+    pieces: list[Step] = []
     for job in jobs:
         to, source, size = job
         if size <= _SMALL_BYTES:
-            small.append(job)
+            small.append((move_small, job))
         elif size <= _PIECE_BYTES:
-            pieces.append(job)
+            pieces.append((move, job))
         else:
-            pieces += [(to + at, source + at, min(_PIECE_BYTES, size - at)) for at in range(0, size, _PIECE_BYTES)]
-    return small, pieces
+            for at in range(0, size, _PIECE_BYTES):
+                pieces.append((move, (to + at, source + at, min(_PIECE_BYTES, size - at))))
+    return pieces, small
 
 
 @final
@@ -227,22 +240,28 @@ class Copier:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Copying | None] = queue.SimpleQueue()
         count = max(1, min(4, len(os.sched_getaffinity(0))) - 1)  # more do not make memory faster
-        self._helpers = [
-            threading.Thread(target=self._run, name="checkpoint-copier", daemon=True) for _ in range(count)
-        ]
-        for helper in self._helpers:
-            helper.start()
+        self._helpers = start_threads(self._run, count, name="checkpoint-copier")
+
+    @property
+    def has_helpers(self) -> bool:
+        """Whether there are threads, so that something can be copied behind this one."""
+        return bool(self._helpers)
 
     def copy(self, jobs: Iterable[Job]) -> None:
         """Copy memory: for each job the address to copy to, that to copy from, and how many bytes."""
-        copying = Copying(jobs)
-        for _ in self._helpers[: copying.parts - 1]:
+        pieces, small = _cut(jobs)
+        copying = Copying([*pieces, *small])
+        for _ in self._helpers[: max(0, len(pieces) - 1)]:
             self._queue.put(copying)
         copying.finish()
 
-    def start(self, jobs: Iterable[Job]) -> Copying:
-        """The same behind this thread, with one of the others; :meth:`Copying.finish` has this one help."""
-        copying = Copying(jobs)
+    def start(self, jobs: Iterable[Job], then: Callable[[], object] = lambda: None) -> Copying:
+        """Copy behind this thread, with one of the others; :meth:`Copying.finish` has this one help.
+
+        ``then`` is called when everything is copied or that has failed.
+        """
+        pieces, small = _cut(jobs)
+        copying = Copying([*pieces, *small], then)
         self._queue.put(copying)
         return copying
 

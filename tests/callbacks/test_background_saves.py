@@ -336,3 +336,42 @@ def test_names_that_do_not_differ_collide_early(tmp_path: Path) -> None:
     with trainer(tmp_path, run_name="other", save_filename="last.pt") as run, pytest.raises(CheckpointExistsError):
         run.fit(duration="2ba")
     assert batches(tmp_path) == [2]
+
+
+# ── models that change their own weights ─────────────────────────────────────────────────────────────────────────────
+class Clamped(Model):
+    """Its forward pass changes its weights, by ways that torch does not count."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        if self.training:
+            self.layer.weight.data.mul_(0.999)
+            self.layer.bias.data = self.layer.bias.data.clamp(-1, 1) + 0.001
+        return super().forward(batch)
+
+
+def test_a_model_that_changes_its_weights_in_forward_is_saved_as_it_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the optimizer has no state to begin with: each file is its batch's."""
+    seen = WeightsAt()
+    model = Clamped(700_000)
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    run = Trainer(
+        model=model,
+        optimizers=adam,
+        train_dataloader=data(),
+        callbacks=[seen],
+        max_duration="3ep",
+        save_interval="1ba",
+        save_filename="ba{batch}.pt",
+        save_folder=tmp_path,
+        save_lazy=True,
+        progress_bar=False,
+    )
+    with run:
+        run.fit()
+    assert batches(tmp_path) == list(range(1, 13))
+    for batch, weight in seen.weights.items():
+        saved = torch.load(tmp_path / f"ba{batch}.pt", weights_only=True, mmap=True)["state"]["model"]
+        assert torch.equal(saved["layer.weight"], weight)
+    assert caplog.text.count("change between a save and the optimizer's next step") <= 1

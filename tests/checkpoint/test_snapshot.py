@@ -1,8 +1,8 @@
-"""A snapshot is one moment: what changes while it is taken is found, even where torch counts the change later."""
+"""A snapshot is one moment: what changes while it is taken is found, whoever changes it."""
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +13,8 @@ from composerlite.checkpoint.formats.torch_file import TorchImage
 from composerlite.checkpoint.snapshot import Snapshot, Staging
 from composerlite.errors import SaveError
 
+SIZE = 4 << 20
+
 
 @pytest.fixture
 def staging() -> Iterator[Staging]:
@@ -22,46 +24,81 @@ def staging() -> Iterator[Staging]:
     staging.close()
 
 
-def lazily(staging: Staging, optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> Snapshot:
-    """A snapshot of ``weight`` that is copied, as it seems, and was found good so far."""
-    _, snapshot = staging.take(TorchImage({"weight": weight}), [optimizer])
-    snapshot.wait()
-    return snapshot
-
-
 @pytest.fixture
 def weight() -> nn.Parameter:
     """With a gradient."""
-    weight = nn.Parameter(torch.zeros(1000))
+    weight = nn.Parameter(torch.zeros(SIZE))
     weight.grad = torch.ones_like(weight)
     return weight
 
 
-def test_a_change_that_ran_during_the_copy_is_seen_at_the_step(staging: Staging, weight: nn.Parameter) -> None:
-    """torch counts a change when it is done; the copy may be over by then."""
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    snapshot = lazily(staging, optimizer, weight)
-    torch.autograd.graph.increment_version(weight)
+def lazily(staging: Staging, optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> Snapshot:
+    """A snapshot of ``weight``."""
+    image = TorchImage({"weight": weight})
+    assert staging.reserve(image.size_bytes)
+    return staging.take(image, [optimizer])[1]
+
+
+def tried(staging: Staging, optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> None:
+    """The first snapshot of a run, that sees whether others write; nobody did."""
+    lazily(staging, optimizer, weight).wait()
     optimizer.step()
-    with pytest.raises(SaveError, match="changed in place between the save and the optimizer's next step"):
-        snapshot.settle()
+    if lazily(staging, optimizer, weight).copying is None:
+        pytest.skip("the kernel cannot watch pages (Linux 6.7), or may not here")
+    optimizer.step()
 
 
-def test_a_change_that_ran_during_the_copy_is_seen_without_a_step(staging: Staging, weight: nn.Parameter) -> None:
-    """An evaluation of half an hour may come before the next step: the save does not wait for its end."""
-    snapshot = lazily(staging, torch.optim.SGD([weight], lr=1.0), weight)
-    torch.autograd.graph.increment_version(weight)
-    started = time.monotonic()
-    with pytest.raises(SaveError, match="changed in place"):
-        snapshot.settle()
-    assert time.monotonic() - started < 30
+def test_a_change_that_torch_does_not_count_is_seen(staging: Staging, weight: nn.Parameter) -> None:
+    """Once only: everything is copied at once from then on."""
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    tried(staging, optimizer, weight)
+    torn = 0
+    for _ in range(20):
+        snapshot = lazily(staging, optimizer, weight)
+        weight.data[1000:-1000:1024] = 3.0
+        optimizer.step()
+        try:
+            snapshot.wait()
+        except SaveError as e:
+            assert "was changed between the save and the optimizer's next step" in str(e)  # noqa: PT017
+            torn += 1
+    assert torn == 1
+    assert lazily(staging, optimizer, weight).copying is None
+
+
+def test_who_writes_at_the_first_save_is_left_to_write(
+    staging: Staging, weight: nn.Parameter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No save of such a run fails: one warning, and copies before training goes on."""
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    tried(Staging(), optimizer, weight)  # skips where nothing can be watched
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            snapshot = lazily(staging, optimizer, weight)
+            weight.data.clamp_(-0.5, 0.5)
+            optimizer.step()
+            snapshot.wait()
+            assert snapshot.copying is None
+    assert caplog.text.count("change between a save and the optimizer's next step") == 1
 
 
 def test_the_optimizers_own_change_is_none(staging: Staging, weight: nn.Parameter) -> None:
     """It waits for the copy, so it is after that, however late anybody looks."""
     optimizer = torch.optim.SGD([weight], lr=1.0)
+    tried(staging, optimizer, weight)
     snapshot = lazily(staging, optimizer, weight)
     optimizer.step()
     optimizer.step()
-    snapshot.settle()
-    assert float(weight.detach().sum()) == -2000.0
+    snapshot.wait()
+    assert float(weight.detach()[0]) == -4.0
+
+
+def test_weights_that_are_shared_are_copied_at_once(staging: Staging, weight: nn.Parameter) -> None:
+    """Another process writes to them when it likes, unseen."""
+    weight.share_memory_()
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for _ in range(3):
+        snapshot = lazily(staging, optimizer, weight)
+        assert snapshot.copying is None
+        optimizer.step()
+        snapshot.wait()
