@@ -202,6 +202,7 @@ class CheckpointSaver(Callback):
         self.blocked_seconds = 0.0
         self.reports: deque[SaveReport] = deque(maxlen=_REPORTS)
         self._last_was_ephemeral = False
+        self._last_says_stopped = False
         self._failures = FailuresInARow(self.failure_limit, "saved")
         self._warned = False
         self._measured = MeasuredMetrics()
@@ -439,11 +440,13 @@ class CheckpointSaver(Callback):
         self._save_if_due(state, Event.ITERATION_CHECKPOINT)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Wait for the save in flight, and until all checkpoints are published.
+        """Save that the run was stopped if no checkpoint says so; wait for the save in flight and all publishing.
 
         Raises:
             Exception: what made one fail.
         """
+        if state.stopped is not None:  # maybe behind the last moment at which one is saved
+            self._save_if_due(state, Event.EPOCH_CHECKPOINT)
         self._collect()
         if self._publishing.has_places:
             self._publishing.wait_together()
@@ -494,6 +497,8 @@ class CheckpointSaver(Callback):
         if not due and not ephemeral:
             return
         saved_already = self.last_checkpoint_batch == int(state.timestamp.batch)
+        if state.stopped is not None and not self._last_says_stopped and not self.weights_only:
+            saved_already = False
         if not saved_already or (due and self._last_was_ephemeral):
             self._start(state, ephemeral=ephemeral)
 
@@ -580,6 +585,7 @@ class CheckpointSaver(Callback):
             self._collect()
         # Set first: the checkpoint that is being written counts as saved in its own state.
         self.last_checkpoint_batch, self._last_was_ephemeral = int(state.timestamp.batch), ephemeral
+        self._last_says_stopped = state.stopped is not None
         name = format_name_with_dist_and_time(self.filename.filename, state.run_name, state.timestamp, **FIRST_RANK)
         overwrite = self._may_overwrite(name)
         if isinstance(self.save_interval, AutoInterval):

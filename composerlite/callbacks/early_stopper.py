@@ -29,7 +29,7 @@ class EarlyStopper(Callback):
 
     The metric is looked at after each evaluation on ``dataloader_label`` during ``fit``, or after each epoch if that is
     the training data. A resumed run goes on as if it had not been interrupted, and a run that was stopped stays stopped
-    when it is started again (unless with more patience).
+    when it is started again (unless with more patience, or a later end).
 
     Args:
         monitor: name of the metric, without ``metrics/<label>/``.
@@ -86,16 +86,20 @@ class EarlyStopper(Callback):
         self._best_batch = state_dict["best_batch"]
         self._was_stopped = state_dict["stopped"]
 
+    def after_load(self, state: State, logger: Logger) -> None:
+        if not self._was_stopped or not state.fit_starts:  # another run has loaded it, and is not stopped
+            return
+        self._stopped = self._is_out_of_patience(state)
+        if not self._stopped:
+            state.stopped = None
+        elif state.stopped is None:  # a checkpoint from before this was part of the state
+            state.stopped = state.max_duration
+
     def fit_start(self, state: State, logger: Logger) -> None:
         self._check_names(state)
-        self._standalone = False
+        self._standalone = self._stopped = self._was_stopped = False
         if self._best_batch > int(state.timestamp.batch):  # the clock was set back: another training begins
             self.best = None
-        self._stopped = self._was_stopped and self._is_out_of_patience(state)
-        self._was_stopped = False
-        if self._stopped:
-            state.stop_training()
-            log.info("EarlyStopper: this run was stopped at batch %d already", int(state.timestamp.batch))
 
     def eval_standalone_start(self, state: State, logger: Logger) -> None:
         self._standalone = True

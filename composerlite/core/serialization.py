@@ -31,7 +31,7 @@ from composerlite.core.optimizer_state import (
     optimizer_places,
     optimizer_problems,
 )
-from composerlite.core.time import Timestamp
+from composerlite.core.time import Time, Timestamp
 from composerlite.errors import CheckpointError, IncompatibleCheckpointError
 from composerlite.types import StateDict
 
@@ -145,6 +145,8 @@ def _metadata(state: State) -> StateDict:
     if state.interruption.evaluation is not None:
         event, labels = state.interruption.evaluation
         metadata["interrupted_evaluation"] = {"event": event.value, "labels": list(labels)}
+    if state.stopped is not None:
+        metadata["stopped"] = str(state.stopped)
     batch_size = getattr(state.train_dataloader, "batch_size", None)
     return metadata if batch_size is None else {**metadata, "train_dataloader_batch_size": batch_size}
 
@@ -287,6 +289,8 @@ def _load_time(state: State, contents: StateDict) -> None:
         starts = contents.get("metadata", {}).get("fit_starts", ())
         state.fit_starts = [Timestamp.from_state_dict(start) for start in starts]
         state.resumed_learning_rates = tuple(map(float, contents.get("metadata", {}).get("learning_rates", ())))
+        stopped = contents.get("metadata", {}).get("stopped")
+        state.stopped = None if stopped is None else Time.from_input(stopped)
         evaluated = contents.get("metadata", {}).get("evaluated_at", {})
         state.evaluated_at = {str(label): int(batch) for label, batch in evaluated.items()}
         if evaluation := contents.get("metadata", {}).get("interrupted_evaluation"):

@@ -58,6 +58,7 @@ class State:
         riders: numbers that are added up over the ranks in each batch.
         interruption: whether the process was asked from outside to end.
         stop_requested: with several ranks, :meth:`stop_training` was called on this one and the others do not know yet.
+        stopped: the ``max_duration`` that the run had when it was stopped; ``None`` if it was not. In checkpoints.
     """
 
     serialized_attributes = (
@@ -119,6 +120,7 @@ class State:
         self.deepspeed_config = deepspeed_config
         self.deepspeed: Any = None
         self.stop_requested = False
+        self.stopped: Time | None = None
         self.riders = dist.Riders()
         self.interruption = Interruption(self.riders)
 
@@ -202,11 +204,19 @@ class State:
         """End training after the current batch: ``max_duration`` becomes now.
 
         With several ranks one of them is enough: all end after the same batch, the first at whose end they can agree.
+        Checkpoints say so: the run has ended when it is launched again, too, unless it is given a later end.
         """
         if self.world_size > 1:
             self.stop_requested = True
         else:
-            self.max_duration = self.timestamp.batch
+            self.end_as_stopped()
+
+    def end_as_stopped(self) -> None:
+        """Do what :meth:`stop_training` asks for. Every rank calls it after the same batch."""
+        if self.stopped is None:
+            self.stopped = self._max_duration
+        self.stop_requested = False
+        self.max_duration = self.timestamp.batch
 
     @property
     def sharding(self) -> str | None:

@@ -54,6 +54,7 @@ __all__ = [
     "eval_metrics",
     "given_rates",
     "in_a_store",
+    "is_later",
     "limited",
     "memory_saver",
     "output_loggers",
@@ -241,6 +242,11 @@ def eval_metrics(model: ComposerModel, evaluator: Evaluator, device: torch.devic
                     f"has: {', '.join(available) or 'none'}."
                 )
     return {name: copy.deepcopy(metric).to(device) for name, metric in chosen.items()}
+
+
+def is_later(end: Time, stopped: Time | None) -> bool:
+    """Whether ``end`` is another one than the run had when it was ``stopped``, and not an earlier one."""
+    return stopped is not None and (end.unit is not stopped.unit or end > stopped)
 
 
 def scaled_duration(max_duration: TimeInput | None, ratio: float) -> TimeInput | None:

@@ -95,8 +95,7 @@ class Counted(NamedTuple):
 
 
 def end_now(state: State) -> None:
-    """Let training be over. Every rank calls it after the same batch."""
-    state.stop_requested = False
+    """Let training be over, as by a clock. Every rank calls it after the same batch."""
     if not state.training_is_over:
         state.max_duration = state.timestamp.batch
 
@@ -172,8 +171,10 @@ class Together(Company):
         return (all_samples, all_tokens) if ranks else None
 
     def agree_on_end(self, state: State) -> None:
-        (ends,) = self._sums(state, int(state.training_is_over or state.stop_requested))
-        if ends:
+        over, stops = self._sums(state, int(state.training_is_over), int(state.stop_requested))
+        if stops:
+            state.end_as_stopped()
+        elif over:
             end_now(state)
 
     def any(self, happened: bool) -> bool:

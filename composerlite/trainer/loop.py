@@ -24,7 +24,7 @@ from composerlite.core import (
 )
 from composerlite.errors import ConfigError, TrainingError
 from composerlite.trainer.attempt import BeforeLoading
-from composerlite.trainer.company import Alone, Company, Counted, end_now
+from composerlite.trainer.company import Alone, Company, Counted
 from composerlite.trainer.dataloading import DataPosition
 from composerlite.trainer.evaluate import EvaluationSchedule, log_metrics
 from composerlite.trainer.step import TrainStep
@@ -120,6 +120,7 @@ def run(loop: Loop) -> None:
         loop.position.finish_epoch(exhausted=exhausted)
         _end_epoch(loop)
 
+    state.stop_requested = False  # it has ended, whatever asked for it
     engine.run_event(Event.FIT_END)
 
 
@@ -247,8 +248,8 @@ def _batch(loop: Loop, batch: Batch, clock: int, own: tuple[int, int], counted: 
     evaluated = bool(state.evaluators) and loop.evaluation.run_due(Event.BATCH_END)
     if evaluated:
         now = time.perf_counter_ns() // 1000  # evaluation is not training time; saving a checkpoint is
-    if counted.stops or state.training_is_over:
-        end_now(state)
+    if counted.stops:
+        state.end_as_stopped()
     if evaluated or loop.agrees_at_end:
         loop.company.agree_on_end(state)  # before a checkpoint, which all save together
     for handler in on[Event.BATCH_CHECKPOINT]:

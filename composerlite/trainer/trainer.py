@@ -506,6 +506,10 @@ class Trainer:
             state.max_duration = state.fit_starts[number].get(time.unit) + time
         if state.max_duration is None:
             raise ConfigError("there is no end: pass max_duration to Trainer or duration to fit.")
+        if not begun_before or build.is_later(state.max_duration, state.stopped):
+            state.stopped = None
+        elif state.stopped is not None:
+            state.max_duration = state.timestamp.batch
         return begun_before
 
     # ── evaluation, prediction ───────────────────────────────────────────────────────────────────────────────────

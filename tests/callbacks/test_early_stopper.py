@@ -116,22 +116,6 @@ def test_patience_survives_a_resume(training, interrupted_after):
     assert epochs_until_stopped(second, values[interrupted_after:]) == 4 - interrupted_after
 
 
-def test_a_stopped_run_stays_stopped(training):
-    """Launching a stopped run again trains no further; with more patience it does."""
-    first = training(EarlyStopper("accuracy", "eval"), max_duration="10ep")
-    epochs_until_stopped(first, [0.5, 0.4, 0.4])
-    saved = first.state.callbacks[1].state_dict()
-
-    for patience, is_over in ((1, True), (5, False)):
-        again = EarlyStopper("accuracy", "eval", patience=patience)
-        again.load_state_dict(saved)
-        second = training(again, max_duration="10ep")
-        second.state.timestamp = first.state.timestamp
-        second.state.eval_metrics = first.state.eval_metrics
-        second.start()
-        assert second.state.training_is_over is is_over
-
-
 def test_another_fit_after_a_stop_trains(training):
     """Whoever calls `fit` again after training was stopped gets training, until the next look at the metric."""
     run = training(EarlyStopper("accuracy", "eval"), max_duration="10ep")
