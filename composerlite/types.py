@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+import collections
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
-__all__ = ["JSON", "Batch", "StateDict", "Stateful"]
+__all__ = ["JSON", "Batch", "StateDict", "Stateful", "items_of", "with_items"]
 
 JSON: TypeAlias = "str | int | float | bool | Sequence[JSON] | Mapping[str, JSON] | None"
 """What ``json.dumps`` takes."""
@@ -24,3 +26,33 @@ class Stateful(Protocol):
     def state_dict(self) -> StateDict: ...
 
     def load_state_dict(self, state_dict: StateDict, /) -> object: ...
+
+
+def items_of(value: object) -> Iterable[tuple[Any, Any]]:
+    """The keys or numbers, and the items, of a dict, list, tuple, named tuple or deque; nothing of anything else."""
+    if isinstance(value, dict):
+        return cast("dict[Any, Any]", value).items()
+    is_sequence = type(value) is tuple or isinstance(value, list | collections.deque) or _is_named_tuple(value)
+    return enumerate(cast("Sequence[Any]", value)) if is_sequence else ()
+
+
+def with_items(value: Any, replace: Callable[[Any, Any], Any]) -> Any:
+    """A new container like ``value`` with ``replace(key, item)`` in the place of each of its :func:`items_of`.
+
+    What is no container is given back itself.
+    """
+    if type(value) in (list, tuple, dict):  # most are
+        items = [replace(key, item) for key, item in items_of(value)]
+        return dict(zip(value, items, strict=True)) if type(value) is dict else type(value)(items)
+    if _is_named_tuple(value):
+        return type(value)._make(replace(key, item) for key, item in items_of(value))
+    if not isinstance(value, dict | list | collections.deque):
+        return value
+    made: Any = copy.copy(cast("Any", value))
+    for key, item in items_of(cast("object", value)):
+        made[key] = replace(key, item)
+    return made
+
+
+def _is_named_tuple(value: object) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_make")

@@ -77,6 +77,10 @@ class EMA(Algorithm):
         """The average and how many updates are in it, whether or not it is in the model now."""
         return self._average.state_dict()
 
+    def state_like(self, state: State) -> dict[str, Any]:
+        """The weights, as which their average is distributed over ranks."""
+        return self._average.state_like(state.model)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave."""
         self._average.load_state_dict(state_dict)

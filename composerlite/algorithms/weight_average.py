@@ -94,6 +94,10 @@ class WeightAverage:
         """The number of samples and the average by parameter name, shown or not. Tensors are not copied."""
         return {"count": self.count, "tensors": self._averages()}
 
+    def state_like(self, model: nn.Module) -> StateDict:
+        """The weights of ``model``, by the keys of their average."""
+        return {"tensors": dict(_named_tensors(model))}
+
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Take back what :meth:`state_dict` gave. An average that is shown is then that one.
 

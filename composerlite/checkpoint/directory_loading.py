@@ -19,7 +19,7 @@ from composerlite.checkpoint.ranks_together import from_first_rank, together
 from composerlite.checkpoint.restoring import Restoring, half_loaded
 from composerlite.checkpoint.state_keys import nested
 from composerlite.errors import IncompatibleCheckpointError
-from composerlite.types import StateDict
+from composerlite.types import StateDict, items_of, with_items
 
 __all__ = ["as_in_a_file", "load_directory"]
 
@@ -55,7 +55,7 @@ def _read(reader: sharded.RemoteFileSystemReader, elsewhere: Elsewhere, targets:
     """Fill ``targets``, on every rank. What several ranks want of the files that they see one of them reads."""
     elsewhere.bring_tensors(targets)
     with half_loaded(bool(targets)):
-        sharded.load(reader, targets, ranks=sharded.Ranks(alone=dist.get_world_size() == 1), is_flat=True)
+        sharded.load_leaves(reader, targets, ranks=sharded.Ranks(alone=dist.get_world_size() == 1))
 
 
 def _plain_values(reader: sharded.RemoteFileSystemReader, elsewhere: Elsewhere, source: str) -> dict[str, Any]:
@@ -131,13 +131,8 @@ def _with_targets(wanted: Any, live: Any, key_of: dict[int, str], targets: dict[
         target = _target(wanted, live, taken)
         targets[key_of[id(wanted)]] = target
         return target
-    if type(wanted) is dict:
-        items = cast("StateDict", wanted).items()
-        lives = cast("StateDict", live) if isinstance(live, dict) else {}
-        return {key: _with_targets(value, lives.get(key), key_of, targets, taken) for key, value in items}
-    if type(wanted) is list:
-        return [_with_targets(value, None, key_of, targets, taken) for value in cast("list[Any]", wanted)]
-    return wanted
+    lives = dict(items_of(live))
+    return with_items(wanted, lambda key, value: _with_targets(value, lives.get(key), key_of, targets, taken))
 
 
 def _target(unread: Tensor, live: Any, taken: set[int]) -> Tensor:

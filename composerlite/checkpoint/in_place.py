@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from composerlite import dist
 from composerlite.checkpoint.formats.torch_reader import Record, Sieve
+from composerlite.types import items_of, with_items
 
 __all__ = ["Places", "placed"]
 
@@ -126,15 +128,11 @@ def _pairs(saved: Any, live: Any) -> Iterator[_Pair]:
             type(saved) in (Tensor, nn.Parameter) and saved.layout is torch.strided
         ):  # others have no storage to speak of
             yield _Pair(saved, live if isinstance(live, Tensor) else None)
-    elif isinstance(saved, dict):
-        lives = live if isinstance(live, dict) else {}
-        for key, value in saved.items():  # pyright: ignore[reportUnknownVariableType]
-            if isinstance(value, Tensor | dict | list | tuple):
-                yield from _pairs(value, lives.get(key))  # pyright: ignore[reportUnknownMemberType]
-    elif isinstance(saved, list | tuple):
-        for value in saved:  # pyright: ignore[reportUnknownVariableType]
-            if isinstance(value, Tensor | dict | list | tuple):
-                yield from _pairs(value, None)
+        return
+    lives = dict(items_of(live))
+    for key, value in items_of(saved):
+        if isinstance(value, Tensor | dict | list | tuple | deque):
+            yield from _pairs(value, lives.get(key))
 
 
 def _fits(pair: _Pair, first: _Pair, record: Record) -> bool:
@@ -200,6 +198,5 @@ def _shared_memory(groups: Mapping[int, list[_Pair]]) -> set[tuple[int, int]]:
 def _with_live(saved: Any, live: Any, replaced: Mapping[int, Tensor]) -> Any:
     if isinstance(saved, Tensor):
         return replaced.get(id(saved), saved)
-    if isinstance(saved, dict) and isinstance(live, dict):
-        return {key: _with_live(value, live[key], replaced) if key in live else value for key, value in saved.items()}  # pyright: ignore
-    return saved
+    lives = dict(items_of(live))
+    return with_items(saved, lambda key, value: _with_live(value, lives[key], replaced) if key in lives else value)

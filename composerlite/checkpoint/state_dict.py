@@ -32,6 +32,7 @@ from composerlite.checkpoint.state_keys import (
     nested,
     prune_state_dict,
     swap_param_keys,
+    with_inner,
 )
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict, Stateful
@@ -86,6 +87,7 @@ def save_state_dict(
     Raises:
         CheckpointExistsError: a FileExistsError: the directory is not empty, and ``save_overwrite`` is false.
         ConfigError: a value is out of its range, or the URI names no store.
+        SaveError: something in it cannot be saved; names its key.
         RankError: a rank failed to write, or is late: names it, on every rank. Its cause is what that rank raised.
         OSError, ObjectStoreError: it cannot be written.
     """
@@ -399,7 +401,8 @@ def load_keys(
 
     def each() -> Generator[Any]:
         for key in wanted:
-            yield values[key] if key in values else nested(metadata, key, leaves[key], values)
+            whole = with_inner(metadata, leaves[key], values)
+            yield whole[key] if key in whole else nested(metadata, key, leaves[key], values)
 
     return each()
 
@@ -426,7 +429,7 @@ def _reader(
 def _fill_in(state: StateDict, metadata: Metadata, path: str = "") -> None:
     """Put a tensor where ``None`` stands for one."""
     for key, value in state.items():
-        full = f"{path}.{key}" if path else key
+        full = f"{path}.{key}" if path else str(key)
         stored = metadata.state_dict_metadata.get(full)
         if isinstance(value, dict):
             _fill_in(cast("StateDict", value), metadata, full)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composerlite.checkpoint.formats import sharded
+from composerlite.checkpoint.formats.sharded_leaves import owner_of
 from composerlite.checkpoint.state_keys import swap_param_keys
 from composerlite.errors import IncompatibleCheckpointError, did_you_mean
 from composerlite.types import StateDict
@@ -51,7 +52,9 @@ def check_fit(
             if value.dtype is not there.properties.dtype:
                 dtypes.append(f"{key}: {there.properties.dtype} in the checkpoint, {value.dtype} here")
     prefixes = tuple(f"{name}." for name in owned)
+    metadata = reader.read_metadata()
     unexpected = [key for key in stored if key not in wanted and key.startswith(prefixes)] if owned else []
+    unexpected = [key for key in unexpected if owner_of(metadata, key) not in wanted]
     found = {"of another shape": shapes}
     if strict:
         found = {"missing in the checkpoint": missing, "unexpected": unexpected, **found, "of another type": dtypes}

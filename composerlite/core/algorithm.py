@@ -55,6 +55,13 @@ class Algorithm(ABC):
         """Progress to save: tensors and plain values."""
         return {}
 
+    def state_like(self, state: State) -> dict[str, Any]:
+        """Tensors that are distributed over ranks as those of a state to be loaded are to be, under the same keys.
+
+        By default those of the state that the algorithm has now. What is not among them is loaded whole on each rank.
+        """
+        return self.state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from composerlite import dist
 from composerlite.errors import IncompatibleCheckpointError
+from composerlite.types import items_of, with_items
 
 __all__ = [
     "clean_name",
@@ -73,16 +74,17 @@ def optimizer_problems(
         problems.append(f"it was saved with state of what is in no group: {', '.join(foreign)}")
     for name, live in optimizer_places(optimizer, model).items():
         for key, value in state_dict["state"].get(name, {}).items():
-            if key in live and isinstance(value, torch.Tensor) and value.shape != live[key].shape:
-                shapes = f"{tuple(value.shape)} in the checkpoint, {tuple(live[key].shape)} now"
+            own = live.get(key)
+            if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and value.shape != own.shape:
+                shapes = f"{tuple(value.shape)} in the checkpoint, {tuple(own.shape)} now"
                 problems.append(f"{key} of {name} has another shape: {shapes}")
     return [f"{source}: {kind} does not fit. {'; '.join(problems)}. {way_out}"] if problems else []
 
 
 def optimizer_places(
     optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Mapping[str, Any]] | None = None
-) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors that ``optimizer`` keeps, by parameter name and key, for those parameters that it has stepped.
+) -> dict[str, dict[str, Any]]:
+    """The tensors and containers that ``optimizer`` keeps, by name and key, for those parameters that it has stepped.
 
     None for an optimizer that takes back its state in a way of its own: what it does with a tensor is not known.
 
@@ -95,19 +97,22 @@ def optimizer_places(
     own_way = type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
     if own_way or optimizer._optimizer_load_state_dict_pre_hooks:  # pyright: ignore[reportPrivateUsage]
         return {}
-    places: dict[str, dict[str, torch.Tensor]] = {}
+    places: dict[str, dict[str, Any]] = {}
     for group, names in zip(optimizer.param_groups, _names(optimizer, model), strict=True):
         for parameter, name in zip(group["params"], names, strict=True):
             if parameter in optimizer.state:  # to read what is not there would make it
                 state = optimizer.state[parameter]
-                places[name] = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+                places[name] = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) or items_of(v)}
             elif saved is not None and dist.is_distributed_tensor(parameter):
-                places[name] = {
-                    key: dist.empty_shard_like(parameter, value.dtype)
-                    for key, value in saved.get(name, {}).items()
-                    if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-                }
+                places[name] = _spread_as(parameter, dict(saved.get(name, {})))
     return places
+
+
+def _spread_as(parameter: torch.Tensor, saved: Any) -> Any:
+    """``saved`` with new tensors for those of the shape of ``parameter``, distributed as it is."""
+    if isinstance(saved, torch.Tensor):
+        return dist.empty_shard_like(parameter, saved.dtype) if saved.shape == parameter.shape else None
+    return with_items(saved, lambda _, item: _spread_as(parameter, item))
 
 
 def _as_kept(
@@ -124,15 +129,21 @@ def _as_kept(
     if not parameters:
         return dict(saved)
 
-    def kept(name: str, key: str, value: Any) -> Any:
-        if name not in parameters or not isinstance(value, torch.Tensor) or dist.is_distributed_tensor(value):
-            return value
-        like = places.get(name, {}).get(key)
-        if like is None and value.dim() > 0 and value.shape == parameters[name].shape:
-            like = parameters[name]
-        return dist.distributed_like(value, like) if like is not None and dist.is_distributed_tensor(like) else value
+    def kept(value: Any, live: Any, parameter: torch.Tensor) -> Any:
+        if not isinstance(value, torch.Tensor):
+            lives = dict(items_of(live))
+            return with_items(value, lambda key, item: kept(item, lives.get(key), parameter))
+        if live is None and value.dim() > 0 and value.shape == parameter.shape:
+            live = parameter
+        is_whole = not dist.is_distributed_tensor(value)
+        return (
+            dist.distributed_like(value, cast("Any", live)) if is_whole and dist.is_distributed_tensor(live) else value
+        )
 
-    return {name: {key: kept(name, key, value) for key, value in state.items()} for name, state in saved.items()}
+    return {
+        name: kept(dict(state), places.get(name), parameters[name]) if name in parameters else state
+        for name, state in saved.items()
+    }
 
 
 def load_named_optimizer_state(

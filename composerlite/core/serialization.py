@@ -204,7 +204,27 @@ def places_for(
                 places["optimizers"][name] = {"state": optimizer_places(optimizer, state.model, saved["state"])}
     if problems:
         raise IncompatibleCheckpointError("\n".join(problems))
+    if not weights_only and dist.any_distributed(state.model.parameters()):
+        places |= _distributed_parts(state, contents, source)
     return places
+
+
+def _distributed_parts(state: State, contents: StateDict, source: str) -> StateDict:
+    """New tensors for those of algorithms and callbacks that are distributed over ranks."""
+    algorithms = stable_names((a.state_key, a) for a in state.algorithms)
+    callbacks = stable_names((c.state_key, c) for c in state.callbacks)
+    made: StateDict = {"algorithms": [], "callbacks": {}}
+    for name, saved in contents.get("algorithms", ()):
+        like: Any = None
+        if name in algorithms and "state" in saved:
+            with _restoring(f"algorithms/{name}", source):
+                like = {"state": algorithms[name].state_like(state)}
+        made["algorithms"].append((name, dist.shards_like(saved, like)))
+    for name, saved in contents.get("callbacks", {}).items():
+        if name in callbacks and saved:
+            with _restoring(f"callbacks/{name}", source):
+                made["callbacks"][name] = dist.shards_like(saved, callbacks[name].state_dict())
+    return made
 
 
 def load_weights(

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         has_copies,
         is_distributed_tensor,
         part_of,
+        shards_like,
     )
     from composerlite.dist.spread import Spread, spreading
     from composerlite.dist.tensors import any_distributed, full_tensor, total_norm
@@ -94,6 +95,7 @@ __all__ = [
     "move",
     "part_of",
     "run_local_rank_zero_first",
+    "shards_like",
     "spreading",
     "total_norm",
 ]
@@ -107,7 +109,16 @@ _HOMES = {
     **dict.fromkeys(("Rider", "Riders"), "riders"),
     **dict.fromkeys(("any_distributed", "full_tensor", "total_norm"), "tensors"),
     **dict.fromkeys(
-        ("Part", "distributed_like", "empty_shard_like", "has_copies", "is_distributed_tensor", "part_of"), "shards"
+        (
+            "Part",
+            "distributed_like",
+            "empty_shard_like",
+            "has_copies",
+            "is_distributed_tensor",
+            "part_of",
+            "shards_like",
+        ),
+        "shards",
     ),
     **dict.fromkeys(("Spread", "spreading"), "spread"),
     **dict.fromkeys(

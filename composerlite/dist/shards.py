@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from composerlite.dist.env import get_world_size
+from composerlite.types import items_of, with_items
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Part", "distributed_like", "empty_shard_like", "has_copies", "is_distributed_tensor", "part_of"]
+__all__ = ["Part", "distributed_like", "empty_shard_like", "has_copies", "is_distributed_tensor", "part_of", "shards_like"]
 
 
 class Part(NamedTuple):
@@ -73,3 +74,15 @@ def distributed_like(whole: Tensor, tensor: Tensor) -> Tensor:
         whole = whole.narrow(dim, start, length)
     part.local.copy_(whole)
     return made
+
+
+def shards_like(saved: Any, live: Any) -> Any:
+    """``saved`` with a new tensor for each whose counterpart in ``live`` is distributed, distributed as that is.
+
+    ``None`` stands for the other tensors.
+    """
+    if isinstance(saved, Tensor):
+        is_like = isinstance(live, Tensor) and is_distributed_tensor(live) and live.shape == saved.shape
+        return empty_shard_like(live, saved.dtype) if is_like else None
+    lives = dict(items_of(live))
+    return with_items(saved, lambda key, item: shards_like(item, lives.get(key)))

@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from composerlite.checkpoint.formats.sharded_leaves import KEYS
+
 __all__ = ["PackedPlan", "Share", "merge_plans"]
 
 _validate: Any = default_planner._validate_global_plan  # pyright: ignore[reportPrivateUsage] - the rules are DCP's
@@ -65,7 +67,7 @@ class _Columns:
             keys,
             [None if tensor is None else tuple(tensor.size) for tensor in tensors],
             [None if tensor is None else _shared(tensor.properties, known) for tensor in tensors],
-            {key: paths[key] for key in keys if key in paths},
+            {key: paths[key] for key in [*keys, *(key for key in paths if key.startswith(KEYS))] if key in paths},
         )
         return cls(
             pickle.dumps(table),

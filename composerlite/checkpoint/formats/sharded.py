@@ -19,7 +19,6 @@ from typing import Any, final
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -52,6 +51,7 @@ from composerlite.checkpoint.formats.directory import (
 )
 from composerlite.checkpoint.formats.sharded_copy import copied
 from composerlite.checkpoint.formats.sharded_index import key_path, read_index, untrusted
+from composerlite.checkpoint.formats.sharded_leaves import filled, inner_tensors, leaves, tensor_at
 from composerlite.checkpoint.formats.sharded_ranks import Ranks, is_distributed
 from composerlite.checkpoint.formats.sharded_reading import Item, read_items
 from composerlite.checkpoint.formats.sharded_sharing import Told, Wishes
@@ -62,7 +62,7 @@ from composerlite.checkpoint.formats.turns import turn_at
 from composerlite.checkpoint.manifest import Manifest
 from composerlite.checkpoint.trusted import RefusedError
 from composerlite.checkpoint.validation import validate
-from composerlite.dist import exchange
+from composerlite.dist import empty_shard_like, exchange
 from composerlite.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
@@ -82,6 +82,7 @@ __all__ = [
     "key_path",
     "load",
     "load_flat",
+    "load_leaves",
     "model_state",
     "optimizer_state",
     "set_model_state",
@@ -92,13 +93,34 @@ log = logging.getLogger(__name__)
 
 
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def load(
-    reader: RemoteFileSystemReader,
-    state: StateDict,
-    *,
-    group: Any = None,
-    ranks: Ranks | None = None,
-    is_flat: bool = False,
+def load(reader: RemoteFileSystemReader, state: StateDict, *, ranks: Ranks | None = None) -> None:
+    """Fill ``state``, of nested dicts, in place: tensors are filled, values replaced. See :func:`load_leaves`."""
+    found = leaves(state, as_dcp=True, emptied=False)
+    metadata = reader.read_metadata()
+    inner: dict[str, dict[tuple[str, ...], str]] = {}
+    wanted = dict(found.values)
+    for owner, key, steps in inner_tensors(metadata, list(found.values)):
+        inner.setdefault(owner, {})[steps] = key
+        wanted[key] = _target(metadata.state_dict_metadata[key], tensor_at(found.values[owner], steps))
+    load_leaves(reader, wanted, ranks=ranks)
+    for key, place in found.places.items():
+        value = wanted[key]
+        if key in inner:
+            value = filled(value, {steps: wanted[name] for steps, name in inner[key].items()})
+        if value is not found.values[key]:
+            _set_element(state, place, value)
+
+
+def _target(stored: Any, live: Tensor | None) -> Tensor:
+    """Where to read what is ``stored`` for the place that has ``live`` now."""
+    dtype = stored.properties.dtype
+    if live is None or live.shape != stored.size:
+        return torch.empty(stored.size, dtype=dtype)
+    return live if live.dtype is dtype else empty_shard_like(live, dtype)
+
+
+def load_leaves(
+    reader: RemoteFileSystemReader, state: StateDict, *, group: Any = None, ranks: Ranks | None = None
 ) -> None:
     """Fill ``state`` in place. What it has must be in the checkpoint, in the same shape.
 
@@ -106,13 +128,12 @@ def load(
 
     Args:
         reader: of the checkpoint.
-        state: tensors to be filled, and values to be replaced. With ``is_flat`` it has no dicts in it.
+        state: tensors to be filled, and values to be replaced, by the keys of the index.
         group: the ranks that load together.
         ranks: the same, where they have been made already.
-        is_flat: whether the keys of ``state`` are those of the index.
     """
     ranks = ranks or Ranks(group)
-    planner = _LoadPlanner(reader.uri, is_flat=is_flat)
+    planner = _LoadPlanner(reader.uri)
 
     def plan() -> LoadPlan:
         metadata = reader.read_metadata()
@@ -147,7 +168,7 @@ def load_flat(reader: RemoteFileSystemReader, keys: Iterable[str]) -> dict[str, 
         is_tensor = isinstance(stored, TensorStorageMetadata)
         state[key] = torch.empty(stored.size, dtype=stored.properties.dtype) if is_tensor else None
     if state:
-        load(reader, state, ranks=Ranks(alone=True), is_flat=True)
+        load_leaves(reader, state, ranks=Ranks(alone=True))
     return state
 
 
@@ -155,19 +176,16 @@ def load_flat(reader: RemoteFileSystemReader, keys: Iterable[str]) -> dict[str, 
 class _LoadPlanner(DefaultLoadPlanner):
     """DCP's own planner, but that values which are no tensors are read without running what they name."""
 
-    def __init__(self, uri: str, *, is_flat: bool) -> None:
-        super().__init__(flatten_state_dict=not is_flat)
+    def __init__(self, uri: str) -> None:
+        super().__init__(flatten_state_dict=False)
         self._uri = uri
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         contents = _safe_contents(value.getvalue(), read_item.dest_index.fqn, self._uri)
-        if self.flatten_state_dict:
-            _set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], contents)
-        else:
-            self.original_state_dict[read_item.dest_index.fqn] = contents
+        self.original_state_dict[read_item.dest_index.fqn] = contents
 
 
-def _set_element(root: Any, path: Sequence[str | int], value: Any) -> None:
+def _set_element(root: Any, path: Sequence[Any], value: Any) -> None:
     for part in path[:-1]:
         root = root[part]
     root[path[-1]] = value
@@ -184,7 +202,7 @@ def _safe_contents(data: bytes, key: str, uri: str) -> Any:
 
 def flat(state: StateDict) -> dict[str, Any]:
     """``state`` without dicts in it, with the keys that it has in an index."""
-    return flatten_state_dict(state)[0]
+    return leaves(state, as_dcp=True, emptied=False).values
 
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────

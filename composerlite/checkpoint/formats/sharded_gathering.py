@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composerlite.checkpoint.formats.torch_file import storage_id
-from composerlite.types import StateDict
+from composerlite.types import StateDict, with_items
 
 __all__ = ["Gathering"]
 
@@ -34,11 +34,7 @@ class Gathering:
             self._waiting.append(node)
             self._places.add(storage_id(place.untyped_storage()))
             return place
-        if type(node) is dict:
-            return {key: self._with_places(value) for key, value in cast("StateDict", node).items()}
-        if type(node) in (list, tuple):
-            return type(node)(self._with_places(value) for value in node)
-        return node
+        return with_items(node, lambda _, value: self._with_places(value))
 
     @property
     def count(self) -> int:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from composerlite.checkpoint.formats.directory import CheckpointFolder
 from composerlite.checkpoint.formats.plan_merge import PackedPlan, Share, merge_plans
+from composerlite.checkpoint.formats.sharded_leaves import leaves, value_bytes
 from composerlite.checkpoint.formats.sharded_ranks import Ranks
 from composerlite.checkpoint.formats.sharded_writing import Order, RemoteFileSystemWriter
 from composerlite.dist import get_local_world_size
@@ -108,6 +110,26 @@ class PlannedSave:
             self._writer.abandon()
 
 
+@final
+class _Planner(DefaultSavePlanner):
+    """Plans as DCP does, but for tensors where DCP does not look; and pickles values as they are loaded here."""
+
+    def __init__(self) -> None:
+        super().__init__(dedup_save_to_lowest_rank=False)
+
+    def set_up_planner(
+        self, state_dict: StateDict, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        found = leaves(state_dict, as_dcp=True)
+        self.state_dict, self.mappings = found.values, found.paths
+        self.is_coordinator = is_coordinator
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - DCP's name
+        if write_item.type is WriteItemType.BYTE_IO:
+            return io.BytesIO(value_bytes(object, write_item.index.fqn))
+        return object
+
+
 def plan_save(
     folder: CheckpointFolder,
     state: Callable[[], StateDict],
@@ -129,10 +151,10 @@ def plan_save(
         threads: files that a rank writes at the same time.
         throttle: only one rank of a node uploads at a time.
         reuse_plan: use the plan of an earlier save if on no rank a key, shape, type or placement differs.
-        planner: says what each rank writes; by default what DCP's says.
+        planner: says what each rank writes; by default what DCP's says, as far as it looks.
     """
     writer = RemoteFileSystemWriter(folder, thread_count=threads, throttle_uploads=throttle, overwrite=overwrite)
-    planner = planner or DefaultSavePlanner(dedup_save_to_lowest_rank=False)
+    planner = planner or _Planner()
 
     def local_plan() -> SavePlan:
         planner.set_up_planner(state(), writer.storage_meta(), ranks.is_first)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from composerlite import dist
 from composerlite.checkpoint.formats.directory import LocalFolder, Sealed
-from composerlite.checkpoint.formats.sharded_leaves import leaves
+from composerlite.checkpoint.formats.sharded_leaves import leaves, value_bytes
 from composerlite.checkpoint.formats.sharded_planned import PlannedSave, plan_save
 from composerlite.checkpoint.formats.sharded_ranks import Ranks
 from composerlite.checkpoint.formats.torch_file import StorageCopy, storage_id
@@ -38,7 +38,7 @@ def expected_bytes(contents: StateDict) -> int:
     its share.
     """
     sizes: dict[int, int] = {}
-    for tensor in leaves(contents)[0].values():
+    for tensor in leaves(contents).values.values():
         if isinstance(tensor, DTensor):
             storage = tensor.to_local().untyped_storage()
             dimensions = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
@@ -77,7 +77,7 @@ class Shards:
         )
         if disks.are_several:
             self._join(overwrite=overwrite)
-        self._planner.resolve(self._save.items)
+        self._planner.find_tensors(self._save.items)
         self._copies = self._lay_out()
         last = self._copies[-1] if self._copies else None
         self.size_bytes = 0 if last is None else last.offset + last.storage.nbytes()
@@ -178,7 +178,7 @@ class Shards:
 class _Planner(DefaultSavePlanner):
     """Plans as DCP does, but for what is not distributed: ranks may differ in it, and it is taken from the first one.
 
-    What holds no tensor is one value.
+    What holds no tensor is one value, pickled when the plan is made.
 
     Attributes:
         tensors: what this rank writes; those of the plan, or copies of them.
@@ -187,12 +187,13 @@ class _Planner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(dedup_save_to_lowest_rank=False)
         self.tensors: dict[MetadataIndex, Tensor] = {}
-        self._values: dict[MetadataIndex, bytes] = {}
+        self._values: dict[str, bytes] = {}
 
     def set_up_planner(
         self, state_dict: StateDict, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        self.state_dict, self.mappings = leaves(state_dict)
+        found = leaves(state_dict)
+        self.state_dict, self.mappings = found.values, found.paths
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
@@ -202,6 +203,8 @@ class _Planner(DefaultSavePlanner):
             names = {item.index.fqn for item in items}
             paths = {name: path for name, path in self.mappings.items() if name in names}
             plan = dataclasses.replace(plan, items=items, planner_data=paths)
+        values = [item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO]
+        self._values = {name: value_bytes(self.state_dict[name], name) for name in values}
         self.plan = plan
         return plan
 
@@ -209,18 +212,15 @@ class _Planner(DefaultSavePlanner):
         name = item.index.fqn
         return isinstance(self.state_dict[name], DTensor) or self.mappings[name][0] == "rng"
 
-    def resolve(self, items: Sequence[WriteItem]) -> None:
-        """Pickle the values that are to be written, and find the tensors."""
+    def find_tensors(self, items: Sequence[WriteItem]) -> None:
+        """Find the tensors that are to be written."""
         for item in items:
-            data = super().resolve_data(item)
-            if isinstance(data, Tensor):
-                self.tensors[item.index] = data.detach()
-            else:
-                self._values[item.index] = data.getvalue()
+            if item.type is not WriteItemType.BYTE_IO:
+                self.tensors[item.index] = self.lookup_object(item.index).detach()
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type is WriteItemType.BYTE_IO:
-            return io.BytesIO(self._values[write_item.index])
+            return io.BytesIO(self._values[write_item.index.fqn])
         return self.tensors[write_item.index]
 
     def forget(self) -> None:

@@ -6,7 +6,10 @@ The contents are pickled as torch does; where the bytes of tensors lie in the fi
 
 from __future__ import annotations
 
+import ctypes
+import io
 import sys
+import zlib
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, final
 
@@ -15,10 +18,10 @@ from torch import Tensor
 
 from composerlite.checkpoint.formats.torch_pickle import Pickled, storage_id
 from composerlite.checkpoint.formats.zip_layout import Layout, Record, trailer
-from composerlite.storage import HostMemory, Sink
+from composerlite.storage import FileDigest, HostMemory, Sink
 from composerlite.types import StateDict
 
-__all__ = ["StorageCopy", "TorchImage", "storage_id"]
+__all__ = ["StorageCopy", "TorchImage", "file_bytes", "storage_id"]
 
 
 class StorageCopy(NamedTuple):
@@ -102,3 +105,37 @@ class TorchImage:
             crc = sink.copy(storage.data_ptr(), record.size_bytes)
         sink.write(record.descriptor(crc))
         return crc
+
+
+def file_bytes(contents: Any) -> bytes:
+    """The ``.pt`` file of ``contents``; for what is small. Raises what :class:`TorchImage` does."""
+    sink = _Bytes()
+    TorchImage(contents).write(sink)
+    return sink.file.getvalue()
+
+
+@final
+class _Bytes:
+    """A file in memory."""
+
+    def __init__(self) -> None:
+        self.file = io.BytesIO()
+        self.size_bytes = 0
+        self.seconds: dict[str, float] = {}
+
+    def write(self, data: bytes) -> None:
+        self.size_bytes += self.file.write(data)
+
+    def copy(self, address: int, size: int) -> int:
+        data = ctypes.string_at(address, size)
+        self.write(data)
+        return zlib.crc32(data)
+
+    def finish(self) -> FileDigest:
+        raise NotImplementedError("it is never durable")
+
+    def __enter__(self) -> _Bytes:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass

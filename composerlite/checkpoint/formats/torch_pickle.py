@@ -16,6 +16,8 @@ from torch import Tensor
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage] - the name that the format has for it
 
 from composerlite.checkpoint.trusted import is_loadable
+from composerlite.dist import is_distributed_tensor
+from composerlite.errors import SaveError
 from composerlite.types import StateDict
 
 __all__ = ["Pickled", "storage_id"]
@@ -120,6 +122,8 @@ class _Pickler(pickle.Pickler):
             _warn_if_not_loadable(obj)
         elif isinstance(obj, _BARE):
             raise _BareStorageError
+        elif isinstance(obj, Tensor):
+            _check_loadable(obj)
         return NotImplemented
 
     def _referred(self, reference: _Reference) -> tuple[Any, ...]:
@@ -200,6 +204,15 @@ class _ThoroughPickler(_Pickler):
 
     def _referred(self, reference: _Reference) -> tuple[Any, ...]:
         return (_Referred(reference),)
+
+
+def _check_loadable(tensor: Tensor) -> None:
+    """Refuse at the save what a rank cannot write alone."""
+    if is_distributed_tensor(tensor):
+        raise SaveError(
+            f"a tensor of the shape {tuple(tensor.shape)} that is distributed over ranks is inside an object, or in a "
+            "set. Keep it in a dict, a list, a tuple or a deque of the state, where each rank writes its own part."
+        )
 
 
 @functools.cache
