@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, cast, final, runtime_checkable
 
-__all__ = ["JSON", "Batch", "StateDict", "Stateful", "items_of", "with_items"]
+__all__ = ["JSON", "Ancestor", "Batch", "Lineage", "StateDict", "Stateful", "items_of", "with_items"]
 
 JSON: TypeAlias = "str | int | float | bool | Sequence[JSON] | Mapping[str, JSON] | None"
 """What ``json.dumps`` takes."""
@@ -56,3 +57,48 @@ def with_items(value: Any, replace: Callable[[Any, Any], Any]) -> Any:
 
 def _is_named_tuple(value: object) -> bool:
     return isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_make")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Ancestor:
+    """An attempt that a later one started from.
+
+    Attributes:
+        attempt: its number. id: tells it from another of the same number.
+        fit_calls: calls of ``fit`` by the checkpoint that the later one started from.
+        batch: optimizer steps done by then. Later checkpoints of this attempt do not belong to the later one.
+        passed_over: there were later ones, which autoresume could not use: the later attempt may replace them.
+    """
+
+    attempt: int
+    id: str
+    fit_calls: int
+    batch: int
+    passed_over: bool = False
+
+    @property
+    def until(self) -> tuple[int, int]:
+        """The last moment of it that counts."""
+        return self.fit_calls, self.batch
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The attempt of a run that saves a checkpoint, and the attempts that it came from.
+
+    A run that is resumed from its newest checkpoint continues its attempt. One that starts from scratch, from an older
+    checkpoint or from elsewhere begins a new one.
+
+    Attributes:
+        attempt: its number; 0 for checkpoints of versions that had none.
+        id: random, so that attempts which began at the same time differ.
+        ancestors: the attempts that it came from, oldest first.
+        origin: name of the checkpoint of this run that it started from; empty if there is none.
+    """
+
+    attempt: int = 0
+    id: str = ""
+    ancestors: tuple[Ancestor, ...] = ()
+    origin: str = ""

@@ -41,6 +41,7 @@ from composerlite.checkpoint import (
     PartialFilePath,
     PendingSave,
     Pipeline,
+    RemoteCatalog,
     RemoteSaving,
     SaveReport,
     Shares,
@@ -55,6 +56,8 @@ from composerlite.checkpoint import (
     format_name_with_dist,
     format_name_with_dist_and_time,
     from_first_rank,
+    in_line,
+    may_be_replaced,
     names_of_ranks,
     prepared_folder,
     retention_policy,
@@ -73,6 +76,7 @@ from composerlite.core import (
 )
 from composerlite.errors import CheckpointError, ConfigError, RankError, checked_arguments
 from composerlite.storage import make_folder
+from composerlite.types import Lineage
 
 __all__ = ["CheckpointSaver"]
 
@@ -322,7 +326,7 @@ class CheckpointSaver(Callback):
         """The paths of the checkpoints of this run that are behind it, whether any are to be deleted, and which are to
         be published: the number of the bucket, and the name.
         """
-        manifests = self._manifests(state.run_name, _moment(state))
+        manifests = self._manifests(state.run_name, _moment(state), state.lineage)
         self.saved_checkpoints = [self._path(manifest.name) for manifest in manifests]
         if manifests and self.latest_filename is not None:
             self._catch_up(manifests[-1], state)
@@ -331,7 +335,7 @@ class CheckpointSaver(Callback):
 
     def _follow(self, state: State) -> None:
         """On the disk of another node than the first: what a kill kept from coming or from going."""
-        manifests = self._manifests(state.run_name, _moment(state))
+        manifests = self._manifests(state.run_name, _moment(state), state.lineage)
         if self.saved_checkpoints and self.latest_filename is not None:
             for manifest in manifests:
                 if self._path(manifest.name) == self.saved_checkpoints[-1]:
@@ -388,6 +392,7 @@ class CheckpointSaver(Callback):
             run_name=state.run_name,
             timestamp=state.timestamp,
             folder=self.folder,
+            may_replace=functools.partial(_may_replace, state, self.catalog),
         )
         for publisher in self._publishing.publishers:
             ensure_no_conflict(
@@ -396,6 +401,7 @@ class CheckpointSaver(Callback):
                 run_name=state.run_name,
                 timestamp=state.timestamp,
                 folder=publisher.remote.uri(),
+                may_replace=functools.partial(_may_replace, state, publisher.remote),
             )
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
@@ -609,7 +615,9 @@ class CheckpointSaver(Callback):
                 ephemeral=ephemeral,
                 metrics=metrics,
                 publish=functools.partial(self._publish, state, shares) if self._publishing.has_places else None,
-                give_up=functools.partial(self._given_up, state.run_name, _moment(state)) if self._deletes else None,
+                give_up=functools.partial(self._given_up, state.run_name, _moment(state), state.lineage)
+                if self._deletes
+                else None,
                 disks=self._disks,
             )
         except (*FAILURES, RankError) as e:
@@ -696,9 +704,9 @@ class CheckpointSaver(Callback):
             )
         self._warned = True
 
-    def _given_up(self, run_name: str, moment: tuple[int, int]) -> Sequence[Manifest]:
-        """What is to be deleted after the save at ``moment``; called behind training."""
-        return deletions(self._manifests(run_name, moment), self._retention)
+    def _given_up(self, run_name: str, moment: tuple[int, int], lineage: Lineage) -> Sequence[Manifest]:
+        """Return what is to be deleted after the save at ``moment``; called in the background."""
+        return deletions(self._manifests(run_name, moment, lineage), self._retention)
 
     @property
     def catalog(self) -> Catalog:
@@ -710,18 +718,19 @@ class CheckpointSaver(Callback):
         """Where else they are."""
         return [Bucket(publisher.remote, publisher.link, self.catalog) for publisher in self._publishing.publishers]
 
-    def _manifests(self, run_name: str, moment: tuple[int, int]) -> list[Manifest]:
-        """The checkpoints that this saver wrote, in this process or before a resume.
+    def _manifests(self, run_name: str, moment: tuple[int, int], lineage: Lineage) -> list[Manifest]:
+        """Return the checkpoints that this saver wrote, in this process or before a resume.
 
-        Those ahead of the run are not among them: they are left from before it was started over, and would count as
-        newer than what it saves now.
+        Those of an attempt that was abandoned are not among them, nor are those ahead of the run: they are left from
+        before it was started over, and would count as newer than what it saves now.
         """
         return [
             manifest
             for manifest in self.catalog.manifests()
             if manifest.run_name == run_name
             and manifest.template == self.filename.filename
-            and manifest.order[:2] <= moment
+            and in_line(lineage, manifest)
+            and manifest.moment <= moment
         ]
 
     def _path_of(self, report: SaveReport) -> str:
@@ -750,5 +759,14 @@ class CheckpointSaver(Callback):
 
 
 def _moment(state: State) -> tuple[int, int]:
-    """Where the run stands, as ``Manifest.order`` counts."""
+    """Return where the run stands, as ``Manifest.moment`` counts."""
     return len(state.fit_starts), int(state.timestamp.batch)
+
+
+def _may_replace(state: State, places: Catalog | RemoteCatalog, name: str) -> bool:
+    """Check that the checkpoint ``name`` is one that autoresume passed over, and that the run comes to save again."""
+    try:
+        manifest = places.manifest_of(name)
+    except CheckpointError:
+        return False
+    return manifest is not None and may_be_replaced(state.lineage, manifest)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.formats.sharded import RemoteFileSystemReader
     from composerlite.checkpoint.formats.sharded_writing import RemoteFileSystemWriter
     from composerlite.checkpoint.lease import BucketLease, FolderLease, Lease, take_leases
+    from composerlite.checkpoint.lineage import in_line, living_line, may_be_replaced
     from composerlite.checkpoint.loading import load_checkpoint, read_checkpoint
     from composerlite.checkpoint.manifest import FileRecord, Manifest, versions
     from composerlite.checkpoint.naming import (
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.ranks_together import from_first_rank, together
     from composerlite.checkpoint.reading import safe_torch_load
     from composerlite.checkpoint.remote import RemoteCatalog
-    from composerlite.checkpoint.resume import Bucket, newest_good
+    from composerlite.checkpoint.resume import Bucket, Choice, begin_attempt, choose, newest_good
     from composerlite.checkpoint.retention import RetentionPolicy, deletions, retention_policy
     from composerlite.checkpoint.save_job import SaveReport
     from composerlite.checkpoint.several_disks import prepared_folder
@@ -68,6 +69,7 @@ __all__ = [
     "CheckpointMetadata",
     "Checkpointer",
     "CheckpointerConfig",
+    "Choice",
     "Disks",
     "FileRecord",
     "FolderLease",
@@ -92,9 +94,11 @@ __all__ = [
     "archive_template",
     "async_save_model_and_optim_state",
     "async_save_state_dict",
+    "begin_attempt",
     "check_ignore_keys",
     "check_one_disk",
     "check_template",
+    "choose",
     "deletions",
     "directory_template",
     "disks_of",
@@ -106,10 +110,13 @@ __all__ = [
     "get_checkpoint_metadata",
     "get_save_filename",
     "glob_filter",
+    "in_line",
+    "living_line",
     "load_checkpoint",
     "load_keys",
     "load_model_and_optim_state",
     "load_state_dict",
+    "may_be_replaced",
     "merge_state_dicts",
     "names_of_ranks",
     "newest_good",
@@ -154,13 +161,14 @@ _HOMES = {
         "get_save_filename",
         "names_of_ranks",
     ),
+    "composerlite.checkpoint.lineage": ("in_line", "living_line", "may_be_replaced"),
     "composerlite.checkpoint.pipeline": ("PendingSave", "Pipeline", "save", "save_checkpoint"),
     "composerlite.checkpoint.progress": ("download_bar", "progress_of"),
     "composerlite.checkpoint.publishing": ("Publication", "Publisher", "RemoteSaving"),
     "composerlite.checkpoint.publishing_together": ("Shares",),
     "composerlite.checkpoint.reading": ("safe_torch_load",),
     "composerlite.checkpoint.remote": ("RemoteCatalog",),
-    "composerlite.checkpoint.resume": ("Bucket", "newest_good"),
+    "composerlite.checkpoint.resume": ("Bucket", "Choice", "begin_attempt", "choose", "newest_good"),
     "composerlite.checkpoint.retention": ("RetentionPolicy", "deletions", "retention_policy"),
     "composerlite.checkpoint.save_job": ("SaveReport",),
     "composerlite.checkpoint.several_disks": ("prepared_folder",),

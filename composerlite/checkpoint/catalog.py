@@ -199,14 +199,8 @@ class Catalog:
         for folder in {(self.folder / name).parent for name in temporaries}:
             fsync_folder(folder)
 
-    def vacate(self, name: str) -> Path:
-        """The path for data of the checkpoint ``name`` that come from elsewhere; there is none of that name now."""
-        path = self.reserve(name, overwrite=True)
-        self._remove_manifest(name)
-        return path
-
     def adopt(self, manifest: Manifest) -> None:
-        """Make a checkpoint exist whose data are in the folder already, durable and whole, after :meth:`vacate`."""
+        """Make a checkpoint exist whose data are in the folder already, durable and whole, after :meth:`reserve`."""
         with atomic_write(self.record_path(manifest.name)) as file:
             file.write(manifest.to_json())
 

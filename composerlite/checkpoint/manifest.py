@@ -15,11 +15,14 @@ import xxhash
 
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest
+from composerlite.types import Ancestor, Lineage
 
 __all__ = ["SCHEMA", "FileRecord", "Manifest", "plain_timestamp", "versions"]
 
-SCHEMA = 2
-"""The newest manifest schema that this code writes and reads: that of checkpoints whose files lie on several disks."""
+SCHEMA = 3
+"""The newest manifest schema that this code writes and reads: that of checkpoints with a lineage."""
+_SEVERAL_DISKS = 2
+"""The schema of those whose files lie on several disks."""
 _ONE_FOLDER = 1
 """The schema of those whose files are in one folder."""
 
@@ -71,6 +74,7 @@ class Manifest:
         saved_at: time of the save, ISO 8601 in UTC.
         node: of the run that saved it, whose folder this record lies in, where nodes have disks of their own; ``None``:
             all files are in one folder.
+        lineage: the attempt of the run that saved it.
     """
 
     name: str
@@ -89,12 +93,15 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
     saved_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
     node: int | None = None
+    lineage: Lineage = field(default_factory=Lineage)
 
     @property
     def schema(self) -> int:
         """The oldest schema that has all that is in it."""
+        if self.lineage != Lineage():
+            return SCHEMA
         on_disks = self.node is not None or any(file.node is not None for file in self.files)
-        return SCHEMA if on_disks else _ONE_FOLDER
+        return _SEVERAL_DISKS if on_disks else _ONE_FOLDER
 
     @property
     def here(self) -> tuple[FileRecord, ...]:
@@ -117,9 +124,14 @@ class Manifest:
         return any(file.path.startswith(f"{self.name}/") for file in self.files)
 
     @property
-    def order(self) -> tuple[int, int, str]:
-        """What checkpoints of one run are sorted by, the oldest first."""
-        return self.fit_calls, self.batch, self.saved_at
+    def moment(self) -> tuple[int, int]:
+        """Calls of ``fit`` and optimizer steps done: where its attempt stood."""
+        return self.fit_calls, self.batch
+
+    @property
+    def order(self) -> tuple[int, int, int, str]:
+        """Sort key of the checkpoints of one run, the oldest first: attempt, moment, time of the save."""
+        return self.lineage.attempt, *self.moment, self.saved_at
 
     @property
     def size_bytes(self) -> int:
@@ -132,6 +144,8 @@ class Manifest:
         for one in (fields, *fields["files"]):
             if one["node"] is None:  # as in records of the older schema
                 del one["node"]
+        if self.schema < SCHEMA:
+            del fields["lineage"]
         return json.dumps({**fields, "digest": _digest(fields)}, indent=1).encode()
 
     @classmethod
@@ -152,9 +166,16 @@ class Manifest:
                     f"manifest {source!r} has schema {schema}, this version reads up to {SCHEMA}: update composerlite."
                 )
             files = tuple(FileRecord(**file) for file in fields.pop("files"))
-            return cls(files=files, left_out=tuple(fields.pop("left_out")), **fields)
+            lineage = _lineage(fields.pop("lineage", {}))
+            return cls(files=files, left_out=tuple(fields.pop("left_out")), lineage=lineage, **fields)
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise CorruptCheckpointError(f"manifest {source!r} cannot be read: {e!r}") from e
+
+
+def _lineage(fields: Mapping[str, Any]) -> Lineage:
+    arguments: dict[str, Any] = dict(fields)
+    arguments["ancestors"] = tuple(Ancestor(**ancestor) for ancestor in fields.get("ancestors", ()))
+    return Lineage(**arguments)
 
 
 def _digest(fields: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -254,13 +254,20 @@ def name_pattern(template: str, run_name: str) -> re.Pattern[str]:
 
 
 def ensure_no_conflict(
-    names: Iterable[str], template: str, *, run_name: str, timestamp: TimestampLike, folder: str
+    names: Iterable[str],
+    template: str,
+    *,
+    run_name: str,
+    timestamp: TimestampLike,
+    folder: str,
+    may_replace: Callable[[str], bool] = lambda _: False,
 ) -> None:
     """Refuse to start where a checkpoint is that this run would write later.
 
     Args:
         names: paths below ``folder`` of the files there are.
         template: names that the run will give.
+        may_replace: checks that the run may replace the checkpoint of a name, although it is ahead.
 
     Raises:
         CheckpointExistsError: a file is ahead of ``timestamp``.
@@ -271,7 +278,9 @@ def ensure_no_conflict(
     own = pattern.fullmatch(format_name_with_dist_and_time(template, run_name, timestamp))
     for name in names:
         match = pattern.fullmatch(name)
-        if own is not None and match is not None and _is_ahead(match.groupdict(), own.groupdict()):
+        if own is None or match is None or not _is_ahead(match.groupdict(), own.groupdict()):
+            continue
+        if not may_replace(name):
             raise CheckpointExistsError(
                 f"save_folder={folder!r} already holds {name!r}, which this run (now at epoch {now['epoch']}, batch "
                 f"{now['batch']}) would overwrite later. Resume from it with load_path or autoresume=True, choose "

@@ -44,7 +44,7 @@ from composerlite.checkpoint.several_disks import DiskCommit
 from composerlite.checkpoint.shared_folder import ONE_DISK, Disks, check_one_disk, disks_of
 from composerlite.checkpoint.snapshot import Snapshot, Staging
 from composerlite.errors import ConfigError, SaveError
-from composerlite.types import StateDict
+from composerlite.types import Lineage, StateDict
 
 if TYPE_CHECKING:
     from composerlite.checkpoint.formats import sharded_saving
@@ -238,6 +238,7 @@ class Pipeline:
                 metrics={name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
                 ephemeral=ephemeral,
                 versions=versions(),
+                lineage=getattr(state, "lineage", Lineage()),  # a loop of the user's own may have none
             ),
             catalog=catalog,
             body=body,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, final
 
 from composerlite import dist, storage
 from composerlite.checkpoint.catalog import Catalog
+from composerlite.checkpoint.lineage import in_line
 from composerlite.checkpoint.manifest import Manifest
 from composerlite.checkpoint.naming import (
     DIST_VARIABLES,
@@ -237,7 +238,11 @@ class Publisher:
         if self._known is None:  # from here on we know what comes and goes
             self._known = [m for m in self.remote.manifests() if m.run_name == newest.run_name]
         self._known = [m for m in self._known if m.name != newest.name] + [newest]
-        mine = [m for m in self._known if m.template == self.template and m.order[:2] <= newest.order[:2]]
+        mine = [
+            m
+            for m in self._known
+            if m.template == self.template and in_line(newest.lineage, m) and m.moment <= newest.moment
+        ]
         given_up = deletions(sorted(mine, key=lambda m: m.order), self._retention)
         for old in given_up:
             self.remote.delete(old)

@@ -136,7 +136,7 @@ class RemoteCatalog:
                 f"checkpoint {self.uri(manifest.name)!r} has {len(manifest.files)} files, which are not all beside it: "
                 f"{', '.join(strange)}"
             )
-        catalog.vacate(manifest.name)
+        catalog.reserve(manifest.name, overwrite=True)  # what is there stays until what comes was verified
         done = 0
         for record in manifest.files:
 
@@ -249,7 +249,7 @@ class RemoteCatalog:
             with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
                 self._complete(manifest.name)
                 return True
-        elif not overwrite and (there.run_name, there.order[:2]) != (manifest.run_name, manifest.order[:2]):
+        elif not overwrite and (there.run_name, there.moment) != (manifest.run_name, manifest.moment):
             raise self._exists(there)
         self.transfer.delete(self._manifest(manifest.name))  # from here on there is no checkpoint of that name
         return False
@@ -285,12 +285,6 @@ class RemoteCatalog:
         for record in manifest.files:
             self.transfer.delete(self.name_of(record.path))
         log.info("deleted checkpoint %s", self.uri(manifest.name))
-
-    def set_aside(self, manifest: Manifest) -> None:
-        """Take a damaged checkpoint out of the way: its data stay, its manifest has ``.damaged`` after its name."""
-        self.transfer.put_bytes(self._manifest(manifest.name) + ".damaged", manifest.to_json())
-        self.transfer.delete(self._manifest(manifest.name))
-        log.warning("set aside the damaged checkpoint %s", self.uri(manifest.name))
 
     def _intention(self, link: str) -> str:
         """The object that holds the name of the checkpoint that ``link`` is about to lead to."""

@@ -14,16 +14,17 @@ from typing import NamedTuple, final
 from composerlite import dist
 from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.formats.directory import ON_ALL_NODES
+from composerlite.checkpoint.lineage import RESUMABLE, continued, highest_attempt, living_line, new_attempt
 from composerlite.checkpoint.manifest import FileRecord, Manifest
 from composerlite.checkpoint.ranks_together import first_of, together
 from composerlite.checkpoint.remote import RemoteCatalog
 from composerlite.checkpoint.unlisted import check_unlisted, unlisted
-from composerlite.errors import CorruptCheckpointError, RankError
+from composerlite.errors import CheckpointError, CorruptCheckpointError, RankError
+from composerlite.types import Lineage
 
-__all__ = ["Bucket", "newest_good"]
+__all__ = ["Bucket", "Choice", "begin_attempt", "choose", "newest_good"]
 
 log = logging.getLogger(__name__)
-_KINDS = ("monolithic", "sharded", "deepspeed")
 _REQUESTS = 16
 
 
@@ -56,13 +57,9 @@ class _Candidate:
         return not self.manifest.left_out
 
     @property
-    def rank(self) -> tuple[bool, tuple[int, int], bool, bool, str]:
+    def rank(self) -> tuple[bool, tuple[int, int, int], bool, bool, str]:
         """The greatest is tried first: what can be verified, and is there already, before what is not."""
-        return self.whole, self.manifest.order[:2], self.listed, self.remote is None, self.manifest.saved_at
-
-    @property
-    def home(self) -> Catalog | RemoteCatalog:
-        return self.catalog if self.remote is None else self.remote
+        return self.whole, self.manifest.order[:3], self.listed, self.remote is None, self.manifest.saved_at
 
     @property
     def is_directory(self) -> bool:
@@ -107,6 +104,19 @@ class Offer(NamedTuple):
     place: Path | str
 
 
+@final
+class Choice(NamedTuple):
+    """The checkpoint that a run resumes from.
+
+    Attributes:
+        place: the path, or the URI of a directory in a bucket; ``None``: the run has no checkpoint.
+        lineage: of what the run saves from now on.
+    """
+
+    place: Path | str | None
+    lineage: Lineage
+
+
 def newest_good(
     catalogs: Sequence[Catalog],
     run_name: str,
@@ -115,15 +125,29 @@ def newest_good(
     buckets: Sequence[Bucket] = (),
     progress: Callable[[int, int], object] | None = None,
 ) -> Path | str | None:
-    """The newest checkpoint of ``run_name`` whose bytes are those that were saved; ``None`` if there is none.
+    """Return where the newest good checkpoint of ``run_name`` is: see :func:`choose`."""
+    return choose(catalogs, run_name, templates=templates, buckets=buckets, progress=progress).place
 
-    What is newest in a bucket is fetched to its folder first; a directory stays there: its URI is returned. A damaged
-    checkpoint is passed over, which is logged with the reason, and set aside. Weights-only checkpoints cannot be
-    resumed from. One that was saved without some of its keys is taken only if there is no whole one: what it lacks
-    would start afresh in the middle of the run.
+
+def choose(
+    catalogs: Sequence[Catalog],
+    run_name: str,
+    *,
+    templates: Sequence[str] = (),
+    buckets: Sequence[Bucket] = (),
+    progress: Callable[[int, int], object] | None = None,
+) -> Choice:
+    """Choose the newest checkpoint of ``run_name`` whose bytes are those that were saved.
+
+    Only the line of the newest attempt counts: what an earlier attempt saved after the run was started over is never
+    resumed from. What is newest in a bucket is fetched to its folder first; a directory stays there: its URI is
+    returned. A damaged checkpoint is passed over, which is logged with the reason; in a folder it is set aside once an
+    older one was found to be good, and in a bucket it stays, for it may be this machine that reads wrongly. Weights
+    alone cannot be resumed from. One that was saved without some of its keys is taken only if there is no whole
+    one: what it lacks would start afresh in the middle of the run.
 
     A file without a manifest, of another program or one whose manifest was lost, is taken if it can be read and agrees
-    with its own checksums; the log says so.
+    with its own checksums, as long as the run has one attempt only; the log says so.
 
     Every rank of a run calls it and gets the same. Rank 0 looks; the files of a directory are verified by all ranks,
     each its share. What a rank cannot read is passed over by all, and not set aside.
@@ -136,12 +160,14 @@ def newest_good(
         progress: is told how many bytes of how many were fetched.
 
     Raises:
+        CheckpointError: there are checkpoints, and none of them is good.
         IncompatibleCheckpointError: there is a checkpoint of a newer version, which may be the newest.
         OSError: a folder cannot be read for any other reason than that it does not exist. With several ranks also:
             there are checkpoints, and none that every rank can read.
         ObjectStoreError: a bucket does not answer. PermissionError: it does not let us read. Neither means "nothing".
     """
     search: _Search | None = None
+    damaged: list[Manifest] = []
     with together("looking for checkpoints"):
         if dist.get_global_rank() == 0:
             search = _Search(catalogs, run_name, templates, buckets)
@@ -152,17 +178,65 @@ def newest_good(
                 candidate = search.next()
         offer = dist.broadcast_object(None if candidate is None else _offer(candidate))
         if offer is None:
-            return None
+            return Choice(None, _of_first_rank(None if search is None else search.new_attempt()))
         error = _checked(candidate, offer, progress)
+        lineage: Lineage | None = None
         with together("looking for checkpoints"):
             if search is not None and candidate is not None:
                 if error is None:
-                    search.accept(candidate)
+                    lineage = search.accept(candidate)
                 else:
                     search.reject(candidate, error)
-            _follow(offer, error)
+            _follow(offer, error, damaged)
         if error is None:
-            return offer.place
+            return Choice(offer.place, _of_first_rank(lineage))
+
+
+def begin_attempt(
+    catalogs: Sequence[Catalog], run_name: str, *, buckets: Sequence[Bucket] = (), origin: str | Path | None = None
+) -> Lineage:
+    """Begin an attempt of ``run_name`` that does not resume from its newest checkpoint. The same on every rank.
+
+    Args:
+        catalogs: the folders that it saves to. buckets: the buckets.
+        origin: the checkpoint that training goes on from; of an older one of the same run, in one of these places, what
+            was saved until then belongs to the new attempt, too.
+    """
+    lineage: Lineage | None = None
+    with together("looking for earlier attempts"):
+        if dist.get_global_rank() == 0:
+            known = [m for catalog in catalogs for m in catalog.manifests() if m.run_name == run_name]
+            for bucket in buckets:
+                latest = None if bucket.link is None else bucket.remote.latest(bucket.link)
+                known += bucket.remote.manifests() if latest is None else [latest]
+            parent = None if origin is None else _manifest_at(str(origin), catalogs, buckets)
+            of_run = parent if parent is not None and parent.run_name == run_name else None
+            lineage = new_attempt(highest_attempt(m for m in known if m.run_name == run_name), of_run)
+    return _of_first_rank(lineage)
+
+
+def _of_first_rank(lineage: Lineage | None) -> Lineage:
+    """Return the lineage that rank 0 has made."""
+    told = dist.broadcast_object(lineage)
+    assert told is not None
+    return told
+
+
+def _manifest_at(place: str, catalogs: Sequence[Catalog], buckets: Sequence[Bucket]) -> Manifest | None:
+    """The manifest of the checkpoint at ``place``, if it is in one of the folders or buckets and can be read."""
+    try:
+        for bucket in buckets:
+            root = bucket.remote.uri().rstrip("/") + "/"
+            if place.startswith(root) and (there := bucket.remote.manifest_of(place.removeprefix(root))) is not None:
+                return there
+        path = Path(place).resolve()
+        for catalog in catalogs:
+            folder = catalog.folder.resolve()
+            if path.is_relative_to(folder) and (here := catalog.manifest_of(str(path.relative_to(folder)))) is not None:
+                return here
+    except CorruptCheckpointError as e:
+        log.warning("the manifest of %s cannot be read: %s", place, e)
+    return None
 
 
 @final
@@ -177,28 +251,52 @@ class _Search:
         self._catalogs = catalogs
         self._run_name = run_name
         self._unreadable: list[OSError] = []
+        self._rejected: list[tuple[_Candidate, CorruptCheckpointError | OSError]] = []
         self._unseen: dict[str, Bucket] = {}
         """Buckets of which only the latest is a candidate, until that does not hold."""
         found = [
-            _Candidate(manifest, catalog) for catalog in catalogs for manifest in _of(run_name, catalog.manifests())
+            _Candidate(manifest, catalog)
+            for catalog in catalogs
+            for manifest in catalog.manifests()
+            if manifest.run_name == run_name
         ]
-        for catalog, template in zip(catalogs, templates, strict=False):
-            found += [_Candidate(manifest, catalog, listed=False) for manifest in unlisted(catalog, template, run_name)]
         for bucket in buckets:
             manifest = None if bucket.link is None else bucket.remote.latest(bucket.link)
-            if manifest is not None and (mine := _of(run_name, [manifest])):
-                found.append(_Candidate(mine[0], bucket.catalog, bucket.remote))
+            if manifest is not None and manifest.run_name == run_name and manifest.kind in RESUMABLE:
+                found.append(_Candidate(manifest, bucket.catalog, bucket.remote))
                 self._unseen[bucket.remote.uri()] = bucket
             else:
                 found += _everything_in(bucket, run_name)
-        self._candidates = found
-        self._left = list(found)
+        for catalog, template in zip(catalogs, templates, strict=False):
+            found += self._unlisted(catalog, template, [candidate.manifest for candidate in found])
+        self._known = found
+        self._candidates = living_line([c for c in found if c.manifest.kind in RESUMABLE], _manifest)
+        self._left = list(self._candidates)
+
+    def _unlisted(self, catalog: Catalog, template: str, known: Sequence[Manifest]) -> list[_Candidate]:
+        """What no manifest vouches for; its attempt is not known, unless the run has one only."""
+        without = unlisted(catalog, template, self._run_name)
+        lineages = {manifest.lineage for manifest in known} or {Lineage()}
+        if without and len(lineages) > 1:
+            log.warning(
+                "passed over: %s have no manifest, and nothing says which attempt of run %r they are of",
+                ", ".join(repr(manifest.name) for manifest in without),
+                self._run_name,
+            )
+            return []
+        own = next(iter(lineages))
+        return [_Candidate(dataclasses.replace(m, lineage=own), catalog, listed=False) for m in without]
+
+    def new_attempt(self) -> Lineage:
+        """Begin an attempt: there is nothing to resume from."""
+        return new_attempt(highest_attempt(candidate.manifest for candidate in self._known))
 
     def next(self) -> _Candidate | None:
         """The newest that is left.
 
         Raises:
             OSError: there is none, but some cannot be read: that does not mean that there is nothing.
+            CheckpointError: there is none, but there were some that are damaged.
         """
         if self._left:
             candidate = max(self._left, key=lambda candidate: candidate.rank)
@@ -206,25 +304,40 @@ class _Search:
             return candidate
         if self._unreadable:
             raise self._unreadable[0]
+        if self._rejected:
+            tried = "; ".join(f"{candidate.source}: {error}" for candidate, error in self._rejected)
+            raise CheckpointError(
+                f"run {self._run_name!r} has checkpoints, and none of them is good, so it does not start over by "
+                f"itself. Tried were: {tried}. Nothing was changed. If the files are good on another machine, this one "
+                "reads them wrongly. Otherwise name one to load with load_path and autoresume=False, or start over in "
+                "another save_folder, or with autoresume=False and save_overwrite=True."
+            )
         for catalog in self._catalogs:
             catalog.mend_links(None)
         return None
 
     def reject(self, candidate: _Candidate, error: CorruptCheckpointError | OSError) -> None:
         """It is damaged, or a rank cannot read it."""
-        log.warning("passed over: %s", error)
-        if isinstance(error, CorruptCheckpointError):
-            candidate.home.set_aside(candidate.manifest)  # the run will come to write one of that name again
-        else:
+        log.warning("passed over %s: %s", candidate.source, error)
+        self._rejected.append((candidate, error))
+        if not isinstance(error, CorruptCheckpointError):
             self._unreadable.append(error)
         bucket = None if candidate.remote is None else self._unseen.pop(candidate.remote.uri(), None)
         if bucket is not None:
-            known = {(c.remote.uri(), c.manifest.name) for c in self._candidates if c.remote is not None}
-            more = _everything_in(bucket, self._run_name)
-            self._left += [c for c in more if (bucket.remote.uri(), c.manifest.name) not in known]
+            more = [c for c in _everything_in(bucket, self._run_name) if c.manifest.name != candidate.manifest.name]
+            self._known += more
+            line = living_line([c for c in self._known if c.manifest.kind in RESUMABLE], _manifest)
+            self._candidates = line
+            tried = {id(one) for one, _ in self._rejected}
+            self._left = [one for one in line if id(one) not in tried]
 
-    def accept(self, candidate: _Candidate) -> None:
-        """It is the one."""
+    def accept(self, candidate: _Candidate) -> Lineage:
+        """It is the one: set aside what is damaged in folders, and return the lineage of what is saved from now on."""
+        for rejected, error in self._rejected:
+            if rejected.place == candidate.place:
+                continue  # what is good was fetched from a bucket to take its place
+            if rejected.remote is None and isinstance(error, CorruptCheckpointError):
+                rejected.catalog.set_aside(rejected.manifest)  # the run will come to write one of that name again
         newer = [c for c in self._candidates if not c.whole and c.manifest.order > candidate.manifest.order]
         if not candidate.whole:
             log.warning(
@@ -236,6 +349,7 @@ class _Search:
             log.info("%s is not the newest: newer ones were saved without some of their keys", candidate.source)
         is_here = isinstance(candidate.place, Path)
         candidate.catalog.mend_links(candidate.manifest if is_here else None)
+        return continued(candidate.manifest, [c.manifest for c in self._known], [c.manifest for c in self._candidates])
 
 
 # ── on every rank ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -331,8 +445,11 @@ def _not_everywhere(catalog: Catalog, manifest: Manifest, blind: list[int], bare
     )
 
 
-def _follow(offer: Offer, error: CorruptCheckpointError | OSError | None) -> None:
-    """On the disks of other nodes than the first: what :class:`_Search` does on that one."""
+def _follow(offer: Offer, error: CorruptCheckpointError | OSError | None, damaged: list[Manifest]) -> None:
+    """On the disks of other nodes than the first: what :class:`_Search` does on that one.
+
+    ``damaged`` are the checkpoints that were found to be, to be set aside when there is a good one.
+    """
     if offer.folder is None or offer.manifest.node is None or dist.get_local_rank() != 0 or dist.get_global_rank() == 0:
         return
     catalog = Catalog(offer.folder)
@@ -340,9 +457,11 @@ def _follow(offer: Offer, error: CorruptCheckpointError | OSError | None) -> Non
     if mine is None or mine.node == offer.manifest.node:
         return
     if error is None:
+        for one in damaged:
+            catalog.set_aside(one)
         catalog.mend_links(mine)
     elif isinstance(error, CorruptCheckpointError):
-        catalog.set_aside(mine)
+        damaged.append(mine)
 
 
 def _check_sizes(remote: RemoteCatalog, manifest: Manifest) -> None:
@@ -363,9 +482,14 @@ def _check_sizes(remote: RemoteCatalog, manifest: Manifest) -> None:
 
 
 def _of(run_name: str, manifests: Sequence[Manifest]) -> list[Manifest]:
-    return [manifest for manifest in manifests if manifest.run_name == run_name and manifest.kind in _KINDS]
+    return [manifest for manifest in manifests if manifest.run_name == run_name and manifest.kind in RESUMABLE]
 
 
 def _everything_in(bucket: Bucket, run_name: str) -> list[_Candidate]:
-    """All checkpoints of a bucket, which takes a request for each."""
-    return [_Candidate(m, bucket.catalog, bucket.remote) for m in _of(run_name, bucket.remote.manifests())]
+    """All checkpoints of the run in a bucket, of every kind, which takes a request for each."""
+    found = bucket.remote.manifests()
+    return [_Candidate(m, bucket.catalog, bucket.remote) for m in found if m.run_name == run_name]
+
+
+def _manifest(candidate: _Candidate) -> Manifest:
+    return candidate.manifest

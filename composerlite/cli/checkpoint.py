@@ -108,13 +108,17 @@ def prune(
     ] = None,
     best_metric: Annotated[str | None, typer.Option("--best-metric", help="As 'ls' shows it.", metavar="NAME")] = None,
     best_mode: Annotated[str, typer.Option("--best-mode", help="max or min: which values are better.")] = "max",
+    abandoned: Annotated[
+        bool, typer.Option("--abandoned", help="Remove what runs left behind that were started over, too.")
+    ] = False,
     run: Run = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Remove the checkpoints in PLACE that no rule keeps. Each run and each file name template counts by itself.
 
-    The newest always stays, and so does what is torn. Ephemeral checkpoints go, but for the newest of all.
+    The newest always stays, and so does what is torn. A run that was started over has left the checkpoints of the
+    attempt before: they count for nothing, and stay without --abandoned. Ephemeral checkpoints go, but for the newest.
     """
     with one_line_errors():
         from composerlite.checkpoint import retention_policy
@@ -122,8 +126,8 @@ def prune(
         from composerlite.cli.sweeping import prune as remove
         from composerlite.core import Time
 
-        if keep_last is None and keep_every is None and best_k is None and best_metric is None:
-            raise ConfigError("prune: which are to stay? Give --keep-last, --keep-every or --best-k.")
+        if keep_last is None and keep_every is None and best_k is None and best_metric is None and not abandoned:
+            raise ConfigError("prune: which are to stay? Give --keep-last, --keep-every, --best-k or --abandoned.")
         if (best_k is None) != (best_metric is None):
             raise ConfigError("prune: --best-k 3 and --best-metric NAME go together; 'ls' shows the metrics there are.")
         policy = retention_policy(
@@ -133,7 +137,8 @@ def prune(
             best_metric=best_metric,
             best_mode=best_mode,
         )
-        remove(places, policy, run=run, sweep=Sweep(dry_run=dry_run, as_json=as_json))
+        sweep = Sweep(dry_run=dry_run, as_json=as_json)
+        remove(places, policy, run=run, with_abandoned=abandoned, sweep=sweep)
 
 
 @checkpoint_app.command("gc")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import typer
 
+from composerlite.checkpoint import tools
 from composerlite.checkpoint.tools import Found, Place, newest, place_at, survey
 from composerlite.cli.output import bytes_text, print_json, print_table
 from composerlite.errors import CheckpointNotFoundError
@@ -30,10 +31,11 @@ class Order(enum.StrEnum):
 
 
 class _Listed(NamedTuple):
-    """A checkpoint and where it is."""
+    """A checkpoint, where it is, and whether its run was started over since."""
 
     place: Place
     found: Found
+    abandoned: bool
 
 
 def list_checkpoints(places: Sequence[str], *, run: str | None, sort: Order, as_json: bool) -> None:
@@ -46,7 +48,7 @@ def list_checkpoints(places: Sequence[str], *, run: str | None, sort: Order, as_
     elif sort is Order.SAVED:
         listed.sort(key=lambda one: (one.found.manifest is None, _saved_at(one.found)))
     if as_json:
-        print_json({"checkpoints": [told(one.place, one.found) for one in listed]})
+        print_json({"checkpoints": [told(one.place, one.found, abandoned=one.abandoned) for one in listed]})
         return
     if not listed:
         typer.echo(f"no checkpoints in {', '.join(places)}{'' if run is None else f' of run {run!r}'}", err=True)
@@ -80,7 +82,9 @@ def _listed(places: Sequence[str], run: str | None) -> list[_Listed]:
     listed: list[_Listed] = []
     for text in places:
         with place_at(text) as place:
-            listed += [_Listed(place, found) for found in survey(place) if run is None or _run(found) == run]
+            there = survey(place)
+            left = tools.abandoned(there)
+            listed += [_Listed(place, one, one.name in left) for one in there if run is None or _run(one) == run]
     return listed
 
 
@@ -93,7 +97,7 @@ def _saved_at(found: Found) -> str:
 
 
 # ── how one is told ──────────────────────────────────────────────────────────────────────────────────────────────────
-def told(place: Place, found: Found) -> dict[str, Any]:
+def told(place: Place, found: Found, *, abandoned: bool = False) -> dict[str, Any]:
     """A checkpoint as JSON has it. What is not known is ``null``."""
     manifest = found.manifest
     counts = {} if manifest is None or not (manifest.run_name or found.kind == "step") else manifest.timestamp
@@ -102,6 +106,8 @@ def told(place: Place, found: Found) -> dict[str, Any]:
         "uri": place.uri(found.name),
         "where": place.where,
         "state": found.state,
+        "attempt": None if manifest is None else manifest.lineage.attempt,
+        "abandoned": abandoned,
         "faults": list(found.faults),
         "kind": found.kind or None,
         "run_name": None if manifest is None else manifest.run_name,
@@ -119,7 +125,7 @@ def told(place: Place, found: Found) -> dict[str, Any]:
 
 
 def _row(one: _Listed) -> list[str]:
-    facts = told(one.place, one.found)
+    facts = told(one.place, one.found, abandoned=one.abandoned)
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in (facts["metrics"] or {}).items())
     kind = " ".join(part for part in (facts["kind"], "ephemeral" if facts["ephemeral"] else "") if part)
     counts = ["" if facts[name] is None else str(facts[name]) for name in ("epoch", "batch", "sample")]
@@ -128,7 +134,7 @@ def _row(one: _Listed) -> list[str]:
     size = bytes_text(facts["size_bytes"])
     return [
         *(facts["name"], facts["run_name"] or "", *counts, saved, size, kind, ranks, metrics),
-        *(facts["where"], _state(one.found)),
+        *(facts["where"], "abandoned" if facts["abandoned"] else _state(one.found)),
     ]
 
 

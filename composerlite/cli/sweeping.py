@@ -10,7 +10,7 @@ from typing import Any, final
 import typer
 
 from composerlite.checkpoint import RetentionPolicy, deletions
-from composerlite.checkpoint.tools import MANIFESTS, Found, Leftover, Place, place_at, survey
+from composerlite.checkpoint.tools import Found, Leftover, Place, abandoned, place_at, survey
 from composerlite.cli.output import bytes_text, print_json
 
 __all__ = ["Sweep", "collect", "prune"]
@@ -43,35 +43,40 @@ class Sweep:
         typer.echo(f"{verb} {len(removed)}, {bytes_text(freed)}{rest}")
 
 
-def prune(places: Sequence[str], policy: RetentionPolicy, *, run: str | None, sweep: Sweep) -> None:
+def prune(
+    places: Sequence[str], policy: RetentionPolicy, *, run: str | None, with_abandoned: bool, sweep: Sweep
+) -> None:
     """Remove the committed checkpoints that ``policy`` gives up, of each run and each name template by itself.
 
-    What is torn is left alone, and counts for nothing.
+    What is incomplete is left alone, and counts for nothing. So is what a run abandoned when it was started over, which
+    ``with_abandoned`` removes.
     """
     removed: list[dict[str, Any]] = []
     kept: list[str] = []
     for text in places:
         with place_at(text) as place:
             groups: dict[tuple[str, str, str], list[Found]] = {}
-            for found in survey(place):
-                if found.manifest is not None and not found.faults and run in (None, found.manifest.run_name):
-                    folder = _home(found)
-                    groups.setdefault((folder, found.manifest.run_name, found.manifest.template), []).append(found)
+            listed = survey(place)
+            left = abandoned(listed)
+            gone: dict[str, str | None] = (
+                dict.fromkeys(left, "abandoned: its run was started over") if with_abandoned else {}
+            )
+            chosen = [
+                f for f in listed if f.manifest is not None and not f.faults and run in (None, f.manifest.run_name)
+            ]
+            for found in chosen:
+                if found.manifest is not None and found.name not in left:
+                    groups.setdefault((found.home, found.manifest.run_name, found.manifest.template), []).append(found)
             for group in groups.values():
-                gone = _given_up(group, policy)
-                for found in group:
-                    if found.name not in gone:
-                        kept.append(place.uri(found.name))
-                        continue
-                    if not sweep.dry_run:
-                        _remove(place, found)
-                    removed.append(_told(place, found, None))
+                gone |= dict.fromkeys(_given_up(group, policy))
+            for found in chosen:
+                if found.name not in gone:
+                    kept.append(place.uri(found.name))
+                    continue
+                if not sweep.dry_run:
+                    _remove(place, found)
+                removed.append(_told(place, found, gone[found.name]))
     sweep.tell(removed, kept)
-
-
-def _home(found: Found) -> str:
-    """The folder that it was saved to."""
-    return found.name.rpartition("/")[0] if found.kind == "step" else found.commits[0].partition(f"{MANIFESTS}/")[0]
 
 
 def _given_up(group: Sequence[Found], policy: RetentionPolicy) -> set[str]:

@@ -18,7 +18,7 @@ from composerlite.core.precision import Precision
 from composerlite.core.reproducibility import MAX_SEED
 from composerlite.core.time import MICROSECONDS, Time, TimeInput, Timestamp, TimeUnit
 from composerlite.errors import ConfigError
-from composerlite.types import Batch, StateDict, Stateful
+from composerlite.types import Batch, Lineage, StateDict, Stateful
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -43,6 +43,7 @@ class State:
         timestamp: where the run stands.
         previous_timestamp: where it stood one batch (or epoch) before; ``None`` before the first.
         fit_starts: where the run stood at each call of ``fit``, those before a resume included.
+        lineage: the attempt of the run whose checkpoints are saved, and those that it came from.
         evaluated_at: the batch count of the last evaluation, by the evaluator's label: there is one at most for each.
         learning_rates: of the optimizer's groups, as the script has given them. resumed_learning_rates: those that were
             given to the run that this one goes on with.
@@ -152,6 +153,7 @@ class State:
         self.data_position: Stateful | None = None
         self.dataset_state: StateDict = {"train": None, "eval": {}}
         self.load_path: str | None = None
+        self.lineage = Lineage()
 
     # ── how long ─────────────────────────────────────────────────────────────────────────────────────────────────
     @property

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint import download_bar, newest_good, take_leases, together
+from composerlite.checkpoint import Choice, begin_attempt, choose, download_bar, take_leases, together
 from composerlite.core import State
 from composerlite.errors import ConfigError
+from composerlite.types import Lineage
 
-__all__ = ["newest_checkpoint"]
+__all__ = ["new_lineage", "newest_checkpoint"]
 
 log = logging.getLogger(__name__)
 
 
-def newest_checkpoint(
-    state: State, savers: Sequence[CheckpointSaver], *, progress_bar: bool, timeout: float
-) -> Path | str | None:
-    """The newest good checkpoint of this run that any of its ``savers`` wrote.
+def newest_checkpoint(state: State, savers: Sequence[CheckpointSaver], *, progress_bar: bool, timeout: float) -> Choice:
+    """Choose the newest good checkpoint of this run that any of its ``savers`` wrote.
 
     From now on no other process can be given the run: see :mod:`composerlite.checkpoint.lease`.
 
@@ -30,6 +28,7 @@ def newest_checkpoint(
 
     Raises:
         RunInUseError: another process has the run and goes on with it.
+        CheckpointError: there are checkpoints, and none of them is good.
         ConfigError: none of them saves what a run could be resumed from.
     """
     savers = [saver for saver in savers if not saver.weights_only]
@@ -43,13 +42,25 @@ def newest_checkpoint(
             leases = [lease for saver in savers for lease in saver.leases(state.run_name)]
             take_leases(leases, f"run {state.run_name!r}", timeout)
     with download_bar(progress_bar) as tell:
-        found = newest_good(
+        choice = choose(
             [saver.catalog for saver in savers],
             state.run_name,
             templates=[saver.filename.filename for saver in savers],
             buckets=[bucket for saver in savers for bucket in saver.buckets],
             progress=tell,
         )
-    if found is None:
+    if choice.place is None:
         log.info("autoresume: run %r has no checkpoint yet", state.run_name)
-    return found
+    return choice
+
+
+def new_lineage(state: State, savers: Sequence[CheckpointSaver], *, load_path: str | None) -> Lineage:
+    """Begin an attempt of a run that does not resume from its newest checkpoint.
+
+    Args:
+        state: of the run. savers: whose folders and buckets may hold earlier attempts.
+        load_path: the checkpoint that training goes on from; ``None``: it starts from scratch, or with weights alone.
+    """
+    catalogs = [saver.catalog for saver in savers]
+    buckets = [bucket for saver in savers for bucket in saver.buckets]
+    return begin_attempt(catalogs, state.run_name, buckets=buckets, origin=load_path)

@@ -51,7 +51,7 @@ from composerlite.trainer.dataloading import DataPosition, Share, batches_per_ep
 from composerlite.trainer.evaluate import EvaluationSchedule, Ranks, evaluate, predict
 from composerlite.trainer.loop import Loop, run
 from composerlite.trainer.parallel import check_sync_strategy, copy_model, shard_model
-from composerlite.trainer.resuming import newest_checkpoint
+from composerlite.trainer.resuming import new_lineage, newest_checkpoint
 from composerlite.trainer.step import TrainStep
 from composerlite.types import Batch
 
@@ -307,7 +307,7 @@ class Trainer:
             # Loading comes last: everything that has a state is there to take it.
             self.engine.run_event(Event.BEFORE_LOAD)
             load_ignore_keys = check_ignore_keys(load_ignore_keys, argument="load_ignore_keys")
-            resume_from = (
+            choice = (
                 newest_checkpoint(
                     self.state,
                     self._savers,
@@ -317,9 +317,12 @@ class Trainer:
                 if autoresume
                 else None
             )
-            self._resumed = resume_from is not None
-            if resume_from is not None or load_path is not None:
-                self.state.load_path = str(resume_from or load_path)
+            self._resumed = choice is not None and choice.place is not None
+            if choice is not None and choice.place is not None:
+                self.state.load_path = str(choice.place)
+            elif load_path is not None:
+                self.state.load_path = str(load_path)
+            if self.state.load_path is not None:
                 name, store = self.state.load_path, load_object_store
                 if self._resumed:
                     name, store = build.in_a_store(name, self.logger.destinations)
@@ -341,6 +344,11 @@ class Trainer:
                 )
             if self._resumed and zero_config is None:
                 build.take_new_rates(self.state)
+            self.state.lineage = (
+                new_lineage(self.state, self._savers, load_path=None if load_weights_only else self.state.load_path)
+                if choice is None
+                else choice.lineage
+            )
             self.engine.run_event(Event.AFTER_LOAD)
             self._parallel = copy_model(self.state, ddp_sync_strategy) if sharded is None else sharded
             self._company = company(counts=self._parallel.counts)

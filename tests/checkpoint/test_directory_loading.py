@@ -15,7 +15,12 @@ from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.formats.directory import RemoteFolder
 from composerlite.checkpoint.state_dict import save_state_dict
 from composerlite.core import FSDPConfig, ParallelismConfig, State
-from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
+from composerlite.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
 from composerlite.storage.local import LocalObjectStore
 from composerlite.testing.faulty_store import FaultyStore
 
@@ -118,7 +123,8 @@ def test_damage_names_the_file(tmp_path: Path) -> None:
     data.unlink()
     with pytest.raises(CorruptCheckpointError, match=rf"{data.name}' is gone"):
         load_checkpoint(path, new_state())
-    assert newest_good([Catalog(tmp_path)], "run") is None
+    with pytest.raises(CheckpointError, match="none of them is good"):
+        newest_good([Catalog(tmp_path)], "run")
 
 
 def test_a_directory_in_a_bucket_is_loaded_from_there(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from parts import save_batch
 
 from composerlite.checkpoint import Catalog, newest_good
+from composerlite.errors import CheckpointError
 
 
 def test_it_is_the_newest_by_batch(tmp_path: Path) -> None:
@@ -43,11 +44,21 @@ def test_a_damaged_one_is_passed_over_with_the_reason(tmp_path: Path, caplog: py
 
 
 def test_there_may_be_none(tmp_path: Path) -> None:
-    """No folder, an empty one, or nothing but damage."""
+    """No folder, or an empty one."""
     assert newest_good([], "run") is None
     assert newest_good([Catalog(tmp_path), Catalog(tmp_path / "none")], "run") is None
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(tmp_path: Path) -> None:
+    """The error names each with its reason and the way out; nothing is changed, so the next launch says the same."""
     save_batch(tmp_path, 1).unlink()
-    assert newest_good([Catalog(tmp_path)], "run") is None
+    path = save_batch(tmp_path, 2)
+    path.write_bytes(b"\0" * path.stat().st_size)
+    before = sorted(tmp_path.rglob("*"))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"none of them is good.*ba2\.pt.*ba1\.pt.*load_path"):
+            newest_good([Catalog(tmp_path)], "run")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_whole_one_comes_before_newer_parts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -72,6 +72,8 @@ def test_ls_answers_programs(demo: Path) -> None:
         "uri": f"demo/{THREE}",
         "where": "local",
         "state": "committed",
+        "attempt": 1,
+        "abandoned": False,
         "faults": [],
         "kind": "monolithic",
         "run_name": "demo",

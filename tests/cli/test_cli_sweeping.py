@@ -48,6 +48,19 @@ def test_prune_keeps_the_newest(demo: Path) -> None:
     assert (demo / "latest-rank0.pt").resolve() == (demo / THREE).resolve()
 
 
+def test_prune_follows_the_attempt_that_lives(demo: Path) -> None:
+    """A run that was started over: its newest stays, ``latest`` leads to it, and the old attempt goes if asked for."""
+    train(demo, epochs=1, save_overwrite=True)
+    listed = answer("checkpoint", "ls", "demo", cwd=demo.parent)["checkpoints"]
+    assert {one["name"]: one["abandoned"] for one in listed} == {ONE: False, TWO: True, THREE: True}
+    assert answer("checkpoint", "latest", "demo", cwd=demo.parent)["name"] == ONE
+    assert answer("checkpoint", "prune", "demo", "--keep-last", 1, cwd=demo.parent)["removed"] == []
+    gone = answer("checkpoint", "prune", "demo", "--abandoned", cwd=demo.parent)["removed"]
+    assert [one["uri"] for one in gone] == [f"demo/{TWO}", f"demo/{THREE}"]
+    assert names(demo) == [ONE]
+    assert (demo / "latest-rank0.pt").resolve() == (demo / ONE).resolve()
+
+
 def test_a_dry_run_changes_nothing(demo: Path) -> None:
     """``prune`` and ``gc`` tell what they would do."""
     (demo / f".x.{DEAD}").write_bytes(b"left")
@@ -129,7 +142,7 @@ def test_a_wrong_rule_is_one_line_and_status_2(demo: Path) -> None:
     """Nothing is removed for a command that could not be meant so."""
     before = everything(demo)
     for arguments, words in (
-        ([], "which are to stay? Give --keep-last, --keep-every or --best-k."),
+        ([], "which are to stay? Give --keep-last, --keep-every, --best-k or --abandoned."),
         (["--best-k", "2"], "--best-k 3 and --best-metric NAME go together"),
         (["--keep-every", "10"], "time '10' cannot be read"),
         (["--keep-every", "0.5dur"], "does not know how long training will be"),

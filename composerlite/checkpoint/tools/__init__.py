@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.tools.inspecting import Leaf, contents_of, leaves_of_contents, model_directory
     from composerlite.checkpoint.tools.places import MANIFESTS, Leftover, Place, StoredFile
     from composerlite.checkpoint.tools.pointing import Pointed, place_at, pointed, target_at
-    from composerlite.checkpoint.tools.surveying import UNLISTED, Found, newest, survey
+    from composerlite.checkpoint.tools.surveying import UNLISTED, Found, abandoned, newest, survey
     from composerlite.checkpoint.tools.whole import model_and_integrations, weights_of, whole_contents
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Place",
     "Pointed",
     "StoredFile",
+    "abandoned",
     "compared",
     "contents_of",
     "copy",
@@ -66,7 +67,7 @@ _HOMES = {
     "inspecting": ("Leaf", "contents_of", "leaves_of_contents", "model_directory"),
     "places": ("MANIFESTS", "Leftover", "Place", "StoredFile"),
     "pointing": ("Pointed", "place_at", "pointed", "target_at"),
-    "surveying": ("UNLISTED", "Found", "newest", "survey"),
+    "surveying": ("UNLISTED", "Found", "abandoned", "newest", "survey"),
     "whole": ("model_and_integrations", "weights_of", "whole_contents"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+from composerlite.checkpoint.lineage import living_line
 from composerlite.checkpoint.manifest import FileRecord, Manifest
 from composerlite.checkpoint.step_folder import MARKER, MODEL, TRAIN
 from composerlite.checkpoint.tools.places import MANIFESTS, Place, StoredFile
 from composerlite.errors import CheckpointError
 
-__all__ = ["UNLISTED", "Found", "newest", "survey"]
+__all__ = ["UNLISTED", "Found", "abandoned", "newest", "survey"]
 
 UNLISTED = "it has no manifest: its save did not end, or another program wrote it"
 _INDEX = ".metadata"
@@ -54,6 +55,13 @@ class Found:
         return "torn" if self.faults else "committed"
 
     @property
+    def home(self) -> str:
+        """The folder that it was saved to, with its slash; empty: the place itself."""
+        if self.kind == "step":
+            return "".join(self.name.rpartition("/")[:2])
+        return self.commits[0].partition(f"{MANIFESTS}/")[0] if self.commits else ""
+
+    @property
     def records(self) -> tuple[FileRecord, ...]:
         """The files that must be there, and what they must contain."""
         return () if self.manifest is None else self.manifest.here
@@ -73,8 +81,24 @@ def newest(listed: Iterable[Found]) -> Found | None:
     if not whole:
         return None
     _, last = max(whole, key=lambda pair: pair[1].saved_at)
-    of_run = [(one, manifest) for one, manifest in whole if manifest.run_name == last.run_name]
-    return max(of_run, key=lambda pair: pair[1].order)[0]
+    of_run = [pair for pair in whole if pair[1].run_name == last.run_name]
+    return max(living_line(of_run, lambda pair: pair[1]), key=lambda pair: pair[1].order)[0]
+
+
+def abandoned(listed: Iterable[Found]) -> set[str]:
+    """Return the names of the committed checkpoints in one place that are of an attempt that was abandoned.
+
+    A run that was started over, or went back to an older checkpoint, left them behind: it resumes from none of them.
+    """
+    runs: dict[tuple[str, str], list[tuple[Found, Manifest]]] = {}
+    for one in listed:
+        if one.manifest is not None and not one.faults:
+            runs.setdefault((one.home, one.manifest.run_name), []).append((one, one.manifest))
+    left: set[str] = set()
+    for pairs in runs.values():
+        line = {one.name for one, _ in living_line(pairs, lambda pair: pair[1])}
+        left |= {one.name for one, _ in pairs} - line
+    return left
 
 
 def survey(place: Place) -> list[Found]:
@@ -105,8 +129,8 @@ def survey(place: Place) -> list[Found]:
     return found + _unlisted(files, taken)
 
 
-def _age(one: Found) -> tuple[bool, tuple[int, int, str], str]:
-    return one.manifest is None, (0, 0, "") if one.manifest is None else one.manifest.order, one.name
+def _age(one: Found) -> tuple[bool, tuple[int, int, int, str], str]:
+    return one.manifest is None, (0, 0, 0, "") if one.manifest is None else one.manifest.order, one.name
 
 
 # ── what vouches for itself ──────────────────────────────────────────────────────────────────────────────────────────
