@@ -11,6 +11,8 @@ import importlib
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
+from composerlite.on_demand import ALGORITHM_PACKAGES
+
 if TYPE_CHECKING:
     from composerlite.core import (
         Algorithm,
@@ -47,6 +49,7 @@ __all__ = [
     "__version__",
 ]
 
+ALGORITHM_PACKAGES.append("composerlite.algorithms")
 _HOME = {"Trainer": "composerlite.trainer", "ComposerModel": "composerlite.models"}
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from composerlite.core.interval import IntervalScheduler, SchedulePredicate, create_interval_scheduler
     from composerlite.core.logger import Logger, LoggerDestination
     from composerlite.core.measured import MeasuredMetrics, check_metric_exists, gives_one_value, metric_values
-    from composerlite.core.optimizer_state import clean_name
+    from composerlite.core.optimizer_state import clean_name, lost_parameters
     from composerlite.core.parallelism import FSDPConfig, ParallelismConfig, TPConfig, ensure_parallelism
     from composerlite.core.precision import Precision, ensure_precision, get_precision_context
     from composerlite.core.reproducibility import (
@@ -92,6 +92,7 @@ __all__ = [
     "get_precision_context",
     "get_random_seed",
     "gives_one_value",
+    "lost_parameters",
     "metric_values",
     "move_to_device",
     "seed_all",
@@ -120,7 +121,7 @@ _HOMES = {
     "composerlite.core.interval": ("IntervalScheduler", "SchedulePredicate", "create_interval_scheduler"),
     "composerlite.core.logger": ("Logger", "LoggerDestination"),
     "composerlite.core.measured": ("MeasuredMetrics", "check_metric_exists", "gives_one_value", "metric_values"),
-    "composerlite.core.optimizer_state": ("clean_name",),
+    "composerlite.core.optimizer_state": ("clean_name", "lost_parameters"),
     "composerlite.core.parallelism": ("FSDPConfig", "ParallelismConfig", "TPConfig", "ensure_parallelism"),
     "composerlite.core.precision": ("Precision", "ensure_precision", "get_precision_context"),
     "composerlite.core.reproducibility": (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from composerlite.errors import IncompatibleCheckpointError, did_you_mean
+from composerlite.on_demand import ALGORITHM_PACKAGES
 
 if TYPE_CHECKING:
     from composerlite.core.event import Event
@@ -20,7 +22,8 @@ class Algorithm(ABC):
 
     Algorithms that change the structure of the model (surgery) return true from :meth:`required_on_load`: a checkpoint
     of such a run fits only a model that was changed the same way, so the algorithm is rebuilt from its class name and
-    :meth:`config` and applied before the weights are loaded. The class must have been imported for that.
+    :meth:`config` and applied before the weights are loaded. A class of your own must have been imported for that, or
+    its package be named in :data:`composerlite.on_demand.ALGORITHM_PACKAGES`.
     """
 
     _registered: ClassVar[dict[str, type[Algorithm]]] = {}
@@ -70,9 +73,12 @@ class Algorithm(ABC):
         """The algorithm class ``name`` built with ``config``; no text is evaluated.
 
         Raises:
-            IncompatibleCheckpointError: no imported algorithm of that name is required on load, or ``config`` does not
+            IncompatibleCheckpointError: no algorithm of that name is known and required on load, or ``config`` does not
                 fit it.
         """
+        for package in ALGORITHM_PACKAGES:
+            if name not in Algorithm._registered:
+                importlib.import_module(package)
         known = {key: cls for key, cls in Algorithm._registered.items() if cls.required_on_load()}
         if name not in known:
             raise IncompatibleCheckpointError(

@@ -15,6 +15,7 @@ from composerlite.types import items_of, with_items
 __all__ = [
     "clean_name",
     "load_named_optimizer_state",
+    "lost_parameters",
     "named_optimizer_state",
     "optimizer_places",
     "optimizer_problems",
@@ -32,6 +33,17 @@ def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]
     return [
         [by_id.get(id(parameter), f"optimizer.{g}.{i}") for i, parameter in enumerate(group["params"])]
         for g, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def lost_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
+    """The parameters that ``optimizer`` trains and that no checkpoint would have, since they are not the model's."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return [
+        f"parameter {i} of group {g}, of the shape {tuple(parameter.shape)}"
+        for g, group in enumerate(optimizer.param_groups)
+        for i, parameter in enumerate(group["params"])
+        if parameter.requires_grad and id(parameter) not in own
     ]
 
 

@@ -27,12 +27,13 @@ from composerlite.core.logger import Logger
 from composerlite.core.optimizer_state import (
     clean_name,
     load_named_optimizer_state,
+    lost_parameters,
     named_optimizer_state,
     optimizer_places,
     optimizer_problems,
 )
 from composerlite.core.time import Time, Timestamp
-from composerlite.errors import CheckpointError, IncompatibleCheckpointError
+from composerlite.errors import CheckpointError, IncompatibleCheckpointError, SaveError
 from composerlite.types import StateDict
 
 if TYPE_CHECKING:
@@ -68,6 +69,12 @@ def full_state(state: State) -> StateDict:
     optimizers = _by_class(state.optimizers).items()
     ours: StateDict = {}
     if not state.deepspeed_enabled:  # which has both, and saves them in its own files
+        for optimizer in state.optimizers:
+            if lost := lost_parameters(optimizer, state.model):
+                raise SaveError(
+                    f"the optimizer trains what is not the model's and in no checkpoint: {'; '.join(lost)}. Make it a "
+                    "parameter of the model before it is added to the optimizer."
+                )
         ours = {
             "model": _model_state(state.model),
             "optimizers": {name: named_optimizer_state(o, state.model) for name, o in optimizers},

@@ -30,6 +30,7 @@ from composerlite.core import (
     TimeInput,
     TimeUnit,
     ensure_evaluator,
+    lost_parameters,
 )
 from composerlite.errors import ConfigError
 from composerlite.loggers import ConsoleLogger, ProgressBarLogger
@@ -130,7 +131,8 @@ def build_optimizer(
     """The one optimizer of the run.
 
     Raises:
-        ConfigError: more than one, or one that needs a closure, or one that trains none of the model's parameters.
+        ConfigError: more than one, or one that needs a closure, or one that trains none of the model's parameters, or
+            others than those.
     """
     given = as_list(optimizers, torch.optim.Optimizer, argument="optimizers")
     if len(given) > 1:
@@ -147,6 +149,11 @@ def build_optimizer(
         raise ConfigError(
             "optimizers: none of the optimizer's parameters is the model's. Build it from model.parameters() of the "
             "model that you pass, after any surgery."
+        )
+    if lost := lost_parameters(given[0], model):
+        raise ConfigError(
+            f"optimizers: it trains what is not the model's, and no checkpoint would have it: {'; '.join(lost)}. "
+            "Make it a parameter of the model, model.name = torch.nn.Parameter(…), also where only the loss uses it."
         )
     return given[0]
 

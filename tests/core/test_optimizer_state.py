@@ -124,7 +124,7 @@ def test_a_parameter_that_never_had_a_gradient_has_no_state() -> None:
 
 
 def test_a_parameter_that_is_not_the_models_is_named_by_its_place() -> None:
-    """A temperature that a user optimizes beside the model is saved and restored, too."""
+    """The optimizer's state of a temperature beside the model is saved and restored, for who saves the temperature."""
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer, nn.Parameter]:
         model, extra = Model(["a"]), nn.Parameter(torch.ones(3))
