@@ -114,3 +114,26 @@ def test_a_damaged_newest_begins_a_new_attempt_that_is_resumed(tmp_path: Path) -
         path.write_bytes(b"\0" * path.stat().st_size)
     assert min(launch("resume", 0, 9, die=6).said) == 6
     assert list(launch("resume", 0, 8).said) == [7, 8]
+
+
+def test_a_machine_that_reads_wrong_bytes_discards_nothing(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """All data of a bucket seem damaged: the run ends with an error, and elsewhere it resumes the newest."""
+    server = request.getfixturevalue("s3_server")
+    bucket, client = server.new_bucket(), server.client()
+    launch = Launches(tmp_path, (f"s3://{bucket}/run", dict(server.environment)))
+    launch("resume", 0, 9, die=4)
+
+    def listed() -> list[str]:
+        keys = (item["Key"] for item in client.list_objects_v2(Bucket=bucket)["Contents"])
+        return [key for key in keys if not key.endswith(".lease")]
+
+    names = listed()
+    stored = {name: client.get_object(Bucket=bucket, Key=name)["Body"].read() for name in names}
+    for name in (name for name in names if name.endswith(".pt")):
+        client.put_object(Bucket=bucket, Key=name, Body=bytes(len(stored[name])))
+    with pytest.raises(AssertionError, match=r"none of them is good.*ba4\.pt.*ba1\.pt"):
+        launch("resume", 0, 9)
+    assert listed() == names
+    for name in names:  # as another machine reads it
+        client.put_object(Bucket=bucket, Key=name, Body=stored[name])
+    assert list(launch("resume", 0, 9).said) == [5, 6, 7, 8, 9]
