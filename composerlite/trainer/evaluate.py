@@ -31,6 +31,7 @@ from composerlite.errors import ConfigError
 from composerlite.trainer.company import Alone as NoCompany
 from composerlite.trainer.company import Company
 from composerlite.trainer.dataloading import EvaluationBatches, Share, batches_per_epoch
+from composerlite.trainer.generators import put_back
 from composerlite.trainer.parallel import Alone, Parallel
 from composerlite.types import Batch
 
@@ -108,7 +109,7 @@ def evaluate(
     *,
     may_stop: bool = False,
 ) -> None:
-    """Evaluate the model. What training uses of the state is as before afterwards.
+    """Evaluate the model. What training uses of the state is as before afterwards, the loaders' generators included.
 
     The metrics are those of the samples of all ranks.
 
@@ -124,7 +125,8 @@ def evaluate(
     with _set_aside(state), torch.no_grad():
         ranks.parallel.before_evaluation(state.model)
         for evaluator in evaluators:
-            _evaluate_one(state, engine, logger, evaluator, ranks, may_stop=may_stop)
+            with put_back(evaluator.dataloader.dataloader):
+                _evaluate_one(state, engine, logger, evaluator, ranks, may_stop=may_stop)
     engine.run_event(Event.EVAL_AFTER_ALL)
 
 
@@ -206,7 +208,7 @@ def predict(
     """The model's outputs for each batch of this rank, on the CPU, in order; none without ``return_outputs``."""
     outputs: list[Any] = []
     model: Any = state.model
-    with _set_aside(state):
+    with _set_aside(state), put_back(spec.dataloader):
         ranks.parallel.before_evaluation(model)
         state.set_dataloader(
             spec.dataloader, "predict", batches_per_epoch(spec, ranks.share, subset=subset_num_batches)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["generator_state", "generators_of", "set_generator_state"]
+__all__ = ["generator_state", "generators_of", "put_back", "set_generator_state"]
 
 
 def generators_of(loader: Any) -> list[Any]:
@@ -23,6 +24,17 @@ def generators_of(loader: Any) -> list[Any]:
             if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
                 found[id(value)] = value
     return list(found.values())
+
+
+@contextlib.contextmanager
+def put_back(loader: Any) -> Generator[None]:
+    """Within it anybody may iterate over ``loader``: its generators stand afterwards as before."""
+    before = [(generator, generator_state(generator)) for generator in generators_of(loader)]
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            set_generator_state(generator, state)
 
 
 def generator_state(generator: Any) -> Any:

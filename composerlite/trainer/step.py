@@ -259,8 +259,12 @@ class TrainStep:
 
         if state.train_metrics and weight != 0.0 and self._parallel.counts:
             with torch.no_grad():
+                to_metrics = model.eval_forward  # what update_metric is promised, in training as in evaluation
+                if state.precision is not Precision.FP32:
+                    to_metrics = _in_precision(state, to_metrics)
+                outputs = to_metrics(state.batch, state.outputs)
                 for metric in state.train_metrics.values():
-                    model.update_metric(state.batch, state.outputs, metric)
+                    model.update_metric(state.batch, outputs, metric)
 
 
 def _zeroes_plainly(optimizer: torch.optim.Optimizer) -> bool:
