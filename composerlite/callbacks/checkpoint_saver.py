@@ -206,7 +206,7 @@ class CheckpointSaver(Callback):
         self.blocked_seconds = 0.0
         self.reports: deque[SaveReport] = deque(maxlen=_REPORTS)
         self._last_was_ephemeral = False
-        self._last_says_stopped = False
+        self._last_says: tuple[object, ...] | None = None
         self._failures = FailuresInARow(self.failure_limit, "saved")
         self._warned = False
         self._measured = MeasuredMetrics()
@@ -382,6 +382,8 @@ class CheckpointSaver(Callback):
         if self.best_metric is not None:
             check_metric_exists(self.best_metric, state, argument="save_best_metric")
         now = int(state.timestamp.batch)
+        if self._last_says is None:  # what was loaded
+            self._last_says = _says(state)
         if self.last_checkpoint_batch is not None and self.last_checkpoint_batch > now:
             self.last_checkpoint_batch = None  # time was reset: what was saved then says nothing about now
 
@@ -503,7 +505,7 @@ class CheckpointSaver(Callback):
         if not due and not ephemeral:
             return
         saved_already = self.last_checkpoint_batch == int(state.timestamp.batch)
-        if state.stopped is not None and not self._last_says_stopped and not self.weights_only:
+        if state.stopped is not None and self._last_says != _says(state) and not self.weights_only:
             saved_already = False
         if not saved_already or (due and self._last_was_ephemeral):
             self._start(state, ephemeral=ephemeral)
@@ -554,13 +556,14 @@ class CheckpointSaver(Callback):
             error.add_note(f"What training had reached was saved as {str(report.path)!r}.")
 
     def has_saved(self, state: State) -> bool:
-        """Whether there is a checkpoint of where the run stands; waits for the save in flight.
+        """Whether there is a checkpoint of where the run stands, and of what was evaluated; waits for a save in flight.
 
         Raises:
             Exception: what made that fail, unless that is tolerated.
         """
         self._collect()
-        return self.last_checkpoint_batch == int(state.timestamp.batch) and not self._failures.last_failed
+        is_of_now = self.last_checkpoint_batch == int(state.timestamp.batch) and self._last_says == _says(state)
+        return is_of_now and not self._failures.last_failed
 
     def save_last(self, state: State) -> None:
         """Save where the run stands, which has to end here. The next regular checkpoint takes its place."""
@@ -591,7 +594,7 @@ class CheckpointSaver(Callback):
             self._collect()
         # Set first: the checkpoint that is being written counts as saved in its own state.
         self.last_checkpoint_batch, self._last_was_ephemeral = int(state.timestamp.batch), ephemeral
-        self._last_says_stopped = state.stopped is not None
+        self._last_says = _says(state)
         name = format_name_with_dist_and_time(self.filename.filename, state.run_name, state.timestamp, **FIRST_RANK)
         overwrite = self._may_overwrite(name)
         if isinstance(self.save_interval, AutoInterval):
@@ -742,18 +745,21 @@ class CheckpointSaver(Callback):
 
     # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────
     def state_dict(self) -> dict[str, Any]:
-        """The batch count of the last save, so that a resume does not save the same batch again."""
+        """What was measured, and the batch count of the last save: a resume does not save the same batch again."""
         saved: dict[str, Any] = {"last_checkpoint_batch": self.last_checkpoint_batch}
         if self._last_was_ephemeral:
             saved["ephemeral"] = True
         if isinstance(self.save_interval, AutoInterval):
             saved["interval"] = self.save_interval.state_dict()
+        if measured := self._measured.state_dict():
+            saved["measured"] = measured
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back the batch count of the last save. Composer's state, a list of paths, holds none."""
         self.last_checkpoint_batch = state_dict.get("last_checkpoint_batch")
         self._last_was_ephemeral = bool(state_dict.get("ephemeral", False))
+        self._measured.load_state_dict(state_dict.get("measured", {}))
         if isinstance(self.save_interval, AutoInterval) and "interval" in state_dict:
             self.save_interval.load_state_dict(state_dict["interval"])
 
@@ -770,3 +776,8 @@ def _may_replace(state: State, places: Catalog | RemoteCatalog, name: str) -> bo
     except CheckpointError:
         return False
     return manifest is not None and may_be_replaced(state.lineage, manifest)
+
+
+def _says(state: State) -> tuple[object, ...]:
+    """What a checkpoint says beside where the run stands, and what may change without a batch."""
+    return state.stopped is not None, dict(state.evaluated_at), state.interruption.evaluation

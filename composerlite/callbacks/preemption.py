@@ -201,8 +201,7 @@ class PreemptionHandler(Callback):
 
     def _keep(self, saver: CheckpointSaver, state: State) -> str:
         """Save where the run stands if there is time; what was kept, for the log."""
-        saved = saver.has_saved(state) and not state.interruption.caught_up
-        if not saved and int(state.timestamp.batch) > 0:
+        if not saver.has_saved(state) and int(state.timestamp.batch) > 0:
             needed = from_first_rank("deciding what to save", lambda: (saver.expected_seconds or 0.0) * _SAFETY)
             left = from_first_rank("deciding what to save", lambda: self._left)
             if needed > left:

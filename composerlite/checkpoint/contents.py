@@ -153,7 +153,7 @@ def gather(
     contents = state.state_dict()
     if generators is not None:
         contents = _with_all_positions(contents)
-    return without({"state": contents, "rng": generators or [rng.capture()]}, ignore_keys)
+    return without({"state": contents, "rng": generators or [rng.of_training()]}, ignore_keys)
 
 
 def _with_all_positions(contents: StateDict) -> StateDict:

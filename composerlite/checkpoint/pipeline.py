@@ -331,7 +331,7 @@ def _shards(
     """What this rank is to write of a directory."""
     from composerlite.checkpoint.formats.sharded_saving import Shards  # slow to import
 
-    own = {str(dist.get_global_rank()): rng.packed(rng.capture())}
+    own = {str(dist.get_global_rank()): rng.packed(rng.of_training())}
     return Shards(lambda: gathered(generators=own), folder, overwrite=overwrite, disks=disks)
 
 
@@ -403,7 +403,7 @@ def _generators(weights_only: bool) -> list[dict[str, Any]] | None:
     """The random generators of all ranks; ``None`` where there is one, or they are not saved."""
     if weights_only or dist.get_world_size() == 1:
         return None
-    states = dist.all_gather_object(bytes(rng.packed(rng.capture()).numpy()))
+    states = dist.all_gather_object(bytes(rng.packed(rng.of_training()).numpy()))
     return [rng.unpacked(torch.frombuffer(bytearray(state), dtype=torch.uint8)) for state in states]
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["capture", "packed", "restore", "unpacked"]
+__all__ = ["capture", "of_training", "packed", "restore", "set_aside", "unpacked"]
 
 log = logging.getLogger(__name__)
+_set_aside: dict[str, Any] | None = None
 
 
 def capture() -> dict[str, Any]:
@@ -28,6 +30,27 @@ def capture() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+@contextlib.contextmanager
+def set_aside() -> Generator[dict[str, Any]]:
+    """Within it anybody may draw: afterwards the generators stand as before, and checkpoints have them so already.
+
+    Gives what they were.
+    """
+    global _set_aside
+    outer, before = _set_aside, capture()
+    _set_aside = before if outer is None else outer
+    try:
+        yield before
+    finally:
+        _set_aside = outer
+        restore([before])
+
+
+def of_training() -> dict[str, Any]:
+    """The generators for a checkpoint: as :func:`capture`, or as they were when they were :func:`set_aside`."""
+    return capture() if _set_aside is None else _set_aside
 
 
 def packed(state: Mapping[str, Any]) -> torch.Tensor:

@@ -35,8 +35,8 @@ class Interruption:
     Attributes:
         requested: on this rank.
         leave: what to do then, at the next safe point; it does not return. ``None``: nobody listens for signals.
-        evaluation: an evaluation that was given up: the event it belongs to, and the labels of its evaluators.
-        caught_up: an evaluation was made up for since the last batch: what is saved of that batch does not know.
+        evaluation: the event that an evaluation belongs to which was begun, and the labels of the evaluators that have
+            not come to their end; ``None`` if there is none. In checkpoints: a resumed run begins with it.
         may_abandon: the batch that is trained on may be given up between microbatches. The same on every rank.
     """
 
@@ -44,7 +44,6 @@ class Interruption:
         self.requested = False
         self.leave: Callable[[], None] | None = None
         self.evaluation: tuple[Event, tuple[str, ...]] | None = None
-        self.caught_up = False
         self.may_abandon = False
         self._signals: Sequence[int] = ()
         self._seconds = 0.0
@@ -98,7 +97,7 @@ class Interruption:
 
     def batch_took(self, microseconds: int) -> None:
         """Take note of how long a batch took, its loading included."""
-        self._seconds, self.caught_up = microseconds / 1e6, False
+        self._seconds = microseconds / 1e6
 
     def look(self) -> None:
         """A safe point: leave if all ranks have agreed to."""

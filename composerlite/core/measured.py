@@ -82,6 +82,15 @@ class MeasuredMetrics:
         """The values measured at this batch count; none if the last evaluation was at another."""
         return dict(self._values) if self._moment == _moment(state) else {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured last, and when; empty if nothing was."""
+        return {"values": dict(self._values), "moment": list(self._moment)} if self._values else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave: an evaluation that was interrupted has values already."""
+        fit, batch = state_dict.get("moment", (-1, -1))
+        self._values, self._moment = dict(state_dict.get("values", {})), (int(fit), int(batch))
+
     def _add(self, state: State, label: str, metrics: Mapping[str, Metric]) -> None:
         if self._moment != _moment(state):
             self._values, self._moment = {}, _moment(state)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, final
@@ -85,19 +85,29 @@ class EvaluationSchedule:
         known = [evaluator for evaluator in self._state.evaluators if evaluator.label in labels]
         if len(known) < len(labels):
             log.warning("the interrupted run was evaluating %s: this one has %s", labels, [e.label for e in known])
-        if known:
+        if known or not labels:
             self._run(event, known)
 
     def _run(self, event: Event, due: Sequence[Evaluator]) -> None:
+        """Run them. Whatever is saved meanwhile says which have not been run to their end."""
         state = self._state
-        generators = rng.capture()
-        try:
-            evaluate(state, self._engine, self._logger, due, self._ranks, may_stop=True)
-        except EvaluationAbandonedError:
-            state.interruption.evaluation = event, tuple(evaluator.label for evaluator in due)
-        else:
-            state.evaluated_at.update({evaluator.label: int(state.timestamp.batch) for evaluator in due})
-        rng.restore([generators])
+        batch = int(state.timestamp.batch)
+        left = [evaluator.label for evaluator in due]
+        state.interruption.evaluation = event, tuple(left)
+
+        def done(evaluator: Evaluator) -> None:
+            left.remove(evaluator.label)
+            state.evaluated_at[evaluator.label] = batch
+            state.interruption.evaluation = event, tuple(left)
+
+        with rng.set_aside() as generators:
+            try:
+                evaluate(
+                    state, self._engine, self._logger, due, self._ranks, done=done, generators=generators, may_stop=True
+                )
+            except EvaluationAbandonedError:
+                return
+        state.interruption.evaluation = None
 
 
 def evaluate(
@@ -107,6 +117,8 @@ def evaluate(
     evaluators: Sequence[Evaluator],
     ranks: Ranks,
     *,
+    done: Callable[[Evaluator], None] = lambda evaluator: None,
+    generators: dict[str, Any] | None = None,
     may_stop: bool = False,
 ) -> None:
     """Evaluate the model. What training uses of the state is as before afterwards, the loaders' generators included.
@@ -116,6 +128,8 @@ def evaluate(
     Args:
         state, engine, logger: as everywhere.
         evaluators: on what. ranks: the others.
+        done: called when the values of an evaluator are there, before ``EVAL_END``.
+        generators: as each evaluator finds them, so that none depends on which ones ran before it.
         may_stop: give up as soon as the run is to end.
 
     Raises:
@@ -125,8 +139,12 @@ def evaluate(
     with _set_aside(state), torch.no_grad():
         ranks.parallel.before_evaluation(state.model)
         for evaluator in evaluators:
+            if generators is not None:
+                rng.restore([generators])
             with put_back(evaluator.dataloader.dataloader):
                 _evaluate_one(state, engine, logger, evaluator, ranks, may_stop=may_stop)
+            done(evaluator)
+            engine.run_event(Event.EVAL_END)
     engine.run_event(Event.EVAL_AFTER_ALL)
 
 
@@ -192,7 +210,6 @@ def _evaluate_one(
     ranks.parallel.after_evaluation(state.model)
     values = log_metrics(logger, metrics, evaluator.label)
     state.eval_metric_values.update(values)
-    engine.run_event(Event.EVAL_END)
 
 
 def log_metrics(logger: Logger, metrics: dict[str, Any], label: str) -> dict[str, float]:

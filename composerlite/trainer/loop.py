@@ -301,7 +301,6 @@ def _evaluate_what_was_interrupted(loop: Loop) -> None:
     assert state.interruption.evaluation is not None
     (event, labels), state.interruption.evaluation = state.interruption.evaluation, None
     loop.evaluation.run(event, labels)
-    state.interruption.caught_up = True
     _checkpoint(loop, _CHECKPOINT_AFTER[event])
     if int(state.timestamp.batch_in_epoch) == 0 and event is not Event.ITERATION_END:
         _end_iteration_if_due(loop)
