@@ -152,7 +152,7 @@ def gather(
         return without({"state": state.weights_state_dict()}, ignore_keys)
     contents = state.state_dict()
     if generators is not None:
-        contents = _with_all_positions(contents)
+        contents = _with_all_metrics(_with_all_positions(contents))
     return without({"state": contents, "rng": generators or [rng.of_training()]}, ignore_keys)
 
 
@@ -166,15 +166,40 @@ def _with_all_positions(contents: StateDict) -> StateDict:
     if not isinstance(position, dict) or "per_rank" not in position:
         return contents
     own: list[StateDict] = position["per_rank"]
+    every = {tuple(entry["share"]): entry for entries in _of_all_ranks(own) for entry in entries}
+    together: StateDict = {**position, "per_rank": [every[share] for share in sorted(every)]}
+    return {**contents, "dataset_state": {**dataset_state, "train": together}}
+
+
+def _with_all_metrics(contents: StateDict) -> StateDict:
+    """``contents`` with what the metrics of each rank have counted, where metrics are in it and there are ranks."""
+    own = {part: contents.get(part) or {} for part in ("train_metrics", "eval_metrics")}
+    if dist.get_world_size() == 1 or not any(own.values()):
+        return contents
+    every = _of_all_ranks({"train": {"": own["train_metrics"]}, "eval": own["eval_metrics"]})
+
+    def together(kind: str, label: str) -> StateDict:
+        return {
+            name: {**state, "per_rank": [of_rank[kind][label][name] for of_rank in every]}
+            for name, state in every[0][kind][label].items()
+        }
+
+    return {
+        **contents,
+        "train_metrics": together("train", ""),
+        "eval_metrics": {label: together("eval", label) for label in own["eval_metrics"]},
+    }
+
+
+def _of_all_ranks(own: Any) -> list[Any]:
+    """What each rank gives, on the CPU."""
     data = io.BytesIO()
     torch.save(own, data)  # tensors of some types cannot be pickled otherwise
     # Not the restricted unpickler: this comes from ranks of this run, and a loader's state may be anything.
-    gathered = [
-        torch.load(io.BytesIO(of_rank), weights_only=False) for of_rank in dist.all_gather_object(data.getvalue())
+    return [
+        torch.load(io.BytesIO(of_rank), weights_only=False, map_location="cpu")
+        for of_rank in dist.all_gather_object(data.getvalue())
     ]
-    every = {tuple(entry["share"]): entry for entries in gathered for entry in entries}
-    together: StateDict = {**position, "per_rank": [every[share] for share in sorted(every)]}
-    return {**contents, "dataset_state": {**dataset_state, "train": together}}
 
 
 def check_ignore_keys(ignore_keys: IgnoreKeys, *, argument: str) -> IgnoreKeys:

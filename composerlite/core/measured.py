@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from composerlite import dist
+from composerlite.core.metric_lists import lists_of_all_ranks
 from composerlite.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -28,10 +29,11 @@ def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """
     values: dict[str, float] = {}
     updated = _updated(list(metrics.values()))
-    for (name, metric), has_values in zip(metrics.items(), updated, strict=True):
-        if not has_values:  # resumed behind the last batch of an epoch, or an empty loader
-            continue
-        computed: Any = metric.compute()
+    # Without those where no rank has seen a batch: resumed behind the last one of an epoch, or an empty loader.
+    known = {name: metric for (name, metric), has_values in zip(metrics.items(), updated, strict=True) if has_values}
+    for name, metric in known.items():
+        with lists_of_all_ranks([metric]):
+            computed: Any = metric.compute()
         for key, value in computed.items() if isinstance(computed, dict) else [(name, computed)]:
             if isinstance(value, torch.Tensor) and value.numel() != 1:  # one value per class, say
                 values.update({f"{key}/{i}": float(item) for i, item in enumerate(value.flatten())})

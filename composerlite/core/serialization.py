@@ -24,6 +24,7 @@ from composerlite.core.algorithm import Algorithm
 from composerlite.core.event import Event
 from composerlite.core.integration import Integrated
 from composerlite.core.logger import Logger
+from composerlite.core.metric_states import load_metric_states, metric_states
 from composerlite.core.optimizer_state import (
     clean_name,
     load_named_optimizer_state,
@@ -37,8 +38,6 @@ from composerlite.errors import CheckpointError, IncompatibleCheckpointError, Sa
 from composerlite.types import StateDict
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric
-
     from composerlite.core.state import State
 
 __all__ = ["full_state", "load_full_state", "load_weights", "places_for", "stable_names", "weights_state"]
@@ -93,9 +92,9 @@ def full_state(state: State) -> StateDict:
         "scaler": {} if state.scaler is None else {type(state.scaler).__qualname__: state.scaler.state_dict()},
         "timestamp": {"Timestamp": state.timestamp.plain()},
         "rank_zero_seed": state.rank_zero_seed,
-        "train_metrics": _metric_states(state.train_metrics) if state.save_metrics else {},
+        "train_metrics": metric_states(state.train_metrics) if state.save_metrics else {},
         "eval_metrics": (
-            {label: _metric_states(metrics) for label, metrics in state.eval_metrics.items()}
+            {label: metric_states(metrics) for label, metrics in state.eval_metrics.items()}
             if state.save_metrics
             else {}
         ),
@@ -161,14 +160,6 @@ def _metadata(state: State) -> StateDict:
 @functools.cache
 def _own_version() -> str:
     return version("composerlite")
-
-
-def _metric_states(metrics: Mapping[str, Metric]) -> StateDict:
-    states: StateDict = {}
-    for name, metric in metrics.items():
-        metric.persistent(True)  # torchmetrics leaves its state out of state_dict() unless told otherwise
-        states[name] = {"state_dict": metric.state_dict(), "update_count": metric.update_count}
-    return states
 
 
 # ── restoring ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -519,17 +510,10 @@ def _apply_required_algorithms(state: State, contents: StateDict, exclude: Seque
 
 
 def _load_metrics(state: State, contents: StateDict) -> None:
-    _load_metric_group(state.train_metrics, contents.get("train_metrics") or {})
+    saved_world_size = int(contents.get("metadata", {}).get("world_size", 1))
+    ranks = {"rank": state.rank, "world_size": state.world_size, "saved_world_size": saved_world_size}
+    load_metric_states(state.train_metrics, contents.get("train_metrics") or {}, **ranks)
     for label, saved in (contents.get("eval_metrics") or {}).items():
-        _load_metric_group(state.eval_metrics.get(label, {}), saved)
+        load_metric_states(state.eval_metrics.get(label, {}), saved, **ranks)
     if state.train_metrics and int(state.timestamp.batch_in_epoch) and not contents.get("train_metrics"):
         log.warning("train metrics were not saved (save_metrics=False): those of this epoch count from the resume on")
-
-
-def _load_metric_group(metrics: Mapping[str, Metric], saved: Mapping[str, Any]) -> None:
-    for name, metric in metrics.items():
-        if name in saved:
-            metric.persistent(True)
-            metric.load_state_dict(saved[name]["state_dict"])
-            metric._update_count = saved[name].get("update_count", 1)  # pyright: ignore[reportPrivateUsage]
-            metric._computed = None  # pyright: ignore[reportPrivateUsage]

@@ -1,0 +1,47 @@
+"""Metrics of several ranks: those of all samples, also where a rank has none, and each rank's own after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import metric_ranks
+import pytest
+
+from composerlite.testing import run_ranks
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Average precision"),
+    pytest.mark.filterwarnings("ignore:No (negative|positive) samples"),
+]
+PARALLEL: dict[str, Any] = {"one file": None, "a directory": {"fsdp": {}}}
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+@pytest.mark.parametrize(("ranks", "samples"), [(2, 1), (2, 3), (3, 1), (3, 4)])
+def test_a_rank_without_a_sample_does_not_end_the_evaluation(ranks: int, samples: int, fsdp: bool) -> None:
+    """With metrics that keep lists the values are those of one process, whatever each rank has seen."""
+    expected = metric_ranks.evaluate(samples)
+    for values in run_ranks(metric_ranks.evaluate, ranks, samples, fsdp, dist_timeout=None):
+        assert values == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize("parallelism", list(PARALLEL.values()), ids=list(PARALLEL))
+def test_each_rank_goes_on_with_what_it_has_counted(tmp_path: Path, parallelism: Any) -> None:
+    """After a resume in the middle of an epoch each rank's metrics are its own again, bit for bit, and what is logged
+    at the end of the epoch is what the whole run logs."""
+    before = run_ranks(metric_ranks.resume_metrics, 2, tmp_path, "save", parallelism, dist_timeout=None)
+    assert before[0]["states"] != before[1]["states"]
+    after = run_ranks(metric_ranks.resume_metrics, 2, tmp_path, "resume", parallelism, dist_timeout=None)
+    assert [rank["states"] for rank in after] == [rank["states"] for rank in before]
+    whole = run_ranks(metric_ranks.resume_metrics, 2, tmp_path / "whole", "whole", parallelism, dist_timeout=None)
+    assert [rank["values"] for rank in after] == [rank["values"] for rank in whole]
+
+
+@pytest.mark.parametrize(("ranks", "then"), [(2, 1), (1, 2), (2, 3), (3, 2)])
+def test_another_number_of_ranks_goes_on_with_what_all_have_counted(tmp_path: Path, ranks: int, then: int) -> None:
+    """What the metrics say at the resume is what they said when it was saved."""
+    before = run_ranks(metric_ranks.resume_metrics, ranks, tmp_path, "save", {"fsdp": {}}, dist_timeout=None)
+    after = run_ranks(metric_ranks.resume_metrics, then, tmp_path, "resume", {"fsdp": {}}, dist_timeout=None)
+    for rank in after:
+        assert rank["computed"] == pytest.approx(before[0]["computed"])
