@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         get_random_seed,
         seed_all,
         seed_context,
+        seed_of_rank,
         seed_torch,
     )
     from composerlite.core.state import State
@@ -97,6 +98,7 @@ __all__ = [
     "move_to_device",
     "seed_all",
     "seed_context",
+    "seed_of_rank",
     "seed_torch",
     "split_batch",
 ]
@@ -130,6 +132,7 @@ _HOMES = {
         "get_random_seed",
         "seed_all",
         "seed_context",
+        "seed_of_rank",
         "seed_torch",
     ),
     "composerlite.core.state": ("State",),

@@ -13,7 +13,15 @@ import torch
 
 from composerlite.errors import ConfigError
 
-__all__ = ["MAX_SEED", "configure_deterministic_mode", "get_random_seed", "seed_all", "seed_context", "seed_torch"]
+__all__ = [
+    "MAX_SEED",
+    "configure_deterministic_mode",
+    "get_random_seed",
+    "seed_all",
+    "seed_context",
+    "seed_of_rank",
+    "seed_torch",
+]
 
 MAX_SEED = 2**32 - 1
 """The largest seed that numpy takes."""
@@ -22,6 +30,11 @@ MAX_SEED = 2**32 - 1
 def get_random_seed() -> int:
     """A seed drawn from the operating system, in [0, MAX_SEED]. No generator is moved."""
     return secrets.randbelow(MAX_SEED + 1)
+
+
+def seed_of_rank(seed: int, rank: int) -> int:
+    """The seed of a rank in a run of this ``seed``: so many more, from 0 on again behind the largest."""
+    return (seed + rank) % (MAX_SEED + 1)
 
 
 def seed_all(seed: int) -> None:

@@ -15,7 +15,7 @@ from composerlite.core.algorithm import Algorithm
 from composerlite.core.callback import Callback
 from composerlite.core.interruption import Interruption
 from composerlite.core.precision import Precision
-from composerlite.core.reproducibility import MAX_SEED
+from composerlite.core.reproducibility import seed_of_rank
 from composerlite.core.time import MICROSECONDS, Time, TimeInput, Timestamp, TimeUnit
 from composerlite.errors import ConfigError
 from composerlite.types import Batch, Lineage, StateDict, Stateful
@@ -241,7 +241,7 @@ class State:
     @property
     def seed(self) -> int:
         """The seed of this rank: ``rank_zero_seed`` plus its rank."""
-        return (self.rank_zero_seed + self.rank) % (MAX_SEED + 1)
+        return seed_of_rank(self.rank_zero_seed, self.rank)
 
     # ── data ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @property

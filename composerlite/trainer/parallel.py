@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import inspect
 import itertools
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 import torch.distributed
@@ -39,6 +41,8 @@ __all__ = [
     "send_tensors",
     "shard_model",
 ]
+
+log = logging.getLogger(__name__)
 
 _STRATEGIES = ("single_auto_sync", "multi_auto_sync", "forced_sync")
 _BUCKET_BYTES = 25 << 20
@@ -317,11 +321,31 @@ def _shard(state: State, mesh: DeviceMesh, config: FSDPConfig) -> None:
         "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if config.cpu_offload else OffloadPolicy(),
         "ignored_params": {p for module in config.ignored_modules or () for p in module.parameters()},
     }
+    if config.activation_checkpointing:
+        _without_cache(model)
     for block in blocks:
         if config.activation_checkpointing:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **arguments)
     fully_shard(model, **arguments)
+
+
+def _without_cache(model: nn.Module) -> None:
+    """Have ``model`` keep no keys and values in training: a block that is computed twice would add its own twice."""
+    found = [  # models of transformers: it leaves the cache out in the same way where it computes blocks twice itself
+        module
+        for module in model.modules()
+        if hasattr(module, "gradient_checkpointing_enable") and hasattr(getattr(module, "config", None), "use_cache")
+    ]
+    for module in found:
+        if "use_cache" in inspect.signature(module.forward).parameters:
+            module.register_forward_pre_hook(_use_no_cache, with_kwargs=True)
+    if any(cast("Any", module).config.use_cache for module in found) and dist.get_global_rank() == 0:
+        log.warning("activation_checkpointing=True: the model's use_cache=True is left out while it trains")
+
+
+def _use_no_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    return (args, {**kwargs, "use_cache": False}) if torch.is_grad_enabled() else None
 
 
 def _blocks(model: nn.Module, config: FSDPConfig) -> list[nn.Module]:

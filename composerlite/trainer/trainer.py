@@ -40,6 +40,7 @@ from composerlite.core import (
     ensure_precision,
     get_random_seed,
     seed_all,
+    seed_of_rank,
 )
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.models import ComposerModel
@@ -352,7 +353,7 @@ class Trainer:
             self.engine.run_event(Event.AFTER_LOAD)
             self._parallel = copy_model(self.state, ddp_sync_strategy) if sharded is None else sharded
             self._company = company(counts=self._parallel.counts)
-            seed_all(self.state.rank_zero_seed + self._parallel.data_rank)
+            seed_all(seed_of_rank(self.state.rank_zero_seed, self._parallel.data_rank))
             if compile_config is not None:
                 self.state.model.compile(**compile_config)
         except BaseException:
