@@ -443,6 +443,10 @@ class Timestamp:
             batch_wct=0.0,
         )
 
+    def at_start_of_epoch(self) -> Timestamp:
+        """At the start of the epoch that was begun: none of it is done."""
+        return self.copy(batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0, epoch_wct=0.0, batch_wct=0.0)
+
     def to_next_iteration(self, duration: timedelta | float = 0.0) -> Timestamp:
         """At the start of the next iteration."""
         return self.copy(

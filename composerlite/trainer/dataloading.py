@@ -39,6 +39,7 @@ __all__ = [
     "Share",
     "StatefulPosition",
     "batches_per_epoch",
+    "is_same_data",
     "position_in",
 ]
 
@@ -72,6 +73,11 @@ def position_in(
     if saved is not None:
         position.load_state_dict(saved)
     return position
+
+
+def is_same_data(one: DataSpec, other: DataSpec) -> bool:
+    """Whether training on ``other`` goes on with the epoch that was begun on ``one``."""
+    return one.dataloader is other.dataloader and one.replay_on_resume == other.replay_on_resume
 
 
 def batches_per_epoch(spec: DataSpec, share: Share, *, subset: int) -> int:

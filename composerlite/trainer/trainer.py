@@ -48,7 +48,7 @@ from composerlite.optim import ComposerScheduler
 from composerlite.storage import ObjectStore
 from composerlite.trainer import build, checks
 from composerlite.trainer.company import Membership, company, connected, failing_together, of_rank_zero
-from composerlite.trainer.dataloading import DataPosition, Share, batches_per_epoch, position_in
+from composerlite.trainer.dataloading import DataPosition, Share, batches_per_epoch, is_same_data, position_in
 from composerlite.trainer.evaluate import EvaluationSchedule, Ranks, evaluate, predict
 from composerlite.trainer.loop import Loop, run
 from composerlite.trainer.parallel import check_sync_strategy, copy_model, shard_model
@@ -622,8 +622,16 @@ class Trainer:
         self.state.scaler = torch.amp.GradScaler() if scales else None
 
     def _set_train_data(self, train_dataloader: Loader) -> None:
-        self._train_spec = ensure_data_spec(train_dataloader)
-        self._forget_position()
+        """Train on these from here on. Other data than before begin at their beginning, which begins an epoch.
+
+        What was loaded is the position in the data of the last call of ``fit`` that the checkpoint knows of.
+        """
+        before, self._train_spec = self._train_spec, ensure_data_spec(train_dataloader)
+        if before is None or not is_same_data(before, self._train_spec):
+            self._forget_position()
+            if self._fits >= max(1, len(self.state.fit_starts)):
+                self.state.dataset_state = {"train": None, "eval": {}}
+                self.state.timestamp = self.state.timestamp.at_start_of_epoch()
         self.state.train_dataloader = self._train_spec.dataloader
         self._use_train_data(self._train_spec)
 
