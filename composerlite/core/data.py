@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from composerlite.errors import ConfigError, checked_arguments
@@ -16,7 +20,7 @@ T = TypeVar("T")
 
 
 def move_to_device(batch: T, device: torch.device) -> T:
-    """``batch`` with every tensor in nested lists, tuples and mappings on ``device``."""
+    """``batch`` with every tensor in nested lists, tuples, mappings and dataclasses on ``device``."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)  # pyright: ignore[reportReturnType]
     if isinstance(batch, Mapping):
@@ -27,11 +31,14 @@ def move_to_device(batch: T, device: torch.device) -> T:
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)  # type: ignore[return-value]
     if isinstance(batch, list):
         return [move_to_device(item, device) for item in batch]  # type: ignore[return-value]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        values = [move_to_device(value, device) for value in (_parts(batch) or {}).values()]
+        return cast("T", _like(batch, values))
     return batch
 
 
 def count_samples(batch: Batch) -> int:
-    """The length of the first dimension of the first tensor in ``batch``.
+    """The length of the first dimension of the first tensor in ``batch``; of a list that has an item of each sample.
 
     Raises:
         ConfigError: there is no tensor in it; pass ``DataSpec(get_num_samples_in_batch=…)``.
@@ -44,6 +51,11 @@ def count_samples(batch: Batch) -> int:
             f"cannot count the samples of a batch of type {type(batch).__name__}: it holds no tensor. Pass "
             "DataSpec(loader, get_num_samples_in_batch=lambda batch: …)."
         )
+    first = next(iter((_parts(batch) or {}).values()), None)
+    if first is not None and not isinstance(first, torch.Tensor):  # perhaps a list of samples
+        with contextlib.suppress(ConfigError):  # it can be counted and not be split
+            if (sizes := _sizes(batch, "batch", is_whole=True)) and len(sizes) == 1:
+                return next(iter(sizes))
     return found.shape[0] if found.dim() else 1
 
 
@@ -59,59 +71,120 @@ def count_tokens(batch: Batch) -> int:
 def _first_tensor(batch: Batch) -> torch.Tensor | None:
     if isinstance(batch, torch.Tensor):
         return batch
-    if isinstance(batch, Mapping):
-        batch = batch.values()
-    elif not isinstance(batch, list | tuple):
-        return None
-    return next((t for t in map(_first_tensor, batch) if t is not None), None)
+    parts = _parts(batch)
+    return None if parts is None else next((t for t in map(_first_tensor, parts.values()) if t is not None), None)
 
 
 def split_batch(batch: Batch, microbatch_size: int) -> Sequence[Batch]:
-    """``batch`` cut along the first dimension into pieces of at most ``microbatch_size`` samples.
+    """``batch`` cut between samples into pieces of at most ``microbatch_size`` samples.
 
-    Tensors, and lists, tuples and mappings of things that can be split, are split; a list that holds no tensor is
-    taken for a list of samples.
+    Tensors are cut along the first dimension; lists, tuples, mappings and dataclasses in each of their parts. A list or
+    tuple inside a batch that has as many items as there are samples is cut between its items, as is a batch that is a
+    list without tensors. Text, numbers, ``None`` and tensors of no dimension are repeated in each piece.
 
     Raises:
-        ConfigError: the batch holds something else; pass ``DataSpec(split_batch=…)``.
+        ConfigError: the batch holds something else, or what may be read in two ways; pass ``DataSpec(split_batch=…)``.
     """
-    if isinstance(batch, torch.Tensor):
+    if isinstance(batch, torch.Tensor) and batch.dim():
         return batch.split(microbatch_size)
+    holds_values = type(batch) in (list, tuple) and not any(_parts(item) for item in batch)
+    if holds_values and _first_tensor(batch) is None:
+        return [batch[i : i + microbatch_size] for i in range(0, len(batch), microbatch_size)]
+    sizes = _sizes(batch, "batch", is_whole=True)
+    if sizes is None or len(sizes) != 1:
+        raise _unclear(batch, sizes)
+    return _cut(batch, next(iter(sizes)), microbatch_size, is_whole=True)
+
+
+_REPEATED = (str, bytes, int, float, complex, type(None))
+
+
+def _parts(batch: Any) -> dict[str, Any] | None:
+    """The parts of a mapping, list, tuple or dataclass by name; ``None`` if it is no such thing."""
     if isinstance(batch, Mapping):
-        _check_rows(batch.values())
-        parts = {key: split_batch(value, microbatch_size) for key, value in batch.items()}
-        count = len(next(iter(parts.values())))
-        return [{key: part[i] for key, part in parts.items()} for i in range(count)]
+        return {f"[{key!r}]": value for key, value in cast("Mapping[Any, Any]", batch).items()}
     if isinstance(batch, list | tuple):
-        if _first_tensor(batch) is None:
-            return [batch[i : i + microbatch_size] for i in range(0, len(batch), microbatch_size)]
-        _check_rows(batch)
-        columns = [split_batch(item, microbatch_size) for item in batch]
-        count = len(columns[0])
-        rows = [[column[i] for column in columns] for i in range(count)]
-        if hasattr(batch, "_fields"):
-            return [type(batch)(*row) for row in rows]
-        return [type(batch)(row) for row in rows]
-    raise ConfigError(
-        f"cannot split a batch that holds {type(batch).__name__} into microbatches. Pass "
-        "DataSpec(loader, split_batch=lambda batch, microbatch_size: […])."
+        return {f"[{index}]": value for index, value in enumerate(cast("Sequence[Any]", batch))}
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return {f".{field.name}": getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return None
+
+
+def _is_repeated(part: Any) -> bool:
+    return isinstance(part, _REPEATED) or (isinstance(part, torch.Tensor) and not part.dim())
+
+
+def _sizes(part: Any, name: str, *, is_whole: bool = False) -> frozenset[int] | None:
+    """The numbers of samples that ``part`` may be read to hold; ``None`` if it says nothing of that."""
+    if _is_repeated(part):
+        return None
+    if isinstance(part, torch.Tensor | np.ndarray):
+        return frozenset((len(part),))
+    parts = _parts(part)
+    if parts is None:
+        raise ConfigError(
+            f"cannot split {name} into microbatches: it is a {type(part).__name__}. Pass "
+            "DataSpec(loader, split_batch=lambda batch, microbatch_size: […])."
+        )
+    is_list = isinstance(part, list | tuple) and not hasattr(part, "_fields")
+    if is_list and all(_is_repeated(item) for item in parts.values()):
+        return frozenset((len(parts),))
+    common: frozenset[int] | None = None
+    try:
+        for key, item in parts.items():
+            found = _sizes(item, name + key)
+            if found is not None:
+                common = found if common is None else common & found
+    except ConfigError:
+        if not is_list or is_whole:
+            raise
+        return frozenset((len(parts),))  # a list of samples, whatever a sample is
+    if is_list and not is_whole:
+        return frozenset((len(parts),)) if common is None else common | {len(parts)}
+    return common
+
+
+def _unclear(batch: Any, sizes: frozenset[int] | None) -> ConfigError:
+    found = {name: _sizes(part, name) for name, part in (_parts(batch) or {}).items()}
+    said = ", ".join(f"{name}: {' or '.join(map(str, sorted(size)))}" for name, size in found.items() if size)
+    rule = "has no part that says" if sizes is None else "cannot tell" if sizes else "parts have different numbers"
+    return ConfigError(
+        f"cannot split a {type(batch).__name__} into microbatches: {rule} how many samples it has ({said}). All parts "
+        "need the same first dimension. Pass DataSpec(loader, split_batch=lambda batch, microbatch_size: […])."
     )
 
 
-def _check_rows(parts: Iterable[Any]) -> None:
-    """Every part of a batch must hold the same number of samples."""
-    counts: set[int] = set()
-    for part in parts:
-        tensor = _first_tensor(part)
-        if tensor is not None:
-            counts.add(tensor.shape[0] if tensor.dim() else 1)
-        elif isinstance(part, list | tuple):
-            counts.add(len(part))
-    if len(counts) > 1:
-        raise ConfigError(
-            f"cannot split a batch whose parts have {' and '.join(map(str, sorted(counts)))} samples: all need the "
-            "same first dimension. Pass DataSpec(loader, split_batch=lambda batch, microbatch_size: […])."
-        )
+def _cut(part: Any, samples: int, size: int, *, is_whole: bool = False) -> Sequence[Any]:
+    """``part``, which holds so many samples, in pieces of ``size``."""
+    starts = range(0, samples, size)
+    if _is_repeated(part):
+        return [part] * len(starts)
+    if isinstance(part, torch.Tensor | np.ndarray):
+        return [part[start : start + size] for start in starts]
+    parts = _parts(part)
+    assert parts is not None
+    if isinstance(part, list | tuple) and not hasattr(part, "_fields") and not is_whole and len(parts) == samples:
+        if all(isinstance(item, torch.Tensor) and item.shape[:1] == (samples,) for item in parts.values()):
+            raise ConfigError(
+                f"cannot split a list of {samples} tensors with a first dimension of {samples} into microbatches: they "
+                "may be samples or columns. Pass DataSpec(loader, split_batch=lambda batch, microbatch_size: […])."
+            )
+        return [cast("Any", part)[start : start + size] for start in starts]
+    columns = [_cut(item, samples, size) for item in parts.values()]
+    return [_like(part, row) for row in zip(*columns, strict=True)] if columns else [part] * len(starts)
+
+
+def _like(part: Any, values: Sequence[Any]) -> Any:
+    """Such a container as ``part`` with other values."""
+    if isinstance(part, Mapping):
+        return dict(zip(cast("Mapping[Any, Any]", part), values, strict=True))
+    if isinstance(part, list | tuple):
+        return type(part)(*values) if hasattr(part, "_fields") else type(part)(values)
+    names = [field.name for field in dataclasses.fields(part)]
+    cut = copy.copy(part)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(cut, name, value)
+    return cut
 
 
 class DataSpec:

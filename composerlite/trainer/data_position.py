@@ -86,6 +86,7 @@ class DataPosition(ABC):
             )
         if not self._is_for_all() or "per_rank" in state_dict:
             state_dict = self._of_this_rank(state_dict)
+        self._warn_of_workers(state_dict.get("num_workers"))
         self._epoch_rng = state_dict.get("epoch_rng")
         self._epoch_generators = state_dict["generators"]
         self._set_generators(self._epoch_generators)
@@ -123,7 +124,26 @@ class DataPosition(ABC):
         epoch_rng = {} if self._epoch_rng is None else {"epoch_rng": self._epoch_rng}
         share = {} if self._is_for_all() else {"share": [self._share.rank, self._share.world_size]}
         own = self._own_state()
-        return {"kind": type(self).__name__, **share, **epoch_rng, "generators": self._epoch_generators, **own}
+        workers: int | None = getattr(self._loader, "num_workers", None)
+        noted = {} if workers is None else {"num_workers": workers}
+        return {"kind": type(self).__name__, **share, **epoch_rng, **noted, "generators": self._epoch_generators, **own}
+
+    def _depends_on_workers(self, before: int, now: int) -> bool:
+        """Whether random numbers that are drawn where data are loaded are others with ``now`` workers."""
+        return before != now
+
+    def _warn_of_workers(self, before: int | None) -> None:
+        """Say so where the run cannot be the one that was interrupted, since others load its data."""
+        now: int | None = getattr(self._loader, "num_workers", None)
+        if before is not None and now is not None and self._depends_on_workers(before, now):
+            log.warning(
+                "the interrupted run loaded its data with num_workers=%d and this one has num_workers=%d: random "
+                "transforms draw other numbers, and an iterable data set may give another order, so this is not the "
+                "run that it would have been. For an exact resume give the loader num_workers=%d.",
+                before,
+                now,
+                before,
+            )
 
     def _of_this_rank(self, state_dict: StateDict) -> StateDict:
         """This rank's among the states of all ranks."""
@@ -167,8 +187,11 @@ class DataPosition(ABC):
 class RewindingPosition(DataPosition):
     """The loader draws from training's generators: they are put where they stood when the epoch began, and back."""
 
+    _number = 0
+
     def epoch(self, number: int, skip: int) -> Iterator[Batch]:
         """See :meth:`DataPosition.epoch`."""
+        self._number = number
         self._set_epoch(number)
         if not skip:
             self._epoch_rng = rng.capture()

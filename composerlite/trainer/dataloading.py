@@ -128,15 +128,15 @@ def _choose(
     loader: Any = spec.dataloader
     dataset = getattr(loader, "dataset", None)
     if isinstance(spec.dataloader, Stateful):
-        return StatefulPosition(loader, loader, timestamp, share)
+        return StatefulPosition(loader, loader, timestamp, seed=seed + share.rank, share=share)
     if is_streaming(dataset):
-        return StatefulPosition(loader, dataset, timestamp, share)
+        return StatefulPosition(loader, dataset, timestamp, seed=seed + share.rank, share=share)
     was_dealt = saved is not None and saved.get("kind") == DealtPosition.__name__
     if _is_dealt(spec) and (_is_shared_out(share) or was_dealt):
         return DealtPosition(loader, timestamp, seed=seed, share=share)
     if _is_indexed(spec):
         return IndexedPosition(loader, timestamp, seed=seed + share.rank, share=share)
-    return ReplayPosition(loader, share)
+    return ReplayPosition(loader, seed=seed + share.rank, share=share)
 
 
 def _is_shared_out(share: Share) -> bool:

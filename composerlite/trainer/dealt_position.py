@@ -144,6 +144,9 @@ class DealtPosition(DataPosition):
     def _is_for_all(self) -> bool:
         return True
 
+    def _depends_on_workers(self, before: int, now: int) -> bool:
+        return (before == 0) != (now == 0)
+
     def _own_state(self) -> StateDict:
         trained = int(self._timestamp().batch_in_epoch)
         for batches, done, digest in self._reached:

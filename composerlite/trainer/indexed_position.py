@@ -52,18 +52,16 @@ class IndexedPosition(RewindingPosition):
         if loader.persistent_workers:
             own.generator = torch.Generator()  # draws the workers' seed, which says nothing: see _start
         self._own = own
-        self._number = 0
-
-    def epoch(self, number: int, skip: int) -> Iterator[Batch]:
-        """See :meth:`DataPosition.epoch`. The order of indices is compared with that of the interrupted run."""
-        self._number = number
-        return super().epoch(number, skip)
 
     def close(self) -> None:
         """See :meth:`DataPosition.close`."""
         vars(self._own)["_iterator"] = None
 
+    def _depends_on_workers(self, before: int, now: int) -> bool:
+        return (before == 0) != (now == 0)  # workers seed each batch, whichever of them loads it
+
     def _start(self, skip: int) -> Iterator[Batch]:
+        """Begin the epoch. The order of indices is compared with that of the interrupted run."""
         drawn = self._own_state() if self._restored is None else self._restored
         self._restored = None
         self._sampler.begin(self._number, skip, drawn.get("drawn", 0) if skip else 0)

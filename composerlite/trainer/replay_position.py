@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from typing import final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, final
+
+from torch.utils.data import DataLoader, IterableDataset
 
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.trainer.data_position import RewindingPosition
+from composerlite.trainer.dealing import Share
+from composerlite.trainer.persistent_workers import PersistentWorkers, has_persistent_workers
 from composerlite.types import Batch, StateDict
 
 __all__ = ["ReplayPosition"]
@@ -19,10 +24,32 @@ log = logging.getLogger(__name__)
 
 @final
 class ReplayPosition(RewindingPosition):
-    """Anything else that can be iterated: the batches already seen are loaded again and thrown away."""
+    """Anything else that can be iterated: the batches already seen are loaded again and thrown away.
+
+    Workers that load a map-style data set end with each epoch: what persisting ones keep of the epochs before would not
+    be there after a resume.
+    """
+
+    def __init__(self, loader: Iterable[Batch], *, seed: int, share: Share = Share()) -> None:  # noqa: B008 - frozen
+        super().__init__(loader, share)
+        self._iterated = loader
+        self._persistent: PersistentWorkers | None = None
+        if not has_persistent_workers(loader):
+            return
+        own: Any = loader
+        if isinstance(own.dataset, IterableDataset) or type(own).__iter__ is not DataLoader.__iter__:
+            self._persistent = PersistentWorkers(own, seed)
+        else:
+            self._iterated = own = copy.copy(own)  # the user's is left as it is
+            vars(own).update({"_iterator": None, "persistent_workers": False})
+
+    def close(self) -> None:
+        """See :meth:`DataPosition.close`."""
+        if self._persistent is not None:
+            self._persistent.close()
 
     def _start(self, skip: int) -> Iterator[Batch]:
-        batches = iter(self._loader)
+        batches = iter(self._iterated) if self._persistent is None else self._persistent.begin(self._number)
         self._restored = None
         if isinstance(self._loader, Sequence):
             return itertools.islice(batches, skip, None)

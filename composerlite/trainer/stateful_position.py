@@ -14,6 +14,7 @@ from composerlite.checkpoint import rng
 from composerlite.core import Timestamp
 from composerlite.trainer.data_position import RewindingPosition
 from composerlite.trainer.dealing import Share
+from composerlite.trainer.persistent_workers import PersistentWorkers, has_persistent_workers
 from composerlite.types import Batch, StateDict
 
 __all__ = ["StatefulPosition", "is_streaming"]
@@ -28,9 +29,13 @@ class StatefulPosition(RewindingPosition):
         loader: Iterable[Batch],
         stateful: Any,
         timestamp: Callable[[], Timestamp],
+        *,
+        seed: int,
         share: Share = Share(),  # noqa: B008 - frozen
     ) -> None:
         super().__init__(loader, share)
+        persists: Any = loader if has_persistent_workers(loader) else None
+        self._persistent = None if persists is None else PersistentWorkers(persists, seed)
         self._stateful = stateful
         self._timestamp = timestamp
         self._has_state = False
@@ -51,6 +56,11 @@ class StatefulPosition(RewindingPosition):
     def close(self) -> None:
         """See :meth:`DataPosition.close`."""
         self._pass = None
+        if self._persistent is not None:
+            self._persistent.close()
+
+    def _begin(self) -> Iterator[Batch]:
+        return iter(self._loader) if self._persistent is None else self._persistent.begin(self._number)
 
     def _is_for_all(self) -> bool:
         """A streaming data set counts the samples of all ranks, and shares out the rest to however many there are."""
@@ -64,11 +74,11 @@ class StatefulPosition(RewindingPosition):
         restored, self._restored = self._restored, None
         self._has_state = True
         if restored is None or restored["loader"] is None:
-            return iter(self._loader)
+            return self._begin()
         before, own = rng.capture(), self._generator_states()
         self._stateful.load_state_dict(restored["loader"])
         if skip:
-            batches = iter(self._loader)
+            batches = self._begin()
             # It may draw from a generator of the user's again or not; the next epoch goes on from where that stood.
             self._set_generators(restored.get("generators_now", restored["generators"]))
             return _without_drawing_a_seed(self._loader, batches)
@@ -77,7 +87,7 @@ class StatefulPosition(RewindingPosition):
         self._own_state()
         rng.restore([before])
         self._set_generators(own)
-        return self._not_empty(iter(self._loader), before, own)
+        return self._not_empty(self._begin(), before, own)
 
     def _not_empty(self, batches: Iterator[Batch], before: dict[str, Any], own: list[Any]) -> Iterator[Batch]:
         """``batches``; those of the next pass if there are none: some loaders end the restored epoch once more."""
@@ -85,7 +95,7 @@ class StatefulPosition(RewindingPosition):
         if not first:
             rng.restore([before])
             self._set_generators(own)
-            batches = iter(self._loader)
+            batches = self._begin()
         yield from itertools.chain(first, batches)
 
     def finish_epoch(self, *, exhausted: bool) -> None:

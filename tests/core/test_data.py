@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -94,7 +95,7 @@ def test_parts_of_different_length_are_an_error(labels: int) -> None:
             split_batch(batch, 2)
 
 
-@pytest.mark.parametrize("batch", [7, "text", object(), (rows(2), 7), {"x": rows(2), "y": None}])
+@pytest.mark.parametrize("batch", [7, "text", object(), (rows(2), object()), {"x": 1}])
 def test_what_cannot_be_split_is_an_error_that_says_how(batch: Any) -> None:
     """A batch with something else in it needs ``DataSpec(split_batch=…)``."""
     with pytest.raises(ConfigError, match=r"DataSpec\(loader, split_batch="):
@@ -190,3 +191,55 @@ def test_a_misspelt_argument_is_an_error_that_names_the_right_one() -> None:
     """An unknown key in a dict of arguments lists the known ones."""
     with pytest.raises(ConfigError, match="num_samples"):
         ensure_data_spec({"dataloader": [rows(4)], "num_sample": 3})
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """A batch of a user's own."""
+
+    images: list[torch.Tensor]
+    boxes: tuple[torch.Tensor, ...]
+    name: str
+
+
+def test_a_list_of_tensors_of_samples_is_split_between_samples() -> None:
+    """Images and boxes of different shapes, one of each per sample: none is cut inside."""
+    images, boxes = [torch.rand(3, 4 + i) for i in range(5)], tuple(torch.rand(i + 1, 4) for i in range(5))
+    targets = [{"boxes": box, "label": torch.tensor([1])} for box in boxes]
+    assert count_samples((images, targets)) == count_samples({"a": images, "b": targets}) == 5
+    for parts in (split_batch((images, targets), 2), split_batch({"a": images, "b": targets}, 2)):
+        found = [list(part.values()) if isinstance(part, dict) else list(part) for part in parts]
+        assert [len(a) for a, _ in found] == [len(b) for _, b in found] == [2, 2, 1]
+        assert [image for a, _ in found for image in a] == images
+        assert [target for _, b in found for target in b] == targets
+    scenes = split_batch(Scene(images, boxes, "night"), 3)
+    assert [(len(scene.images), len(scene.boxes), scene.name) for scene in scenes] == [(3, 3, "night"), (2, 2, "night")]
+
+
+def test_columns_in_a_batch_stay_columns() -> None:
+    """Two inputs of one sample, as default collation gives them, are cut like the targets."""
+    parts = split_batch([[rows(5), rows(5)], torch.arange(5)], 3)
+    assert [(len(part[0]), len(part[0][0]), len(part[0][1]), len(part[1])) for part in parts] == [
+        (2, 3, 3, 3),
+        (2, 2, 2, 2),
+    ]
+
+
+@pytest.mark.parametrize("value", ["text", 3, 0.5, True, None, torch.tensor(2.0)])
+def test_what_is_no_sample_is_repeated_in_each_microbatch(value: Any) -> None:
+    """Text, numbers and None beside tensors, in mappings and in what these hold."""
+    for part in split_batch({"x": rows(4), "more": {"value": value, "y": rows(4)}, "value": value}, 3):
+        assert part["value"] is value
+        assert part["more"]["value"] is value
+    for part in split_batch((rows(4), value), 2):
+        assert part[1] is value
+
+
+def test_what_cannot_be_split_is_named() -> None:
+    """The key and the type of what is no sample and no value, and samples that could be columns."""
+    with pytest.raises(ConfigError, match=r"batch\['graph'\]\['inner'\] into microbatches: it is a object"):
+        split_batch({"x": rows(4), "graph": {"inner": object()}}, 2)
+    with pytest.raises(ConfigError, match="may be samples or columns"):
+        split_batch([[rows(2), rows(2)], torch.arange(2)], 1)
+    with pytest.raises(ConfigError, match="no part that says how many samples"):
+        split_batch({"a": 1, "b": None}, 1)

@@ -251,6 +251,18 @@ KINDS: dict[str, Callable[[], Any]] = {
     "replayed, 2 workers": lambda: DataSpec(shuffled(num_workers=2), replay_on_resume=True),
     "iterable": lambda: DataLoader(Stream(), batch_size=4),
     "iterable, 2 workers": lambda: DataLoader(Stream(), batch_size=2, num_workers=2),
+    "iterable, 2 workers that persist": lambda: DataLoader(
+        Stream(), batch_size=2, num_workers=2, persistent_workers=True
+    ),
+    "iterable, generator, 2 workers that persist": lambda: DataLoader(
+        Stream(), batch_size=2, num_workers=2, persistent_workers=True, generator=seeded()
+    ),
+    "replayed, 2 workers that persist": lambda: DataSpec(
+        shuffled(num_workers=2, persistent_workers=True), replay_on_resume=True
+    ),
+    "StatefulDataLoader, 2 workers that persist": lambda: StatefulDataLoader(
+        Points(COUNT), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True
+    ),
     "a list of batches": lambda: list(DataLoader(Points(COUNT), batch_size=4)),
     "StatefulDataLoader": lambda: StatefulDataLoader(Noisy(COUNT), batch_size=4, shuffle=True),
     "StatefulDataLoader, generator": lambda: StatefulDataLoader(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_kinds import COUNT, KINDS, FromSharedGenerator, Noisy, noisy_collate, ordered_by, seeded, shuffled
+from data_kinds import COUNT, KINDS, FromSharedGenerator, Noisy, Stream, noisy_collate, ordered_by, seeded, shuffled
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from trainer_parts import At, Points, Seen, Step, build, loader, same, weights
@@ -54,6 +54,7 @@ WITH_WORKERS = {kind for kind in KINDS if "2 workers" in kind}
 A_SAMPLE_OF_THESE = {
     "noise in collate_fn, 2 workers",
     "iterable, 2 workers",
+    "iterable, 2 workers that persist",
     "StatefulDataLoader, 2 workers",
 }
 """The others take as long and are in ``make soak``: processes are started 24 times for each."""
@@ -92,6 +93,27 @@ IN_EACH_WAY = [
     "streaming",
     "streaming loader",
 ]
+
+
+@pytest.mark.parametrize(
+    ("make", "before", "now", "warns"),
+    [
+        (lambda workers: shuffled(num_workers=workers), 2, 0, True),
+        (lambda workers: shuffled(num_workers=workers), 0, 1, True),
+        (lambda workers: shuffled(num_workers=workers), 1, 2, False),
+        (lambda workers: DataLoader(Stream(), batch_size=2, num_workers=workers), 1, 2, True),
+        (lambda workers: DataLoader(Stream(), batch_size=2, num_workers=workers), 1, 1, False),
+    ],
+)
+def test_another_number_of_workers_that_changes_the_result_is_said(
+    make: Callable[[int], Any], before: int, now: int, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, with both numbers and the way out; not where the numbers of workers give the same run."""
+    run(make(before), save_folder=tmp_path, save_interval=at_batch(2), max_duration="3ba")
+    run(make(now), load_path=checkpoints(tmp_path)[0][1], max_duration="3ba")
+    said = [text for text in caplog.messages if f"num_workers={before} and this one has num_workers={now}" in text]
+    assert len(said) == int(warns)
+    assert all(f"give the loader num_workers={before}" in text for text in said)
 
 
 @pytest.mark.parametrize("kind", IN_EACH_WAY)
