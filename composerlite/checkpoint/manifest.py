@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -13,9 +14,10 @@ from typing import Any, final
 
 import xxhash
 
+from composerlite.checkpoint.recorded import Amount, RelativePath, json_object, recorded
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest
-from composerlite.types import Ancestor, Lineage
+from composerlite.types import Lineage
 
 __all__ = ["SCHEMA", "FileRecord", "Manifest", "plain_timestamp", "versions"]
 
@@ -25,6 +27,7 @@ _SEVERAL_DISKS = 2
 """The schema of those whose files lie on several disks."""
 _ONE_FOLDER = 1
 """The schema of those whose files are in one folder."""
+_NUMBER = re.compile(r"\d+")
 
 
 @final
@@ -36,7 +39,7 @@ class FileRecord:
     the manifest. The rest is as in :class:`composerlite.storage.FileDigest`.
     """
 
-    path: str
+    path: RelativePath
     size_bytes: int
     xxh3_128: str
     chunk_bytes: int = 0
@@ -77,11 +80,11 @@ class Manifest:
         lineage: the attempt of the run that saved it.
     """
 
-    name: str
+    name: RelativePath
     kind: str
     template: str
     run_name: str
-    timestamp: Mapping[str, int | float]
+    timestamp: Mapping[str, Amount]
     files: tuple[FileRecord, ...]
     fit_calls: int = 0
     world_size: int = 1
@@ -157,25 +160,45 @@ class Manifest:
             IncompatibleCheckpointError: it is of a newer schema.
         """
         try:
-            fields: dict[str, Any] = json.loads(data)
+            fields = json_object(data)
             digest = fields.pop("digest")
             if digest != _digest(fields):
                 raise CorruptCheckpointError(f"manifest {source!r} is damaged: its digest does not match.")
-            if (schema := fields.pop("schema")) > SCHEMA:
+            if type(schema := fields.pop("schema")) is not int or schema < _ONE_FOLDER:
+                raise ValueError(f"there is no schema {schema!r}")
+            if schema > SCHEMA:
                 raise IncompatibleCheckpointError(
                     f"manifest {source!r} has schema {schema}, this version reads up to {SCHEMA}: update composerlite."
                 )
-            files = tuple(FileRecord(**file) for file in fields.pop("files"))
-            lineage = _lineage(fields.pop("lineage", {}))
-            return cls(files=files, left_out=tuple(fields.pop("left_out")), lineage=lineage, **fields)
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise CorruptCheckpointError(f"manifest {source!r} cannot be read: {e!r}") from e
+            manifest = recorded(cls, fields)
+            manifest._check()
+        except KeyError as e:
+            raise CorruptCheckpointError(f"manifest {source!r} cannot be read: field {e} is missing") from e
+        except (ValueError, RecursionError) as e:
+            raise CorruptCheckpointError(f"manifest {source!r} cannot be read: {e}") from e
+        return manifest
 
+    def _check(self) -> None:
+        """See that its parts agree. It names its own files only: those are deleted, renamed and replaced with it.
 
-def _lineage(fields: Mapping[str, Any]) -> Lineage:
-    arguments: dict[str, Any] = dict(fields)
-    arguments["ancestors"] = tuple(Ancestor(**ancestor) for ancestor in fields.get("ancestors", ()))
-    return Lineage(**arguments)
+        Raises:
+            ValueError: they do not.
+        """
+        if type(self.timestamp.get("batch")) is not int or self.batch < 0:
+            raise ValueError(f"its timestamp has no whole number of batches: {self.timestamp.get('batch')!r}")
+        if not self.files:
+            raise ValueError("it names no file")
+        paths = [file.path for file in self.files]
+        if len(set(paths)) != len(paths):
+            raise ValueError("it names a file twice")
+        if strange := [path for path in paths if not self._owns(path)]:
+            raise ValueError(f"{strange[0]!r} is no file of checkpoint {self.name!r}")
+
+    def _owns(self, path: str) -> bool:
+        """Whether ``path`` is its name, below its name, or, where each rank has a file, its name for another rank."""
+        if self.kind == "deepspeed":
+            return _NUMBER.sub("0", path) == _NUMBER.sub("0", self.name)
+        return path == self.name or path.startswith(f"{self.name}/")
 
 
 def _digest(fields: Mapping[str, Any]) -> str:

@@ -2,67 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import re
-from dataclasses import dataclass, field
-from importlib.metadata import version
-from typing import Any, cast, final
+from dataclasses import dataclass
+from typing import cast, final
 
 from composerlite.checkpoint.formats import sharded
 from composerlite.checkpoint.formats.directory import INDEX
-from composerlite.checkpoint.manifest import FileRecord
 from composerlite.checkpoint.reading import safe_torch_load
 from composerlite.checkpoint.step_folder import MARKER, MODEL, TRAIN, StepFolder
+from composerlite.checkpoint.step_marker import CheckpointMetadata
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
 from composerlite.storage import verify_file
 from composerlite.types import StateDict
 
-__all__ = ["CheckpointMetadata", "Found", "find_step", "metadata_of", "read_train_state"]
+__all__ = ["Found", "find_step", "metadata_of", "read_train_state"]
 
 log = logging.getLogger(__name__)
 _RANK_FILE = re.compile(r"rank(\d+)\.pt")
-
-
-@final
-@dataclass(frozen=True)
-class CheckpointMetadata:
-    """What ``.metadata.json`` says.
-
-    Attributes:
-        version: of composerlite, which saved it.
-        ephemeral: it may be deleted as soon as there is a newer one.
-        world_size: number of ranks that saved it; 0: another program has, and does not say.
-        train: the files of the ranks, and what they must contain.
-    """
-
-    version: str = field(default_factory=lambda: version("composerlite"))
-    ephemeral: bool = False
-    world_size: int = 0
-    train: tuple[FileRecord, ...] = ()
-
-    def to_json(self) -> bytes:
-        """As it is written."""
-        return json.dumps(dataclasses.asdict(self), indent=1).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes, source: str) -> CheckpointMetadata:
-        """What was written, by this package or by OLMo-core.
-
-        Raises:
-            CorruptCheckpointError: it is nothing of that kind; names ``source``.
-        """
-        try:
-            found: dict[str, Any] = json.loads(data)
-            return cls(
-                version=str(found.get("version", "")),
-                ephemeral=bool(found.get("ephemeral", False)),
-                world_size=int(found.get("world_size", 0)),
-                train=tuple(FileRecord(**record) for record in found.get("train", ())),
-            )
-        except (ValueError, TypeError, AttributeError) as e:
-            raise CorruptCheckpointError(f"{source!r} is damaged, or does not describe a checkpoint: {e}") from e
 
 
 @final

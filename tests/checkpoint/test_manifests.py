@@ -18,26 +18,38 @@ from composerlite.core import Timestamp
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 
 NAMES = st.text(min_size=1, max_size=20)
+PATHS = st.from_regex(r"[a-zA-Z0-9_{}=. -]{1,20}[a-z]", fullmatch=True)
 NUMBERS = st.integers(0, 2**63) | st.floats(allow_nan=False)
+TIMES = st.integers(0, 2**63) | st.floats(allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def files(draw: st.DrawFn) -> dict[str, Any]:
+    """The name of a checkpoint, and the files of it."""
+    name = draw(PATHS)
+    below = draw(st.lists(PATHS, max_size=3, unique=True))
+    paths = [f"{name}/{path}" for path in below] or [name]
+    records = [FileRecord(path, draw(st.integers(0, 2**50)), draw(NAMES)) for path in paths]
+    return {"name": name, "files": tuple(records)}
 
 
 def manifests() -> st.SearchStrategy[Manifest]:
     """Any manifest."""
-    return st.builds(
-        Manifest,
-        name=NAMES,
-        kind=st.sampled_from(["monolithic", "weights"]),
-        template=NAMES,
-        run_name=NAMES,
-        timestamp=st.fixed_dictionaries({"batch": st.integers(0, 2**40), "total_wct": NUMBERS}),
-        files=st.lists(st.builds(FileRecord, NAMES, st.integers(0, 2**50), NAMES), max_size=3).map(tuple),
-        fit_calls=st.integers(0, 100),
-        world_size=st.integers(1, 4096),
-        left_out=st.lists(NAMES, max_size=3).map(tuple),
-        metrics=st.dictionaries(NAMES, NUMBERS, max_size=3),
-        versions=st.dictionaries(NAMES, NAMES, max_size=3),
-        saved_at=NAMES,
+    others = st.fixed_dictionaries(
+        {
+            "kind": st.sampled_from(["monolithic", "weights"]),
+            "template": NAMES,
+            "run_name": NAMES,
+            "timestamp": st.fixed_dictionaries({"batch": st.integers(0, 2**40), "total_wct": TIMES}),
+            "fit_calls": st.integers(0, 100),
+            "world_size": st.integers(1, 4096),
+            "left_out": st.lists(NAMES, max_size=3).map(tuple),
+            "metrics": st.dictionaries(NAMES, NUMBERS, max_size=3),
+            "versions": st.dictionaries(NAMES, NAMES, max_size=3),
+            "saved_at": NAMES,
+        }
     )
+    return st.builds(lambda named, fields: Manifest(**named, **fields), files(), others)
 
 
 EXAMPLE = Manifest(
@@ -46,7 +58,7 @@ EXAMPLE = Manifest(
     template="ep{epoch}-ba{batch}-rank{rank}.pt",
     run_name="my-run",
     timestamp={"epoch": 1, "batch": 42, "total_wct": 1.5},
-    files=(FileRecord("ep1-ba42-rank0.pt", 1000, "0" * 32), FileRecord("more", 24, "1" * 32)),
+    files=(FileRecord("ep1-ba42-rank0.pt", 1000, "0" * 32), FileRecord("ep1-ba42-rank0.pt/more", 24, "1" * 32)),
     left_out=("state/optimizers",),
     metrics={"accuracy": 0.5},
     versions={"torch": "2.13"},
@@ -72,7 +84,7 @@ def test_a_manifest_is_json_for_everybody() -> None:
 def test_a_manifest_of_several_disks_says_which_is_its_own() -> None:
     """Older versions, which do not know of disks, refuse it; what one node has of the files is told apart."""
     files = [dataclasses.replace(file, node=number) for number, file in enumerate(EXAMPLE.files)]
-    index = FileRecord("index", 1, "2" * 32)
+    index = FileRecord("ep1-ba42-rank0.pt/index", 1, "2" * 32)
     first, second = (dataclasses.replace(EXAMPLE, files=(*files, index), node=node) for node in (0, 1))
     assert json.loads(first.to_json())["schema"] == 2
     assert Manifest.from_json(first.to_json(), "source") == first != second

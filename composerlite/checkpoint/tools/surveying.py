@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import final
 
 from composerlite.checkpoint.lineage import living_line
 from composerlite.checkpoint.manifest import FileRecord, Manifest
 from composerlite.checkpoint.step_folder import MARKER, MODEL, TRAIN
+from composerlite.checkpoint.step_marker import CheckpointMetadata
 from composerlite.checkpoint.tools.places import MANIFESTS, Place, StoredFile
 from composerlite.errors import CheckpointError
 
@@ -167,11 +167,10 @@ def _of_step(place: Place, marker: str, data: bytes, model: bytes | None, files:
     """The directory of a step, as ``Checkpointer`` or OLMo-core saves it."""
     name = marker.removesuffix(f"/{MARKER}")
     try:
-        said: dict[str, Any] = json.loads(data)
-        ranks = tuple(replace(record, path=f"{name}/{record.path}") for record in _records(said.get("train", ())))
+        said = CheckpointMetadata.from_json(data, place.uri(marker))
+        ranks = tuple(replace(record, path=f"{name}/{record.path}") for record in said.train)
         inner = None if model is None else Manifest.from_json(model, place.uri(f"{name}/{MANIFESTS}/{MODEL}.json"))
-        facts: dict[str, Any] = {"world_size": int(said.get("world_size", 0)), "ephemeral": bool(said.get("ephemeral"))}
-    except (CheckpointError, ValueError, TypeError, AttributeError) as e:
+    except CheckpointError as e:
         return Found(
             name, "step", None, (f"its {MARKER} or its manifest is damaged: {e}",), _below(files, name), (marker,)
         )
@@ -190,7 +189,8 @@ def _of_step(place: Place, marker: str, data: bytes, model: bytes | None, files:
         files=(*ranks, *records),
         versions=inner.versions,
         saved_at=inner.saved_at,
-        **facts,
+        world_size=said.world_size,
+        ephemeral=said.ephemeral,
     )
     return _compared(manifest, "step", files, (f"{name}/{MANIFESTS}/{MODEL}.json", marker))
 
@@ -200,10 +200,6 @@ def _unfinished_step(path: str, files: Mapping[str, StoredFile]) -> str | None:
     folder = path.removesuffix(f"/{MANIFESTS}/{MODEL}.json")
     is_one = folder != path and f"{folder}/{TRAIN}/rank0.pt" in files and f"{folder}/{MARKER}" not in files
     return folder if is_one else None
-
-
-def _records(fields: Iterable[Mapping[str, Any]]) -> list[FileRecord]:
-    return [FileRecord(**record) for record in fields]
 
 
 # ── what nothing vouches for ─────────────────────────────────────────────────────────────────────────────────────────
