@@ -17,6 +17,7 @@ import torch
 
 from composerlite import dist
 from composerlite.callbacks.load_checkpoint import LoadCheckpoint
+from composerlite.callbacks.memory_folder import folder_key, make_private, warn_of_others
 from composerlite.callbacks.save_arguments import (
     ends_with_this_batch,
     interval_of,
@@ -250,6 +251,8 @@ class CheckpointSaver(Callback):
         self._logger = logger
         self._news.tell_to(logger)
         self.folder = format_name_with_dist(self._folder_template, state.run_name, **FIRST_RANK)
+        if self.in_memory:
+            self._prepare_memory(state)
         if self.on_exception and (state.world_size > 1 or state.sharding is not None):
             raise ConfigError(
                 "save_on_exception=True with several ranks, or with a model that is spread over ranks: where one fails "
@@ -270,6 +273,23 @@ class CheckpointSaver(Callback):
         if state.sharding == "sharded" and dist.get_world_size() > 1:
             self._disks = prepared_folder(self.catalog)
             self._publishing.use_disks(self._disks, state, logger)
+
+    def _prepare_memory(self, state: State) -> None:
+        """Name the folder after the one that the run saves to, too, and make it on each node for this user alone."""
+        savers = [one for one in state.callbacks if isinstance(one, CheckpointSaver) and not one.in_memory]
+        saver = next((one for one in savers if not one.weights_only), savers[0])
+        key = from_first_rank("telling the folder in memory from others", saver.key_of_folder)
+        self.folder = f"{self.folder}-{key}"
+        with together("preparing the folder in memory"):
+            if dist.get_local_rank() == 0:
+                folder = Path(self.folder)
+                make_private(folder, levels=len(Path(state.run_name).parts) + 1)
+                warn_of_others(folder, Path(state.run_name).name)
+
+    def key_of_folder(self) -> str:
+        """Return what tells its folder from others and from one that was there before; on rank 0."""
+        places = [publisher.remote.uri() for publisher in self._publishing.publishers]
+        return folder_key(Path(self.folder), " ".join(places))
 
     def _save_directories(self, state: State) -> None:
         """Name directories instead of files; as ``sharded_ckpt_prefix_dir`` says where the user has given one."""
@@ -352,8 +372,9 @@ class CheckpointSaver(Callback):
         )
         link = Path(self.folder) / name
         if link.is_symlink():
-            target = os.path.relpath(link.resolve(), Path(self.folder).resolve())
-            order = {manifest.name: manifest.order for manifest in self.catalog.manifests()}.get(target)
+            target = os.path.relpath(link.parent / link.readlink(), self.folder)
+            manifests = self._manifests(state.run_name, _moment(state), state.lineage)  # another's link is left alone
+            order = {manifest.name: manifest.order for manifest in manifests}.get(target)
             if order is not None and order < newest.order:
                 self.catalog.point_latest(name, newest.name)
                 self._point_links_of_ranks(newest, state)

@@ -6,7 +6,8 @@ import contextlib
 import glob
 import logging
 import os
-import shutil
+import re
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import final
@@ -21,6 +22,7 @@ from composerlite.storage import (
     atomic_write,
     fsync_folder,
     make_folder,
+    read_small_file,
     replace_symlink,
     verify_file,
 )
@@ -49,9 +51,7 @@ class Catalog:
             IncompatibleCheckpointError: one was written by a newer version.
         """
         found: list[Manifest] = []
-        for path in _files(self.folder / _MANIFESTS):
-            if path.suffix != ".json":
-                continue
+        for path in self._records():
             try:
                 found.append(self._read(path))
             except CorruptCheckpointError as e:
@@ -59,6 +59,16 @@ class Catalog:
             except FileNotFoundError:  # another process deleted it since we listed the folder
                 continue
         return sorted(found, key=lambda manifest: manifest.order)
+
+    def _records(self) -> Iterator[Path]:
+        """Where manifests are. Folders of them that are links lead elsewhere, and are left out."""
+        root = self.folder / _MANIFESTS
+        if root.is_symlink() or (root.exists() and not root.is_dir()):
+            log.warning("left out: %s is no folder of this one", root)
+            return
+        for path in _files(root):
+            if path.suffix == ".json" and not path.name.startswith("."):
+                yield path
 
     def manifest_of(self, name: str) -> Manifest | None:
         """The manifest of the checkpoint ``name``; ``None`` if it has none.
@@ -72,13 +82,16 @@ class Catalog:
             return None
 
     def _read(self, path: Path) -> Manifest:
-        manifest = Manifest.from_json(path.read_bytes(), str(path))
+        manifest = Manifest.from_json(read_small_file(path), str(path))
         if self.record_path(manifest.name) != path:
             raise CorruptCheckpointError(f"manifest {str(path)!r} is that of another checkpoint, {manifest.name!r}.")
         return manifest
 
     def files(self) -> Iterator[str]:
         """Paths below the folder of all files that may be checkpoints, with a manifest or without."""
+        return (name for name in self._entries() if _is_regular(self.folder / name))
+
+    def _entries(self) -> Iterator[str]:
         for path in _files(self.folder):
             relative = path.relative_to(self.folder)
             if not any(part.startswith(".") for part in relative.parts) and not path.is_symlink():
@@ -87,7 +100,7 @@ class Catalog:
     def names(self) -> Iterator[str]:
         """Paths below the folder of all files and folders that may be checkpoints, with a manifest or without."""
         folders: set[str] = set()
-        for name in self.files():
+        for name in self._entries():
             yield name
             new = {str(folder) for folder in Path(name).parents[:-1]} - folders
             folders |= new
@@ -215,56 +228,90 @@ class Catalog:
         """Remove a checkpoint, its manifest first. What is gone already is not an error."""
         self._remove_manifest(manifest.name)
         for record in sorted(manifest.files, key=lambda record: not record.path.endswith("/.metadata")):
-            (self.folder / record.path).unlink(missing_ok=True)
+            if self._is_own(record.path):
+                (self.folder / record.path).unlink(missing_ok=True)
         if manifest.is_directory:
             with contextlib.suppress(FileNotFoundError, OSError):  # what the user has put there stays, and its folder
                 (self.folder / manifest.name).rmdir()
         log.info("deleted checkpoint %s", self.folder / manifest.name)
 
+    def _is_own(self, name: str) -> bool:
+        """Check that ``name`` is a file that lies in the folder itself: no link, nor anything behind one."""
+        path = self.folder / name
+        if any((self.folder / parent).is_symlink() for parent in Path(name).parents):
+            log.warning("%s is behind a link and is left alone", path)
+            return False
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            log.warning("%s is no file and is left alone", path)
+            return False
+        return path.exists()
+
     def set_aside(self, manifest: Manifest) -> None:
         """Take a damaged checkpoint out of the way: its data stay as ``<name>.damaged``, its manifest goes."""
         self._remove_manifest(manifest.name)
-        for path in [manifest.name] if manifest.is_directory else [record.path for record in manifest.files]:
-            self._rename_damaged(self.folder / path)
+        for name in [manifest.name] if manifest.is_directory else [record.path for record in manifest.files]:
+            self._rename_damaged(name)
         log.warning("set aside the damaged checkpoint %s as %s.damaged", self.folder / manifest.name, manifest.name)
 
     def set_aside_file(self, name: str) -> None:
         """Take a damaged file that has no manifest out of the way: it stays as ``<name>.damaged``."""
-        self._rename_damaged(self.folder / name)
+        self._rename_damaged(name)
         log.warning("set aside the damaged file %s as %s.damaged", self.folder / name, name)
 
-    def set_aside_unreadable(self) -> None:
-        """Take checkpoints out of the way whose manifest is damaged or that of another, and the manifest with them."""
-        for path in list(_files(self.folder / _MANIFESTS)):
-            if path.suffix != ".json":
-                continue
+    def set_aside_unreadable(self, names: re.Pattern[str]) -> None:
+        """Take checkpoints of ``names`` out of the way whose manifest is damaged, and the manifest with them.
+
+        One that is whole and that of another checkpoint is evidence of a copy made by hand, and is left alone.
+        """
+        root = self.folder / _MANIFESTS
+        for path in list(self._records()):
+            name = str(path.relative_to(root)).removesuffix(".json")
             try:
-                self._read(path)
+                if names.fullmatch(name) is None or not _is_regular(path):
+                    continue
+                Manifest.from_json(read_small_file(path), str(path))
             except CorruptCheckpointError as e:
-                name = str(path.relative_to(self.folder / _MANIFESTS)).removesuffix(".json")
-                self._rename_damaged(path)
-                self._rename_damaged(self.folder / name)
+                self._rename_damaged(f"{_MANIFESTS}/{name}.json")
+                self._rename_damaged(name)
                 log.warning("set aside %s as %s.damaged: %s", self.folder / name, name, e)
             except FileNotFoundError:
                 continue
 
-    def mend_links(self, manifest: Manifest | None) -> None:
-        """Point the links whose checkpoint is gone to that of ``manifest``; remove them if there is none."""
+    def mend_links(self, manifest: Manifest | None, links: re.Pattern[str], names: re.Pattern[str]) -> None:
+        """Point the links whose checkpoint is gone to that of ``manifest``; remove them if there is none.
+
+        Args:
+            manifest: what to point to.
+            links: matches the names of links that the saver makes. names: those of its checkpoints. A link that is not
+                called so, or leads elsewhere, is of somebody else and is left alone.
+        """
         for folder in list(_folders(self.folder)):
             for path in list(folder.iterdir()):
-                if path.is_symlink() and not path.exists():
-                    if manifest is None:
-                        path.unlink()
-                    else:
-                        target = os.path.relpath(path.parent / path.readlink(), self.folder)
-                        self.point_latest(str(path.relative_to(self.folder)), _as_before(manifest, target))
+                link = str(path.relative_to(self.folder))
+                if links.fullmatch(link) is None or not path.is_symlink() or path.exists():
+                    continue
+                target = os.path.relpath(path.parent / path.readlink(), self.folder)
+                if names.fullmatch(target) is None:
+                    continue
+                if manifest is None:
+                    path.unlink()
+                else:
+                    self.point_latest(link, _as_before(manifest, target))
 
-    def _rename_damaged(self, path: Path) -> None:
-        damaged = path.with_name(f"{path.name}.damaged")
-        if path.is_dir() and damaged.is_dir():
-            shutil.rmtree(damaged)  # of an earlier time
+    def _rename_damaged(self, name: str) -> None:
+        """Rename what is in the folder itself, to a name that nothing has: what was set aside before stays."""
+        path = self.folder / name
+        if not path.is_dir() or path.is_symlink():
+            if not self._is_own(name):
+                return
+        elif any((self.folder / parent).is_symlink() for parent in Path(name).parents):
+            return
+        damaged, number = path.with_name(f"{path.name}.damaged"), 1
+        while damaged.exists() or damaged.is_symlink():
+            number += 1
+            damaged = path.with_name(f"{path.name}.damaged-{number}")
         with contextlib.suppress(FileNotFoundError):
-            path.replace(damaged)
+            path.rename(damaged)
 
     def recover(self) -> None:
         """Complete or remove what dead processes left unfinished. What a live one is writing stays.
@@ -275,7 +322,7 @@ class Catalog:
         if not self.folder.is_dir():
             return
         root = self.folder / _MANIFESTS
-        for folder in _folders(root):
+        for folder in _folders(root) if root.is_dir() and not root.is_symlink() else ():
             for temporary in abandoned_temporaries(folder):
                 manifest = self._finished_intention(temporary) or self._completed_intention(temporary)
                 if manifest is None:
@@ -294,9 +341,9 @@ class Catalog:
     def _finished_intention(self, temporary: Path) -> Manifest | None:
         """The manifest in ``temporary`` if its data is there, whole."""
         try:
-            manifest = Manifest.from_json(temporary.read_bytes(), str(temporary))
+            manifest = Manifest.from_json(read_small_file(temporary), str(temporary))
             self.verify(manifest)
-        except (CorruptCheckpointError, IsADirectoryError, FileNotFoundError):
+        except (CorruptCheckpointError, FileNotFoundError):
             return None
         return manifest
 
@@ -306,8 +353,8 @@ class Catalog:
         If not, those that have got theirs are removed: without a manifest they are no checkpoint, and in the way.
         """
         try:
-            manifest = Manifest.from_json(temporary.read_bytes(), str(temporary))
-        except (CorruptCheckpointError, IsADirectoryError, FileNotFoundError):
+            manifest = Manifest.from_json(read_small_file(temporary), str(temporary))
+        except (CorruptCheckpointError, FileNotFoundError):
             return None
         if len(manifest.files) == 1 or manifest.is_directory:
             return None
@@ -326,7 +373,8 @@ class Catalog:
             self._name_all(unnamed)
             return manifest
         for path in named if not self.record_path(manifest.name).exists() else ():
-            path.unlink()
+            if self._is_own(str(path.relative_to(self.folder))):
+                path.unlink()
         return None
 
     def record_path(self, name: str) -> Path:
@@ -347,6 +395,13 @@ def _as_before(manifest: Manifest, target: str) -> str:
     match = name_pattern(manifest.template, manifest.run_name).fullmatch(target)
     rank = 0 if match is None else int(match.groupdict().get("rank", 0))
     return manifest.files[rank].path if rank < len(manifest.files) else manifest.name
+
+
+def _is_regular(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:  # another process deleted it
+        return False
 
 
 def _holds(path: Path, record: FileRecord) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.formats.directory import ON_ALL_NODES
 from composerlite.checkpoint.lineage import RESUMABLE, continued, highest_attempt, living_line, new_attempt
 from composerlite.checkpoint.manifest import FileRecord, Manifest
+from composerlite.checkpoint.naming import name_pattern
 from composerlite.checkpoint.ranks_together import first_of, together
 from composerlite.checkpoint.remote import RemoteCatalog
 from composerlite.checkpoint.unlisted import check_unlisted, unlisted
@@ -122,11 +124,12 @@ def newest_good(
     run_name: str,
     *,
     templates: Sequence[str] = (),
+    links: Sequence[str | None] = (),
     buckets: Sequence[Bucket] = (),
     progress: Callable[[int, int], object] | None = None,
 ) -> Path | str | None:
     """Return where the newest good checkpoint of ``run_name`` is: see :func:`choose`."""
-    return choose(catalogs, run_name, templates=templates, buckets=buckets, progress=progress).place
+    return choose(catalogs, run_name, templates=templates, links=links, buckets=buckets, progress=progress).place
 
 
 def choose(
@@ -134,6 +137,7 @@ def choose(
     run_name: str,
     *,
     templates: Sequence[str] = (),
+    links: Sequence[str | None] = (),
     buckets: Sequence[Bucket] = (),
     progress: Callable[[int, int], object] | None = None,
 ) -> Choice:
@@ -155,6 +159,8 @@ def choose(
     Args:
         catalogs: the folders.
         templates: how checkpoints are named in each; where it is not given, only what has a manifest counts.
+        links: how the links to the latest are named in each, ``None`` where there are none. Only those that are called
+            so and lead to a checkpoint of ``templates`` are mended or removed.
         buckets: where else checkpoints are. Three requests find the latest of one; only if that is not good is
             everything in it looked at.
         progress: is told how many bytes of how many were fetched.
@@ -166,11 +172,16 @@ def choose(
             there are checkpoints, and none that every rank can read.
         ObjectStoreError: a bucket does not answer. PermissionError: it does not let us read. Neither means "nothing".
     """
+    its_links = {
+        catalog.folder: _Links(name_pattern(link, run_name), name_pattern(template, run_name))
+        for catalog, link, template in zip(catalogs, links, templates, strict=False)
+        if link is not None
+    }
     search: _Search | None = None
     damaged: list[Manifest] = []
     with together("looking for checkpoints"):
         if dist.get_global_rank() == 0:
-            search = _Search(catalogs, run_name, templates, buckets)
+            search = _Search(catalogs, run_name, templates, its_links, buckets)
     while True:
         candidate: _Candidate | None = None
         with together("looking for checkpoints"):
@@ -187,7 +198,7 @@ def choose(
                     lineage = search.accept(candidate)
                 else:
                     search.reject(candidate, error)
-            _follow(offer, error, damaged)
+            _follow(offer, error, damaged, its_links)
         if error is None:
             return Choice(offer.place, _of_first_rank(lineage))
 
@@ -240,15 +251,34 @@ def _manifest_at(place: str, catalogs: Sequence[Catalog], buckets: Sequence[Buck
 
 
 @final
+class _Links(NamedTuple):
+    """What the links of a saver are called, and what they lead to."""
+
+    names: re.Pattern[str]
+    targets: re.Pattern[str]
+
+
+def _mend(catalog: Catalog, manifest: Manifest | None, links: Mapping[Path, _Links]) -> None:
+    if (own := links.get(catalog.folder)) is not None:
+        catalog.mend_links(manifest, own.names, own.targets)
+
+
+@final
 class _Search:
     """The candidates, on rank 0."""
 
     def __init__(
-        self, catalogs: Sequence[Catalog], run_name: str, templates: Sequence[str], buckets: Sequence[Bucket]
+        self,
+        catalogs: Sequence[Catalog],
+        run_name: str,
+        templates: Sequence[str],
+        links: Mapping[Path, _Links],
+        buckets: Sequence[Bucket],
     ) -> None:
-        for catalog in catalogs:
-            catalog.set_aside_unreadable()
+        for catalog, template in zip(catalogs, templates, strict=False):
+            catalog.set_aside_unreadable(name_pattern(template, run_name))
         self._catalogs = catalogs
+        self._links = links
         self._run_name = run_name
         self._unreadable: list[OSError] = []
         self._rejected: list[tuple[_Candidate, CorruptCheckpointError | OSError]] = []
@@ -313,7 +343,7 @@ class _Search:
                 "another save_folder, or with autoresume=False and save_overwrite=True."
             )
         for catalog in self._catalogs:
-            catalog.mend_links(None)
+            _mend(catalog, None, self._links)
         return None
 
     def reject(self, candidate: _Candidate, error: CorruptCheckpointError | OSError) -> None:
@@ -348,7 +378,7 @@ class _Search:
         elif newer:
             log.info("%s is not the newest: newer ones were saved without some of their keys", candidate.source)
         is_here = isinstance(candidate.place, Path)
-        candidate.catalog.mend_links(candidate.manifest if is_here else None)
+        _mend(candidate.catalog, candidate.manifest if is_here else None, self._links)
         return continued(candidate.manifest, [c.manifest for c in self._known], [c.manifest for c in self._candidates])
 
 
@@ -445,7 +475,12 @@ def _not_everywhere(catalog: Catalog, manifest: Manifest, blind: list[int], bare
     )
 
 
-def _follow(offer: Offer, error: CorruptCheckpointError | OSError | None, damaged: list[Manifest]) -> None:
+def _follow(
+    offer: Offer,
+    error: CorruptCheckpointError | OSError | None,
+    damaged: list[Manifest],
+    links: Mapping[Path, _Links],
+) -> None:
     """On the disks of other nodes than the first: what :class:`_Search` does on that one.
 
     ``damaged`` are the checkpoints that were found to be, to be set aside when there is a good one.
@@ -459,7 +494,7 @@ def _follow(offer: Offer, error: CorruptCheckpointError | OSError | None, damage
     if error is None:
         for one in damaged:
             catalog.set_aside(one)
-        catalog.mend_links(mine)
+        _mend(catalog, mine, links)
     elif isinstance(error, CorruptCheckpointError):
         damaged.append(mine)
 

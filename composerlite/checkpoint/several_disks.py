@@ -23,7 +23,7 @@ from composerlite.checkpoint.manifest import Manifest
 from composerlite.checkpoint.ranks_together import from_first_rank, together
 from composerlite.checkpoint.shared_folder import Disks, disks_of
 from composerlite.errors import CorruptCheckpointError
-from composerlite.storage import abandoned_temporaries, fsync_folder
+from composerlite.storage import abandoned_temporaries, fsync_folder, read_small_file
 
 __all__ = ["DiskBody", "DiskCommit", "complete_prepared", "delete_named", "prepared_folder"]
 
@@ -152,8 +152,8 @@ def complete_prepared(catalog: Catalog, committed: Mapping[str, str]) -> None:
     for folder in sorted({catalog.record_path(name).parent for name in committed}):
         for temporary in abandoned_temporaries(folder):
             try:
-                manifest = Manifest.from_json(temporary.read_bytes(), str(temporary))
-            except (CorruptCheckpointError, IsADirectoryError):
+                manifest = Manifest.from_json(read_small_file(temporary), str(temporary))
+            except (CorruptCheckpointError, FileNotFoundError):
                 continue  # that of another kind of file: a recovery removes it
             if committed.get(manifest.name) != manifest.identity:
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -30,8 +31,8 @@ def unlisted(catalog: Catalog, template: str, run_name: str) -> list[Manifest]:
     listed = {record.path for manifest in catalog.manifests() for record in manifest.files}
     found: list[Manifest] = []
     for name in list(catalog.files()):
-        if name in listed or pattern.fullmatch(name) is None:
-            continue
+        if name in listed or pattern.fullmatch(name) is None or os.path.lexists(catalog.record_path(name)):
+            continue  # what has the record of another checkpoint is a copy made by hand
         try:
             manifest = _described(catalog, name, template)
         except CorruptCheckpointError as e:

@@ -18,6 +18,7 @@ from composerlite.storage.disk import (
     digest_file,
     fsync_folder,
     make_folder,
+    read_small_file,
     replace_symlink,
 )
 from composerlite.storage.helpers import start_threads
@@ -69,6 +70,7 @@ __all__ = [
     "maybe_create_object_store_from_uri",
     "open_store",
     "parse_uri",
+    "read_small_file",
     "replace_symlink",
     "retry",
     "start_threads",

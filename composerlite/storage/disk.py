@@ -16,6 +16,8 @@ from typing import IO, final
 
 import xxhash
 
+from composerlite.errors import CorruptCheckpointError
+
 __all__ = [
     "SecondName",
     "StagedFile",
@@ -24,6 +26,7 @@ __all__ = [
     "digest_file",
     "fsync_folder",
     "make_folder",
+    "read_small_file",
     "replace_symlink",
 ]
 
@@ -41,6 +44,29 @@ def digest_file(path: Path, progress: Callable[[int], object] = int) -> tuple[in
             size += len(piece)
             progress(len(piece))
     return size, digest.hexdigest()
+
+
+def read_small_file(path: Path, most_bytes: int = 64 << 20) -> bytes:
+    """Return the bytes of the file ``path``. A link is not followed, and a pipe does not keep us waiting.
+
+    Raises:
+        CorruptCheckpointError: it is no regular file, or larger than ``most_bytes``.
+        FileNotFoundError: it is not there.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError as e:
+        if e.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):
+            raise CorruptCheckpointError(f"{str(path)!r} is a link, a socket or a device, and no file.") from e
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CorruptCheckpointError(f"{str(path)!r} is a folder, a pipe or a device, and no file.")
+    with os.fdopen(descriptor, "rb") as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise CorruptCheckpointError(f"{str(path)!r} is larger than {most_bytes} bytes.")
+    return data
 
 
 def fsync_folder(folder: Path) -> None:
@@ -206,6 +232,8 @@ def abandoned_temporaries(folder: Path) -> Iterator[Path]:
             yield temporary  # made and renamed in two system calls: one that is still here was left behind
             continue
         try:
+            if not stat.S_ISREG(temporary.lstat().st_mode):
+                continue  # a folder or a pipe is none of ours
             file = temporary.open("rb")
         except FileNotFoundError:  # its writer has just published it
             continue

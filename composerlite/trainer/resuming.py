@@ -46,6 +46,7 @@ def newest_checkpoint(state: State, savers: Sequence[CheckpointSaver], *, progre
             [saver.catalog for saver in savers],
             state.run_name,
             templates=[saver.filename.filename for saver in savers],
+            links=[None if saver.latest_filename is None else saver.latest_filename.filename for saver in savers],
             buckets=[bucket for saver in savers for bucket in saver.buckets],
             progress=tell,
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,60 @@ def test_what_would_be_of_no_use_is_refused(tmp_path: Path) -> None:
             save_folder=tmp_path,
             run_name="r",
         )
+
+
+# ── whose memory it is ───────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_run_of_the_same_name_in_another_folder_starts_with_its_own_weights(tmp_path: Path, memory: Path) -> None:
+    """Neither another project, nor the same one after its folder was emptied, nor a copy of it, goes on from what a
+    killed run left in memory; the log says what is ignored. The run itself does go on from it."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert launch(a, at=["batch_end", 4, 1], signals=["SIGKILL"], memory=str(memory), **ORDER).code == -signal.SIGKILL
+    assert kept(memory)
+    shutil.copytree(a, tmp_path / "copy", symlinks=True)
+    for folder in (b, tmp_path / "copy"):
+        other = launch(folder, at=["batch_end", 2, 1], signals=["SIGKILL"], memory=str(memory), **ORDER)
+        assert other.batches[0] == 1
+        assert "ignored" in other.log
+    again = launch(a, at=["batch_end", 6, 1], signals=["SIGKILL"], memory=str(memory), **ORDER)
+    assert again.batches[0] in (4, 5)
+    shutil.rmtree(a)
+    emptied_folder = launch(a, at=["batch_end", 2, 1], signals=["SIGKILL"], memory=str(memory), **ORDER)
+    assert emptied_folder.batches[0] == 1
+
+
+def _link(own: Path) -> None:
+    (own.parent / "planted").mkdir()
+    own.symlink_to("planted")
+
+
+def _writable(own: Path) -> None:
+    own.mkdir()
+    own.chmod(0o777)
+
+
+def _of_another(own: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    own.mkdir(mode=0o700)
+    os.chown(own, 12345, 12345)
+
+
+@pytest.mark.parametrize("plant", [_link, _writable, _of_another, Path.touch])
+@pytest.mark.parametrize("level", ["user", "run"])
+def test_memory_that_another_user_may_have_filled_is_refused(
+    tmp_path: Path, memory: Path, plant: Callable[[Path], None], level: str
+) -> None:
+    """Its name is predictable: a folder that is a link, of somebody else, or writable by others is an error before
+    training that says why, and is not touched."""
+    arguments: dict[str, Any] = {"save_folder": tmp_path / "save", "autoresume": True, "run_name": "run"}
+    arguments |= {"save_memory_interval": "1ba", "save_memory_folder": memory}
+    with build(Cell(), **arguments):
+        (user,) = memory.iterdir()
+        (run,) = user.iterdir()
+        assert [path.stat().st_mode & 0o777 for path in (user, run)] == [0o700, 0o700]
+    target = user if level == "user" else run
+    shutil.rmtree(target)
+    plant(target)
+    with pytest.raises(ConfigError, match=r"save_memory_folder.*is refused"):
+        build(Cell(), **arguments)
+    assert list(target.iterdir() if target.is_dir() else []) == []

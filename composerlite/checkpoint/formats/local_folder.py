@@ -37,6 +37,7 @@ from composerlite.storage import (
     atomic_write,
     fsync_folder,
     make_folder,
+    read_small_file,
     verify_file,
 )
 
@@ -111,7 +112,7 @@ class LocalFolder(CheckpointFolder):
 
     def manifest(self) -> Manifest | None:
         try:
-            data = self._manifest_path.read_bytes()
+            data = read_small_file(self._manifest_path)
         except FileNotFoundError:
             return None
         return checked_record(Manifest.from_json(data, str(self._manifest_path)), self.name, str(self._manifest_path))
@@ -306,8 +307,8 @@ class LocalFolder(CheckpointFolder):
         """What saves of dead processes have left; each is locked while the caller looks at it."""
         for place in self.path.parent.glob(f".{glob.escape(self.path.name)}.saving-*"):
             try:
-                descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
-            except (FileNotFoundError, NotADirectoryError):
+                descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            except (FileNotFoundError, NotADirectoryError):  # a link to a folder is none either
                 continue
             try:
                 try:

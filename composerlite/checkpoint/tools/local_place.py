@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -158,4 +159,6 @@ def _below(folder: Path, prefix: str) -> Iterator[StoredFile]:
         else:
             with contextlib.suppress(FileNotFoundError):  # deleted since
                 status = entry.stat(follow_symlinks=False)
+                if not stat.S_ISREG(status.st_mode):
+                    continue  # a pipe or a device
                 yield StoredFile(prefix + entry.name, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))

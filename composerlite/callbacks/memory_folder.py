@@ -1,0 +1,96 @@
+"""The folder in memory that a run keeps its newest checkpoint in: private, and of one save folder only."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import stat
+from pathlib import Path
+
+import xxhash
+
+from composerlite.errors import ConfigError
+from composerlite.storage import fsync_folder, make_folder
+
+__all__ = ["folder_key", "make_private", "warn_of_others"]
+
+log = logging.getLogger(__name__)
+_MARK = Path(".manifest", ".memory-id")
+_MOST_BYTES = 64
+
+
+def folder_key(save_folder: Path, place: str) -> str:
+    """Return what tells the checkpoints of ``save_folder`` from those of any other folder, and of one before it.
+
+    It is made of where the folder is and of a random number in it: a folder that was emptied and made again, or copied,
+    has another key, and what is in memory of the one before it is not taken for its own.
+
+    Args:
+        save_folder: on this machine.
+        place: what is published to, or the folder again.
+
+    Raises:
+        OSError: the number can be neither read nor written.
+    """
+    mark = save_folder / _MARK
+    make_folder(mark.parent)
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_hex(16).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        fsync_folder(mark.parent)
+    descriptor = os.open(mark, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        number = os.read(descriptor, _MOST_BYTES)
+    finally:
+        os.close(descriptor)
+    return xxhash.xxh3_64_hexdigest(number + os.fsencode(save_folder.resolve()) + place.encode())
+
+
+def make_private(folder: Path, *, levels: int) -> None:
+    """Make ``folder`` and those above it, ``levels`` in all, so that no other user can read or write in them.
+
+    Raises:
+        ConfigError: one is there that is a link, belongs to another user, or can be written to by others: a
+            checkpoint in it may have been planted.
+    """
+    for path in [*reversed(folder.parents[: levels - 1]), folder]:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError as e:
+            raise _refused(path, f"it is no folder that this user can open ({e.strerror})") from e
+        try:
+            status = os.fstat(descriptor)
+            if status.st_uid != os.geteuid():
+                raise _refused(path, f"it belongs to user {status.st_uid} and not to {os.geteuid()}")
+            if stat.S_IMODE(status.st_mode) & 0o022:
+                raise _refused(path, f"others can write to it (mode {stat.S_IMODE(status.st_mode):04o})")
+            os.fchmod(descriptor, 0o700)
+        finally:
+            os.close(descriptor)
+
+
+def warn_of_others(folder: Path, run_name: str) -> None:
+    """Say in the log which folders beside ``folder`` hold checkpoints of a run of this name, and are ignored."""
+    with contextlib.suppress(OSError):
+        for other in sorted(folder.parent.iterdir()):
+            if other != folder and other.name.rpartition("-")[0] in (run_name, "") and any(other.rglob("*.json")):
+                log.warning(
+                    "ignored: %s holds a checkpoint of a run named %r with another save_folder, or with this one "
+                    "before it was emptied. Remove it when nobody needs it.",
+                    other,
+                    run_name,
+                )
+
+
+def _refused(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"save_memory_folder: {str(path)!r} is refused: {reason}, and a checkpoint in it may be that of somebody else. "
+        "Remove it, or name another folder in memory, which only this user can write to."
+    )
