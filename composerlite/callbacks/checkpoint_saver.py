@@ -48,6 +48,7 @@ from composerlite.checkpoint import (
     Shares,
     archive_template,
     check_ignore_keys,
+    check_name_of_run,
     check_one_disk,
     check_template,
     deletions,
@@ -251,6 +252,7 @@ class CheckpointSaver(Callback):
         self._logger = logger
         self._news.tell_to(logger)
         self.folder = format_name_with_dist(self._folder_template, state.run_name, **FIRST_RANK)
+        check_name_of_run(self.filename.filename, state.run_name, state.timestamp)
         if self.in_memory:
             self._prepare_memory(state)
         if self.on_exception and (state.world_size > 1 or state.sharding is not None):

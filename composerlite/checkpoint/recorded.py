@@ -35,7 +35,7 @@ Amount: TypeAlias = Annotated[int | float, _AMOUNT]
 
 
 def relative_path(value: object) -> str:
-    """``value`` if it is the path of a file inside a folder, its parts apart by single slashes.
+    """``value`` if it is the path of a file inside a folder, its parts apart by slashes.
 
     Raises:
         ValueError: it is something else, leads out of the folder, to the records of other checkpoints, or no file
@@ -43,15 +43,15 @@ def relative_path(value: object) -> str:
     """
     if not isinstance(value, str):
         raise ValueError(f"{_short(value)} is no path")
-    parts = value.split("/")
+    parts = [part for part in value.split("/") if part not in ("", ".")]  # which change nothing
     try:
         encoded = [os.fsencode(part) for part in parts]
     except UnicodeEncodeError as e:
         raise ValueError(f"{_short(value)} is no path: it has characters that no file name can have") from e
-    if "" in parts or "." in parts or ".." in parts:
-        rule = "want a path inside the folder, relative to it, without '.', '..' and empty parts"
-    elif any(not character.isprintable() and not "\udc80" <= character <= "\udcff" for character in value):
-        rule = "it has characters that are not printable"
+    if not parts or ".." in parts or value.startswith("/") or not value.endswith(parts[-1]):
+        rule = "want the path of a file inside the folder, relative to it, without '..'"
+    elif any(ord(character) < 32 or ord(character) == 127 for character in value):
+        rule = "it has control characters"
     elif "\\" in value and (value.startswith("\\") or ".." in value.split("\\")):
         rule = "it leads out of the folder where backslashes separate folders"
     elif MANIFESTS in parts:

@@ -18,6 +18,7 @@ from composerlite.checkpoint.step_marker import CheckpointMetadata
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 
 T = TypeVar("T")
+_FILE = {"size_bytes": 4, "xxh3_128": "0" * 32}
 LEADING_OUT = ["../x", "/etc/passwd", "a/../../x", "a//b", "./a", "a/.", "", ".", "..", "a\0b", "..\\x", "\\\\host\\x"]
 ODD_PATHS = [
     *LEADING_OUT,
@@ -146,3 +147,10 @@ def test_a_manifest_that_is_nested_too_deeply_is_passed_over(opening: str, tmp_p
     (tmp_path / ".manifest" / "a.json").write_bytes(good.to_json())
     (tmp_path / ".manifest" / "b.json").write_text(opening * 200_000)
     assert Catalog(tmp_path).manifests() == [good]
+
+
+@pytest.mark.parametrize("name", ["./a.pt", "b//a.pt", "run\u3000\u200d☃/a.pt", "-a b'.pt"])
+def test_names_that_stay_in_the_folder_are_read_as_before(name: str) -> None:
+    """What older versions have saved under odd names is not lost."""
+    manifest = Manifest.from_json(_signed(_base(name=name, files=[_FILE | {"path": name}])), "my.json")
+    assert (manifest.name, manifest.files[0].path) == (name, name)
