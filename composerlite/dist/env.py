@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import socket
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,28 +53,63 @@ def _from_environment(*names: str, default: int) -> int:
 
 
 def get_global_rank() -> int:
-    """The number of this process among all of the run, from 0."""
-    return _from_environment("RANK", default=torch.distributed.get_rank() if is_initialized() else 0)
+    """The number of this process among all of the run, from 0: in the process group if there is one."""
+    return torch.distributed.get_rank() if is_initialized() else _from_environment("RANK", default=0)
 
 
 def get_world_size() -> int:
-    """The number of processes of the run."""
-    return _from_environment("WORLD_SIZE", default=torch.distributed.get_world_size() if is_initialized() else 1)
+    """The number of processes of the run: of the process group if there is one."""
+    return torch.distributed.get_world_size() if is_initialized() else _from_environment("WORLD_SIZE", default=1)
 
 
 def get_local_rank() -> int:
-    """The number of this process among those of its node, from 0."""
-    return _from_environment("LOCAL_RANK", default=0)
+    """The number of this process among those of its node, from 0.
+
+    Where somebody has made a process group that the environment does not speak of (``mp.spawn``; the variables are those
+    of another job, or not all there), processes of one host name are a node. That is known once :func:`initialize_dist`
+    was called, which the trainer does; until then all are taken for those of one node, as ``mp.spawn`` starts them.
+    """
+    layout = _own_layout()
+    return _from_environment("LOCAL_RANK", default=0) if layout is None else layout.local_rank
 
 
 def get_local_world_size() -> int:
-    """The number of processes on this node."""
-    return _from_environment("LOCAL_WORLD_SIZE", default=1)
+    """The number of processes on this node; see :func:`get_local_rank`."""
+    layout = _own_layout()
+    return _from_environment("LOCAL_WORLD_SIZE", default=1) if layout is None else layout.local_world_size
 
 
 def get_node_rank() -> int:
-    """The number of this node, from 0."""
-    return _from_environment("NODE_RANK", "GROUP_RANK", default=0)
+    """The number of this node, from 0; see :func:`get_local_rank`."""
+    layout = _own_layout()
+    return _from_environment("NODE_RANK", "GROUP_RANK", default=0) if layout is None else layout.node_rank
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the processes of a group are that the environment does not speak of."""
+
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+
+
+def _own_layout() -> _Layout | None:
+    """``None``: what the environment says holds."""
+    if _layout is not None or not is_initialized():
+        return _layout
+    return None if _environment_is_of_the_group() else _Layout(get_global_rank(), get_world_size(), 0)
+
+
+def _environment_is_of_the_group() -> bool:
+    """Whether the variables of a launcher are all there and say what the process group says."""
+    said = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    if not all(text.isdecimal() for text in said):
+        return False
+    rank, world_size, local_rank, local_world_size = map(int, said)
+    is_of_it = (rank, world_size) == (torch.distributed.get_rank(), torch.distributed.get_world_size())
+    return is_of_it and local_rank < local_world_size <= world_size
 
 
 def is_available() -> bool:
@@ -139,6 +175,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _control: Control | None = None
+_layout: _Layout | None = None
 _alone: Control | None = None
 _times_initialized: Counter[tuple[str | None, ...]] = Counter()
 _owns_training_group = False
@@ -172,8 +209,8 @@ def initialize_dist(
 ) -> bool:
     """Connect the ranks that torchrun started: a process group for training; apart from it a gloo group and a store.
 
-    Every rank calls it. Where there is a process group already, that one stays the group of training. Nothing happens
-    the second time, nor in a run of fewer than ``min_world_size`` processes.
+    Every rank calls it. Where there is a process group already, that one stays the group of training, and ranks are
+    those that it says, whatever the environment does. Nothing happens the second time, nor in a run of fewer than ``min_world_size`` processes.
 
     Args:
         device: as :func:`get_device` takes it. A GPU uses NCCL, and gloo for what lies in host memory.
@@ -188,20 +225,29 @@ def initialize_dist(
         RankError: a rank failed here; every rank raises it.
         LateRankError: not every rank came; names those that are late.
     """
-    global _control
+    global _control, _layout
     _check_environment()
     if _control is not None or (get_world_size() < min_world_size and not is_initialized()):
         return False
     rank, world_size = get_global_rank(), get_world_size()
     limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    store = _existing_store(rank, world_size) if is_initialized() else _connect(rank, world_size, limit)
-    rendezvous = tuple(os.environ.get(name) for name in _RENDEZVOUS)
-    _times_initialized[rendezvous] += 1  # the same on every rank: keys of an earlier time are never met again
-    store = PrefixStore(f"{_times_initialized[rendezvous]}", store)
+    is_made = is_initialized()
+    # The same on every rank: keys of an earlier time are never met again.
+    if is_made:
+        store = torch.distributed.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage] - no other way
+        times = store.add(f"composerlite/times/{rank}", 1)
+    else:
+        store = _connect(rank, world_size, limit)
+        rendezvous = tuple(os.environ.get(name) for name in _RENDEZVOUS)
+        _times_initialized[rendezvous] += 1
+        times = _times_initialized[rendezvous]
+    store = PrefixStore(f"{times}", store)
     ours = PrefixStore("composerlite", store)
     from composerlite.dist.meetings import Meetings  # a run of one process has none
 
     meetings = Meetings(PrefixStore("meetings", ours), rank, world_size)
+    if is_made:
+        _layout = _find_layout(PrefixStore("nodes", ours), meetings, limit)
     chosen = _do_on_all_ranks(meetings, "connecting the ranks", limit, lambda: _claim_device(device))
     group = _do_on_all_ranks(
         meetings, "making process groups", limit, lambda: _make_groups(store, rank, world_size, chosen, limit)
@@ -233,10 +279,10 @@ def finalize_dist(timeout: timedelta = _GOODBYE) -> None:
 
     Waits up to ``timeout`` until the others leave, unless one has failed and said so. Never fails because of them.
     """
-    global _control, _owns_training_group
+    global _control, _layout, _owns_training_group
     if _control is None:
         return
-    control, _control = _control, None
+    control, _control, _layout = _control, None, None
     _say_goodbye(control, timeout)
     if not is_initialized():
         return
@@ -312,15 +358,21 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> Store:
     return store
 
 
-def _existing_store(rank: int, world_size: int) -> Store:
-    """The store of the process group that somebody else made."""
-    group = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if group != (rank, world_size):
-        raise ConfigError(
-            f"RANK, WORLD_SIZE are {rank}, {world_size}, but this process is rank {group[0]} of {group[1]} "
-            "in the process group that exists."
-        )
-    return torch.distributed.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage] - no other way
+def _find_layout(store: Store, meetings: Meetings, timeout: timedelta) -> _Layout | None:
+    """Which ranks are on one node; ``None`` where the environment of each says so."""
+
+    def tell() -> None:
+        store.set(str(meetings.rank), socket.gethostname())
+        if not _environment_is_of_the_group():
+            store.add("without", 1)
+
+    _do_on_all_ranks(meetings, "telling each other the nodes", timeout, tell)
+    if store.add("without", 0) == 0:
+        return None
+    hosts = [store.get(str(rank)) for rank in range(meetings.world_size)]
+    own = [rank for rank, host in enumerate(hosts) if host == hosts[meetings.rank]]
+    nodes = list(dict.fromkeys(hosts))
+    return _Layout(own.index(meetings.rank), len(own), nodes.index(hosts[meetings.rank]))
 
 
 def _claim_device(device: str | torch.device | None) -> torch.device:
@@ -328,7 +380,7 @@ def _claim_device(device: str | torch.device | None) -> torch.device:
     if chosen.type == "cuda":
         if chosen.index >= torch.cuda.device_count():
             raise ConfigError(
-                f"LOCAL_RANK={get_local_rank()}: this node has {torch.cuda.device_count()} GPUs. "
+                f"the local rank is {get_local_rank()}: this node has {torch.cuda.device_count()} GPUs. "
                 "Start at most as many processes per node."
             )
         torch.cuda.set_device(chosen)
