@@ -38,6 +38,7 @@ from composerlite.errors import CheckpointError, IncompatibleCheckpointError, Sa
 from composerlite.types import StateDict
 
 if TYPE_CHECKING:
+    from composerlite.core.callback import Callback
     from composerlite.core.state import State
 
 __all__ = ["full_state", "load_full_state", "load_weights", "places_for", "stable_names", "weights_state"]
@@ -82,11 +83,11 @@ def full_state(state: State) -> StateDict:
         **ours,
         "schedulers": {name: scheduler.state_dict() for name, scheduler in _by_class(state.schedulers).items()},
         "algorithms": [
-            (name, _algorithm_state(algorithm, algorithm.state_dict()))
+            (name, _algorithm_state(algorithm, _own_state(state, algorithm)))
             for name, algorithm in stable_names((a.state_key, a) for a in state.algorithms).items()
         ],
         "callbacks": {
-            name: callback.state_dict()
+            name: _own_state(state, callback)
             for name, callback in stable_names((c.state_key, c) for c in state.callbacks).items()
         },
         "scaler": {} if state.scaler is None else {type(state.scaler).__qualname__: state.scaler.state_dict()},
@@ -116,6 +117,11 @@ def weights_state(state: State) -> StateDict:
         "metadata": _metadata(state),
     }
     return {**contents, "algorithms": required} if required else contents
+
+
+def _own_state(state: State, part: Algorithm | Callback) -> StateDict:
+    noted = state.noted_states.get(id(part))
+    return part.state_dict() if noted is None else noted
 
 
 def _algorithm_state(algorithm: Algorithm, state: StateDict) -> StateDict:

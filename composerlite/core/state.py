@@ -58,6 +58,8 @@ class State:
         deepspeed: what DeepSpeed saves and loads, once it has the model. Else ``None``.
         riders: numbers that are added up over the ranks in each batch.
         interruption: whether the process was asked from outside to end.
+        noted_states: what checkpoints hold of callbacks and algorithms, by ``id``, in place of what they say now:
+            that of before a batch that was given up.
         stop_requested: with several ranks, :meth:`stop_training` was called on this one and the others do not know yet.
         stopped: the ``max_duration`` that the run had when it was stopped; ``None`` if it was not. In checkpoints.
     """
@@ -120,6 +122,7 @@ class State:
         self.parallelism = parallelism
         self.deepspeed_config = deepspeed_config
         self.deepspeed: Any = None
+        self.noted_states: dict[int, StateDict] = {}
         self.stop_requested = False
         self.stopped: Time | None = None
         self.riders = dist.Riders()

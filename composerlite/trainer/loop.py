@@ -104,6 +104,8 @@ def run(loop: Loop) -> None:
     elif int(state.timestamp.batch_in_epoch) == 0:
         _end_iteration_if_due(loop)  # resumed from a checkpoint of the last epoch of an iteration
     while not state.training_is_over:
+        # The first batch counts as slow: workers start. The loader draws its order when the epoch begins.
+        before = _before_slow_batch(loop, is_first=True)
         if int(state.timestamp.batch_in_epoch) == 0:
             if int(state.timestamp.epoch_in_iteration) == 0:
                 engine.run_event(Event.ITERATION_START)
@@ -112,7 +114,7 @@ def run(loop: Loop) -> None:
             for metric in state.train_metrics.values():
                 metric.reset()
 
-        finished, exhausted = _epoch(loop)
+        finished, exhausted = _epoch(loop, before)
         if state.train_metrics:
             state.train_metric_values.update(log_metrics(loop.logger, state.train_metrics, "train"))
         if not finished:
@@ -124,8 +126,8 @@ def run(loop: Loop) -> None:
     engine.run_event(Event.FIT_END)
 
 
-def _epoch(loop: Loop) -> tuple[bool, bool]:
-    """Train on what is left of the epoch.
+def _epoch(loop: Loop, before: BeforeLoading | None) -> tuple[bool, bool]:
+    """Train on what is left of the epoch; ``before`` is what to go back to where its first batch is given up.
 
     Returns:
         Whether the epoch is over (false: training ended within it), and whether the loader itself ended it.
@@ -133,8 +135,6 @@ def _epoch(loop: Loop) -> tuple[bool, bool]:
     state, engine = loop.state, loop.engine
     interruption = state.interruption
     done = int(state.timestamp.batch_in_epoch)
-    # The first batch counts as slow: workers start. The loader draws its order when the epoch begins.
-    before = _before_slow_batch(loop, is_first=True)
     with interruption.sparing_children(loop.spec.dataloader):
         batches = loop.position.epoch(int(state.timestamp.epoch), done if loop.spin_dataloaders else 0)
     if loop.subset_num_batches >= 0:
