@@ -44,6 +44,7 @@ from composerlite.checkpoint.several_disks import DiskCommit
 from composerlite.checkpoint.shared_folder import ONE_DISK, Disks, check_one_disk, disks_of
 from composerlite.checkpoint.snapshot import Snapshot, Staging
 from composerlite.errors import ConfigError, SaveError
+from composerlite.storage import start_threads
 from composerlite.types import Lineage, StateDict
 
 if TYPE_CHECKING:
@@ -261,11 +262,11 @@ class Pipeline:
         job.stall_seconds = time.perf_counter() - started
         if job.snapshot is not None:  # it counts its own, later ones too
             job.stall_seconds -= job.snapshot.stall_seconds
-        if asynchronous:
-            # Not a daemon: a program that ends waits until its last checkpoint is committed.
-            threading.Thread(target=pending.settle, args=(lambda: self._finish(job),), name="checkpoint-save").start()
-        else:
-            pending.settle(lambda: self._finish(job))
+        finish = functools.partial(pending.settle, lambda: self._finish(job))
+        # Not a daemon: a program that ends waits until its last checkpoint is committed.
+        if not asynchronous or not start_threads(finish, 1, name="checkpoint-save", daemon=False):
+            job.blocking = True
+            finish()
         return pending
 
     def _stage(self, job: SaveJob, lazy: Sequence[Optimizer]) -> None:

@@ -7,16 +7,16 @@ renames and no links: ``latest`` is an object that holds the name of another, wi
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, final
 
 from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.manifest import FileRecord, Manifest
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
-from composerlite.storage import check_name, verify_file
+from composerlite.storage import Helpers, check_name, verify_file
 
 if TYPE_CHECKING:
     from composerlite.storage import Transfer
@@ -95,8 +95,9 @@ class RemoteCatalog:
         Raises:
             IncompatibleCheckpointError: one was written by a newer version.
         """
-        with ThreadPoolExecutor(_READERS) as pool:
-            found = list(pool.map(self._readable_manifest, self.names()))
+        with Helpers(_READERS, name="manifests") as pool:
+            reading = [pool.submit(functools.partial(self._readable_manifest, name)) for name in self.names()]
+            found = [future.result() for future in reading]
         return sorted((manifest for manifest in found if manifest is not None), key=lambda manifest: manifest.order)
 
     def manifest_of(self, name: str) -> Manifest | None:

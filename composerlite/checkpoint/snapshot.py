@@ -196,6 +196,8 @@ class Staging:
         """Get memory for a snapshot of ``size_bytes``; false where that is too much, or the system gives no more."""
         self.prepared()
         if not self.fits(size_bytes):
+            if self._limit_bytes is None:
+                self._warn_of_no_memory("half of what is free is less")
             return False
         if self._memory is None or self._memory.size_bytes < size_bytes:
             try:
@@ -205,7 +207,7 @@ class Staging:
                 return False
         return True
 
-    def _warn_of_no_memory(self, error: BaseException) -> None:
+    def _warn_of_no_memory(self, error: object) -> None:
         if not self._has_warned:
             self._has_warned = True
             log.warning(

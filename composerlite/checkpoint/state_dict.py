@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from composerlite.checkpoint.state_keys import (
     with_inner,
 )
 from composerlite.errors import IncompatibleCheckpointError
+from composerlite.storage import start_threads
 from composerlite.types import StateDict, Stateful
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def _save_behind(place: PathOrUri, state: Callable[[], StateDict], settings: _Sa
 
 
 def run_behind(work: Callable[[], None]) -> Future[None]:
-    """Do ``work`` in a thread of its own, for which a program that ends waits."""
+    """Do ``work`` in a thread of its own, for which a program that ends waits; at once where there is none."""
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()
 
@@ -236,7 +236,8 @@ def run_behind(work: Callable[[], None]) -> Future[None]:
         else:
             future.set_result(None)
 
-    threading.Thread(target=run, name="checkpoint-save").start()  # no daemon: a program that ends waits for it
+    if not start_threads(run, 1, name="checkpoint-save", daemon=False):  # a program that ends waits for it
+        run()
     return future
 
 

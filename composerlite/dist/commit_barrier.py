@@ -240,12 +240,14 @@ class CommitRound(Generic[T]):
                     self._store.add(self._key(f"beats/{self._rank}"), 1)
 
         thread = threading.Thread(target=beat, name="commit-vote", daemon=True)
-        thread.start()
+        with contextlib.suppress(RuntimeError):  # no thread can be started: the others wait for ``timeout`` only
+            thread.start()
         try:
             yield
         finally:
             done.set()
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
 
     def _until(self, name: str, timeout: timedelta) -> bool:
         """Wait for a key; false if one of the ranks that are waited for has shown nothing for ``timeout``."""

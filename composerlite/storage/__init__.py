@@ -21,7 +21,7 @@ from composerlite.storage.disk import (
     read_small_file,
     replace_symlink,
 )
-from composerlite.storage.helpers import start_threads
+from composerlite.storage.helpers import Helpers, start_threads
 from composerlite.storage.memory import Copier, Copying, HostMemory, available_memory
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name
 from composerlite.storage.page_watch import PageWatch, whole_pages
@@ -42,6 +42,7 @@ __all__ = [
     "Copying",
     "Digester",
     "FileDigest",
+    "Helpers",
     "HostMemory",
     "ObjectInfo",
     "ObjectStore",

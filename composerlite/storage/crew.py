@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import final
 
+from composerlite.storage.helpers import start_threads
+
 __all__ = ["Batch", "Crew", "Job"]
 
 _IDLE_SECONDS = 60.0
@@ -170,10 +172,14 @@ class Crew:
                 raise _closed()
             self._batches.append(batch)
             while len(self._threads) < self._most:
-                thread = threading.Thread(target=self._work, name="transfer", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                started = start_threads(self._work, 1, name="transfer")
+                self._threads += started
+                if not started:
+                    break
             self._ready.notify_all()
+            has_threads = bool(self._threads)
+        while not has_threads and (job := batch.take()) is not None:
+            batch.do(job)
 
     def _work(self) -> None:
         while (taken := self._next()) is not None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar, final
 
-__all__ = ["start_threads"]
+__all__ = ["Helpers", "start_threads"]
 
 log = logging.getLogger(__name__)
 _warned = threading.Event()
+_T = TypeVar("_T")
 
 
 def start_threads(run: Callable[[], object], count: int, *, name: str, daemon: bool = True) -> list[threading.Thread]:
@@ -28,10 +32,64 @@ def start_threads(run: Callable[[], object], count: int, *, name: str, daemon: b
                 _warned.set()
                 log.warning(
                     "a thread (%s) could not be started: %s. Checkpoints are saved without it, and training waits "
-                    "longer. Raise the limit of processes (ulimit -u, pids.max) to have it.",
+                    "longer. Raise the limit of processes and threads (ulimit -u, pids.max) to have it.",
                     name,
                     e,
                 )
             break
         threads.append(thread)
     return threads
+
+
+@final
+class Helpers:
+    """Threads that do what is submitted; where there are none, whoever submits does it. A context manager.
+
+    Args:
+        count: how many.
+        name: of the threads.
+        first: called in each of them before anything else.
+    """
+
+    def __init__(self, count: int, *, name: str, first: Callable[[], object] = lambda: None) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._first = first
+        self._threads = start_threads(self._run, count, name=name)
+
+    def submit(self, work: Callable[[], _T]) -> Future[_T]:
+        """Have ``work`` done; what comes of it."""
+        future: Future[_T] = Future()
+
+        def do() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = work()
+                except BaseException as e:  # noqa: BLE001 - it is the future's
+                    future.set_exception(e)
+                else:
+                    future.set_result(result)
+
+        if self._threads:
+            self._queue.put(do)
+        else:
+            do()
+        return future
+
+    def close(self) -> None:
+        """End the threads when all is done; twice is fine."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def __enter__(self) -> Helpers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        self._first()
+        while (do := self._queue.get()) is not None:
+            do()

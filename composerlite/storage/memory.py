@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import queue
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -99,11 +100,19 @@ def _populate(address: int, size: int) -> None:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process can still take: what is free in the machine, or what its control groups leave it.
+    """Bytes that this process can still take: what is free in the machine, or what its control groups or limits leave.
 
     ``root`` is where the files of the system are.
     """
-    return max(0, min([_free_memory(root), *_left_in_groups(root)]))
+    return max(0, min([_free_memory(root), *_left_in_groups(root), *_left_of_addresses(root)]))
+
+
+def _left_of_addresses(root: Path) -> Iterator[int]:
+    """What the process's own limit (ulimit -v) leaves it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        with contextlib.suppress(OSError, ValueError):
+            yield limit - int((root / "proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
 
 def _free_memory(root: Path) -> int:

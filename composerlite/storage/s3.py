@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +23,7 @@ from isal import isal_zlib
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError, checked_arguments
 from composerlite.storage.chance import draw_apart
 from composerlite.storage.disk import atomic_write
+from composerlite.storage.helpers import Helpers
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name
 
 try:
@@ -671,13 +672,14 @@ def _read_at(file: int, offset: int, size: int, filename: str | Path) -> bytearr
 
 def _for_each(do: Callable[[int], None], numbers: Sequence[int]) -> None:
     """``do`` each, some at once. The first failure ends it."""
-    with ThreadPoolExecutor(_PART_THREADS, thread_name_prefix="s3") as pool:
-        running = [pool.submit(do, number) for number in numbers]
+    with Helpers(_PART_THREADS, name="s3") as pool:
+        running = [pool.submit(functools.partial(do, number)) for number in numbers]
         try:
             for future in as_completed(running):
                 future.result()
         except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
+            for future in running:
+                future.cancel()
             raise
 
 

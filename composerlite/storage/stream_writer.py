@@ -14,6 +14,7 @@ from isal import isal_zlib
 
 from composerlite.storage.addresses import move
 from composerlite.storage.digests import Digester, FileDigest, chunk_bytes_for
+from composerlite.storage.helpers import start_threads
 from composerlite.storage.memory import HostMemory
 from composerlite.storage.working_memory import borrow_memory, give_memory_back
 
@@ -94,8 +95,10 @@ class StreamWriter:
             if not self._small:
                 _reserve(self._plain, size_bytes, path)
                 self._direct = _open_direct(path)
-            self._memory_bytes = self._ring_bytes(ring_bytes) if memory is None else memory.size_bytes
-            self._memory = borrow_memory(self._memory_bytes) if memory is None else memory
+            if memory is None:
+                self._memory, self._memory_bytes = self._borrow_ring(ring_bytes)
+            else:
+                self._memory, self._memory_bytes = memory, memory.size_bytes
         except BaseException:
             self._close_file()
             raise
@@ -110,7 +113,7 @@ class StreamWriter:
         if writers is None:
             few_cores = len(os.sched_getaffinity(0)) <= _FEW_CORES
             writers = 0 if few_cores and memory is not None else _WRITERS
-        self._threads = [] if self._small else self._start_threads(writers)
+        self._threads = [] if self._small else start_threads(self._run, writers, name="checkpoint-writer")
 
     def write(self, data: bytes) -> None:
         """Append ``data``."""
@@ -212,6 +215,18 @@ class StreamWriter:
         self._view = self._memory.view(start, min(self._window_bytes, self._memory_bytes - start))
         self._filled = self._digested = 0
 
+    def _borrow_ring(self, ring_bytes: int) -> tuple[HostMemory, int]:
+        """Memory for the ring and its size; for the smallest that works where the system gives no more."""
+        size = self._ring_bytes(ring_bytes)
+        try:
+            return borrow_memory(size), size
+        except OSError:
+            if self._small or self._window_bytes <= _LEAST_WINDOW_BYTES:
+                raise
+        self._window_bytes = _LEAST_WINDOW_BYTES
+        size = self._ring_bytes(0)
+        return borrow_memory(size), size
+
     def _ring_bytes(self, ring_bytes: int) -> int:
         return self._window_bytes if self._small else max(2, ring_bytes // self._window_bytes) * self._window_bytes
 
@@ -220,12 +235,6 @@ class StreamWriter:
             raise self._error
 
     # ── the threads behind ───────────────────────────────────────────────────────────────────────────────────────
-    def _start_threads(self, count: int) -> list[threading.Thread]:
-        threads = [threading.Thread(target=self._run, name="checkpoint-writer", daemon=True) for _ in range(count)]
-        for thread in threads:
-            thread.start()
-        return threads
-
     def _run(self) -> None:
         while (window := self._full.get()) is not None:
             self._write_window(window)

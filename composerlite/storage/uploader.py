@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple, final
 
 from composerlite.errors import ObjectStoreError
+from composerlite.storage.helpers import start_threads
 from composerlite.storage.transfer import Transfer
 
 __all__ = ["Uploader"]
@@ -80,11 +81,11 @@ class Uploader:
             if replaces:
                 obsolete = [job for job in self._waiting if job.lane == lane]
                 self._waiting = deque(job for job in self._waiting if job.lane != lane)
-            self._waiting.append(_Job(lane, what, work, dropped))
             if len(self._threads) < self._num_concurrent:
-                thread = threading.Thread(target=self._run, name="uploader", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                self._threads += start_threads(self._run, 1, name="uploader")
+            if not self._threads:
+                raise ObjectStoreError(f"{what} cannot be uploaded: no thread can be started for it.")
+            self._waiting.append(_Job(lane, what, work, dropped))
             self._changed.notify_all()
         for job in obsolete:
             job.dropped()

@@ -44,7 +44,12 @@ def borrow_memory(size_bytes: int) -> HostMemory:
     if memory is not None and memory.size_bytes < size_bytes:
         memory.close()
         memory = None
-    return HostMemory(max(size_bytes, _LEAST_BYTES)) if memory is None else memory
+    if memory is not None:
+        return memory
+    try:
+        return HostMemory(max(size_bytes, _LEAST_BYTES))
+    except OSError:
+        return HostMemory(size_bytes)
 
 
 def give_memory_back(memory: HostMemory) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import time
 from collections import deque
 from collections.abc import Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import final
@@ -15,7 +16,7 @@ from typing import final
 from isal import isal_zlib
 
 from composerlite.checkpoint.formats.encoders import Encoder
-from composerlite.storage import Digester, FileDigest, chunk_bytes_for
+from composerlite.storage import Digester, FileDigest, Helpers, chunk_bytes_for
 
 __all__ = ["PackedSink"]
 
@@ -53,7 +54,8 @@ class PackedSink:
         self._pending: deque[tuple[Future[bytes], bytearray]] = deque()
         self._file = os.open(path, os.O_WRONLY)
         self._open = True
-        self._pool = ThreadPoolExecutor(encoder.threads, "checkpoint-compressor", initializer=_step_back)
+        self._given_up = False
+        self._pool = Helpers(encoder.threads, name="checkpoint-compressor", first=_step_back)
 
     def write(self, data: bytes) -> None:
         """Append ``data``."""
@@ -107,11 +109,14 @@ class PackedSink:
 
     def _hand_over(self) -> None:
         view = memoryview(self._block)[: self._filled]
-        self._pending.append((self._pool.submit(self._encoder.encode, view), self._block))
+        self._pending.append((self._pool.submit(functools.partial(self._encode, view)), self._block))
         if len(self._pending) > self._encoder.threads:
             self._write_oldest()
         self._block = self._free.pop() if self._free else bytearray(self._encoder.block_bytes)
         self._filled = 0
+
+    def _encode(self, view: memoryview) -> bytes:
+        return b"" if self._given_up else self._encoder.encode(view)
 
     def _write_oldest(self) -> None:
         future, block = self._pending.popleft()
@@ -141,9 +146,9 @@ class PackedSink:
         if not self._open:
             return
         self._open = False
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._given_up = True
         self._encoder.stop()  # whoever waits for the program does not any more
-        self._pool.shutdown()
+        self._pool.close()
         self._encoder.close()
         os.close(self._file)
 

@@ -6,13 +6,13 @@ What ranks tell each other while they save and load goes through :class:`~.shard
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, final
 
@@ -67,7 +67,7 @@ from composerlite.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
-from composerlite.storage import FileDigest, make_folder
+from composerlite.storage import FileDigest, Helpers, make_folder
 from composerlite.types import StateDict
 
 __all__ = [
@@ -311,9 +311,11 @@ class RemoteFileSystemReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what ``plan`` wants and give it to ``planner``. Raises what :meth:`read_metadata` does."""
         files = self._items(plan, planner)
-        with ThreadPoolExecutor(max(1, min(len(files), self._threads))) as pool:
+        with Helpers(max(1, min(len(files), self._threads)), name="checkpoint-load") as pool:
             share = max(1, self._threads // max(1, len(files)))
-            for done in [pool.submit(self._read_file, name, items, share) for name, items in files.items()]:
+            for done in [
+                pool.submit(functools.partial(self._read_file, name, items, share)) for name, items in files.items()
+            ]:
                 done.result()
         future: Future[None] = Future()
         future.set_result(None)  # pyright: ignore[reportArgumentType]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import heapq
 import io
 import logging
@@ -13,7 +14,6 @@ import pickle
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, cast, final
 
 import torch
@@ -30,7 +30,7 @@ from composerlite.checkpoint.formats.torch_file import TorchImage
 from composerlite.checkpoint.formats.turns import turn_of_this_node
 from composerlite.checkpoint.manifest import versions
 from composerlite.errors import ConfigError
-from composerlite.storage import FileDigest, Sink
+from composerlite.storage import FileDigest, Helpers, Sink
 
 __all__ = ["Order", "RemoteFileSystemWriter", "number_of"]
 
@@ -136,10 +136,12 @@ class RemoteFileSystemWriter(StorageWriter):
         try:
             with (
                 turn_of_this_node() if self._throttle else contextlib.nullcontext(),
-                ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-save") as pool,
+                Helpers(threads, name="checkpoint-save") as pool,
             ):
                 jobs = [
-                    pool.submit(self._write_file, f"__{rank}_{number}{claim.suffix}.distcp", bucket, planner)
+                    pool.submit(
+                        functools.partial(self._write_file, f"__{rank}_{number}{claim.suffix}.distcp", bucket, planner)
+                    )
                     for number, bucket in enumerate(buckets)
                 ]
                 results = [result for job in jobs for result in job.result()]

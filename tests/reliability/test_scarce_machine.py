@@ -1,0 +1,174 @@
+"""Machines that give no more threads or no more memory: checkpoints are saved all the same, and nothing hangs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import resource
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import run_forked
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from composerlite import Callback, ComposerModel, Logger, State, Trainer
+from composerlite.checkpoint import Catalog, async_save_model_and_optim_state, load_model_and_optim_state
+
+WIDE = 6 << 20  # 24 MB in one weight, and as much of momentum
+_FIRST_USER, _SYS_ADMIN, _SYS_RESOURCE = 50_000, 21, 24
+
+
+class Model(ComposerModel):
+    """One large weight."""
+
+    def __init__(self, width: int, frozen: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+        self.kept = nn.Parameter(torch.zeros(frozen), requires_grad=False)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return batch[0] * self.weight[:4].sum()
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        return ((outputs - batch[1]) ** 2).mean()
+
+
+class At(Callback):
+    """Calls a function at the end of a batch."""
+
+    def __init__(self, batch: int, what: Any) -> None:
+        self.batch, self.what = batch, what
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.batch) == self.batch:
+            self.what()
+
+
+def trainer(folder: Path, *callbacks: Callback, batches: int = 6, frozen: int = 0, **arguments: Any) -> Trainer:
+    """A run that saves each batch."""
+    inputs = torch.linspace(-1, 1, 24)[:, None]
+    model = Model(WIDE, frozen)
+    how: dict[str, Any] = {"save_interval": "1ba", "save_filename": "ba{batch}.pt", "autoresume": True, **arguments}
+    return Trainer(
+        model=model,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=False),
+        train_dataloader=DataLoader(TensorDataset(inputs, inputs), batch_size=4),
+        max_duration=f"{batches}ba",
+        run_name="run",
+        callbacks=list(callbacks),
+        save_folder=str(folder),
+        progress_bar=False,
+        **how,
+    )
+
+
+def batches(folder: Path) -> list[int]:
+    """The batch counts of the committed checkpoints, each verified."""
+    manifests = Catalog(folder).manifests()
+    for manifest in manifests:
+        Catalog(folder).verify(manifest)
+    return [manifest.batch for manifest in manifests]
+
+
+# ── no threads ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def forbid_threads() -> None:
+    """No thread and no process more, for good; root becomes somebody whom the limit holds, and who may read files."""
+    if os.getuid() == 0:
+        os.setresuid(_FIRST_USER + os.getpid() % 10_000, 0, 0)
+        libc = ctypes.CDLL(None)
+        header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # capabilities(7), version 3
+        assert libc.capget(header, sets) == 0
+        for at in (0, 1):  # what is in effect, and what may be
+            sets[at] &= ~(1 << _SYS_ADMIN | 1 << _SYS_RESOURCE)
+        assert libc.capset(header, sets) == 0
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+    with pytest.raises(RuntimeError):
+        threading.Thread(target=print).start()
+
+
+def a_run_without_threads(folder: str, when: str, options: str) -> None:
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    torch.set_num_threads(1)
+    how: dict[str, Any] = {
+        "file": {},
+        "lazy": {"save_lazy": True},
+        "packed": {"save_filename": "ba{batch}.pt.gz"},
+        "ring": {"save_staging_bytes": 0},
+    }[options]
+    callbacks = [At(int(when), forbid_threads)] if int(when) else []
+    if not callbacks:
+        forbid_threads()
+    with trainer(Path(folder) / "run", *callbacks, **how) as run:
+        run.fit()
+
+
+@pytest.mark.parametrize("options", ["file", "lazy", "packed", "ring"])
+@pytest.mark.parametrize("when", ["0", "1", "4"])
+def test_a_run_that_gets_no_more_threads_saves_every_checkpoint(tmp_path: Path, when: str, options: str) -> None:
+    """The limit of processes is reached before the run, with its first save, or later: said once, nothing is lost."""
+    done = run_forked(a_run_without_threads, str(tmp_path), when, options, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert batches(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
+    assert done.stderr.count("could not be started") == 1
+    assert not list((tmp_path / "run" / ".manifest").glob("*.lease"))
+
+
+def functions_without_threads(folder: str) -> None:
+    torch.set_num_threads(1)
+    model = Model(WIDE)
+    optimizer = torch.optim.Adam(model.parameters())
+    forbid_threads()
+    nn.init.constant_(model.weight, 3.0)
+    future = async_save_model_and_optim_state(Path(folder) / "saved", model, optimizer)
+    nn.init.constant_(model.weight, 4.0)
+    future.result(60)
+
+
+def test_functions_save_without_threads(tmp_path: Path) -> None:
+    """Before they return, then."""
+    done = run_forked(functions_without_threads, str(tmp_path), cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    model = Model(WIDE)
+    load_model_and_optim_state(tmp_path / "saved", model, torch.optim.Adam(model.parameters()))
+    assert float(model.weight.detach()[-1]) == 3.0
+
+
+# ── no memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def forbid_memory(spare: int) -> None:
+    """Only so much memory more, for good."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + spare
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def a_run_without_memory(folder: str, when: str, options: str) -> None:
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    torch.set_num_threads(1)
+    how: dict[str, Any] = {
+        "file": {},
+        "lazy": {"save_lazy": True},
+    }[options]
+    ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX: else each thread that allocates takes 64 MB of addresses
+    spare = 300 << 20  # for steps and writing; 430 MB are to be copied
+    callbacks = [At(int(when), functools.partial(forbid_memory, spare))] if int(when) else []
+    with trainer(Path(folder), *callbacks, batches=3, frozen=16 * WIDE, **how) as run:
+        if not callbacks:
+            forbid_memory(spare + (50 << 20))
+        run.fit()
+
+
+@pytest.mark.parametrize("options", ["file", "lazy"])
+@pytest.mark.parametrize("when", ["0", "1"])
+def test_a_run_that_gets_no_memory_for_the_copy_saves_every_checkpoint(tmp_path: Path, when: str, options: str) -> None:
+    """Training waits while they are written, as a warning says once."""
+    done = run_forked(a_run_without_memory, str(tmp_path), when, options, cwd=tmp_path, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert batches(tmp_path) == [1, 2, 3]
+    assert done.stderr.count("no memory for a copy") == 1
