@@ -48,6 +48,7 @@ from composerlite.checkpoint import (
     Shares,
     archive_template,
     check_ignore_keys,
+    check_kinds,
     check_name_of_run,
     check_one_disk,
     check_template,
@@ -391,7 +392,8 @@ class CheckpointSaver(Callback):
                 self.catalog.point_latest(link, file.path)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Refuse to start where this run would overwrite a checkpoint that is ahead of it."""
+        """Refuse to start where a checkpoint that is ahead would be overwritten, or none can hold the model."""
+        self._check_kinds(state, weights_only=True)
         with together("looking for checkpoints that this run would overwrite"):
             if self._disks.is_keeper and not self.overwrite:
                 self._ensure_no_conflict(state)
@@ -409,6 +411,10 @@ class CheckpointSaver(Callback):
             self._last_says = _says(state)
         if self.last_checkpoint_batch is not None and self.last_checkpoint_batch > now:
             self.last_checkpoint_batch = None  # time was reset: what was saved then says nothing about now
+
+    def _check_kinds(self, state: State, *, weights_only: bool) -> None:
+        with together("looking at what checkpoints are to hold"):
+            check_kinds(state, weights_only=weights_only, ignore_keys=self.ignore_keys)
 
     def _ensure_no_conflict(self, state: State) -> None:
         ensure_no_conflict(
@@ -449,10 +455,13 @@ class CheckpointSaver(Callback):
             self._collect()
         if self._publishing.has_news:
             self._publishing.take_note_together()
+        if not self._prepared:  # after the first step: optimizers have their state now
+            self._check_kinds(state, weights_only=self.weights_only)
         self._save_if_due(state, Event.BATCH_CHECKPOINT)
-        if self.asynchronous and not self._prepared:  # after the first step: optimizers have their state now
+        if not self._prepared:
             self._prepared = True
-            self._pipeline.prepare(state, weights_only=self.weights_only, ignore_keys=self.ignore_keys)
+            if self.asynchronous:
+                self._pipeline.prepare(state, weights_only=self.weights_only, ignore_keys=self.ignore_keys)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Keep what was measured for the manifest."""

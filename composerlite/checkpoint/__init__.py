@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from composerlite.checkpoint import rng
     from composerlite.checkpoint.catalog import Catalog
     from composerlite.checkpoint.checkpointer import Checkpointer, CheckpointerConfig, CheckpointMetadata
-    from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, check_ignore_keys, glob_filter
+    from composerlite.checkpoint.contents import (
+        IgnoreKeys,
+        TrainingState,
+        check_ignore_keys,
+        check_kinds,
+        glob_filter,
+    )
     from composerlite.checkpoint.formats.deepspeed import DEEPSPEED_TYPES
     from composerlite.checkpoint.formats.sharded import RemoteFileSystemReader
     from composerlite.checkpoint.formats.sharded_writing import RemoteFileSystemWriter
@@ -97,6 +103,7 @@ __all__ = [
     "async_save_state_dict",
     "begin_attempt",
     "check_ignore_keys",
+    "check_kinds",
     "check_name_of_run",
     "check_one_disk",
     "check_template",
@@ -144,7 +151,13 @@ __all__ = [
 _HOMES = {
     "composerlite.checkpoint.catalog": ("Catalog",),
     "composerlite.checkpoint.checkpointer": ("CheckpointMetadata", "Checkpointer", "CheckpointerConfig"),
-    "composerlite.checkpoint.contents": ("IgnoreKeys", "TrainingState", "check_ignore_keys", "glob_filter"),
+    "composerlite.checkpoint.contents": (
+        "IgnoreKeys",
+        "TrainingState",
+        "check_ignore_keys",
+        "check_kinds",
+        "glob_filter",
+    ),
     "composerlite.checkpoint.formats.deepspeed": ("DEEPSPEED_TYPES",),
     "composerlite.checkpoint.formats.sharded": ("RemoteFileSystemReader",),
     "composerlite.checkpoint.formats.sharded_writing": ("RemoteFileSystemWriter",),

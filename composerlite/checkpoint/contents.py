@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import io
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -15,11 +15,21 @@ from torch.optim import Optimizer
 
 from composerlite import dist
 from composerlite.checkpoint import rng
+from composerlite.checkpoint.formats.torch_pickle import check_tensor
 from composerlite.checkpoint.naming import TimestampLike
-from composerlite.errors import ConfigError
-from composerlite.types import StateDict
+from composerlite.errors import ConfigError, SaveError
+from composerlite.types import StateDict, items_of
 
-__all__ = ["EngineFiles", "IgnoreKeys", "TrainingState", "check_ignore_keys", "gather", "glob_filter", "without"]
+__all__ = [
+    "EngineFiles",
+    "IgnoreKeys",
+    "TrainingState",
+    "check_ignore_keys",
+    "check_kinds",
+    "gather",
+    "glob_filter",
+    "without",
+]
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +148,33 @@ class TrainingState(Protocol):
     def load_model_state(
         self, state_dict: StateDict, *, strict: bool, exclude_algorithms: Sequence[str], source: str
     ) -> None: ...
+
+
+def check_kinds(state: TrainingState, *, weights_only: bool, ignore_keys: IgnoreKeys) -> None:
+    """See that every tensor of a checkpoint of ``state`` can be saved and loaded.
+
+    Raises:
+        ConfigError: some cannot; names all of them, and what to do.
+    """
+    contents = gather(state, weights_only=weights_only) if weights_only else {"state": state.state_dict()}
+    problems = list(_of_no_kind(contents, ""))
+    if problems and ignore_keys is not None:
+        problems = list(_of_no_kind(without(contents, ignore_keys), ""))
+    if problems:
+        raise ConfigError(
+            f"checkpoints cannot hold what this run keeps. {' '.join(problems)} Or leave it out with save_ignore_keys."
+        )
+
+
+def _of_no_kind(node: Any, path: str) -> Iterator[str]:
+    """Why each tensor in ``node`` cannot be saved, if it cannot."""
+    if isinstance(node, Tensor):
+        try:
+            check_tensor(node)
+        except SaveError as e:
+            yield f"{path!r}: {e}"
+    for key, value in items_of(node):
+        yield from _of_no_kind(value, f"{path}/{key}" if path else str(key))
 
 
 def gather(

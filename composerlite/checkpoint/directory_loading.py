@@ -15,6 +15,7 @@ from composerlite.checkpoint.elsewhere import Elsewhere
 from composerlite.checkpoint.formats import sharded
 from composerlite.checkpoint.formats.directory import CheckpointFolder
 from composerlite.checkpoint.formats.stored_item import item_contents
+from composerlite.checkpoint.formats.tensor_kinds import is_dense
 from composerlite.checkpoint.ranks_together import from_first_rank, together
 from composerlite.checkpoint.restoring import Restoring, half_loaded
 from composerlite.checkpoint.state_keys import nested
@@ -141,7 +142,7 @@ def _target(unread: Tensor, live: Any, taken: set[int]) -> Tensor:
         return torch.empty(unread.shape, dtype=unread.dtype)
     local = dist.part_of(live).local
     address = local.data_ptr() if local.numel() else 0
-    if live.dtype is unread.dtype and local.layout is torch.strided and address not in taken:
+    if live.dtype is unread.dtype and is_dense(local) and address not in taken:
         taken |= {address} - {0}
         return live
     if dist.is_distributed_tensor(live):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from composerlite.checkpoint.formats.tensor_kinds import is_dense
 from composerlite.checkpoint.formats.torch_file import StorageCopy, storage_id
 from composerlite.errors import SaveError
 from composerlite.storage import (
@@ -378,4 +379,4 @@ def _tensors_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     states = [v for optimizer in optimizers for state in optimizer.state.values() for v in state.values()]
     local = [getattr(t, "_local_tensor", t) for t in (*parameters, *states)]  # the shard of this rank, if it is one
-    return [t for t in local if isinstance(t, Tensor) and t.device.type == "cpu"]
+    return [t for t in local if isinstance(t, Tensor) and t.device.type == "cpu" and is_dense(t)]

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from composerlite.checkpoint.formats import sharded
 from composerlite.checkpoint.formats.sharded_leaves import owner_of
+from composerlite.checkpoint.formats.tensor_kinds import is_dense
 from composerlite.checkpoint.state_keys import swap_param_keys
 from composerlite.errors import IncompatibleCheckpointError, did_you_mean
 from composerlite.types import StateDict
@@ -36,17 +37,21 @@ def check_fit(
     Raises:
         IncompatibleCheckpointError: they differ; lists all of that.
     """
+
+    def is_tensor(value: Any) -> bool:  # one that has a key of its own
+        return isinstance(value, Tensor) and (is_dense(value) or value.is_meta)
+
     stored = reader.read_metadata().state_dict_metadata
     missing, shapes, dtypes = [], [], []
     for key, value in wanted.items():
         there = stored.get(key)
         if there is None:
             missing.append(key)
-        elif isinstance(value, Tensor) != isinstance(there, sharded.TensorStorageMetadata):
-            kinds = ("a tensor", "no tensor")
+        elif is_tensor(value) != isinstance(there, sharded.TensorStorageMetadata):
+            kinds = ("plain numbers", "something else")
             have, want = kinds if isinstance(there, sharded.TensorStorageMetadata) else kinds[::-1]
             shapes.append(f"{key}: {have} in the checkpoint, {want} here")
-        elif isinstance(value, Tensor) and isinstance(there, sharded.TensorStorageMetadata):
+        elif is_tensor(value) and isinstance(there, sharded.TensorStorageMetadata):
             if value.shape != there.size:
                 shapes.append(f"{key}: {tuple(there.size)} in the checkpoint, {tuple(value.shape)} here")
             if value.dtype is not there.properties.dtype:

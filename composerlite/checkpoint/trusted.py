@@ -459,6 +459,19 @@ class Maker:
             _set_attributes(made, state)
         return made
 
+    def wrapper(
+        self, kind: Any, dtype: Any, shape: Any, stride: Any, offset: Any, layout: Any, device: Any, requires_grad: Any
+    ) -> Any:
+        """A tensor of a class that the user has allowed, whose numbers are in its attributes."""
+        if id(kind) not in self._user_ids:
+            raise RefusedError(
+                f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', '?')}", allowable=True
+            )
+        _check_counts(shape)
+        _check_counts(stride)
+        how: dict[str, Any] = {"strides": stride, "dtype": dtype, "storage_offset": offset, "layout": layout}
+        return Tensor._make_wrapper_subclass(kind, shape, **how, device="cpu", requires_grad=bool(requires_grad))  # pyright: ignore
+
 
 def _check_key(key: Any, budget: list[int], depth: int) -> None:
     budget[0] -= 1
@@ -515,7 +528,8 @@ def _set_attributes(target: Any, state: Any) -> None:
 
 def _restore(target: Any, state: Any) -> None:
     """What pickle does for an object of the user's."""
-    if hasattr(target, "__setstate__"):
+    own = getattr(type(target), "__setstate__", None)
+    if own is not None and own is not Tensor.__setstate__:  # that of tensors takes what older torch wrote
         target.__setstate__(state)
         return
     parts = state if isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 2 else (state, None)
@@ -659,6 +673,7 @@ _CALLS: dict[str, _Function] = {
         (("torch._utils._rebuild_device_tensor_from_cpu_tensor",), Self.from_host),
         (("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"), Self.parameter),
         (("torch._tensor._rebuild_from_type_v2",), Self.with_type),
+        (("torch._utils._rebuild_wrapper_subclass",), Self.wrapper),
         (("torch.serialization._get_layout",), Self.layout),
     )
     for name in names

@@ -45,6 +45,7 @@ __all__ = ["full_state", "load_full_state", "load_weights", "places_for", "stabl
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def stable_names(items: Iterable[tuple[str, T]]) -> dict[str, T]:
@@ -453,6 +454,9 @@ def _load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str
     ]
     if cast:
         log.warning("%s: saved in another precision and converted (%d): %s", source, len(cast), ", ".join(cast))
+    for name, value in saved.items():
+        if name in own and own[name][1].layout in _COMPRESSED and value.layout is own[name][1].layout:
+            own[name][1].resize_as_sparse_(value)  # else only one with as many numbers could be copied
     model.load_state_dict(
         {own[name][0]: _distributed_as(value, own[name][1]) for name, value in saved.items() if name in own},
         strict=False,

@@ -121,8 +121,8 @@ def run_of(folder: Path, spread: str, duration: str, **arguments: Any) -> Traine
     return trainer(model=model, optimizers=Lookback(model.parameters(), lr=0.01), **how)
 
 
-def train_and_resume(folder: Path, spread: str) -> dict[str, Any]:
-    """The end of a run of two epochs, and of one that crashed after the first and was resumed."""
+def train(folder: Path, spread: str) -> dict[str, Any]:
+    """The end of a run of two epochs, and of one that crashed after the first."""
     ends: dict[str, Any] = {}
     with run_of(folder / "straight", spread, "2ep") as run:
         run.fit()
@@ -133,6 +133,12 @@ def train_and_resume(folder: Path, spread: str) -> dict[str, Any]:
         with contextlib.suppress(CrashError):
             run.fit()
         ends["saved"] = state_of(run)
+    return ends
+
+
+def resume(folder: Path, spread: str) -> dict[str, Any]:
+    """What it has when it is resumed, and in the end."""
+    ends: dict[str, Any] = {}
     with run_of(folder / "resumed", spread, "2ep") as run:
         ends["loaded"] = state_of(run)
         average: Any = run.state.algorithms[0].state_dict()["tensors"]

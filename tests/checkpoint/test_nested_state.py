@@ -39,20 +39,21 @@ def assert_same(one: Any, other: Any, path: str = "") -> None:
 def test_averages_of_a_spread_model_are_resumed_bit_for_bit(tmp_path: Path, spread: str) -> None:
     """EMA, SWA, and a callback with weights in tuples, deques and below numbers: a resumed run on two ranks ends as one
     that was not interrupted, dimensions that do not divide included."""
-    for ends in run_ranks(nested_ranks.train_and_resume, 2, tmp_path, spread, timeout=240):
-        assert_same(ends["loaded"], ends["saved"])
-        assert_same(ends["resumed"], ends["straight"])
-        assert any(ends["sharded"])
+    trained = run_ranks(nested_ranks.train, 2, tmp_path, spread, timeout=240)
+    for before, after in zip(trained, run_ranks(nested_ranks.resume, 2, tmp_path, spread, timeout=240), strict=True):
+        assert_same(after["loaded"], before["saved"])
+        assert_same(after["resumed"], before["straight"])
+        assert any(after["sharded"])
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
 def test_averages_are_loaded_on_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
     """What two ranks have averaged one goes on with, and the other way round."""
-    saved = run_ranks(nested_ranks.train_and_resume, before, tmp_path, "fsdp" if before > 1 else "one", timeout=240)
+    saved = run_ranks(nested_ranks.train, before, tmp_path, "fsdp" if before > 1 else "one", timeout=240)
     for loaded in run_ranks(
         nested_ranks.load, after, tmp_path / "resumed", "fsdp" if after > 1 else "one", timeout=240
     ):
-        assert_same(loaded, saved[0]["resumed"])
+        assert_same(loaded, saved[0]["saved"])
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -77,7 +78,7 @@ def test_distributed_tensors_in_any_container_are_saved_by_functions(tmp_path: P
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_plain_torch_reads_averages_of_a_spread_model(tmp_path: Path) -> None:
     """What others make of the directory of a run holds every number of the average."""
-    ends = run_ranks(nested_ranks.train_and_resume, 2, tmp_path, "fsdp", timeout=240)[0]
+    ends = run_ranks(nested_ranks.train, 2, tmp_path, "fsdp", timeout=240)[0]
     (path,) = (tmp_path / "straight").glob("ep2*")
     expected = ends["straight"]["algorithms"][0]["tensors"]
     tensors = {f"state.algorithms.*.0.1.state.tensors.{name}": torch.empty_like(t) for name, t in expected.items()}

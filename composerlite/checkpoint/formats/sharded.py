@@ -57,6 +57,7 @@ from composerlite.checkpoint.formats.sharded_reading import Item, read_items
 from composerlite.checkpoint.formats.sharded_sharing import Told, Wishes
 from composerlite.checkpoint.formats.sharded_writing import number_of
 from composerlite.checkpoint.formats.stored_item import item_contents
+from composerlite.checkpoint.formats.tensor_kinds import is_dense
 from composerlite.checkpoint.formats.torch_reader import ByteSource
 from composerlite.checkpoint.formats.turns import turn_at
 from composerlite.checkpoint.manifest import Manifest
@@ -90,15 +91,19 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def load(reader: RemoteFileSystemReader, state: StateDict, *, ranks: Ranks | None = None) -> None:
-    """Fill ``state``, of nested dicts, in place: tensors are filled, values replaced. See :func:`load_leaves`."""
-    found = leaves(state, as_dcp=True, emptied=False)
+    """Fill ``state``, of nested dicts, in place: tensors are filled, values replaced. See :func:`load_leaves`.
+
+    Sparse and quantized tensors, and those of classes of their own, are replaced by others of their kind.
+    """
+    found = leaves(state, as_dcp=True, to_save=False)
     metadata = reader.read_metadata()
     inner: dict[str, dict[tuple[str, ...], str]] = {}
-    wanted = dict(found.values)
+    wanted = {key: None if isinstance(v, Tensor) and not is_dense(v) else v for key, v in found.values.items()}
     for owner, key, steps in inner_tensors(metadata, list(found.values)):
         inner.setdefault(owner, {})[steps] = key
         wanted[key] = _target(metadata.state_dict_metadata[key], tensor_at(found.values[owner], steps))
@@ -107,8 +112,23 @@ def load(reader: RemoteFileSystemReader, state: StateDict, *, ranks: Ranks | Non
         value = wanted[key]
         if key in inner:
             value = filled(value, {steps: wanted[name] for steps, name in inner[key].items()})
+        if isinstance(found.values[key], Tensor) and wanted.get(key) is not found.values[key]:
+            _check_kind(key, found.values[key], value, reader.uri)
+            if found.values[key].layout in _COMPRESSED:
+                found.values[key].resize_as_sparse_(value)  # into one with fewer numbers none could be copied
         if value is not found.values[key]:
             _set_element(state, place, value)
+
+
+def _check_kind(key: str, own: Tensor, loaded: Any, uri: str) -> None:
+    """See that ``loaded`` can take the place of ``own``, which is none that could be filled."""
+
+    def kind(tensor: Any) -> Any:
+        return type(tensor).__name__, tensor.layout, tensor.dtype, tuple(tensor.shape)
+
+    if not isinstance(loaded, Tensor) or kind(own) != kind(loaded):
+        has = kind(loaded) if isinstance(loaded, Tensor) else type(loaded).__name__
+        raise IncompatibleCheckpointError(f"checkpoint {uri!r} has {has} for {key!r}, and here is {kind(own)}.")
 
 
 def _target(stored: Any, live: Tensor | None) -> Tensor:
@@ -202,7 +222,7 @@ def _safe_contents(data: bytes, key: str, uri: str) -> Any:
 
 def flat(state: StateDict) -> dict[str, Any]:
     """``state`` without dicts in it, with the keys that it has in an index."""
-    return leaves(state, as_dcp=True, emptied=False).values
+    return leaves(state, as_dcp=True, to_save=False).values
 
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────

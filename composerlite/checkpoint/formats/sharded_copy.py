@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import collections
 import copy
 import threading
 import weakref
@@ -13,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from composerlite.checkpoint.formats.tensor_kinds import is_dense
 from composerlite.storage import Copier, HostMemory, available_memory
-from composerlite.types import StateDict
+from composerlite.types import StateDict, with_items
 
 __all__ = ["copied"]
 
@@ -49,11 +49,8 @@ class _Copying:
                 self._alive.append(value)  # no other tensor gets its number meanwhile
                 self._known[id(value)] = self._tensor(value.detach())
             return self._known[id(value)]
-        if type(value) in (dict, collections.OrderedDict):
-            return {key: self.copy_of(inner) for key, inner in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self.copy_of(inner) for inner in value)
-        return copy.deepcopy(value)
+        copied = with_items(value, lambda _, inner: self.copy_of(inner))
+        return copied if copied is not value else copy.deepcopy(value)
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, DTensor):
@@ -70,9 +67,9 @@ class _Copying:
             if self._plain and self._plain[-1][0] is mine:
                 self._plain[-1] = inner, local
             return made
-        if tensor.device.type != "cpu":
+        if tensor.device.type not in ("cpu", "meta"):
             return tensor.cpu()
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        if not is_dense(tensor) or tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
             return tensor.clone()
         made = torch.empty(0, dtype=tensor.dtype)
         self._plain.append((made, tensor))

@@ -12,11 +12,23 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.tensor import DTensor
 
+from composerlite.checkpoint.formats.tensor_kinds import is_dense
 from composerlite.checkpoint.formats.torch_file import file_bytes
 from composerlite.errors import SaveError
 from composerlite.types import StateDict, items_of, with_items
 
-__all__ = ["KEYS", "Leaves", "Path", "filled", "inner_tensors", "leaves", "owner_of", "tensor_at", "value_bytes"]
+__all__ = [
+    "KEYS",
+    "Leaves",
+    "Path",
+    "Whole",
+    "filled",
+    "inner_tensors",
+    "leaves",
+    "owner_of",
+    "tensor_at",
+    "value_bytes",
+]
 
 Path = tuple[str | int, ...]
 _INSIDE = ".*"
@@ -40,7 +52,14 @@ class Leaves(NamedTuple):
     places: dict[str, tuple[Any, ...]]
 
 
-def leaves(state: StateDict, *, as_dcp: bool = False, emptied: bool = True) -> Leaves:
+@final
+class Whole(NamedTuple):
+    """A tensor that is saved as a value: it is no numbers of which a part could be read."""
+
+    tensor: Tensor
+
+
+def leaves(state: StateDict, *, as_dcp: bool = False, to_save: bool = True) -> Leaves:
     """``state`` in leaves: tensors, and what holds none that is to have a key of its own.
 
     That stays together and is loaded as it was: in pieces, empty dicts would be lost. So does what DCP does not look
@@ -54,7 +73,8 @@ def leaves(state: StateDict, *, as_dcp: bool = False, emptied: bool = True) -> L
     Args:
         state: nested dicts.
         as_dcp: take all dicts apart, whatever they hold, and lists with dicts in them, as DCP does.
-        emptied: give the tensors that are distributed keys of their own also where they are in a leaf.
+        to_save: give the tensors that are distributed keys of their own also where they are in a leaf, and make those
+            that are saved as values :class:`Whole`.
 
     Raises:
         SaveError: two leaves have the same key, or two keys of a dict are the same as text.
@@ -78,7 +98,9 @@ def leaves(state: StateDict, *, as_dcp: bool = False, emptied: bool = True) -> L
                 visit(inner, (*path, number), (*place, number))
             return
         name = ".".join(map(str, path))
-        if emptied and not isinstance(value, Tensor) and _holds_deep(value, DTensor):
+        if to_save and isinstance(value, Tensor) and not is_dense(value):
+            value = Whole(value)
+        elif to_save and not isinstance(value, Tensor) and _holds_deep(value, DTensor):
             value, tensors = _emptied(value, path)
             for steps, tensor in tensors.items():
                 inner = (name + _INSIDE, *steps)
@@ -143,7 +165,7 @@ def _emptied(value: Any, path: Path) -> tuple[Any, dict[tuple[str, ...], Tensor]
     found: dict[tuple[str, ...], Tensor] = {}
 
     def visit(node: Any, steps: tuple[str, ...]) -> Any:
-        if isinstance(node, DTensor) or (type(node) is Tensor and _is_plain(node)):
+        if isinstance(node, DTensor) or (isinstance(node, Tensor) and is_dense(node)):
             found[steps] = node
             return torch.empty(node.shape, dtype=node.dtype, device="meta")
         if isinstance(node, dict):
@@ -151,11 +173,6 @@ def _emptied(value: Any, path: Path) -> tuple[Any, dict[tuple[str, ...], Tensor]
         return with_items(node, lambda key, inner: visit(inner, (*steps, str(key))))
 
     return visit(value, ()), found
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    strided = tensor.layout is torch.strided and not tensor.is_quantized
-    return strided and not (tensor.is_conj() or tensor.is_neg() or tensor.is_meta)
 
 
 def owner_of(metadata: Metadata, key: str) -> str | None:
@@ -201,7 +218,7 @@ def value_bytes(value: Any, name: str) -> bytes:
         SaveError: it cannot be pickled, or cannot be loaded back.
     """
     try:
-        return file_bytes(value)
+        return file_bytes(value.tensor if type(value) is Whole else value)
     except SaveError as e:
         raise SaveError(f"{name!r}: {e}") from e
     except (pickle.PickleError, AttributeError, TypeError, ValueError) as e:  # what cannot be pickled raises any

@@ -216,7 +216,8 @@ class _Planner(DefaultSavePlanner):
         """Find the tensors that are to be written."""
         for item in items:
             if item.type is not WriteItemType.BYTE_IO:
-                self.tensors[item.index] = self.lookup_object(item.index).detach()
+                tensor: Tensor = self.lookup_object(item.index).detach()
+                self.tensors[item.index] = tensor.resolve_conj().resolve_neg()  # copies keep memory, and no such marks
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type is WriteItemType.BYTE_IO:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from composerlite.checkpoint.formats.tensor_kinds import is_dense
 from composerlite.checkpoint.formats.torch_pickle import Pickled, storage_id
 from composerlite.checkpoint.formats.zip_layout import Layout, Record, trailer
 from composerlite.storage import FileDigest, HostMemory, Sink
@@ -72,7 +73,7 @@ class TorchImage:
 
     def numbers_of(self, tensors: Iterable[Any]) -> list[int]:
         """The numbers, in the list that :meth:`write` returns, of the storages of ``tensors``."""
-        found = {self._index.get(storage_id(t.untyped_storage())) for t in tensors if type(t) is Tensor}
+        found = {self._index.get(storage_id(t.untyped_storage())) for t in tensors if type(t) is Tensor and is_dense(t)}
         return sorted(number for number in found if number is not None)
 
     def staged_in(self, memory: HostMemory, start: int = 0) -> None:

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage] - the name that the format has for it
 
+from composerlite.checkpoint.formats.tensor_kinds import check_savable, is_dense
 from composerlite.checkpoint.trusted import is_loadable
-from composerlite.dist import is_distributed_tensor
-from composerlite.errors import SaveError
 from composerlite.types import StateDict
 
-__all__ = ["Pickled", "storage_id"]
+__all__ = ["Pickled", "check_tensor", "storage_id"]
 
 log = logging.getLogger(__name__)
 _PROTOCOL = 2  # what torch.save writes, and what its restricted reader takes
@@ -122,8 +121,8 @@ class _Pickler(pickle.Pickler):
             _warn_if_not_loadable(obj)
         elif isinstance(obj, _BARE):
             raise _BareStorageError
-        elif isinstance(obj, Tensor):
-            _check_loadable(obj)
+        elif isinstance(obj, Tensor) and f"{kind.__module__}.{kind.__qualname__}" not in self._known:
+            check_savable(obj)
         return NotImplemented
 
     def _referred(self, reference: _Reference) -> tuple[Any, ...]:
@@ -134,9 +133,9 @@ class _Pickler(pickle.Pickler):
         """What torch's own reduction gives, in a tenth of the time; the rare kinds of tensors are left to that."""
         dtype = tensor.dtype
         storage_type = _STORAGE_TYPES.get(dtype)
-        dense = tensor.layout is torch.strided and not tensor.is_neg() and tensor.device.type != "meta"
+        dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_neg() or tensor.is_meta)
         if storage_type is None or not dense or tensor.__dict__:
-            made, arguments, *rest = tensor.__reduce_ex__(_PROTOCOL)
+            made, arguments, *rest = _reduced(tensor)
             if arguments and isinstance(arguments[0], _BARE):
                 arguments = (*self._referred(self._refer_to(arguments[0])), *arguments[1:])
             return made, arguments, *rest
@@ -206,13 +205,21 @@ class _ThoroughPickler(_Pickler):
         return (_Referred(reference),)
 
 
-def _check_loadable(tensor: Tensor) -> None:
-    """Refuse at the save what a rank cannot write alone."""
-    if is_distributed_tensor(tensor):
-        raise SaveError(
-            f"a tensor of the shape {tuple(tensor.shape)} that is distributed over ranks is inside an object, or in a "
-            "set. Keep it in a dict, a list, a tuple or a deque of the state, where each rank writes its own part."
-        )
+def check_tensor(tensor: Tensor) -> None:
+    """See that ``tensor`` can be saved where it is.
+
+    Raises:
+        SaveError: it cannot; names the kind and the way out.
+    """
+    if not is_dense(tensor):
+        check_savable(tensor)
+
+
+def _reduced(tensor: Tensor) -> Any:
+    """What torch makes of a rare kind of tensor."""
+    if not is_dense(tensor):
+        check_savable(tensor)
+    return tensor.__reduce_ex__(_PROTOCOL)
 
 
 @functools.cache
