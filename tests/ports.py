@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 __all__ = ["hold_port", "reserved_port"]
 
 
 @contextmanager
-def reserved_port() -> Iterator[int]:
+def reserved_port() -> Generator[int]:
     """A port that the system gives to nobody else until the end of the block; a server of the test can listen there.
 
     The socket is bound and does not listen. A server that allows the reuse of addresses, as the stores of torch,

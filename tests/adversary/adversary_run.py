@@ -1,0 +1,208 @@
+"""One life of the run that tests/adversary tries to break: its weights say which launch has trained which batch.
+
+``weights[0]`` is the launch that started from scratch, ``weights[n]`` the launch that trained batch n, and 0 where none
+has: a checkpoint of batch n has n + 1 numbers before the zeros, and no two launches write the same ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from datetime import datetime, timedelta, tzinfo
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from composerlite import Callback, ComposerModel, Event, Logger, State, Trainer
+from composerlite.callbacks import CheckpointSaver
+from composerlite.checkpoint import manifest
+
+__all__ = ["LONGEST", "RUN", "Order", "as_json", "live", "live_alone"]
+
+RUN = "run"
+LONGEST = 24
+"""Batches that a run has at most."""
+
+_CHANGES = ("os.rename", "os.remove", "os.link", "os.symlink", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A launch.
+
+    Attributes:
+        launch: its number, 1 for the first.
+        folder: of the checkpoints.
+        until: batches of the whole run.
+        notes: file for what it tells.
+        filename: of the checkpoints.
+        interval: batches between two.
+        keep: how many stay, -1 for all.
+        resume: autoresume. load: a checkpoint to begin with instead. Neither: from scratch, over what is there.
+        memory: folder of a memory generation of each batch; empty for none.
+        weights: save the weights alone, too, after each batch.
+        saving: arguments of the saver: in the background or not.
+        die_at: the process is killed at its so manieth event, of training or of its files.
+        clock: hours that the clock is ahead.
+    """
+
+    launch: int
+    folder: str
+    until: int
+    notes: str
+    filename: str = "ba{batch}.pt"
+    interval: int = 1
+    keep: int = -1
+    resume: bool = True
+    load: str = ""
+    memory: str = ""
+    weights: bool = False
+    saving: str = "default"
+    die_at: int = 0
+    clock: float = 0.0
+
+
+SAVING: dict[str, dict[str, Any]] = {
+    "default": {},
+    "copied": {"save_lazy": False},
+    "waits": {"save_async": False},
+    "ring": {"save_staging_bytes": 0},
+}
+
+
+class Net(ComposerModel):
+    """Batch n adds the number of this launch to ``weights[n]``."""
+
+    def __init__(self, launch: int) -> None:
+        super().__init__()
+        self.launch = launch
+        start = torch.zeros(LONGEST + 1, dtype=torch.float64)
+        start[0] = launch
+        self.weights = nn.Parameter(start)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.weights[batch[0]]
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        return -(self.launch * outputs).sum()
+
+    @property
+    def trained_by(self) -> list[int]:
+        """The launches."""
+        return [int(value) for value in self.weights.tolist()]
+
+
+class Notes:
+    """What the launch tells; a line is one write, which no kill tears."""
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def tell(self, **what: Any) -> None:
+        """Write a line."""
+        os.write(self._file, f"{json.dumps(what)}\n".encode())
+
+    def close(self) -> None:
+        """No more."""
+        os.close(self._file)
+
+
+class Fuse(Callback):
+    """Kills the process at an event of training, or of its files, whichever thread comes to it."""
+
+    def __init__(self, number: int, roots: list[str]) -> None:
+        self.left, self.roots, self.lock = number, tuple(roots), threading.Lock()
+        sys.addaudithook(self.look)
+
+    def look(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Of the interpreter."""
+        changes = event in _CHANGES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & 3)
+        if changes and isinstance(arguments[0], str | os.PathLike) and os.fspath(arguments[0]).startswith(self.roots):
+            self.burn()
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        self.burn()
+
+    def burn(self) -> None:
+        """One event less."""
+        with self.lock:
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def live(order: Order) -> None:
+    """Train, and tell where it started and ended."""
+    notes = Notes(order.notes)
+    net = Net(order.launch)
+    callbacks: list[Callback] = []
+    if order.die_at:
+        callbacks.append(Fuse(order.die_at, [root for root in (order.folder, order.memory) if root]))
+    if order.weights:
+        name = f"weights-{order.filename}"
+        saver = CheckpointSaver(
+            order.folder, name, latest_filename=None, save_interval="1ba", weights_only=True, overwrite=True
+        )
+        callbacks.append(saver)
+    arguments: dict[str, Any] = dict(SAVING[order.saving])
+    if order.memory and order.resume:
+        arguments |= {"save_memory_interval": "1ba", "save_memory_folder": order.memory}
+    trainer = Trainer(
+        model=net,
+        train_dataloader=DataLoader(TensorDataset(torch.arange(1, LONGEST + 1)), batch_size=1),
+        optimizers=torch.optim.SGD(net.parameters(), lr=1.0),
+        max_duration=f"{order.until}ba",
+        run_name=RUN,
+        callbacks=callbacks,
+        autoresume=order.resume,
+        autoresume_timeout=0.2,
+        load_path=order.load or None,
+        save_folder=order.folder,
+        save_filename=order.filename,
+        save_latest_filename="latest.pt",
+        save_interval=f"{order.interval}ba",
+        save_num_checkpoints_to_keep=order.keep,
+        save_overwrite=True,
+        progress_bar=False,
+        seed=1,
+        **arguments,
+    )
+    with trainer:
+        batch = int(trainer.state.timestamp.batch)
+        notes.tell(started=batch, weights=net.trained_by)
+        trainer.fit()
+        notes.tell(ended=int(trainer.state.timestamp.batch), weights=net.trained_by)
+    notes.tell(closed=True)
+    notes.close()
+
+
+def live_alone(given: str) -> None:
+    """The same in a process of its own."""
+    torch.set_num_threads(1)
+    order = Order(**json.loads(given))
+    if order.clock:
+        manifest.datetime = ahead(order.clock)  # type: ignore[attr-defined]
+    live(order)
+
+
+def ahead(hours: float) -> type[datetime]:
+    """What a process sees whose clock is wrong."""
+
+    class Ahead(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            return datetime.now(tz) + timedelta(hours=hours)
+
+    return Ahead
+
+
+def as_json(order: Order) -> str:
+    """For :func:`live_alone`."""
+    return json.dumps(dataclasses.asdict(order))

@@ -1,0 +1,71 @@
+"""Whatever a user, a scheduler, others and kills do in any order: nothing is lost, and nothing of others is touched."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections.abc import Callable
+
+import hypothesis
+import pytest
+from adversary_machine import Adversary
+from hypothesis.stateful import run_state_machine_as_test
+
+STEPS = 50
+RULES = os.environ.get("ADVERSARY_RULES", "").split()
+"""To look for one thing, some of: train restart older clock memory prune gc convert copy records plant links manifest
+damage remove reboot."""
+SECONDS = float(os.environ.get("ADVERSARY_SECONDS", "3600"))
+SEED = os.environ.get("ADVERSARY_SEED")
+
+
+def play(seed: int, steps: int) -> int:
+    """Play so many steps, drawn from ``seed``: how many there were."""
+
+    class Drawn(Adversary):
+        only = frozenset(RULES) or None
+
+    settings = hypothesis.settings(
+        max_examples=-(-steps // STEPS),
+        stateful_step_count=STEPS,
+        deadline=None,
+        database=None,
+        derandomize=False,
+        print_blob=True,
+        phases=[hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if SEED else [])],
+        report_multiple_bugs=False,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    logging.disable(logging.CRITICAL)
+    try:
+        run_state_machine_as_test(hypothesis.seed(seed)(Drawn), settings=settings)
+    except BaseException as e:
+        e.add_note(f"for these steps again, and for fewer that fail: ADVERSARY_SEED={seed}")
+        raise
+    finally:
+        logging.disable(logging.NOTSET)
+    return Drawn.steps
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_lost(seed: int, record_property: Callable[[str, object], None]) -> None:
+    """The run resumes from where it has to, with the weights that it had there; what must stay stays as it is."""
+    steps = play(int(SEED or seed), 500)
+    record_property("count", f"adversary, seed {seed}: {steps} steps")
+    assert steps >= 500
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(int(SECONDS) + 1200)
+def test_nothing_is_lost_for_an_hour(record_property: Callable[[str, object], None]) -> None:
+    """With other steps each time; a failure names its seed."""
+    until, steps, seed = time.monotonic() + SECONDS, 0, int(SEED or random.SystemRandom().randrange(10**9))
+    record_property("count", f"adversary for {SECONDS:.0f} s: from seed {seed}")
+    while time.monotonic() < until:
+        steps += play(seed, 500)
+        seed += 1
+    record_property("count", f"adversary for {SECONDS:.0f} s: {steps} steps")
+    assert steps
