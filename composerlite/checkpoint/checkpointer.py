@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -130,7 +130,7 @@ class Checkpointer:
             ConfigError: the URI names no store, or a machine does not see the folder.
         """
         with contextlib.ExitStack() as resources:
-            self._begin(resources, dir, train_module, train_state, ephemeral, copy=False).run()
+            self._begin(resources, dir, train_module, train_state, ephemeral, lambda state: state).run()
 
     def save_async(
         self,
@@ -150,15 +150,17 @@ class Checkpointer:
         Raises:
             CheckpointExistsError, ConfigError: as :meth:`save`.
         """
+        staged = sharded.Staged(may_be_live=not self.throttle_uploads)  # else it waits for its turn
         with contextlib.ExitStack() as resources:
-            save = self._begin(resources, dir, train_module, train_state, ephemeral, copy=True)
+            save = self._begin(resources, dir, train_module, train_state, ephemeral, staged.take)
             later = resources.pop_all()
 
         def work() -> None:
             with later:
-                save.run()
+                save.planned.run_with(staged, save.run)
 
         self._last = run_behind(work)
+        staged.wait()
         return self._last
 
     def _begin(
@@ -168,8 +170,7 @@ class Checkpointer:
         train_module: TrainModuleLike,
         train_state: StateDict,
         ephemeral: bool,
-        *,
-        copy: bool,
+        take: Callable[[StateDict], StateDict],
     ) -> _StepSave:
         """Claim the directory and plan the save, with all ranks."""
         if self._last is not None:
@@ -179,8 +180,7 @@ class Checkpointer:
         images: list[TorchImage] = []
 
         def state() -> StateDict:
-            whole = {"model": state_to_save(train_module), "train": train_state}
-            whole = sharded.copied(whole) if copy else whole
+            whole = take({"model": state_to_save(train_module), "train": train_state})
             images.append(TorchImage(whole["train"]))
             return whole["model"]
 
@@ -348,22 +348,22 @@ class _StepSave:
     ) -> None:
         self._folder = folder
         self._staging = staging
-        self._planned = planned
+        self.planned = planned
         self._image = image
         self._ephemeral = ephemeral
 
     def run(self) -> None:
         """Write and commit, together with the other ranks, in any thread."""
-        ranks = self._planned.ranks
+        ranks = self.planned.ranks
         name = f"{TRAIN}/rank{ranks.rank}.pt"
 
         def write() -> tuple[FileRecord, Any]:
             digest = self._folder.write(self._staging, name, self._image)
             record = FileRecord(name, digest.size_bytes, digest.xxh3_128, digest.chunk_bytes, digest.chunks)
-            return record, self._planned.write()
+            return record, self.planned.write()
 
         def commit(written: list[tuple[FileRecord, Any]]) -> None:
-            self._planned.commit([results for _, results in written])
+            self.planned.commit([results for _, results in written])
             files = tuple(record for record, _ in written)
             metadata = CheckpointMetadata(ephemeral=self._ephemeral, world_size=ranks.count, train=files)
             self._folder.commit(self._staging, metadata.to_json())
@@ -372,7 +372,7 @@ class _StepSave:
             ranks.vote(f"saving {self._folder.uri}", write, commit)
         except BaseException:
             if not ranks.may_be_committed:
-                self._planned.abandon()
+                self.planned.abandon()
                 self._folder.abandon()
             raise
         log.info("saved checkpoint %s", self._folder.uri)

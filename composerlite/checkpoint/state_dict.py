@@ -213,14 +213,17 @@ def _save_behind(place: PathOrUri, state: Callable[[], StateDict], settings: _Sa
         folder = resources.enter_context(folder_of(place, threads=settings.threads))
         if not sharded.is_distributed():  # else all ranks must hear of it: when the save is planned
             folder.check_free(overwrite=settings.overwrite)
-        planned = settings.plan(folder, lambda: sharded.copied(state()))
+        staged = sharded.Staged(may_be_live=not settings.throttle)  # else it waits for its turn
+        planned = settings.plan(folder, lambda: staged.take(state()))
         later = resources.pop_all()
 
     def work() -> None:
         with later:
-            planned.run()
+            planned.run_with(staged, planned.run)
 
-    return run_behind(work)
+    future = run_behind(work)
+    staged.wait()
+    return future
 
 
 def run_behind(work: Callable[[], None]) -> Future[None]:

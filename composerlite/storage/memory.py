@@ -70,12 +70,15 @@ class HostMemory:
         """``size`` bytes from ``offset`` on, writable."""
         return memoryview(self._map)[self._skipped + offset : self._skipped + offset + size]
 
-    def fault_in(self) -> None:
+    def fault_in(self, go: threading.Event | None = None) -> None:
         """Have the system provide all pages now: the first use of memory is what costs most.
 
         Other threads run meanwhile; :meth:`close` in one of them ends it early. What was in the memory may be lost.
+        It goes on only while ``go`` is set.
         """
         for offset in range(0, self.size_bytes, _FAULT_BYTES):
+            if go is not None:
+                go.wait(_WAIT_SECONDS)
             with self._lock:
                 if not self._open:
                     return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import queue
@@ -63,6 +64,8 @@ class StreamWriter:
         writers: threads that write; 0: the caller does. ``None``: four, and the caller where that is said above.
 
     Attributes:
+        may_grow: rather than wait for a window of the ring, take new memory for one: whoever fills the ring has done so
+            after the shorter of writing the file and copying it into new memory.
         size_bytes: taken so far.
         seconds: by name. ``hash``: the caller summed. ``wait``: the caller waited for a window of the ring. ``write``:
             what the threads took to write, together. ``flush``: from the last write until the file was durable.
@@ -83,6 +86,7 @@ class StreamWriter:
     ) -> None:
         if memory is not None and memory.size_bytes < size_bytes:
             raise ValueError(f"memory={memory.size_bytes} bytes for a file of {size_bytes}: want at least as many")
+        self.may_grow = False
         self.size_bytes = 0
         self.seconds = {"hash": 0.0, "write": 0.0, "wait": 0.0, "flush": 0.0}
         self._path = path
@@ -103,6 +107,7 @@ class StreamWriter:
             self._close_file()
             raise
         self._borrowed = memory is None
+        self._grown: list[HostMemory] = []  # windows beyond those of the ring
         self._used = 0  # windows of the memory that were filled at least once
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[_Window | None] = queue.SimpleQueue()
@@ -207,13 +212,29 @@ class StreamWriter:
         else:
             assert self._borrowed, f"more than the {self._memory_bytes} bytes that were promised"
             started = time.perf_counter()
-            self._number = self._free.get()  # it comes back written or not
+            self._number = self._free_window()
             self.seconds["wait"] += time.perf_counter() - started
             self._raise_if_failed()
+        self._filled = self._digested = 0
         start = self._number * self._window_bytes
+        if start >= self._memory_bytes:
+            window = self._grown[self._number - self._memory_bytes // self._window_bytes]
+            self._address, self._view = window.address, window.view(0, self._window_bytes)
+            return
         self._address = self._memory.address + start
         self._view = self._memory.view(start, min(self._window_bytes, self._memory_bytes - start))
-        self._filled = self._digested = 0
+
+    def _free_window(self) -> int:
+        """The number of a window that was written, or of a new one."""
+        if self.may_grow:
+            try:
+                return self._free.get_nowait()
+            except queue.Empty:
+                with contextlib.suppress(OSError):
+                    self._grown.append(HostMemory(self._window_bytes))
+                    return self._memory_bytes // self._window_bytes + len(self._grown) - 1
+            self.may_grow = False  # the system gives no more
+        return self._free.get()  # it comes back written or not
 
     def _borrow_ring(self, ring_bytes: int) -> tuple[HostMemory, int]:
         """Memory for the ring and its size; for the smallest that works where the system gives no more."""
@@ -277,6 +298,9 @@ class StreamWriter:
         self._end_threads()
         self._close_file()
         self._view = memoryview(b"")
+        for window in self._grown:
+            window.close()
+        self._grown = []
         if self._borrowed:
             self._borrowed = False
             give_memory_back(self._memory)

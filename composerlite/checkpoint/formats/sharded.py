@@ -49,7 +49,7 @@ from composerlite.checkpoint.formats.directory import (
     PathOrUri,
     folder_of,
 )
-from composerlite.checkpoint.formats.sharded_copy import copied
+from composerlite.checkpoint.formats.sharded_copy import Staged
 from composerlite.checkpoint.formats.sharded_index import key_path, read_index, untrusted
 from composerlite.checkpoint.formats.sharded_leaves import filled, inner_tensors, leaves, tensor_at
 from composerlite.checkpoint.formats.sharded_ranks import Ranks, is_distributed
@@ -76,8 +76,8 @@ __all__ = [
     "Metadata",
     "Ranks",
     "RemoteFileSystemReader",
+    "Staged",
     "TensorStorageMetadata",
-    "copied",
     "flat",
     "is_distributed",
     "key_path",

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import atexit
 import copy
+import functools
+import logging
 import threading
 import weakref
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composerlite.checkpoint.formats.tensor_kinds import is_dense
-from composerlite.storage import Copier, HostMemory, available_memory
+from composerlite.errors import SaveError
+from composerlite.storage import Copier, HostMemory, available_memory, start_threads
 from composerlite.types import StateDict, with_items
 
-__all__ = ["copied"]
+__all__ = ["Staged", "copied"]
 
+log = logging.getLogger(__name__)
 _ALIGNMENT = 64
+_WAIT_SECONDS = 3600.0
 _LEAST_BYTES = 1 << 20  # below that new memory costs nothing
 
 
@@ -32,6 +37,88 @@ def copied(state: StateDict) -> StateDict:
     result = copying.copy_of(state)
     copying.run()
     return result
+
+
+@final
+class Staged:
+    """The state of one save behind training: a copy, or, where memory for that would be new, the state itself.
+
+    New memory costs more than what is done with it. The state is then written at once, through a ring that grows
+    where the disk is slower than new memory is, and whoever saves waits until all of it was handed over.
+
+    Args:
+        may_be_live: false where the writing may have to wait for others.
+
+    Attributes:
+        is_live: it is the state itself.
+        may_grow: there is memory for a ring that grows.
+    """
+
+    def __init__(self, *, may_be_live: bool) -> None:
+        self.is_live = False
+        self.may_grow = False
+        self._may_change = threading.Event()
+        self._is_waited_for = True
+        self._may_be_live = may_be_live
+        self._bytes = 0
+
+    def take(self, state: StateDict) -> StateDict:
+        """What is to be saved of ``state``."""
+        self._bytes = sum(_places(state).values())
+        self.is_live = self._may_be_live and not _pool.is_ready(self._bytes)
+        self.may_grow = self.is_live and self._bytes <= available_memory() // 2
+        return state if self.is_live else copied(state)
+
+    def wait(self) -> None:
+        """Wait until the state may change; the end of the save is one, too.
+
+        Raises:
+            SaveError: it does not come.
+        """
+        if not self.is_live:
+            return
+        _pool.go.clear()
+        try:
+            if not self._may_change.wait(_WAIT_SECONDS):
+                raise SaveError(f"the state is not written after {_WAIT_SECONDS:g} s: does the disk hang?")
+        except BaseException:  # an interrupt, too: the state changes from now on, and is still being read
+            self._is_waited_for = False
+            raise
+        finally:
+            _pool.go.set()
+
+    def hand_over(self) -> None:
+        """In the thread that writes: everything was read.
+
+        Raises:
+            SaveError: whoever saves did not wait for it.
+        """
+        if not self._is_waited_for:
+            raise SaveError("the save was interrupted while its state was read: what was written is not of one moment.")
+        self._may_change.set()
+
+    def end(self) -> None:
+        """The save has ended, well or not."""
+        self._may_change.set()
+
+    def prepare_next(self) -> None:
+        """Get memory ready for the copy of the next save, after this one."""
+        if self.is_live:
+            start_threads(functools.partial(_pool.prepare, self._bytes), 1, name="checkpoint-memory")
+
+
+def _places(value: Any) -> dict[int, int]:
+    """How many bytes a copy takes of each tensor in host memory."""
+    if isinstance(value, Tensor):
+        local = value.to_local() if isinstance(value, DTensor) else value
+        is_plain = local.device.type == "cpu" and is_dense(local)
+        return {id(value): -(-local.numel() * local.itemsize // _ALIGNMENT) * _ALIGNMENT if is_plain else 0}
+    found: dict[int, int] = {}
+    if isinstance(value, (dict, list, tuple)):
+        inner = cast("dict[Any, Any]", value).values() if isinstance(value, dict) else cast("list[Any]", value)
+        for one in inner:
+            found.update(_places(one))
+    return found
 
 
 @final
@@ -125,7 +212,34 @@ class _Pool:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # memory comes back in whatever thread drops the last view
         self._free: HostMemory | None = None
+        self._lent = 0
+        self.go = threading.Event()  # set: memory may be prepared, which takes the machine's time
+        self.go.set()
         self._copier: Copier | None = None
+
+    def is_ready(self, size_bytes: int) -> bool:
+        """Whether a copy of ``size_bytes`` takes no new memory, or little."""
+        with self._lock:
+            return size_bytes < _LEAST_BYTES or (self._free is not None and self._free.size_bytes >= size_bytes)
+
+    def prepare(self, size_bytes: int) -> None:
+        """Get memory for a copy of ``size_bytes``, unless there is some or the machine has too little."""
+        with self._lock:
+            if self._lent or self.is_ready(size_bytes) or size_bytes > available_memory() // 2:
+                return
+            self._lent += 1
+        memory: HostMemory | None = None
+        try:
+            memory = HostMemory(size_bytes)
+            memory.fault_in(self.go)
+        except OSError as e:
+            log.info("no memory for the copy of the next save: %s", e)
+            if memory is not None:
+                memory.close()
+            with self._lock:
+                self._lent -= 1
+        else:
+            self.give_back(memory)
 
     def take(self, size_bytes: int) -> _Lease | None:
         """Memory for ``size_bytes``; ``None`` where that is little, or too much for this machine."""
@@ -139,11 +253,14 @@ class _Pool:
             if size_bytes > available_memory() // 2:
                 return None
             memory = HostMemory(size_bytes)
+        with self._lock:
+            self._lent += 1
         return _Lease(self, memory)
 
     def give_back(self, memory: HostMemory) -> None:
         """Keep the larger one."""
         with self._lock:
+            self._lent -= 1
             smaller, larger = memory, self._free
             if larger is None or larger.size_bytes < smaller.size_bytes:
                 smaller, larger = larger, smaller

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from composerlite.checkpoint.formats.directory import CheckpointFolder
 from composerlite.checkpoint.formats.plan_merge import PackedPlan, Share, merge_plans
+from composerlite.checkpoint.formats.sharded_copy import Staged
 from composerlite.checkpoint.formats.sharded_leaves import leaves, value_bytes
 from composerlite.checkpoint.formats.sharded_ranks import Ranks
 from composerlite.checkpoint.formats.sharded_writing import Order, RemoteFileSystemWriter
@@ -84,6 +85,15 @@ class PlannedSave:
         except BaseException:
             self.abandon()
             raise
+
+    def run_with(self, staged: Staged, run: Callable[[], object]) -> None:
+        """:meth:`run`, or ``run`` which has it as a part, with ``staged`` told what may change, and at its end."""
+        self._writer.hand_over, self._writer.may_grow = staged.hand_over, staged.may_grow
+        try:
+            run()
+        finally:
+            staged.end()
+        staged.prepare_next()
 
     @property
     def items(self) -> Sequence[WriteItem]:

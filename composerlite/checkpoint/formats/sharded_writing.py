@@ -11,9 +11,10 @@ import logging
 import math
 import os
 import pickle
+import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
 
 import torch
@@ -30,7 +31,7 @@ from composerlite.checkpoint.formats.torch_file import TorchImage
 from composerlite.checkpoint.formats.turns import turn_of_this_node
 from composerlite.checkpoint.manifest import versions
 from composerlite.errors import ConfigError
-from composerlite.storage import FileDigest, Helpers, Sink
+from composerlite.storage import FileDigest, Helpers, Sink, StreamWriter
 
 __all__ = ["Order", "RemoteFileSystemWriter", "number_of"]
 
@@ -67,6 +68,10 @@ class RemoteFileSystemWriter(StorageWriter):
         process_group: as OLMo-core has it; not needed.
         throttle_uploads: to a URI, one rank of each node uploads at a time, one file after the other.
         overwrite: replace what is there.
+
+    Attributes:
+        hand_over: called as soon as what is written may change.
+        may_grow: take new memory for that rather than wait for the disk.
     """
 
     def __init__(
@@ -82,12 +87,16 @@ class RemoteFileSystemWriter(StorageWriter):
         super().__init__()
         number_of(process_count, 1, "process_count")
         self._threads = number_of(thread_count, min(4, os.cpu_count() or 1))
+        self.hand_over: Callable[[], object] = lambda: None
+        self.may_grow = False
         self._folder = folder_of(path, threads=thread_count)
         self._throttle = throttle_uploads and isinstance(self._folder, RemoteFolder)
         self._overwrite = overwrite
         self._started = time.perf_counter()
         self._claim: Claim | None = None
         self._world_size = 1
+        self._lock = threading.Lock()
+        self._unread = 0
         self._save_id = str(uuid.uuid4())
 
     @property
@@ -132,6 +141,7 @@ class RemoteFileSystemWriter(StorageWriter):
         claim, rank, world_size = cast("Order", plan.storage_data)
         self._claim = claim
         buckets = _buckets(plan.items, self._threads)
+        self._unread = len(buckets)
         threads = 1 if self._throttle else max(1, len(buckets))
         try:
             with (
@@ -160,6 +170,8 @@ class RemoteFileSystemWriter(StorageWriter):
         results: list[WriteResult] = []
 
         def fill(sink: Sink) -> None:
+            if self.may_grow and isinstance(sink, StreamWriter):
+                sink.may_grow = True
             for item in items:
                 start = sink.size_bytes
                 if (value := values.get(item.index)) is not None:
@@ -169,10 +181,19 @@ class RemoteFileSystemWriter(StorageWriter):
                 size = sink.size_bytes - start
                 place = StorageInfo(relative_path=name, offset=start, length=size)
                 results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=place))
+            self._was_read()
 
         digest = self._folder.write(self._claim, name, most, fill)
         written = _FileWritten(name, digest)
         return [*results, WriteResult(MetadataIndex(f"file {name}"), digest.size_bytes, written)]
+
+    def _was_read(self) -> None:
+        """Take note of a file that was filled."""
+        with self._lock:
+            self._unread -= 1
+            is_last = not self._unread
+        if is_last:
+            self.hand_over()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the first rank, when all have written: make the checkpoint exist."""
