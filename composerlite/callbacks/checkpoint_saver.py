@@ -64,6 +64,7 @@ from composerlite.checkpoint import (
     names_of_ranks,
     prepared_folder,
     retention_policy,
+    take_leases,
     together,
 )
 from composerlite.core import (
@@ -85,6 +86,8 @@ __all__ = ["CheckpointSaver"]
 
 log = logging.getLogger(__name__)
 _REPORTS = 100
+_LEASE_SECONDS = 10.0
+"""How long a run that does not resume waits for another process to end."""
 
 
 @final
@@ -194,6 +197,7 @@ class CheckpointSaver(Callback):
         if ephemeral_interval is not None:
             self.ephemeral_interval = interval_of(ephemeral_interval, argument="save_ephemeral_interval")
         self.folder = self._folder_template = folder
+        self._started_in = Path.cwd()
         self.overwrite = overwrite
         self.num_checkpoints_to_keep = num_checkpoints_to_keep
         self.weights_only = weights_only
@@ -214,6 +218,7 @@ class CheckpointSaver(Callback):
         self._warned = False
         self._measured = MeasuredMetrics()
         self._pending: PendingSave | None = None
+        self._tidying: PendingSave | None = None  # the last that ended; older checkpoints may still be deleted for it
         self._logger: Logger | None = None
         self._news = SaveNews()
         self._publishing = SavePublishing(
@@ -256,6 +261,7 @@ class CheckpointSaver(Callback):
         check_name_of_run(self.filename.filename, state.run_name, state.timestamp)
         if self.in_memory:
             self._prepare_memory(state)
+        self._check_latest_is_its_own(state)
         if self.on_exception and (state.world_size > 1 or state.sharding is not None):
             raise ConfigError(
                 "save_on_exception=True with several ranks, or with a model that is spread over ranks: where one fails "
@@ -270,9 +276,9 @@ class CheckpointSaver(Callback):
                 self._prepare_folder()
                 self._publishing.open(state, logger)
         state.riders.add(self._saves_done)
-        self._publishing.begin(self.folder, state, logger)
+        self._publishing.begin(str(self._root), state, logger)
         if state.sharding == "deepspeed" and dist.get_world_size() > 1:
-            check_one_disk(disks_of(Path(self.folder)), Path(self.folder))
+            check_one_disk(disks_of(self._root), self._root)
         if state.sharding == "sharded" and dist.get_world_size() > 1:
             self._disks = prepared_folder(self.catalog)
             self._publishing.use_disks(self._disks, state, logger)
@@ -293,6 +299,22 @@ class CheckpointSaver(Callback):
         """Return what tells its folder from others and from one that was there before; on rank 0."""
         places = [publisher.remote.uri() for publisher in self._publishing.publishers]
         return folder_key(Path(self.folder), " ".join(places))
+
+    def _check_latest_is_its_own(self, state: State) -> None:
+        """Refuse a link to the latest that another saver of this run would point elsewhere."""
+        for other in state.callbacks:
+            if other is self or not isinstance(other, CheckpointSaver) or other.latest_filename is None:
+                continue
+            mine = None if self.latest_filename is None else self.latest_filename.filename
+            if mine != other.latest_filename.filename:
+                continue
+            folder = format_name_with_dist(other._folder_template, state.run_name, **FIRST_RANK)  # pyright: ignore[reportPrivateUsage]
+            if os.path.normpath(other._started_in / folder) == os.path.normpath(self._root):  # pyright: ignore[reportPrivateUsage]
+                raise ConfigError(
+                    f"latest_filename={mine!r}: two CheckpointSavers save to {self.folder!r}, and each would point "
+                    "this link to its own checkpoints. Give one of them another latest_filename, or None for no link, "
+                    "or another folder."
+                )
 
     def _save_directories(self, state: State) -> None:
         """Name directories instead of files; as ``sharded_ckpt_prefix_dir`` says where the user has given one."""
@@ -323,7 +345,7 @@ class CheckpointSaver(Callback):
         self._remote.name_archives(template)
 
     def _prepare_folder(self) -> None:
-        folder = Path(self.folder)
+        folder = self._root
         try:
             make_folder(folder)
             with tempfile.TemporaryFile(dir=folder):
@@ -373,11 +395,12 @@ class CheckpointSaver(Callback):
         name = format_name_with_dist_and_time(
             self.latest_filename.filename, state.run_name, state.timestamp, **FIRST_RANK
         )
-        link = Path(self.folder) / name
+        link = self._root / name
         if link.is_symlink():
-            target = os.path.relpath(link.parent / link.readlink(), self.folder)
-            manifests = self._manifests(state.run_name, _moment(state), state.lineage)  # another's link is left alone
-            order = {manifest.name: manifest.order for manifest in manifests}.get(target)
+            target = os.path.relpath(link.parent / link.readlink(), self._root)
+            its = newest.run_name, newest.template
+            own = {m.name: m.order for m in self.catalog.manifests() if (m.run_name, m.template) == its}
+            order = own.get(target)  # another's link is left alone
             if order is not None and order < newest.order:
                 self.catalog.point_latest(name, newest.name)
                 self._point_links_of_ranks(newest, state)
@@ -392,8 +415,15 @@ class CheckpointSaver(Callback):
                 self.catalog.point_latest(link, file.path)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Refuse to start where a checkpoint that is ahead would be overwritten, or none can hold the model."""
+        """Refuse to start where another process writes, a checkpoint would be overwritten, or none can hold the model.
+
+        Raises:
+            RunInUseError: see :meth:`take_leases`.
+        """
         self._check_kinds(state, weights_only=True)
+        with together("taking the lease of the run"):
+            if self._is_first:
+                self.take_leases(state.run_name, _LEASE_SECONDS)
         with together("looking for checkpoints that this run would overwrite"):
             if self._disks.is_keeper and not self.overwrite:
                 self._ensure_no_conflict(state)
@@ -487,7 +517,7 @@ class CheckpointSaver(Callback):
         """
         if state.stopped is not None:  # maybe behind the last moment at which one is saved
             self._save_if_due(state, Event.EPOCH_CHECKPOINT)
-        self._collect()
+        self._collect_all()
         if self._publishing.has_places:
             self._publishing.wait_together()
             self._publishing.take_note_together()
@@ -504,16 +534,54 @@ class CheckpointSaver(Callback):
             if self.in_memory:
                 stack.callback(self._empty, state)
             stack.callback(self._pipeline.close)
-            self._collect()  # each rank for itself: others may have failed and not come here
+            self._collect_all(alone=True)  # each rank for itself: others may have failed and not come here
             self._publishing.wait()
             self._publishing.take_note()
 
-    def leases(self, run_name: str) -> list[Lease]:
-        """What keeps other processes from writing to the same places for this run; to be taken on rank 0."""
-        if not self._leases:
-            self._leases = [FolderLease(self.folder, run_name)]
-            self._leases += [BucketLease(publisher.remote, run_name) for publisher in self._publishing.publishers]
-        return self._leases
+    def take_leases(self, run_name: str, timeout: float) -> None:
+        """Keep other processes from writing what this run writes; on rank 0, until :meth:`close`.
+
+        Args:
+            run_name: of the run. timeout: seconds to wait for the end of another process.
+
+        Raises:
+            RunInUseError: another process has the run, or writes files of the same names to the same folder.
+        """
+        if self._leases:
+            return
+        own: list[Lease] = [FolderLease(self._root, run_name)]
+        own += [BucketLease(publisher.remote, run_name) for publisher in self._publishing.publishers]
+        take_leases(own, f"run {run_name!r}", timeout)
+        self._leases = own
+        templates = [self.filename] if self.latest_filename is None else [self.filename, self.latest_filename]
+        for template in templates:
+            name = template.filename.replace("{run_name}", run_name)
+            lease = FolderLease(self._root, f"{name}.name")
+            advice = (
+                "each would replace the other's files. Give this run a save_folder or names of its own, or stop it."
+            )
+            try:
+                take_leases([lease], f"{self._path(name)!r}", timeout, advice)
+            except OSError as e:  # a full disk, as it may be later on: saves say so, and may be tolerated
+                log.warning("nothing keeps another run from writing %s: %s", self._path(name), e)
+            else:
+                self._leases.append(lease)
+
+    def _keep_leases(self) -> None:
+        """Say that the folder was removed, if it was, and take the leases in it again."""
+        kept = [lease.keep() for lease in self._leases]
+        if all(kept):
+            return
+        gone = [path for path in self.saved_checkpoints if not (self._started_in / path).exists()]
+        log.error(
+            "save_folder=%r was removed or replaced while this run saves to it: %d checkpoints that it had saved are "
+            "gone (%s). It is made again, and what is saved from now on is in it.",
+            self.folder,
+            len(gone),
+            ", ".join(gone[-3:]) or "none",
+        )
+        for path in gone:
+            self._forget(path)
 
     def _empty(self, state: State) -> None:
         """Give memory back in which nothing is that another saver has not saved, too."""
@@ -558,7 +626,7 @@ class CheckpointSaver(Callback):
     def save(self, state: State) -> str:
         """Save a checkpoint now, move ``latest``, delete what is not to be kept; its path, when it is committed."""
         pending = self._start(state, ephemeral=False)
-        self._collect()
+        self._collect_all()
         if pending is None:  # it failed and is tolerated; who asks for a path wants to know
             raise CheckpointError("the checkpoint could not be saved: see the warning in the log.")
         return self._path_of(pending.wait())
@@ -600,7 +668,7 @@ class CheckpointSaver(Callback):
     def save_last(self, state: State) -> None:
         """Save where the run stands, which has to end here. The next regular checkpoint takes its place."""
         self._start(state, ephemeral=True)
-        self._collect()
+        self._collect_all()
 
     @property
     def expected_seconds(self) -> float | None:
@@ -637,9 +705,10 @@ class CheckpointSaver(Callback):
         if self.best_metric is not None and self.best_metric not in metrics and not ephemeral:
             self._warn_of_missing_metric(name)
         try:
+            self._keep_leases()
             pending = self._pipeline.save(
                 state,
-                catalog=self.catalog,
+                catalog=Catalog(self._root),
                 template=self.filename.filename,
                 weights_only=self.weights_only,
                 ignore_keys=self.ignore_keys,
@@ -663,8 +732,8 @@ class CheckpointSaver(Callback):
             self._collect()
         return pending
 
-    def _collect(self) -> None:
-        """Wait for the save in flight and take note of how it went.
+    def _collect(self, *, alone: bool = False) -> None:
+        """Wait for the save in flight and take note of how it went; on all ranks unless ``alone``.
 
         Raises:
             Exception: what made it fail, unless that is tolerated.
@@ -677,6 +746,30 @@ class CheckpointSaver(Callback):
             pending.join()
             self.blocked_seconds += time.perf_counter() - started
         self._note_save(pending)
+        before, self._tidying = self._tidying, pending
+        if before is not None:
+            self._note_deletions(before, alone=alone)
+
+    def _note_deletions(self, pending: PendingSave, *, alone: bool) -> None:
+        """Take note of deletions that failed after the save had ended; on all ranks unless ``alone``."""
+        error, pending.deletion_error = pending.deletion_error, None
+        try:
+            with contextlib.nullcontext() if alone or not self._deletes else together("deleting older checkpoints"):
+                if error is not None:
+                    raise error
+        except (*FAILURES, RankError) as e:
+            self._failed(e)
+
+    def _collect_all(self, *, alone: bool = False) -> None:
+        """Wait for the save in flight and for the deletions behind it.
+
+        Raises:
+            Exception: what made one fail, unless that is tolerated.
+        """
+        self._collect(alone=alone)
+        self._pipeline.wait_until_tidy()
+        if self._tidying is not None:
+            self._note_deletions(self._tidying, alone=alone)
 
     def _note_save(self, pending: PendingSave) -> None:
         """Take note of how a save went that has ended."""
@@ -744,9 +837,14 @@ class CheckpointSaver(Callback):
         return deletions(self._manifests(run_name, moment, lineage), self._retention)
 
     @property
+    def _root(self) -> Path:
+        """The folder, wherever the process has gone since this was made."""
+        return self._started_in / self.folder
+
+    @property
     def catalog(self) -> Catalog:
-        """The folder's checkpoints."""
-        return Catalog(self.folder)
+        """The folder's checkpoints: by its name as long as that means the same, on each node for itself."""
+        return Catalog(self.folder if Path.cwd() == self._started_in else self._root)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -769,7 +867,7 @@ class CheckpointSaver(Callback):
         ]
 
     def _path_of(self, report: SaveReport) -> str:
-        return self._path(str(report.path.relative_to(self.folder)))
+        return self._path(str(report.path.relative_to(self._root)))
 
     def _path(self, name: str) -> str:
         """The folder as the user wrote it, with its './' if it has one, and the name."""

@@ -18,12 +18,12 @@ from composerlite.checkpoint.naming import name_pattern
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 from composerlite.storage import (
     StagedFile,
+    StagedLink,
     abandoned_temporaries,
     atomic_write,
     fsync_folder,
     make_folder,
     read_small_file,
-    replace_symlink,
     verify_file,
 )
 
@@ -219,10 +219,15 @@ class Catalog:
 
     def point_latest(self, link: str, name: str) -> None:
         """Make the symbolic link ``link`` point to the checkpoint ``name``. There is always one or the other."""
+        with self.latest_link(link, name) as staged:
+            staged.publish()
+
+    def latest_link(self, link: str, name: str) -> StagedLink:
+        """Return the symbolic link ``link`` to the checkpoint ``name``, which replaces the one there when published."""
         path = self.folder / link
         make_folder(path.parent)
         up = "../" * (len(Path(link).parts) - 1)
-        replace_symlink(path, up + name)
+        return StagedLink(path, up + name)
 
     def delete(self, manifest: Manifest) -> None:
         """Remove a checkpoint, its manifest first. What is gone already is not an error."""

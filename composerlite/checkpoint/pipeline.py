@@ -75,6 +75,8 @@ class PendingSave:
         self._snapshot = snapshot
         self._training_thread = threading.get_ident()
         self._future: Future[SaveReport] = Future()
+        self._tidied = threading.Event()
+        self.deletion_error: Exception | None = None
 
     @property
     def done(self) -> bool:
@@ -112,6 +114,24 @@ class PendingSave:
         else:
             self._future.set_result(report)
 
+    def tidy(self, delete_old: Callable[[], object]) -> None:
+        """Delete older checkpoints, after the save has ended: neither training nor the next snapshot waits for that."""
+        try:
+            delete_old()
+        except Exception as e:  # noqa: BLE001 - who saves asks for it
+            self.deletion_error = e
+        finally:
+            self._tidied.set()
+
+    def wait_until_tidy(self) -> None:
+        """Wait until older checkpoints are deleted.
+
+        Raises:
+            SaveError: that does not end.
+        """
+        if not self._tidied.wait(_PREVIOUS_SECONDS):
+            raise SaveError(f"older checkpoints than {self.name!r} are not deleted after {_PREVIOUS_SECONDS} s.")
+
 
 @final
 class Pipeline:
@@ -126,6 +146,7 @@ class Pipeline:
     def __init__(self, staging_bytes: int | None = None) -> None:
         self._staging = Staging(staging_bytes)
         self._pending: PendingSave | None = None
+        self._given_up: set[str] = set()  # by the save before, and perhaps not deleted yet
         self._previous: dict[str, SaveReport] = {}
         self._waited = 0.0
 
@@ -206,6 +227,9 @@ class Pipeline:
             _check_whole(weights_only=weights_only, ignore_keys=ignore_keys)
         names = _names(template, state)
         name = names[0]
+        previous = self._pending
+        if previous is not None and not self._given_up.isdisjoint(names):
+            previous.wait_until_tidy()  # one of this name is about to go
         vote = _vote(f"checkpoint {name!r}")
         more_votes = [_vote(f"checkpoint {name!r}") for _ in range(2)] if disks.are_several else []
         with together(f"checkpoint {name!r}"):  # before the ranks meet to gather: a name that is taken is told as that
@@ -262,7 +286,11 @@ class Pipeline:
         job.stall_seconds = time.perf_counter() - started
         if job.snapshot is not None:  # it counts its own, later ones too
             job.stall_seconds -= job.snapshot.stall_seconds
-        finish = functools.partial(pending.settle, lambda: self._finish(job))
+
+        def finish() -> None:
+            pending.settle(lambda: self._finish(job, previous))
+            pending.tidy(job.delete_old)
+
         # Not a daemon: a program that ends waits until its last checkpoint is committed.
         if not asynchronous or not start_threads(finish, 1, name="checkpoint-save", daemon=False):
             job.blocking = True
@@ -277,6 +305,7 @@ class Pipeline:
                 job.memory, job.snapshot = self._staging.take(job.body, lazy)
             else:
                 log.info("no memory for a copy of %s: training waits while it is written", job.path)
+                self.wait_until_tidy()
                 job.write()
         except BaseException as e:
             job.body.close(may_be_committed=False)
@@ -287,10 +316,14 @@ class Pipeline:
     def close(self) -> None:
         """Wait for the save that goes on and give the memory back. Errors of the save are left to who waits for it."""
         self.wait_for_previous()
+        self.wait_until_tidy()
         self._staging.close()
 
-    def _finish(self, job: SaveJob) -> SaveReport:
+    def _finish(self, job: SaveJob, previous: PendingSave | None) -> SaveReport:
+        if previous is not None:
+            previous.wait_until_tidy()  # the disk has room for no more than one checkpoint too many
         report = job.run()
+        self._given_up = set(report.deleted)
         before = self._previous.get(job.manifest.template)
         if (
             before is not None
@@ -308,6 +341,15 @@ class Pipeline:
             )
         self._previous[job.manifest.template] = report
         return report
+
+    def wait_until_tidy(self) -> None:
+        """Wait until the checkpoints that the save before gave up are deleted.
+
+        Raises:
+            SaveError: that does not end.
+        """
+        if self._pending is not None:
+            self._pending.wait_until_tidy()
 
     def wait_for_previous(self) -> None:
         """Wait until the save before has ended, well or not. The next one counts the time as its own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -138,6 +139,7 @@ class SaveJob:
 
     def __post_init__(self) -> None:
         self._written = False
+        self.to_delete: list[Manifest] = []
 
     @property
     def path(self) -> Path:
@@ -206,14 +208,20 @@ class SaveJob:
     def _commit(self, parts: Sequence[Any]) -> SaveReport:
         seconds = self._seconds()
         before_commit = time.perf_counter()
-        manifest = self.body.commit(dataclasses.replace(self.manifest, timings=seconds), parts)
-        self._point_latest()
+        with contextlib.ExitStack() as links:  # made first: a disk that has no room for them has no checkpoint either
+            staged = [links.enter_context(self.catalog.latest_link(link, name)) for link, name in self._links()]
+            manifest = self.body.commit(dataclasses.replace(self.manifest, timings=seconds), parts)
+            for one in staged:
+                one.publish()
         return self._conclude(manifest, before_commit)
 
+    def _links(self) -> list[tuple[str, str]]:
+        """The links that this rank points to the checkpoint, and the file that each leads to."""
+        return [(link, name) for link, name in self.latest.items() if link != name] if self.disks.is_keeper else []
+
     def _point_latest(self) -> None:
-        for link, name in self.latest.items() if self.disks.is_keeper else ():
-            if link != name:
-                self.catalog.point_latest(link, name)
+        for link, name in self._links():
+            self.catalog.point_latest(link, name)
 
     def _conclude(self, manifest: Manifest, before_commit: float) -> SaveReport:
         """What is left on rank 0 when the checkpoint exists."""
@@ -222,10 +230,10 @@ class SaveJob:
         log.info("saved checkpoint %s (%.1f MB in %.2f s)", self.path, manifest.size_bytes / 1e6, seconds["total"])
         if self.publish is not None:
             self.publish(manifest)
-        deleted: list[str] = []
-        for old in self.give_up() if self.give_up is not None else ():
-            self.catalog.delete(old)
-            deleted.append(old.name)
+        self.to_delete = list(self.give_up()) if self.give_up is not None else []
+        deleted = [old.name for old in self.to_delete]
+        if self.blocking:
+            self.delete_old()
         return SaveReport(
             path=self.path,
             batch=manifest.batch,
@@ -234,6 +242,11 @@ class SaveJob:
             weights_crc=self.body.weights_crc,
             deleted=deleted,
         )
+
+    def delete_old(self) -> None:
+        """Delete what the policy of retention gave up when the checkpoint existed. Twice is fine."""
+        while self.to_delete:
+            self.catalog.delete(self.to_delete.pop(0))
 
     def _as_seen_here(self, report: SaveReport) -> SaveReport:
         """What rank 0 reports, with this rank's name for the folder and how long it was kept from training."""

@@ -13,6 +13,7 @@ from composerlite.storage.digests import Digester, FileDigest, chunk_bytes_for
 from composerlite.storage.disk import (
     SecondName,
     StagedFile,
+    StagedLink,
     abandoned_temporaries,
     atomic_write,
     digest_file,
@@ -54,6 +55,7 @@ __all__ = [
     "SecondName",
     "Sink",
     "StagedFile",
+    "StagedLink",
     "StreamWriter",
     "Transfer",
     "Uploader",

@@ -21,6 +21,7 @@ from composerlite.errors import CorruptCheckpointError
 __all__ = [
     "SecondName",
     "StagedFile",
+    "StagedLink",
     "abandoned_temporaries",
     "atomic_write",
     "digest_file",
@@ -246,17 +247,46 @@ def abandoned_temporaries(folder: Path) -> Iterator[Path]:
                 yield temporary
 
 
+@final
+class StagedLink:
+    """A symbolic link under a temporary name beside ``link``, until :meth:`publish`. Used as a context manager.
+
+    There is no moment without a link. Leaving the block unpublished removes the temporary.
+
+    Args:
+        link: its name. target: what it leads to, relative to its folder.
+    """
+
+    def __init__(self, link: Path, target: str) -> None:
+        self._link, self._target = link, target
+        self._temporary: Path | None = self._make()
+
+    def _make(self) -> Path:
+        temporary = self._link.with_name(f".{self._link.name}.tmp-{secrets.token_hex(8)}")
+        temporary.symlink_to(self._target)
+        return temporary
+
+    def publish(self) -> None:
+        """Rename it to its name, replacing what is there, and make that durable."""
+        while self._temporary is not None:
+            try:
+                self._temporary.replace(self._link)
+            except FileNotFoundError:  # a link cannot be locked: another process took ours for abandoned
+                self._temporary = self._make()
+            else:
+                self._temporary = None
+        fsync_folder(self._link.parent)
+
+    def __enter__(self) -> StagedLink:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        temporary, self._temporary = self._temporary, None
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
 def replace_symlink(link: Path, target: str) -> None:
     """Point ``link`` to ``target`` (relative to its folder) without a moment in which there is no link."""
-    while True:
-        temporary = link.with_name(f".{link.name}.tmp-{secrets.token_hex(8)}")
-        temporary.symlink_to(target)
-        try:
-            temporary.replace(link)
-        except FileNotFoundError:  # a link cannot be locked: another process took ours for abandoned
-            continue
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        fsync_folder(link.parent)
-        return
+    with StagedLink(link, target) as staged:
+        staged.publish()

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint import Choice, begin_attempt, choose, download_bar, take_leases, together
+from composerlite.checkpoint import Choice, begin_attempt, choose, download_bar, together
 from composerlite.core import State
 from composerlite.errors import ConfigError
 from composerlite.types import Lineage
@@ -39,8 +39,8 @@ def newest_checkpoint(state: State, savers: Sequence[CheckpointSaver], *, progre
         )
     with together("taking the lease of the run"):
         if state.rank == 0:
-            leases = [lease for saver in savers for lease in saver.leases(state.run_name)]
-            take_leases(leases, f"run {state.run_name!r}", timeout)
+            for saver in savers:
+                saver.take_leases(state.run_name, timeout)
     with download_bar(progress_bar) as tell:
         choice = choose(
             [saver.catalog for saver in savers],

@@ -22,6 +22,7 @@ from composerlite.checkpoint.monolith import Monolith
 from composerlite.checkpoint.snapshot import Staging
 from composerlite.core import Logger, State
 from composerlite.dist import CommitRound
+from composerlite.storage import StagedLink
 
 Stage = tuple[str, int, Any, str]
 """Its name, the rank that fails there, and the function in which it does."""
@@ -33,7 +34,7 @@ STAGES: dict[str, list[Stage]] = {
         ("write", 0, Monolith, "write"),
         ("flush", 0, Monolith, "finish"),
         ("commit", 0, Catalog, "commit"),
-        ("latest", 0, Catalog, "point_latest"),
+        ("latest", 0, StagedLink, "publish"),
         ("retention", 0, Catalog, "delete"),
     ],
     "shards": [
@@ -43,7 +44,7 @@ STAGES: dict[str, list[Stage]] = {
         ("claim", 0, LocalFolder, "claim"),
         ("snapshot", 1, Staging, "take"),
         ("commit", 0, LocalFolder, "commit"),
-        ("latest", 0, Catalog, "point_latest"),
+        ("latest", 0, StagedLink, "publish"),
         ("retention", 0, Catalog, "delete"),
     ],
 }
@@ -155,7 +156,12 @@ def see_different_folders(folder: Path) -> dict[str, str]:
     told: dict[str, str] = {}
     for what in ("file", "directory"):
         if rank == 1:
-            shutil.copytree(folder / "view0", folder / f"view1 without {what}", symlinks=True)
+            shutil.copytree(
+                folder / "view0",
+                folder / f"view1 without {what}",
+                symlinks=True,
+                ignore=shutil.ignore_patterns("*.lease"),
+            )
             lacks = folder / f"view1 without {what}" / name
             shutil.rmtree(lacks) if what == "directory" else (lacks / "__1_0.distcp").unlink()
         dist.barrier("the views are there")
