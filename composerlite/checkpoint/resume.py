@@ -258,9 +258,13 @@ class _Links(NamedTuple):
     targets: re.Pattern[str]
 
 
-def _mend(catalog: Catalog, manifest: Manifest | None, links: Mapping[Path, _Links]) -> None:
+def _mend(
+    catalog: Catalog, manifest: Manifest | None, links: Mapping[Path, _Links], set_aside: Sequence[Manifest] = ()
+) -> None:
+    """Mend the links of the run's saver that lead to nothing; those too that led to what was just set aside."""
     if (own := links.get(catalog.folder)) is not None:
-        catalog.mend_links(manifest, own.names, own.targets)
+        gone = (re.escape(path) for one in set_aside for path in (one.name, *(file.path for file in one.files)))
+        catalog.mend_links(manifest, own.names, re.compile("|".join([f"(?:{own.targets.pattern})", *gone])))
 
 
 @final
@@ -363,11 +367,13 @@ class _Search:
 
     def accept(self, candidate: _Candidate) -> Lineage:
         """It is the one: set aside what is damaged in folders, and return the lineage of what is saved from now on."""
+        set_aside: list[Manifest] = []
         for rejected, error in self._rejected:
             if rejected.place == candidate.place:
                 continue  # what is good was fetched from a bucket to take its place
             if rejected.remote is None and isinstance(error, CorruptCheckpointError):
                 rejected.catalog.set_aside(rejected.manifest)  # the run will come to write one of that name again
+                set_aside.append(rejected.manifest)
         newer = [c for c in self._candidates if not c.whole and c.manifest.order > candidate.manifest.order]
         if not candidate.whole:
             log.warning(
@@ -378,7 +384,7 @@ class _Search:
         elif newer:
             log.info("%s is not the newest: newer ones were saved without some of their keys", candidate.source)
         is_here = isinstance(candidate.place, Path)
-        _mend(candidate.catalog, candidate.manifest if is_here else None, self._links)
+        _mend(candidate.catalog, candidate.manifest if is_here else None, self._links, set_aside)
         return continued(candidate.manifest, [c.manifest for c in self._known], [c.manifest for c in self._candidates])
 
 

@@ -67,7 +67,16 @@ class SayAndDie(Callback):
         return True
 
 
-def main(work: str, save_folder: str, how: str, weight: str, batches: str, die: str = "", keep: str = "-1") -> None:
+def main(
+    work: str,
+    save_folder: str,
+    how: str,
+    weight: str,
+    batches: str,
+    die: str = "",
+    keep: str = "-1",
+    name: str = "ba{batch}.pt",
+) -> None:
     """Train as the job says."""
     os.chdir(work)
     torch.set_num_threads(1)
@@ -82,7 +91,7 @@ def main(work: str, save_folder: str, how: str, weight: str, batches: str, die: 
         max_duration=f"{batches}ba",
         run_name="attempts",
         save_folder=save_folder,
-        save_filename="ba{batch}.pt",
+        save_filename=name,
         save_latest_filename="latest.pt",
         save_interval="1ba",
         save_overwrite=True,
