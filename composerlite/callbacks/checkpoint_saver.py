@@ -98,7 +98,7 @@ class CheckpointSaver(Callback):
     end of training. Training goes on as soon as what is saved was copied; one save is in flight at a time, and the end
     of ``fit`` waits for it. A checkpoint appears when it is durable, and is verified on load; a kill at any moment
     leaves every older one as it was. A save that fails ends training at the next batch, unless failures are tolerated.
-    Several savers may run side by side, in one folder if their names differ.
+    Several savers may run side by side, in one folder if their ``filename`` and ``latest_filename`` differ.
 
     Args:
         folder: a local folder, or a URI such as ``'s3://bucket/{run_name}'``; ``{run_name}`` and the variables of
@@ -197,7 +197,7 @@ class CheckpointSaver(Callback):
         if ephemeral_interval is not None:
             self.ephemeral_interval = interval_of(ephemeral_interval, argument="save_ephemeral_interval")
         self.folder = self._folder_template = folder
-        self._started_in = Path.cwd()
+        self._started_in = Path() if Path(self.folder).is_absolute() else Path.cwd()
         self.overwrite = overwrite
         self.num_checkpoints_to_keep = num_checkpoints_to_keep
         self.weights_only = weights_only
@@ -215,6 +215,7 @@ class CheckpointSaver(Callback):
         self._last_was_ephemeral = False
         self._last_says: tuple[object, ...] | None = None
         self._failures = FailuresInARow(self.failure_limit, "saved")
+        self._deletion_failures = FailuresInARow(self.failure_limit, "deleted")
         self._warned = False
         self._measured = MeasuredMetrics()
         self._pending: PendingSave | None = None
@@ -261,7 +262,7 @@ class CheckpointSaver(Callback):
         check_name_of_run(self.filename.filename, state.run_name, state.timestamp)
         if self.in_memory:
             self._prepare_memory(state)
-        self._check_latest_is_its_own(state)
+        self._check_names_are_its_own(state)
         if self.on_exception and (state.world_size > 1 or state.sharding is not None):
             raise ConfigError(
                 "save_on_exception=True with several ranks, or with a model that is spread over ranks: where one fails "
@@ -300,21 +301,31 @@ class CheckpointSaver(Callback):
         places = [publisher.remote.uri() for publisher in self._publishing.publishers]
         return folder_key(Path(self.folder), " ".join(places))
 
-    def _check_latest_is_its_own(self, state: State) -> None:
-        """Refuse a link to the latest that another saver of this run would point elsewhere."""
+    def _check_names_are_its_own(self, state: State) -> None:
+        """Refuse names whose files, or whose link, another saver of this run would replace by its own."""
+        own = self._first_places(state)
         for other in state.callbacks:
-            if other is self or not isinstance(other, CheckpointSaver) or other.latest_filename is None:
+            if other is self or not isinstance(other, CheckpointSaver):
                 continue
-            mine = None if self.latest_filename is None else self.latest_filename.filename
-            if mine != other.latest_filename.filename:
-                continue
-            folder = format_name_with_dist(other._folder_template, state.run_name, **FIRST_RANK)  # pyright: ignore[reportPrivateUsage]
-            if os.path.normpath(other._started_in / folder) == os.path.normpath(self._root):  # pyright: ignore[reportPrivateUsage]
-                raise ConfigError(
-                    f"latest_filename={mine!r}: two CheckpointSavers save to {self.folder!r}, and each would point "
-                    "this link to its own checkpoints. Give one of them another latest_filename, or None for no link, "
-                    "or another folder."
+            for argument, place in other._first_places(state).items():
+                if own.get(argument) == place:
+                    raise ConfigError(
+                        f"two CheckpointSavers have {argument}={getattr(self, argument).filename!r} in "
+                        f"{self.folder!r}, and each would replace what is the other's. Give one of them another "
+                        f"{argument}, or another folder."
+                    )
+
+    def _first_places(self, state: State) -> dict[str, str]:
+        """Return where its files and its link would be now, by the argument that names them."""
+        root = self._started_in / format_name_with_dist(self._folder_template, state.run_name, **FIRST_RANK)
+        places: dict[str, str] = {}
+        for argument, template in (("filename", self.filename), ("latest_filename", self.latest_filename)):
+            if template is not None:
+                place = root / format_name_with_dist_and_time(
+                    template.filename, state.run_name, state.timestamp, **FIRST_RANK
                 )
+                places[argument] = os.path.join(os.path.realpath(place.parent), place.name)  # noqa: PTH118
+        return places
 
     def _save_directories(self, state: State) -> None:
         """Name directories instead of files; as ``sharded_ckpt_prefix_dir`` says where the user has given one."""
@@ -751,14 +762,19 @@ class CheckpointSaver(Callback):
             self._note_deletions(before, alone=alone)
 
     def _note_deletions(self, pending: PendingSave, *, alone: bool) -> None:
-        """Take note of deletions that failed after the save had ended; on all ranks unless ``alone``."""
+        """Take note of how deletions went after the save had ended; on all ranks unless ``alone``.
+
+        They count apart from saves: the newest checkpoint is there, whatever becomes of older ones.
+        """
         error, pending.deletion_error = pending.deletion_error, None
         try:
             with contextlib.nullcontext() if alone or not self._deletes else together("deleting older checkpoints"):
                 if error is not None:
                     raise error
         except (*FAILURES, RankError) as e:
-            self._failed(e)
+            self._deletion_failures.failed(e, self._logger)
+        else:
+            self._deletion_failures.succeeded()
 
     def _collect_all(self, *, alone: bool = False) -> None:
         """Wait for the save in flight and for the deletions behind it.
@@ -768,8 +784,9 @@ class CheckpointSaver(Callback):
         """
         self._collect(alone=alone)
         self._pipeline.wait_until_tidy()
-        if self._tidying is not None:
-            self._note_deletions(self._tidying, alone=alone)
+        tidying, self._tidying = self._tidying, None
+        if tidying is not None:
+            self._note_deletions(tidying, alone=alone)
 
     def _note_save(self, pending: PendingSave) -> None:
         """Take note of how a save went that has ended."""

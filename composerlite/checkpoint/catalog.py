@@ -329,19 +329,45 @@ class Catalog:
         root = self.folder / _MANIFESTS
         for folder in _folders(root) if root.is_dir() and not root.is_symlink() else ():
             for temporary in abandoned_temporaries(folder):
-                manifest = self._finished_intention(temporary) or self._completed_intention(temporary)
-                if manifest is None:
-                    temporary.unlink(missing_ok=True)
-                else:
-                    temporary.replace(self.record_path(manifest.name))
-                    fsync_folder(folder)
-                    log.info("completed the commit of %s, whose process had died", self.folder / manifest.name)
+                self._end_commit(temporary)
         for folder in list(_folders(self.folder)):
             if (saving := SAVING.fullmatch(folder.name)) is not None:
                 LocalFolder(folder.with_name(saving[1])).sweep()
             for temporary in abandoned_temporaries(folder):
-                temporary.unlink(missing_ok=True)
-                log.info("removed %s, left by a process that died while it wrote", temporary)
+                _remove_temporary(temporary)
+
+    def tidy(self) -> None:
+        """Complete or remove what this user's dead processes left unfinished in the folder, not in those below it.
+
+        For who saves without a trainer. What is prepared for the disks of several nodes is left to :meth:`recover`.
+        What cannot be removed is logged: it is no checkpoint, and in nobody's way.
+        """
+        try:
+            kept: set[str] = set()
+            root = self.folder / _MANIFESTS
+            for temporary in filter(_is_own, () if root.is_symlink() else abandoned_temporaries(root)):
+                prepared = _prepared_name(temporary)
+                if prepared is None:
+                    self._end_commit(temporary)
+                else:
+                    kept.add(prepared)
+            for place in filter(_is_own, list(self.folder.glob(".*.saving-*"))):
+                if (saving := SAVING.fullmatch(place.name)) is not None and saving[1] not in kept:
+                    LocalFolder(place.with_name(saving[1])).sweep()
+            for temporary in filter(_is_own, abandoned_temporaries(self.folder)):
+                _remove_temporary(temporary)
+        except OSError as e:
+            log.warning("what dead processes left in %s is not removed: %s", self.folder, e)
+
+    def _end_commit(self, temporary: Path) -> None:
+        """Complete the commit that ``temporary`` announces, or forget it."""
+        manifest = self._finished_intention(temporary) or self._completed_intention(temporary)
+        if manifest is None:
+            temporary.unlink(missing_ok=True)
+        else:
+            temporary.replace(self.record_path(manifest.name))
+            fsync_folder(temporary.parent)
+            log.info("completed the commit of %s, whose process had died", self.folder / manifest.name)
 
     def _finished_intention(self, temporary: Path) -> Manifest | None:
         """The manifest in ``temporary`` if its data is there, whole."""
@@ -391,6 +417,27 @@ class Catalog:
         if path.exists():
             path.unlink(missing_ok=True)
             fsync_folder(path.parent)
+
+
+def _remove_temporary(temporary: Path) -> None:
+    temporary.unlink(missing_ok=True)
+    log.info("removed %s, left by a process that died while it wrote", temporary)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether it belongs to the user of this process."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.lstat().st_uid == os.geteuid()
+    return False
+
+
+def _prepared_name(temporary: Path) -> str | None:
+    """The name of the checkpoint that ``temporary`` prepares on one of several disks; ``None`` if it does not."""
+    try:
+        manifest = Manifest.from_json(temporary.read_bytes(), str(temporary))
+    except (CorruptCheckpointError, IsADirectoryError, FileNotFoundError):
+        return None
+    return None if manifest.node is None else manifest.name
 
 
 def _as_before(manifest: Manifest, target: str) -> str:

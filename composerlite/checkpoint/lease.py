@@ -71,20 +71,21 @@ def take_leases(leases: Sequence[Lease], what: str, timeout: float, advice: str 
         RunInUseError: one is not given up in time. None is held then.
     """
     until = time.monotonic() + timeout
-    for number, lease in enumerate(leases):
-        told = ""
-        while (holder := lease.try_to_take()) is not None:
-            if time.monotonic() > until:
-                for taken in leases[:number]:
-                    taken.release()
-                raise RunInUseError(
-                    f"{what} is written by another process, {holder}, which is alive: {advice} "
-                    f"Waited {timeout:.0f} s for its end."
-                )
-            if holder != told:
-                log.warning("%s is written by %s: waiting for its end, %.0f s at most", what, holder, timeout)
-                told = holder
-            time.sleep(_LOOK_SECONDS)
+    with contextlib.ExitStack() as taken:
+        for lease in leases:
+            told = ""
+            while (holder := lease.try_to_take()) is not None:
+                if time.monotonic() > until:
+                    raise RunInUseError(
+                        f"{what} is written by another process, {holder}, which is alive: {advice} "
+                        f"Waited {timeout:.0f} s for its end."
+                    )
+                if holder != told:
+                    log.warning("%s is written by %s: waiting for its end, %.0f s at most", what, holder, timeout)
+                    told = holder
+                time.sleep(_LOOK_SECONDS)
+            taken.callback(lease.release)
+        taken.pop_all()
 
 
 @functools.cache
@@ -130,8 +131,8 @@ class FolderLease:
         folder: of the checkpoints. name: of what is leased: the run, or a file that runs would replace for each other.
     """
 
-    _held: ClassVar[dict[Path, tuple[int, int]]] = {}
-    """The open file of each lease that this process holds, and how many share it."""
+    _held: ClassVar[dict[Path, tuple[int, set[FolderLease]]]] = {}
+    """The open file of each lease that this process holds, and who shares it."""
 
     def __init__(self, folder: str | Path, name: str) -> None:
         self._path = Path(os.path.abspath(folder)) / ".manifest" / f".{name.replace('/', '%2F')}.lease"  # noqa: PTH100
@@ -145,15 +146,15 @@ class FolderLease:
 
     def keep(self) -> bool:
         """See :class:`Lease`."""
-        if not self._holds or self._shared() is not None:
+        if not self._holds or (self._shared() is not None and self in self._held[self._path][1]):
             return True
-        self._holds = False
         self._lost_to = self.try_to_take()
+        self._holds = self._lost_to is None
         return False
 
     def _shared(self) -> int | None:
         """Return the file by which this process holds the lease; ``None`` if it does not, or the file was removed."""
-        file, _ = self._held.get(self._path, (None, 0))
+        file, _ = self._held.get(self._path, (None, None))
         if file is None or self._is_there(file):
             return file
         del self._held[self._path]
@@ -162,8 +163,8 @@ class FolderLease:
 
     def try_to_take(self) -> str | None:
         """See :class:`Lease`."""
-        if (shared := self._shared()) is not None:
-            self._held[self._path] = (shared, self._held[self._path][1] + (not self._holds))
+        if self._shared() is not None:
+            self._held[self._path][1].add(self)
             self._holds = True
             return None
         make_folder(self._path.parent)
@@ -173,7 +174,7 @@ class FolderLease:
         except BaseException:
             os.close(file)
             raise
-        if self._held.get(self._path, (None, 0))[0] != file:
+        if self._held.get(self._path, (None, None))[0] != file:
             os.close(file)
         return holder
 
@@ -192,7 +193,7 @@ class FolderLease:
             os.pwrite(file, json.dumps(_own_name()).encode(), 0)
         except OSError as e:
             raise OSError(e.errno, e.strerror, str(self._path)) from e  # the system's own names no file
-        self._held[self._path] = (file, 1)
+        self._held[self._path] = (file, {self})
         self._holds = True
         return None
 
@@ -203,10 +204,11 @@ class FolderLease:
         self._holds = False
         if (file := self._shared()) is None:
             return
-        _, sharing = self._held.pop(self._path)
-        if sharing > 1:
-            self._held[self._path] = (file, sharing - 1)
+        sharing = self._held[self._path][1]
+        sharing.discard(self)
+        if sharing:
             return
+        del self._held[self._path]
         try:
             self._path.unlink(missing_ok=True)
         except OSError as e:  # a disk that is read-only by now: the lock ends all the same

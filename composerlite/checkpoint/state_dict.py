@@ -20,8 +20,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.formats import sharded
-from composerlite.checkpoint.formats.directory import CheckpointFolder, PathOrUri, folder_of
+from composerlite.checkpoint.formats.directory import CheckpointFolder, LocalFolder, PathOrUri, folder_of
 from composerlite.checkpoint.formats.sharded_planned import PlannedSave, plan_save
 from composerlite.checkpoint.formats.sharded_writing import number_of
 from composerlite.checkpoint.state_fit import check_fit, check_groups, group_names, is_flattened, near
@@ -192,10 +193,13 @@ class _SaveSettings:
         number_of(self.processes, 1, "process_count")
 
     def plan(self, folder: CheckpointFolder, state: Callable[[], StateDict]) -> PlannedSave:
+        ranks = sharded.Ranks(self.group)
+        if ranks.is_first and isinstance(folder, LocalFolder):
+            Catalog(folder.path.parent).tidy()
         return plan_save(
             folder,
             state,
-            ranks=sharded.Ranks(self.group),
+            ranks=ranks,
             overwrite=self.overwrite,
             threads=self.threads,
             throttle=self.throttle,

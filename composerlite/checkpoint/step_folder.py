@@ -16,6 +16,7 @@ from collections.abc import Generator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar, final
 
+from composerlite.checkpoint.catalog import Catalog
 from composerlite.checkpoint.formats.directory import (
     INDEX,
     CheckpointFolder,
@@ -208,9 +209,10 @@ class _LocalStep(StepFolder):
         return str(place)
 
     def _sweep(self) -> None:
-        """Remove what saves of other steps have left whose processes are dead."""
-        for left in self._path.parent.glob(".[!.]*.saving-*"):
-            LocalFolder(self._path.with_name(left.name[1:].rpartition(".saving-")[0])).sweep()
+        """Remove what saves of other steps have left whose processes are dead, and writers of files beside them."""
+        Catalog(self._path.parent).tidy()
+        for step in {self._path, *self._path.parent.glob("step*/")}:
+            Catalog(step).tidy()
 
     def write(self, place: str, name: str, image: TorchImage) -> FileDigest:
         path = Path(place) / name
@@ -262,6 +264,7 @@ class _LocalStep(StepFolder):
         if not overwrite and path.exists():
             raise _exists(str(path))
         make_folder(path.parent)
+        Catalog(path.parent).tidy()
         with atomic_write(path) as file:
             file.write(contents)
         return str(path)

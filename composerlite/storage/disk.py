@@ -10,6 +10,7 @@ import re
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import IO, final
@@ -26,6 +27,7 @@ __all__ = [
     "atomic_write",
     "digest_file",
     "fsync_folder",
+    "is_abandoned",
     "make_folder",
     "read_small_file",
     "replace_symlink",
@@ -33,6 +35,8 @@ __all__ = [
 
 _TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
 _PIECE_BYTES = 1 << 20
+_ABANDONED_SECONDS = 7 * 24 * 3600.0
+"""A temporary without a change for so long has no writer, where no lock can tell."""
 
 
 def digest_file(path: Path, progress: Callable[[int], object] = int) -> tuple[int, str]:
@@ -223,8 +227,8 @@ def _create_locked(path: Path) -> tuple[Path, IO[bytes]]:
 def abandoned_temporaries(folder: Path) -> Iterator[Path]:
     """The temporaries that dead processes left in ``folder``, each locked while the caller looks at it.
 
-    A temporary whose writer lives is locked by it and is left out, and so are all where the file system has no locks:
-    there nothing can be proven dead.
+    A temporary whose writer lives is locked by it and is left out. Where the file system has no locks nothing can be
+    proven dead: there a temporary counts that nobody has changed for a week.
     """
     if not folder.is_dir():
         return
@@ -232,19 +236,45 @@ def abandoned_temporaries(folder: Path) -> Iterator[Path]:
         if temporary.is_symlink():
             yield temporary  # made and renamed in two system calls: one that is still here was left behind
             continue
-        try:
-            if not stat.S_ISREG(temporary.lstat().st_mode):
-                continue  # a folder or a pipe is none of ours
-            file = temporary.open("rb")
-        except FileNotFoundError:  # its writer has just published it
-            continue
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                continue
-            if temporary.exists():
+        with is_abandoned(temporary) as dead:
+            if dead and temporary.is_file():
                 yield temporary
+
+
+@contextlib.contextmanager
+def is_abandoned(path: Path) -> Generator[bool]:
+    """Whether the writer of a temporary file or folder is dead; it is locked meanwhile. False for anything else.
+
+    A week without a change proves it where there are no locks: a link to a file, and all in a folder, count as well.
+    """
+    try:
+        if not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISDIR(mode):
+            yield False  # a pipe, for one: to open it would wait for its other end
+            return
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, PermissionError):  # its writer has just published it; or it is another user's
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        except OSError:
+            yield time.time() - _last_change(path) > _ABANDONED_SECONDS
+        else:
+            yield True
+    finally:
+        os.close(file)
+
+
+def _last_change(path: Path) -> float:
+    """When anything of a file, or of a folder and what is in it, was changed last."""
+    found = [path, *path.rglob("*")] if path.is_dir() else [path]
+    changes = [time.time()]
+    with contextlib.suppress(FileNotFoundError):  # somebody is at work there: now
+        changes = [max(one.lstat().st_ctime, one.lstat().st_mtime) for one in found]
+    return max(changes)
 
 
 @final

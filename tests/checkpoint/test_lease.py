@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_training import trainer
 
 from composerlite.checkpoint import BucketLease, FolderLease, RemoteCatalog, take_leases
+from composerlite.checkpoint.lease import _own_name, _started
 from composerlite.errors import RunInUseError
 from composerlite.storage import Transfer, open_store
 
@@ -118,3 +124,159 @@ def test_runs_of_different_names_do_not_wait_for_each_other(tmp_path: Path) -> N
             take_leases([FolderLease(tmp_path, "run")], "run 'run'", 0)
         assert lease.lost_to is None
         lease.release()
+
+
+TRY = """
+import sys
+from composerlite.checkpoint import FolderLease
+holder = FolderLease(sys.argv[1], "run").try_to_take()
+print(holder or "free")
+"""
+
+
+def tried(folder: Path) -> str:
+    """What another process is told that wants the lease of the run in ``folder``: who has it, or that it is free."""
+    command = [sys.executable, "-c", TRY, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
+
+
+def copy_the_folder(folder: Path) -> None:
+    """A backup of the run, by its own process."""
+    shutil.copytree(folder, folder.with_name("copy"))
+
+
+def read_the_lease(folder: Path) -> None:
+    """What an editor of a notebook does, or a search for words."""
+    for path in folder.rglob(".*.lease"):
+        path.read_bytes()
+
+
+def have_a_second_trainer(folder: Path) -> None:
+    """Of the same run, which is closed before the first."""
+    with trainer(save_folder=folder, autoresume=True):
+        pass
+
+
+def start_a_program(folder: Path) -> None:
+    """It inherits what is not closed."""
+    subprocess.run([sys.executable, "-c", "pass"], check=True, close_fds=False)
+
+
+def end_a_worker(folder: Path) -> None:
+    """As a data loader does at the end of an epoch."""
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [copy_the_folder, read_the_lease, have_a_second_trainer, start_a_program, end_a_worker],
+    ids=lambda x: x.__name__,
+)
+def test_nothing_that_a_process_does_beside_loses_its_lease(act: Callable[[Path], None], tmp_path: Path) -> None:
+    """A second launch is refused as long as the first one's trainer is open, and let in when it is closed."""
+    folder = tmp_path / "saves"
+    with trainer(save_folder=folder, autoresume=True):
+        act(folder)
+        assert tried(folder).startswith(f"process {os.getpid()} on ")
+    assert tried(folder) == "free"
+
+
+OUTLIVED = """
+import os, signal, sys
+from composerlite.checkpoint import FolderLease, take_leases
+take_leases([FolderLease(sys.argv[1], "run")], "run 'run'", 0)
+if (worker := os.fork()) == 0:
+    sys.stdin.read()
+    os._exit(0)
+print(worker, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_worker_that_outlives_its_killed_parent_holds_no_lease(tmp_path: Path) -> None:
+    """The relaunch gets the run although a data loader's worker of the first launch hangs on."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OUTLIVED, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        assert parent.wait(60) == -signal.SIGKILL
+        os.kill(worker, 0)  # it lives
+        assert tried(tmp_path) == "free"
+
+
+# ── other machines, and what looks like this one ─────────────────────────────────────────────────────────────────────
+TRY_BUCKET = """
+import sys
+from composerlite.checkpoint import BucketLease, RemoteCatalog
+from composerlite.storage import Transfer, open_store
+with Transfer(open_store(sys.argv[1])) as transfer:
+    lease = BucketLease(RemoteCatalog(transfer, "saves"), "run")
+    print(lease.try_to_take() or "free")
+    lease.release()
+"""
+CONTAINER = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+
+
+@pytest.fixture
+def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of a bucket that programs started here reach."""
+    server = request.getfixturevalue("s3_server")
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{server.new_bucket()}"
+
+
+@pytest.fixture
+def container() -> list[str]:
+    """What a command is run with, so that it has process numbers of its own and this machine's name, as pods have."""
+    try:
+        done = subprocess.run([*CONTAINER, "true"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare program")
+    if done.returncode != 0:
+        pytest.skip(f"no process namespace can be made here: {done.stderr.strip()}")
+    return CONTAINER
+
+
+def test_a_lease_is_not_taken_from_a_container_that_lives(bucket: str, container: list[str]) -> None:
+    """Containers have one machine's name and each its own process numbers: 'not here' does not mean dead."""
+    with held("bucket", bucket):
+        command = [*container, sys.executable, "-c", TRY_BUCKET, bucket]
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert "process" in told, "a living holder's lease was taken"
+
+
+def test_a_process_number_that_was_given_again_is_not_its_holder(bucket: str) -> None:
+    """The lease of a dead holder is free at once, although another process has its number by now."""
+    own = {**_own_name(), "id": "x"}
+    parent = os.getppid()
+    cases = [({"pid": parent, "started": "1"}, True), ({"pid": parent, "started": _started(parent)}, False)]
+    cases += [({"pid": parent, "started": "1", "boot": "another"}, False)]
+    with Transfer(open_store(bucket)) as transfer:
+        for change, is_free in cases:
+            lease = BucketLease(RemoteCatalog(transfer, "saves"), "run")
+            transfer.put_bytes("saves/.manifest/.run.lease", json.dumps({**own, **change}).encode())
+            assert (lease.try_to_take() is None) is is_free, change
+            lease.release()
+
+
+def test_garbage_in_the_place_of_a_lease_is_nobody(bucket: str) -> None:
+    """Whatever is there: the run starts, and no exception of a parser ends it."""
+    with Transfer(open_store(bucket)) as transfer:
+        for data in (
+            b"",
+            b"null",
+            b"[1]",
+            b"3",
+            b'"x"',
+            b'{"host": 1}',
+            b'{"host": [], "pid": "x", "id": {}}',
+            b"\xff",
+        ):
+            transfer.put_bytes("saves/.manifest/.run.lease", data)
+            lease = BucketLease(RemoteCatalog(transfer, "saves"), "run", beat_seconds=0.1, dead_seconds=0.3)
+            take_leases([lease], "run 'run'", 20)
+            lease.release()

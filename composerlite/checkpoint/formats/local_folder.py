@@ -36,6 +36,7 @@ from composerlite.storage import (
     StagedFile,
     atomic_write,
     fsync_folder,
+    is_abandoned,
     make_folder,
     read_small_file,
     verify_file,
@@ -306,18 +307,9 @@ class LocalFolder(CheckpointFolder):
     def dead_saves(self) -> Iterator[Path]:
         """What saves of dead processes have left; each is locked while the caller looks at it."""
         for place in self.path.parent.glob(f".{glob.escape(self.path.name)}.saving-*"):
-            try:
-                descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            except (FileNotFoundError, NotADirectoryError):  # a link to a folder is none either
-                continue
-            try:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:  # its process lives, or nothing can be proven dead here
-                    continue
-                yield place
-            finally:
-                os.close(descriptor)
+            with is_abandoned(place) as dead:
+                if dead and SAVING.fullmatch(place.name) and place.is_dir():
+                    yield place
 
     def _unlock(self) -> None:
         if self._lock >= 0:

@@ -1,0 +1,224 @@
+"""Runs that would write the same files, and a folder that vanishes or goes read-only under a run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tiny_training import saved_batches, train, trainer
+
+from composerlite import Callback, Logger, State
+from composerlite.checkpoint import Catalog, FolderLease
+from composerlite.errors import RunInUseError
+
+HOLD = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from tiny_training import trainer
+from composerlite import Callback
+
+class Wait(Callback):
+    def batch_end(self, state, logger):
+        if int(state.timestamp.batch) == 5:
+            print(os.getpid(), flush=True)
+            sys.stdin.readline()
+
+arguments = dict(pair.split("=", 1) for pair in sys.argv[3:])
+with trainer(callbacks=[Wait()], save_folder=sys.argv[2], save_interval="1ba", **arguments) as run:
+    run.fit()
+"""
+
+
+@contextmanager
+def another_launch(folder: Path, **arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A program that trains, and stands in the middle of it until the block ends."""
+    command = [sys.executable, "-c", HOLD, str(Path(__file__).parent), str(folder)]
+    with subprocess.Popen(
+        [*command, *(f"{key}={value}" for key, value in arguments.items())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == str(process.pid)
+        yield process
+        process.communicate("\n", timeout=240)
+        assert process.returncode == 0
+
+
+def test_two_launches_without_autoresume_do_not_write_the_same_files(tmp_path: Path) -> None:
+    """The second is refused before its first batch, with the process and the machine of the first."""
+    with (
+        another_launch(tmp_path) as first,
+        trainer(save_folder=tmp_path, save_interval="1ba", save_overwrite=True) as run,
+    ):
+        with pytest.raises(RunInUseError, match=rf"run 'run' is written by another process, process {first.pid} on "):
+            run.fit()
+        assert int(run.state.timestamp.batch) == 0
+    assert saved_batches(tmp_path) == list(range(1, 13))
+    train(save_folder=tmp_path, save_interval="1ba", save_overwrite=True)
+
+
+def test_two_runs_whose_files_have_the_same_names_do_not_share_a_folder(tmp_path: Path) -> None:
+    """They are told before the first batch; with the run's name in the names of its files both train."""
+    with another_launch(tmp_path) as first:
+        with (
+            trainer(run_name="other", save_folder=tmp_path, save_overwrite=True) as run,
+            pytest.raises(
+                RunInUseError, match=rf"process {first.pid} on .*replace the other's files.* names of its own"
+            ),
+        ):
+            run.fit()
+        train(
+            run_name="other",
+            save_folder=tmp_path,
+            save_filename="{run_name}-ep{epoch}.pt",
+            save_latest_filename="{run_name}.pt",
+        )
+    assert len(saved_batches(tmp_path)) == 12 + 3
+
+
+class At(Callback):
+    """Does something at the end of one batch."""
+
+    def __init__(self, batch: int, do: Callable[[], object]) -> None:
+        self.batch, self.do = batch, do
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.batch) == self.batch:
+            self.do()
+
+
+# ── a folder that vanishes ───────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("autoresume", [True, False])
+def test_a_folder_that_is_removed_under_a_run_is_reported_and_made_again(
+    autoresume: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error in the log says how much is gone; later checkpoints are there, and the lease is held again."""
+    folder = tmp_path / "saves"
+    told: list[str | None] = []
+
+    def look() -> None:
+        told.append(who_holds(folder))
+
+    with (
+        caplog.at_level(logging.ERROR),
+        trainer(
+            callbacks=[At(6, lambda: shutil.rmtree(folder)), At(9, look)],
+            save_folder=folder,
+            save_interval="1ba",
+            save_async=False,
+            autoresume=autoresume,
+        ) as run,
+    ):
+        run.fit()
+        assert run.saved_checkpoints == [f"{folder}/ep{(batch - 1) // 4}-ba{batch}-rank0.pt" for batch in range(6, 13)]
+    (error,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert "was removed or replaced while this run saves to it" in error
+    assert "5 checkpoints that it had saved are gone" in error
+    assert "ep1-ba5-rank0.pt" in error
+    assert saved_batches(folder) == list(range(6, 13))
+    assert told[0] is not None
+    assert f"process {os.getpid()}" in told[0]
+    assert who_holds(folder) is None
+
+
+WANT = """
+import sys
+from composerlite.checkpoint import FolderLease
+print(FolderLease(sys.argv[1], "run").try_to_take() or "")
+"""
+
+
+def who_holds(folder: Path) -> str | None:
+    """What another process is told that wants the lease of the run."""
+    command = [sys.executable, "-c", WANT, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip() or None
+
+
+def test_two_trainers_of_a_process_share_a_lease_that_was_lost(tmp_path: Path) -> None:
+    """The folder is removed: each takes it again, and it is free when the last of both has given it back."""
+    folder = tmp_path / "saves"
+    leases = [FolderLease(folder, "run") for _ in range(2)]
+    for lease in leases:
+        assert lease.try_to_take() is None
+    shutil.rmtree(folder)
+    assert leases[0].keep() is False
+    leases[1].keep()
+    assert who_holds(folder) is not None
+    leases[0].release()
+    assert who_holds(folder) is not None, "the second trainer still saves here"
+    leases[1].release()
+    assert who_holds(folder) is None
+
+
+# ── a disk that goes read-only ───────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("autoresume", [True, False])
+def test_a_disk_that_goes_read_only_does_not_end_a_run_that_tolerates_failures(
+    autoresume: bool, mount: Callable[[str], Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Nor does its end: the trainer closes, and the lease is free when the disk is writable again."""
+    disk, folder = mount("size=4m"), tmp_path / "view"
+    folder.mkdir()
+
+    def view(how: str) -> None:
+        for command in (
+            ["mount", "--bind", str(disk), str(folder)],
+            ["mount", "-o", f"remount,bind,{how}", str(folder)],
+        ):
+            subprocess.run(command, check=True)
+
+    def leave() -> None:  # what is open stays open, as when the system goes read-only after an error
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+    request.addfinalizer(lambda: subprocess.run(["umount", "-l", str(folder)], check=False))
+
+    def go_read_only() -> None:
+        leave()
+        view("ro")
+
+    view("rw")
+    with trainer(
+        callbacks=[At(6, go_read_only)],
+        save_folder=folder,
+        save_interval="1ba",
+        save_failure_limit=100,
+        autoresume=autoresume,
+    ) as run:
+        run.fit()
+        assert int(run.state.timestamp.batch) == 12
+    kept = saved_batches(disk)
+    assert kept[-1] >= 4
+    assert kept == list(range(1, kept[-1] + 1))
+    leave()
+    assert who_holds(disk) is None
+    train(save_folder=disk, save_interval="1ba", autoresume=True)
+    assert saved_batches(disk) == list(range(1, 13))
+
+
+# ── a disk without an inode ──────────────────────────────────────────────────────────────────────────────────────────
+def test_no_checkpoint_is_committed_without_its_latest(mount: Callable[[str], Path]) -> None:
+    """However many names a disk has room for: the newest checkpoint and ``latest`` are the same one."""
+    newest: set[int] = set()
+    for names in range(8, 28):
+        disk = mount(f"size=1m,nr_inodes={names}")
+        with trainer(
+            save_folder=disk, save_interval="1ba", save_failure_limit=100, max_duration="6ba", save_async=False
+        ) as run:
+            run.fit()
+        kept = saved_batches(disk)
+        link = disk / "latest-rank0.pt"
+        assert link.is_symlink() == bool(kept), names
+        if kept:
+            found = Catalog(disk).manifest_of(str(link.readlink()))
+            assert found is not None
+            assert found.batch == kept[-1], f"nr_inodes={names}: latest stays behind"
+        newest.add(kept[-1] if kept else 0)
+    assert len(newest) > 3, "the disks were too small or too large to show it"
