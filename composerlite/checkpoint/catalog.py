@@ -264,9 +264,9 @@ class Catalog:
         log.warning("set aside the damaged file %s as %s.damaged", self.folder / name, name)
 
     def set_aside_unreadable(self, names: re.Pattern[str]) -> None:
-        """Take checkpoints of ``names`` out of the way whose manifest is damaged, and the manifest with them.
+        """Take checkpoints of ``names`` out of the way whose manifest is damaged or that of another, and the manifest.
 
-        One that is whole and that of another checkpoint is evidence of a copy made by hand, and is left alone.
+        The run comes to save these names. What is called otherwise, such as a copy made by hand, is left alone.
         """
         root = self.folder / _MANIFESTS
         for path in list(self._records()):
@@ -274,7 +274,7 @@ class Catalog:
             try:
                 if names.fullmatch(name) is None or not _is_regular(path):
                     continue
-                Manifest.from_json(read_small_file(path), str(path))
+                self._read(path)
             except CorruptCheckpointError as e:
                 self._rename_damaged(f"{_MANIFESTS}/{name}.json")
                 self._rename_damaged(name)

@@ -112,9 +112,11 @@ def test_a_link_of_somebody_else_is_neither_removed_nor_turned(tmp_path: Path) -
 
 
 def test_a_copy_made_by_hand_with_its_manifest_stays(tmp_path: Path) -> None:
-    """``best.pt`` and its manifest, under another name, are no damage: neither is renamed, under any name."""
+    """``best.pt`` and its manifest, under another name, are no damage: neither is renamed."""
     path = save_batch(tmp_path, 1)
-    for name in ("best.pt", "ba9.pt"):
+    for name in ("best.pt", "kept/ba9.pt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / ".manifest" / name).parent.mkdir(exist_ok=True)
         shutil.copy(path, tmp_path / name)
         shutil.copy(tmp_path / ".manifest" / "ba1.pt.json", tmp_path / ".manifest" / f"{name}.json")
     before = sorted(tmp_path.rglob("*"))

@@ -12,12 +12,12 @@ from parts import save_batch
 
 from composerlite.checkpoint import Catalog, Manifest, choose, in_line, living_line
 from composerlite.checkpoint.lineage import continued, highest_attempt, new_attempt
-from composerlite.checkpoint.manifest import SCHEMA
+from composerlite.checkpoint.manifest import SCHEMA, FileRecord
 from composerlite.types import Lineage
 
 
 def manifest(batch: int, lineage: Lineage, saved_at: str = "2026-01-01T00:00:00.000+00:00") -> Manifest:
-    """The record of a checkpoint without files."""
+    """The record of a checkpoint."""
     name = f"{lineage.id}-ba{batch}.pt"
     return Manifest(
         name=name,
@@ -25,7 +25,7 @@ def manifest(batch: int, lineage: Lineage, saved_at: str = "2026-01-01T00:00:00.
         template="x",
         run_name="run",
         timestamp={"batch": batch},
-        files=(),
+        files=(FileRecord(name, 1, "0" * 32),),
         lineage=lineage,
         saved_at=saved_at,
     )
