@@ -49,7 +49,7 @@ def prune(
     """Remove the committed checkpoints that ``policy`` gives up, of each run and each name template by itself.
 
     What is incomplete is left alone, and counts for nothing. So is what a run abandoned when it was started over, which
-    ``with_abandoned`` removes.
+    ``with_abandoned`` removes. What a link leads to stays, and so does what a killed process has begun to replace.
     """
     removed: list[dict[str, Any]] = []
     kept: list[str] = []
@@ -69,8 +69,9 @@ def prune(
                     groups.setdefault((found.home, found.manifest.run_name, found.manifest.template), []).append(found)
             for group in groups.values():
                 gone |= dict.fromkeys(_given_up(group, policy))
+            used = place.in_use() if gone else set[str]()
             for found in chosen:
-                if found.name not in gone:
+                if found.name not in gone or not used.isdisjoint((found.name, *(file.path for file in found.files))):
                     kept.append(place.uri(found.name))
                     continue
                 if not sweep.dry_run:

@@ -13,7 +13,7 @@ import torch
 from commands import answer, composerlite, published, train
 
 from composerlite.checkpoint import Checkpointer
-from composerlite.storage import StagedFile, open_store
+from composerlite.storage import StagedFile, Transfer, open_store
 
 ONE, TWO, THREE = (f"ep{epoch}-ba{4 * epoch}-rank0.pt" for epoch in (1, 2, 3))
 DEAD = "tmp-0123456789abcdef"
@@ -59,6 +59,33 @@ def test_prune_follows_the_attempt_that_lives(demo: Path) -> None:
     assert [one["uri"] for one in gone] == [f"demo/{TWO}", f"demo/{THREE}"]
     assert names(demo) == [ONE]
     assert (demo / "latest-rank0.pt").resolve() == (demo / ONE).resolve()
+
+
+def test_prune_leaves_what_a_link_leads_to(demo: Path) -> None:
+    """A run that was killed between a commit and its link: ``latest`` leads to the one before, which stays for now."""
+    (demo / "latest-rank0.pt").unlink()
+    (demo / "latest-rank0.pt").symlink_to(TWO)
+    gone = answer("checkpoint", "prune", "demo", "--keep-last", 1, cwd=demo.parent)["removed"]
+    assert [one["uri"] for one in gone] == [f"demo/{ONE}"]
+    assert (demo / "latest-rank0.pt").exists()
+
+
+def test_prune_leaves_what_is_being_replaced(demo: Path) -> None:
+    """A commit that was killed between its two renames is completed by the next launch: its name stays till then."""
+    manifest = demo / ".manifest" / f"{ONE}.json"
+    manifest.with_name(f".{ONE}.json.{DEAD}").write_bytes(manifest.read_bytes())
+    gone = answer("checkpoint", "prune", "demo", "--keep-last", 1, cwd=demo.parent)["removed"]
+    assert [one["uri"] for one in gone] == [f"demo/{TWO}"]
+    assert (demo / ONE).exists()
+
+
+def test_prune_in_a_bucket_leaves_what_a_link_leads_to(demo: Path, bucket: str) -> None:
+    """There, too: the object of the link names the checkpoint before the newest."""
+    published(demo, bucket)
+    with open_store(bucket) as store, Transfer(store) as transfer:
+        transfer.put_bytes("demo/latest-rank0.pt.symlink", f"demo/{TWO}".encode())
+    gone = answer("checkpoint", "prune", f"{bucket}/demo", "--keep-last", 1, cwd=demo.parent)["removed"]
+    assert [one["uri"] for one in gone] == [f"{bucket}/demo/{ONE}"]
 
 
 def test_a_dry_run_changes_nothing(demo: Path) -> None:

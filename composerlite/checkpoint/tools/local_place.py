@@ -24,6 +24,9 @@ __all__ = ["LocalPlace"]
 _UNFINISHED = re.compile(r"\..+\.(?:tmp-[0-9a-f]{16}|saving-[0-9a-f]{16}(?:-old|-failed)?)")
 """Files and folders that are being written, or whose writer died."""
 
+_BEGUN = re.compile(r"\.(.+)\.json\.tmp-[0-9a-f]+")
+"""The manifest of a commit that has not ended."""
+
 
 @final
 class LocalPlace(Place):
@@ -110,6 +113,18 @@ class LocalPlace(Place):
 
     def point(self, link: str, name: str) -> None:
         Catalog(self.folder).point_latest(link, name)
+
+    def in_use(self) -> set[str]:
+        used: set[str] = set()
+        for folder, _, names in os.walk(self.folder):
+            for path in (Path(folder) / name for name in names):
+                relative = path.relative_to(self.folder)
+                if path.is_symlink():
+                    used.add(os.path.relpath(path.parent / path.readlink(), self.folder))
+                elif MANIFESTS in relative.parts and (begun := _BEGUN.fullmatch(path.name)) is not None:
+                    inside = [part for part in relative.parts[:-1] if part != MANIFESTS]
+                    used.add("/".join([*inside, begun[1]]))
+        return used
 
     def leftovers(self, older_than: timedelta) -> list[Leftover]:
         found: list[Leftover] = []

@@ -120,6 +120,13 @@ class Place(ABC):
         """Make the link ``link`` lead to the checkpoint ``name``."""
 
     @abstractmethod
+    def in_use(self) -> set[str]:
+        """Return the names that links lead to, and those of checkpoints whose commit has begun and not ended.
+
+        A process that was killed between a commit and its link has left the link on the checkpoint before.
+        """
+
+    @abstractmethod
     def leftovers(self, older_than: timedelta) -> list[Leftover]:
         """What processes have left that died while they wrote.
 

@@ -140,6 +140,11 @@ class RemotePlace(Place):
     def point(self, link: str, name: str) -> None:
         self.put(link + LINK_SUFFIX, self.name_of(name).encode(), create_only=False)
 
+    def in_use(self) -> set[str]:
+        paths = [path for path in self.files() if path.endswith((LINK_SUFFIX, ".next"))]
+        targets = (data.decode(errors="replace").strip() for data in self.read_all(paths) if data is not None)
+        return {target.removeprefix(self._prefix) for target in targets}
+
     def leftovers(self, older_than: timedelta) -> list[Leftover]:
         return [
             Leftover(self.store.get_uri(upload.name), f"the parts of an upload that was started {upload.started_at}", 0)
