@@ -861,7 +861,11 @@ class CheckpointSaver(Callback):
     @property
     def catalog(self) -> Catalog:
         """The folder's checkpoints: by its name as long as that means the same, on each node for itself."""
-        return Catalog(self.folder if Path.cwd() == self._started_in else self._root)
+        try:
+            is_here = Path(self.folder).is_absolute() or Path.cwd() == self._started_in
+        except FileNotFoundError:  # the working directory was removed
+            is_here = False
+        return Catalog(self.folder if is_here else self._root)
 
     @property
     def buckets(self) -> list[Bucket]:

@@ -69,3 +69,25 @@ def test_a_checkpoint_in_the_background_gets_to_its_folder(tmp_path: Path, monke
     train(callbacks=leaves, save_folder="saves", save_interval="1ba", save_staging_folder=None)
     assert [manifest.batch for manifest in Catalog(places[0] / "saves").manifests()] == list(range(1, 13))
     assert [list(place.iterdir()) for place in places[1:]] == [[], []]
+
+
+def test_a_working_directory_that_is_removed_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an absolute save_folder, checkpoints need no working directory."""
+
+    class Remove(Callback):
+        """Removes the working directory."""
+
+        def batch_end(self, state: State, logger: Logger) -> None:
+            if int(state.timestamp.batch) == 1:
+                Path.cwd().rmdir()
+
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    how: dict[str, Any] = {"save_interval": "2ba", "max_duration": "4ba", "save_num_checkpoints_to_keep": 1}
+    run = trainer(save_folder=tmp_path / "saves", callbacks=[Remove()], **how)
+    try:
+        run.fit()
+        run.close()
+    finally:
+        monkeypatch.chdir(tmp_path)
+    assert saved_batches(tmp_path / "saves") == [4]
