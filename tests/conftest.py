@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,20 @@ def _unfinished(known: set[threading.Thread]) -> list[str]:
     for thread in new:
         thread.join(timeout=1)
     return [thread.name for thread in new if thread.is_alive()]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give temporary files a folder of the session, of killed processes and of other libraries too, and remove it."""
+    before, folder = os.environ.get("TMPDIR"), tmp_path_factory.mktemp("temporary")
+    os.environ["TMPDIR"], tempfile.tempdir = str(folder), None
+    yield
+    tempfile.tempdir = None
+    if before is None:
+        del os.environ["TMPDIR"]
+    else:
+        os.environ["TMPDIR"] = before
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
