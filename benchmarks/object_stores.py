@@ -147,7 +147,7 @@ def flush(path: Path) -> None:
 # ── finding ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def finding(checkpoints: int) -> None:
     """P10: the newest of many checkpoints, where ``latest`` leads to it and where it does not."""
-    from composerlite.checkpoint.remote import RemoteCatalog
+    from composerlite.checkpoint.place.remote import RemoteCatalog
     from composerlite.storage import Transfer, open_store
     from composerlite.testing import FaultProxy
 
@@ -178,7 +178,7 @@ def finding(checkpoints: int) -> None:
 
 def fill(server: S3Server, bucket: str, checkpoints: int, link: str) -> None:
     """Put the records of so many checkpoints into the bucket, and the data of the newest."""
-    from composerlite.checkpoint.manifest import FileRecord, Manifest
+    from composerlite.checkpoint.record.manifest import FileRecord, Manifest
     from composerlite.storage import Transfer, open_store
 
     stamp = dict.fromkeys(("epoch", "batch", "sample", "token", "batch_in_epoch", "sample_in_epoch"), 0)
@@ -205,7 +205,7 @@ def fill(server: S3Server, bucket: str, checkpoints: int, link: str) -> None:
 
         with ThreadPoolExecutor(WRITERS) as pool:
             list(pool.map(put, range(1, checkpoints)))
-        from composerlite.checkpoint.remote import RemoteCatalog
+        from composerlite.checkpoint.place.remote import RemoteCatalog
 
         with tempfile.NamedTemporaryFile() as data:
             data.write(bytes(1000))
@@ -319,9 +319,9 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
     from checkpoint_systems import Composerlite
 
     from composerlite.checkpoint import Catalog
-    from composerlite.checkpoint.publishing import Publisher
-    from composerlite.checkpoint.remote import RemoteCatalog
-    from composerlite.checkpoint.retention import KeepAll
+    from composerlite.checkpoint.place.remote import RemoteCatalog
+    from composerlite.checkpoint.record.retention import KeepAll
+    from composerlite.checkpoint.save.publishing import Publisher
     from composerlite.storage import Transfer, Uploader, open_store
 
     system = Composerlite(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import shutil
 import tempfile
@@ -55,6 +56,7 @@ def _unfinished(known: set[threading.Thread]) -> list[str]:
 @pytest.fixture(scope="session", autouse=True)
 def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Give temporary files a folder of the session, of killed processes and of other libraries too, and remove it."""
+    multiprocessing.util.get_temp_dir()  # its own is removed when the process ends, and is to be there until then
     before, folder = os.environ.get("TMPDIR"), tmp_path_factory.mktemp("temporary")
     os.environ["TMPDIR"], tempfile.tempdir = str(folder), None
     yield

@@ -109,8 +109,8 @@ LATER = ["omegaconf", "rich", "sklearn", "tensorboard", "torchmetrics", "typer"]
         ("composerlite", ["torch", "numpy", *LATER]),
         ("composerlite.errors", ["torch", "numpy", *LATER]),
         ("composerlite.storage", ["torch", "numpy", *LATER]),
-        ("composerlite.checkpoint.remote", ["torch", "numpy", *LATER]),  # and with it manifests and catalogs
-        ("composerlite.checkpoint.retention", ["torch", "numpy", *LATER]),
+        ("composerlite.checkpoint.place.remote", ["torch", "numpy", *LATER]),  # and with it manifests and catalogs
+        ("composerlite.checkpoint.record.retention", ["torch", "numpy", *LATER]),
         ("composerlite.core.time", ["torch", "numpy", *LATER]),
         ("composerlite.cli", ["torch"]),
         ("composerlite.config", ["torch"]),

@@ -21,7 +21,7 @@ import composerlite
 ROOT = Path(__file__).parent.parent
 
 WITHOUT_A_PAGE = {
-    "composerlite.checkpoint.formats": "its names are those of composerlite.checkpoint and composerlite.utils",
+    "composerlite.checkpoint.format.packing": "its names are those of composerlite.checkpoint and composerlite.utils",
     "composerlite.checkpoint.tools": "the command line",
     "composerlite.cli": "the command line",
     "composerlite.report": "the command line",

@@ -9,7 +9,7 @@ from typing import Any, final
 import typer
 
 from composerlite.checkpoint import Manifest, UnshardStrategy, unshard_checkpoint
-from composerlite.checkpoint.formats import format_of
+from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.tools import (
     is_huggingface_folder,
     model_directory,

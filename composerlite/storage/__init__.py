@@ -23,7 +23,7 @@ from composerlite.storage.disk import (
     read_small_file,
     replace_symlink,
 )
-from composerlite.storage.helpers import Helpers, start_threads
+from composerlite.storage.helpers import Helpers, number_of, start_threads
 from composerlite.storage.memory import Copier, Copying, HostMemory, available_memory
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name
 from composerlite.storage.page_watch import PageWatch, whole_pages
@@ -73,6 +73,7 @@ __all__ = [
     "is_uri",
     "make_folder",
     "maybe_create_object_store_from_uri",
+    "number_of",
     "open_store",
     "parse_uri",
     "read_small_file",

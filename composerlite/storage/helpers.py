@@ -9,7 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar, final
 
-__all__ = ["Helpers", "start_threads"]
+from composerlite.errors import ConfigError
+
+__all__ = ["Helpers", "number_of", "start_threads"]
 
 log = logging.getLogger(__name__)
 _warned = threading.Event()
@@ -93,3 +95,14 @@ class Helpers:
         self._first()
         while (do := self._queue.get()) is not None:
             do()
+
+
+def number_of(count: int | None, default: int, name: str = "thread_count") -> int:
+    """``count``, of threads or processes, or the ``default``.
+
+    Raises:
+        ConfigError: it is less than 1; names ``name``.
+    """
+    if count is not None and count < 1:
+        raise ConfigError(f"{name}={count}: want 1 or more, or None")
+    return default if count is None else count

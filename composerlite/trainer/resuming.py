@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 def newest_checkpoint(state: State, savers: Sequence[CheckpointSaver], *, progress_bar: bool, timeout: float) -> Choice:
     """Choose the newest good checkpoint of this run that any of its ``savers`` wrote.
 
-    From now on no other process can be given the run: see :mod:`composerlite.checkpoint.lease`.
+    From now on no other process can be given the run: see :mod:`composerlite.checkpoint.place.lease`.
 
     Args:
         state: of the run. savers: where to look.

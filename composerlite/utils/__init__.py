@@ -16,8 +16,8 @@ if TYPE_CHECKING:
         safe_torch_load,
         save_checkpoint,
     )
-    from composerlite.checkpoint.download import download_checkpoint, get_file
-    from composerlite.checkpoint.formats import KNOWN_COMPRESSORS, get_compressor, is_compressed_pt, is_tar
+    from composerlite.checkpoint.format.packing import KNOWN_COMPRESSORS, get_compressor, is_compressed_pt, is_tar
+    from composerlite.checkpoint.load.download import download_checkpoint, get_file
     from composerlite.core import FSDPConfig, ParallelismConfig, TPConfig, create_interval_scheduler
     from composerlite.errors import ObjectStoreTransientError
     from composerlite.storage import ObjectStore, maybe_create_object_store_from_uri, parse_uri, retry
@@ -75,9 +75,9 @@ _HOMES = {
     **dict.fromkeys(
         ("ObjectStore", "maybe_create_object_store_from_uri", "parse_uri", "retry"), "composerlite.storage"
     ),
-    **dict.fromkeys(("download_checkpoint", "get_file"), "composerlite.checkpoint.download"),
+    **dict.fromkeys(("download_checkpoint", "get_file"), "composerlite.checkpoint.load.download"),
     **dict.fromkeys(
-        ("KNOWN_COMPRESSORS", "get_compressor", "is_compressed_pt", "is_tar"), "composerlite.checkpoint.formats"
+        ("KNOWN_COMPRESSORS", "get_compressor", "is_compressed_pt", "is_tar"), "composerlite.checkpoint.format.packing"
     ),
 }
 """Where a name lives that is not in ``composerlite.checkpoint``."""

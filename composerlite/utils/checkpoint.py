@@ -11,10 +11,13 @@ from composerlite.checkpoint import (
     safe_torch_load,
     save_checkpoint,
 )
-from composerlite.checkpoint.download import download_checkpoint
+from composerlite.checkpoint.load.download import download_checkpoint
 
 if TYPE_CHECKING:
-    from composerlite.checkpoint.formats.sharded_readers import DistCPObjectStoreReader, FileSystemReaderWithValidation
+    from composerlite.checkpoint.load.sharded.readers_of_stores import (
+        DistCPObjectStoreReader,
+        FileSystemReaderWithValidation,
+    )
 
 __all__ = [
     "DistCPObjectStoreReader",
@@ -34,7 +37,7 @@ _READERS = ("DistCPObjectStoreReader", "FileSystemReaderWithValidation")
 def __getattr__(name: str) -> Any:
     if name not in _READERS:  # they need torch.distributed.checkpoint, which takes its time
         raise AttributeError(f"module 'composerlite.utils.checkpoint' has no attribute {name!r}")
-    return getattr(importlib.import_module("composerlite.checkpoint.formats.sharded_readers"), name)
+    return getattr(importlib.import_module("composerlite.checkpoint.load.sharded.readers_of_stores"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,7 @@
 """The documented path of seeding and of generator states. They live in ``composerlite.core`` and ``.checkpoint``."""
 
-from composerlite.checkpoint.rng import capture as get_rng_state
-from composerlite.checkpoint.rng import restore as load_rng_state
+from composerlite.checkpoint.record.rng import capture as get_rng_state
+from composerlite.checkpoint.record.rng import restore as load_rng_state
 from composerlite.core import MAX_SEED, configure_deterministic_mode, get_random_seed, seed_all, seed_context
 
 __all__ = [

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import Callback, ComposerModel, Event, Logger, State, Trainer
 from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint import manifest
+from composerlite.checkpoint.record import manifest
 
 __all__ = ["LONGEST", "RUN", "Order", "as_json", "live", "live_alone"]
 

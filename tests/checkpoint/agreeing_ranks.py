@@ -17,10 +17,10 @@ from tiny_training import trainer
 from torch import nn
 
 from composerlite import dist
-from composerlite.checkpoint import shared_folder
-from composerlite.checkpoint.contents import gather
-from composerlite.checkpoint.formats.directory import LocalFolder
-from composerlite.checkpoint.formats.sharded_saving import Shards, expected_bytes
+from composerlite.checkpoint.place import shared_folder
+from composerlite.checkpoint.place.directory import LocalFolder
+from composerlite.checkpoint.record.contents import gather
+from composerlite.checkpoint.save.sharded.saving import Shards, expected_bytes
 from composerlite.core import Event, State
 from composerlite.errors import ConfigError, RankError
 

@@ -15,7 +15,7 @@ from typing import Any
 from sharded_kills import STEPS
 
 from composerlite.checkpoint import Manifest
-from composerlite.checkpoint.formats.directory import LocalFolder
+from composerlite.checkpoint.place.directory import LocalFolder
 from composerlite.storage import FileDigest
 
 

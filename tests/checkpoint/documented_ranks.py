@@ -18,7 +18,7 @@ from composerlite.checkpoint import (
     save_model_and_optim_state,
     unshard_checkpoint,
 )
-from composerlite.checkpoint.formats.directory import RemoteFolder
+from composerlite.checkpoint.place.directory import RemoteFolder
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.storage.local import LocalObjectStore
 

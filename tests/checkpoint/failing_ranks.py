@@ -16,10 +16,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint import Catalog, load_checkpoint, pipeline
-from composerlite.checkpoint.formats.directory import LocalFolder
-from composerlite.checkpoint.monolith import Monolith
-from composerlite.checkpoint.snapshot import Staging
+from composerlite.checkpoint import Catalog, load_checkpoint
+from composerlite.checkpoint.place.directory import LocalFolder
+from composerlite.checkpoint.save import pipeline
+from composerlite.checkpoint.save.monolith import Monolith
+from composerlite.checkpoint.save.snapshot import Staging
 from composerlite.core import Logger, State
 from composerlite.dist import CommitRound
 from composerlite.storage import StagedLink

@@ -27,8 +27,8 @@ from composerlite.checkpoint import (
     newest_good,
     save_model_and_optim_state,
 )
-from composerlite.checkpoint.formats import sharded
-from composerlite.checkpoint.formats.directory import RemoteFolder
+from composerlite.checkpoint.load.sharded import reader as sharded
+from composerlite.checkpoint.place.directory import RemoteFolder
 from composerlite.core import State
 from composerlite.dist.exchanging import _Parcel  # pyright: ignore[reportPrivateUsage] - to end in its place
 from composerlite.dist.spread import Spread

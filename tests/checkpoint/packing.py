@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from composerlite.checkpoint.formats import format_of
+from composerlite.checkpoint.format.packing import format_of
 from composerlite.storage import FileDigest, Sink, StagedFile
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.lzma")

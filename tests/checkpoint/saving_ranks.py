@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint.formats.directory import LocalFolder
-from composerlite.checkpoint.snapshot import Staging
+from composerlite.checkpoint.place.directory import LocalFolder
+from composerlite.checkpoint.save.snapshot import Staging
 from composerlite.core import FSDPConfig, Logger, ParallelismConfig, State
 from composerlite.dist import CommitRound
 from composerlite.errors import RankError

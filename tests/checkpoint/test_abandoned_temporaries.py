@@ -43,7 +43,7 @@ def test_a_kill_at_any_step_leaves_nothing_for_good(kind: str, stride: int, tmp_
 WRITER = """
 import sys
 from pathlib import Path
-from composerlite.checkpoint.formats.directory import LocalFolder
+from composerlite.checkpoint.place.directory import LocalFolder
 from composerlite.storage import SecondName, StagedFile
 folder = Path(sys.argv[1])
 claim = LocalFolder(folder / "living").claim(overwrite=False)

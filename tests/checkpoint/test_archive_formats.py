@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 from packing import ARCHIVES, MEMBER, SUFFIXES, TOOLS, children, fill, independent_read, need, pack, tool_output
 from packing import torch_bytes as make_torch_bytes
 
-from composerlite.checkpoint.formats import format_of, is_packed, unpacked
-from composerlite.checkpoint.naming import check_template
+from composerlite.checkpoint.format.packing import format_of, is_packed, unpacked
+from composerlite.checkpoint.record.naming import check_template
 from composerlite.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import StagedFile, digest_file
 from composerlite.storage.local import LocalObjectStore
@@ -251,8 +251,8 @@ WITHOUT_LIBRARIES = """
 import os, sys
 from pathlib import Path
 from packing import SUFFIXES, pack
-from composerlite.checkpoint.formats import unpacked
-from composerlite.checkpoint.naming import check_template
+from composerlite.checkpoint.format.packing import unpacked
+from composerlite.checkpoint.record.naming import check_template
 from composerlite.errors import ConfigError
 
 programs, os.environ["PATH"] = os.environ["PATH"], sys.argv[1]
@@ -375,7 +375,7 @@ def test_a_program_that_fails_says_why(
 PEAK = """
 import ctypes, resource, sys
 from pathlib import Path
-from composerlite.checkpoint.formats import format_of, unpacked
+from composerlite.checkpoint.format.packing import format_of, unpacked
 folder, megabytes = Path(sys.argv[1]), int(sys.argv[2])
 memory = ctypes.create_string_buffer(bytes(range(256)) * 4096, 1 << 20)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -12,7 +12,7 @@ import torch
 from parts import Remember, new_state
 
 from composerlite.checkpoint import IgnoreKeys, check_ignore_keys, glob_filter
-from composerlite.checkpoint.contents import gather, without
+from composerlite.checkpoint.record.contents import gather, without
 from composerlite.errors import ConfigError
 
 WEIGHT = torch.ones(2)

@@ -18,7 +18,7 @@ import pytest
 from tiny_training import trainer
 
 from composerlite.checkpoint import BucketLease, FolderLease, RemoteCatalog, take_leases
-from composerlite.checkpoint.lease import _own_name, _started
+from composerlite.checkpoint.place.lease import _own_name, _started
 from composerlite.errors import RunInUseError
 from composerlite.storage import Transfer, open_store
 

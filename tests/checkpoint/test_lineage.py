@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from parts import save_batch
 
 from composerlite.checkpoint import Catalog, Manifest, choose, in_line, living_line
-from composerlite.checkpoint.lineage import continued, highest_attempt, new_attempt
-from composerlite.checkpoint.manifest import SCHEMA, FileRecord
+from composerlite.checkpoint.record.lineage import continued, highest_attempt, new_attempt
+from composerlite.checkpoint.record.manifest import SCHEMA, FileRecord
 from composerlite.types import Lineage
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composerlite.checkpoint import FileRecord, Manifest
-from composerlite.checkpoint.manifest import SCHEMA, plain_timestamp
+from composerlite.checkpoint.record.manifest import SCHEMA, plain_timestamp
 from composerlite.core import Timestamp
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 

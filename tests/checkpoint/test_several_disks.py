@@ -10,7 +10,7 @@ import pytest
 from checkpoint import disk_ranks
 
 from composerlite.checkpoint import Catalog, load_keys
-from composerlite.checkpoint.several_disks import complete_prepared
+from composerlite.checkpoint.place.several_disks import complete_prepared
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.testing import run_ranks, run_ranks_to_the_end
 

@@ -36,8 +36,8 @@ from composerlite.checkpoint import (
     save_state_dict,
     unshard_checkpoint,
 )
-from composerlite.checkpoint.formats import sharded
-from composerlite.checkpoint.formats.directory import LocalFolder, RemoteFolder
+from composerlite.checkpoint.load.sharded import reader as sharded
+from composerlite.checkpoint.place.directory import LocalFolder, RemoteFolder
 from composerlite.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,

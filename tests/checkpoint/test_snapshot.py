@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from composerlite.checkpoint.formats.torch_file import TorchImage
-from composerlite.checkpoint.snapshot import Snapshot, Staging
+from composerlite.checkpoint.format.torch_file import TorchImage
+from composerlite.checkpoint.save.snapshot import Snapshot, Staging
 from composerlite.errors import SaveError
 
 SIZE = 4 << 20

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composerlite.checkpoint.formats.zip_directory import Entry, entries
-from composerlite.checkpoint.formats.zip_layout import Layout, trailer
+from composerlite.checkpoint.format.zip_directory import Entry, entries
+from composerlite.checkpoint.format.zip_layout import Layout, trailer
 
 GiB = 1 << 30
 

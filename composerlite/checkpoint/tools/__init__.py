@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from composerlite.checkpoint.place.places import MANIFESTS, Leftover, Place, StoredFile
     from composerlite.checkpoint.tools.comparing import Change, Difference, compared, flat
     from composerlite.checkpoint.tools.converting import write_directory, write_file, write_safetensors
     from composerlite.checkpoint.tools.copying import copy
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         write_tokenizer,
     )
     from composerlite.checkpoint.tools.inspecting import Leaf, contents_of, leaves_of_contents, model_directory
-    from composerlite.checkpoint.tools.places import MANIFESTS, Leftover, Place, StoredFile
     from composerlite.checkpoint.tools.pointing import Pointed, place_at, pointed, target_at
     from composerlite.checkpoint.tools.surveying import UNLISTED, Found, abandoned, newest, survey
     from composerlite.checkpoint.tools.whole import model_and_integrations, weights_of, whole_contents
@@ -60,15 +60,20 @@ __all__ = [
 ]
 
 _HOMES = {
-    "comparing": ("Change", "Difference", "compared", "flat"),
-    "converting": ("write_directory", "write_file", "write_safetensors"),
-    "copying": ("copy",),
-    "huggingface": ("is_huggingface_folder", "kept_by_huggingface", "write_huggingface", "write_tokenizer"),
-    "inspecting": ("Leaf", "contents_of", "leaves_of_contents", "model_directory"),
-    "places": ("MANIFESTS", "Leftover", "Place", "StoredFile"),
-    "pointing": ("Pointed", "place_at", "pointed", "target_at"),
-    "surveying": ("UNLISTED", "Found", "abandoned", "newest", "survey"),
-    "whole": ("model_and_integrations", "weights_of", "whole_contents"),
+    "composerlite.checkpoint.tools.comparing": ("Change", "Difference", "compared", "flat"),
+    "composerlite.checkpoint.tools.converting": ("write_directory", "write_file", "write_safetensors"),
+    "composerlite.checkpoint.tools.copying": ("copy",),
+    "composerlite.checkpoint.tools.huggingface": (
+        "is_huggingface_folder",
+        "kept_by_huggingface",
+        "write_huggingface",
+        "write_tokenizer",
+    ),
+    "composerlite.checkpoint.tools.inspecting": ("Leaf", "contents_of", "leaves_of_contents", "model_directory"),
+    "composerlite.checkpoint.place.places": ("MANIFESTS", "Leftover", "Place", "StoredFile"),
+    "composerlite.checkpoint.tools.pointing": ("Pointed", "place_at", "pointed", "target_at"),
+    "composerlite.checkpoint.tools.surveying": ("UNLISTED", "Found", "abandoned", "newest", "survey"),
+    "composerlite.checkpoint.tools.whole": ("model_and_integrations", "weights_of", "whole_contents"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -76,7 +81,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'composerlite.checkpoint.tools' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"composerlite.checkpoint.tools.{_HOME_OF[name]}"), name)
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -9,15 +9,15 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from composerlite.checkpoint import rng
-from composerlite.checkpoint.catalog import Catalog
-from composerlite.checkpoint.formats import format_of
-from composerlite.checkpoint.formats.directory import LocalFolder
-from composerlite.checkpoint.formats.sharded_saving import Shards
-from composerlite.checkpoint.formats.torch_file import TorchImage
-from composerlite.checkpoint.manifest import FileRecord, Manifest, versions
-from composerlite.checkpoint.plain_files import file_writer
-from composerlite.checkpoint.state_dict import save_state_dict
+from composerlite.checkpoint.api.state_dict import save_state_dict
+from composerlite.checkpoint.format.packing import format_of
+from composerlite.checkpoint.format.torch_file import TorchImage
+from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.directory import LocalFolder
+from composerlite.checkpoint.record import rng
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest, versions
+from composerlite.checkpoint.save.plain_files import file_writer
+from composerlite.checkpoint.save.sharded.saving import Shards
 from composerlite.checkpoint.tools.whole import weights_of
 from composerlite.errors import CheckpointExistsError
 from composerlite.storage import StagedFile, make_folder

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from composerlite.checkpoint.manifest import FileRecord
-from composerlite.checkpoint.tools.places import Place, StoredFile
+from composerlite.checkpoint.place.places import Place, StoredFile
+from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.checkpoint.tools.surveying import Found, survey
 from composerlite.errors import (
     CheckpointExistsError,

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from composerlite.checkpoint.plain_files import file_writer
+from composerlite.checkpoint.save.plain_files import file_writer
 from composerlite.checkpoint.tools.whole import weights_of
 from composerlite.errors import (
     CheckpointExistsError,

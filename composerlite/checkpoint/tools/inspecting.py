@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from composerlite.checkpoint.download import fetched
-from composerlite.checkpoint.formats import is_packed_beginning
-from composerlite.checkpoint.formats.directory import CheckpointFolder, LocalFolder, RemoteFolder
-from composerlite.checkpoint.formats.remote_bytes import HeaderBytes
-from composerlite.checkpoint.formats.remote_folder import VerifiedObject
-from composerlite.checkpoint.reading import RawFile, opened, readable
-from composerlite.checkpoint.step_folder import MODEL
-from composerlite.checkpoint.tools.local_place import LocalPlace
-from composerlite.checkpoint.tools.places import MANIFESTS, Place
-from composerlite.checkpoint.tools.remote_place import RemotePlace
+from composerlite.checkpoint.format.packing import is_packed_beginning
+from composerlite.checkpoint.load.download import fetched
+from composerlite.checkpoint.load.reading import RawFile, opened, readable
+from composerlite.checkpoint.place.directory import CheckpointFolder, LocalFolder, RemoteFolder
+from composerlite.checkpoint.place.local_place import LocalPlace
+from composerlite.checkpoint.place.places import MANIFESTS, Place
+from composerlite.checkpoint.place.remote_folder import VerifiedObject
+from composerlite.checkpoint.place.remote_place import RemotePlace
+from composerlite.checkpoint.place.step_folder import MODEL
+from composerlite.checkpoint.tools.remote_bytes import HeaderBytes
 from composerlite.checkpoint.tools.surveying import Found
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
 from composerlite.storage import FileDigest
@@ -90,8 +90,8 @@ def model_directory(place: Place, found: Found) -> CheckpointFolder | None:
 
 
 def _directory(folder: CheckpointFolder) -> Any:
-    from composerlite.checkpoint.formats import sharded  # slow to import, and most checkpoints are files
-    from composerlite.checkpoint.state_keys import nested
+    from composerlite.checkpoint.load.sharded import reader as sharded  # slow to import, and most checkpoints are files
+    from composerlite.checkpoint.load.sharded.state_keys import nested
 
     with sharded.RemoteFileSystemReader(folder) as reader:
         metadata = reader.read_metadata()

@@ -7,11 +7,11 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from composerlite.checkpoint.download import followed, resolved
-from composerlite.checkpoint.step_folder import MARKER
-from composerlite.checkpoint.tools.local_place import LocalPlace
-from composerlite.checkpoint.tools.places import MANIFESTS, Place
-from composerlite.checkpoint.tools.remote_place import RemotePlace
+from composerlite.checkpoint.load.download import followed, resolved
+from composerlite.checkpoint.place.local_place import LocalPlace
+from composerlite.checkpoint.place.places import MANIFESTS, Place
+from composerlite.checkpoint.place.remote_place import RemotePlace
+from composerlite.checkpoint.place.step_folder import MARKER
 from composerlite.checkpoint.tools.surveying import UNLISTED, Found, survey
 from composerlite.errors import CheckpointNotFoundError, ConfigError
 from composerlite.storage import is_uri, open_store, parse_uri

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import final
 
-from composerlite.checkpoint.lineage import living_line
-from composerlite.checkpoint.manifest import FileRecord, Manifest
-from composerlite.checkpoint.step_folder import MARKER, MODEL, TRAIN
-from composerlite.checkpoint.step_marker import CheckpointMetadata
-from composerlite.checkpoint.tools.places import MANIFESTS, Place, StoredFile
+from composerlite.checkpoint.place.places import MANIFESTS, Place, StoredFile
+from composerlite.checkpoint.place.step_folder import MARKER, MODEL, TRAIN
+from composerlite.checkpoint.record.lineage import living_line
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+from composerlite.checkpoint.record.step_marker import CheckpointMetadata
 from composerlite.errors import CheckpointError
 
 __all__ = ["UNLISTED", "Found", "abandoned", "newest", "survey"]

@@ -10,13 +10,13 @@ from typing import Any, cast, final
 
 from torch import Tensor
 
-from composerlite.checkpoint import rng
-from composerlite.checkpoint.download import fetched
-from composerlite.checkpoint.formats.directory import CheckpointFolder
-from composerlite.checkpoint.reading import opened
+from composerlite.checkpoint.load.download import fetched
+from composerlite.checkpoint.load.reading import opened
+from composerlite.checkpoint.place.directory import CheckpointFolder
+from composerlite.checkpoint.place.local_place import LocalPlace
+from composerlite.checkpoint.place.places import Place
+from composerlite.checkpoint.record import rng
 from composerlite.checkpoint.tools.inspecting import model_directory
-from composerlite.checkpoint.tools.local_place import LocalPlace
-from composerlite.checkpoint.tools.places import Place
 from composerlite.checkpoint.tools.pointing import pointed
 from composerlite.checkpoint.tools.surveying import Found
 from composerlite.errors import (
@@ -97,9 +97,11 @@ def _read(place: Place, found: Found, part: _Part) -> Any:
 
 
 def _directory(folder: CheckpointFolder, part: _Part) -> Any:
-    from composerlite.checkpoint.directory_loading import as_in_a_file  # slow to import, and most are files
-    from composerlite.checkpoint.formats import sharded
-    from composerlite.checkpoint.state_keys import nested
+    from composerlite.checkpoint.load.sharded import reader as sharded
+    from composerlite.checkpoint.load.sharded.directory_loading import (
+        as_in_a_file,  # slow to import, and most are files
+    )
+    from composerlite.checkpoint.load.sharded.state_keys import nested
 
     with sharded.RemoteFileSystemReader(folder) as reader:
         metadata = reader.read_metadata()

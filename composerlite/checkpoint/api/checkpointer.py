@@ -1,0 +1,385 @@
+"""Checkpoints of single steps, for training loops of one's own.
+
+A checkpoint is the directory ``step{step}`` with ``model_and_optim/``, which plain ``torch.distributed.checkpoint``
+reads, ``train/rank{rank}.pt``, what each rank wants to remember beside that, and ``.metadata.json``, without which it
+is none.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import os
+import re
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any, ClassVar, final
+
+from composerlite.checkpoint.api.state_dict import (
+    WorkDir,
+    get_checkpoint_metadata,
+    load_model_and_optim_state,
+    load_state_dict,
+    run_behind,
+)
+from composerlite.checkpoint.api.step_metadata import (
+    CheckpointMetadata,
+    Found,
+    find_step,
+    metadata_of,
+    read_train_state,
+)
+from composerlite.checkpoint.api.train_module import TrainModule, TrainModuleLike, state_to_load, state_to_save
+from composerlite.checkpoint.format.torch_file import TorchImage
+from composerlite.checkpoint.load.sharded import reader as sharded
+from composerlite.checkpoint.place.step_folder import MARKER, MODEL, TRAIN, StepFolder, step_folder_of
+from composerlite.checkpoint.record.manifest import FileRecord
+from composerlite.checkpoint.save.sharded.copy import Staged
+from composerlite.checkpoint.save.sharded.planned import PlannedSave, plan_save
+from composerlite.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    IncompatibleCheckpointError,
+    UnknownArgumentError,
+    did_you_mean,
+)
+from composerlite.types import StateDict
+
+__all__ = ["CheckpointMetadata", "Checkpointer", "CheckpointerConfig"]
+
+log = logging.getLogger(__name__)
+_STEP = re.compile(r"step(0|[1-9]\d*)")
+
+
+@final
+@dataclass
+class CheckpointerConfig:
+    """How a :class:`Checkpointer` is to be made; see there."""
+
+    work_dir: WorkDir = None
+    save_overwrite: bool | None = None
+    pre_download: bool = False
+    save_thread_count: int | None = None
+    load_thread_count: int | None = None
+    throttle_uploads: bool = False
+
+    def build(self, process_group: Any = None, **overrides: Any) -> Checkpointer:
+        """Make it, with some fields of this replaced by ``overrides``.
+
+        Raises:
+            UnknownArgumentError: there is no such field.
+        """
+        known = [entry.name for entry in dataclasses.fields(self)]
+        for name in overrides:
+            if name not in known:
+                raise UnknownArgumentError(f"CheckpointerConfig has no field {name!r}.{did_you_mean(name, known)}")
+        settings: dict[str, Any] = {name: overrides.get(name, getattr(self, name)) for name in known}
+        settings["save_overwrite"] = bool(settings["save_overwrite"])
+        return Checkpointer(**settings, process_group=process_group)
+
+
+@final
+@dataclass
+class Checkpointer:
+    """Saves and loads checkpoints of steps, on one process or on many ranks, in a folder or at any URI.
+
+    All ranks of ``process_group`` call :meth:`save`, :meth:`save_async` and :meth:`load` together, in the main thread.
+    What one of them fails with all raise.
+
+    Attributes:
+        work_dir: with ``pre_download``: where the files go, and stay. ``None``: to a temporary folder.
+        save_overwrite: replace a checkpoint that is there. In a bucket the old one goes before the new one is there.
+        pre_download: bring the files that are needed to this machine before they are read.
+        process_group: the ranks that save and load together. ``None``: all, apart from the group of training.
+        save_thread_count: files that a rank writes at the same time.
+        load_thread_count: threads that read at the same time.
+        throttle_uploads: to a URI, one rank of each node uploads at a time.
+    """
+
+    METADATA_FNAME: ClassVar[str] = MARKER
+    CHECKPOINT_DIR: ClassVar[str] = "step{step}"
+
+    work_dir: WorkDir = None
+    save_overwrite: bool = False
+    pre_download: bool = False
+    process_group: Any = None
+    save_thread_count: int | None = None
+    load_thread_count: int | None = None
+    throttle_uploads: bool = False
+    _last: Future[None] | None = field(default=None, init=False, repr=False, compare=False)
+
+    # ── save ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def save(
+        self,
+        dir: str | os.PathLike[str],  # noqa: A002 - OLMo-core's name
+        train_module: TrainModuleLike,
+        train_state: StateDict,
+        ephemeral: bool = False,
+    ) -> None:
+        """Save to the directory ``dir``, usually ``step{step}`` in the folder of the run.
+
+        When this returns the checkpoint is durable. Where it raises there is none that was not there before, and the
+        same directory can be saved to again. What else is in the directory stays.
+
+        Args:
+            dir: a path, or a URI of an object store.
+            train_module: a :class:`TrainModule`, a model, or a model and its optimizer.
+            train_state: what else this rank wants back: its random numbers, its place in the data, the step.
+            ephemeral: the checkpoint may be deleted as soon as there is a newer one; see :meth:`find_checkpoints`.
+
+        Raises:
+            CheckpointExistsError: a FileExistsError: there is a checkpoint, and ``save_overwrite`` is false.
+            RankError: a rank failed to write, or is late: names it, on every rank. In one process what it failed with.
+            ConfigError: the URI names no store, or a machine does not see the folder.
+        """
+        with contextlib.ExitStack() as resources:
+            self._begin(resources, dir, train_module, train_state, ephemeral, lambda state: state).run()
+
+    def save_async(
+        self,
+        dir: str | os.PathLike[str],  # noqa: A002
+        train_module: TrainModuleLike,
+        train_state: StateDict,
+        ephemeral: bool = False,
+    ) -> Future[None]:
+        """:meth:`save` behind this thread: when this returns, what will be saved has been copied.
+
+        Waits for the end of the save before, if that is still under way.
+
+        Returns:
+            A future that is done when the checkpoint is durable, or has the error for which there is none. A program
+            that ends waits for it.
+
+        Raises:
+            CheckpointExistsError, ConfigError: as :meth:`save`.
+        """
+        staged = Staged(may_be_live=not self.throttle_uploads)  # else it waits for its turn
+        with contextlib.ExitStack() as resources:
+            save = self._begin(resources, dir, train_module, train_state, ephemeral, staged.take)
+            later = resources.pop_all()
+
+        def work() -> None:
+            with later:
+                save.planned.run_with(staged, save.run)
+
+        self._last = run_behind(work)
+        staged.wait()
+        return self._last
+
+    def _begin(
+        self,
+        resources: contextlib.ExitStack,
+        place: str | os.PathLike[str],
+        train_module: TrainModuleLike,
+        train_state: StateDict,
+        ephemeral: bool,
+        take: Callable[[StateDict], StateDict],
+    ) -> _StepSave:
+        """Claim the directory and plan the save, with all ranks."""
+        if self._last is not None:
+            concurrent.futures.wait([self._last])  # its error is its own future's
+        ranks = sharded.Ranks(self.process_group)
+        folder = resources.enter_context(step_folder_of(place))
+        images: list[TorchImage] = []
+
+        def state() -> StateDict:
+            whole = take({"model": state_to_save(train_module), "train": train_state})
+            images.append(TorchImage(whole["train"]))
+            return whole["model"]
+
+        staging = ranks.gather("claim", lambda: None, lambda _: folder.claim(overwrite=self.save_overwrite))
+        try:
+            planned = plan_save(
+                resources.enter_context(folder.model(staging)),
+                state,
+                ranks=ranks,
+                overwrite=False,
+                threads=self.save_thread_count,
+                throttle=self.throttle_uploads,
+                reuse_plan=True,
+            )
+        except BaseException:
+            folder.abandon()
+            raise
+        return _StepSave(folder, staging, planned, images[0], ephemeral)
+
+    def write_file(
+        self,
+        dir: str | os.PathLike[str],  # noqa: A002
+        fname: str,
+        contents: str | bytes,
+    ) -> str:
+        """Make ``contents`` the file ``fname`` of the directory ``dir``, whole or not at all; returns where it is.
+
+        On one rank only. It belongs to whoever writes it: no save changes or removes it.
+
+        Raises:
+            FileExistsError: there is one, and ``save_overwrite`` is false.
+            ConfigError: the name is none of a file in the directory, or one of the checkpoint's own.
+        """
+        parts = PurePosixPath(fname).parts
+        if not parts or fname.startswith("/") or ".." in parts or parts[0] in (MARKER, MODEL, TRAIN, ".manifest"):
+            raise ConfigError(
+                f"fname={fname!r}: want a name in the directory that is not one of the checkpoint's own: {MARKER}, "
+                f"{MODEL}, {TRAIN}."
+            )
+        data = contents.encode() if isinstance(contents, str) else contents
+        with step_folder_of(dir) as folder:
+            return folder.put(fname, data, overwrite=self.save_overwrite)
+
+    # ── load ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def load(
+        self,
+        dir: str | os.PathLike[str],  # noqa: A002
+        train_module: TrainModuleLike,
+        *,
+        load_trainer_state: bool | None = None,
+        load_optim_state: bool | None = None,
+    ) -> StateDict | None:
+        """Load the model, and the optimizer, in place, and return what this rank remembered in ``train_state``.
+
+        The number of ranks may be another than at the save. A rank that had none then gets what rank 0 remembered, and
+        a warning says so.
+
+        Args:
+            dir: a checkpoint, or a directory with the model and the optimizer alone.
+            train_module: as for :meth:`save`.
+            load_trainer_state: whether to read ``train_state``. ``None``: if there is one.
+            load_optim_state: whether to load the optimizer. ``None``: if there is one, here and in the checkpoint.
+
+        Returns:
+            ``train_state``; ``None`` if it was not read.
+
+        Raises:
+            CheckpointNotFoundError: there is no checkpoint, or no ``train_state`` in it and that is asked for.
+            IncompatibleCheckpointError: it is one of something else, or has no optimizer and that is asked for.
+            CorruptCheckpointError: the bytes are not those that were saved.
+            UntrustedCheckpointError: it names what is not known to be safe to load.
+        """
+        ranks = sharded.Ranks(self.process_group)
+        with step_folder_of(dir) as folder:
+            found = ranks.gather("find", lambda: None, lambda _: find_step(folder, load_trainer_state))
+            train_state = None
+            if found.rank_files:
+                train_state = ranks.agree("train state", lambda: read_train_state(folder, found, ranks))
+            self._load_model(folder, found, ranks, train_module, load_optim_state)
+        return train_state
+
+    def _load_model(
+        self, folder: StepFolder, found: Found, ranks: sharded.Ranks, module: TrainModuleLike, optim: bool | None
+    ) -> None:
+        metadata = ranks.agree("index", lambda: get_checkpoint_metadata(folder.model(bare=found.is_bare)))
+        has_optim = any(key.startswith("optim.") for key in metadata.state_dict_metadata)
+        if optim and not has_optim:
+            raise IncompatibleCheckpointError(
+                f"load_optim_state=True: checkpoint {folder.uri!r} has no optimizer. With load_optim_state=None "
+                "what there is is loaded."
+            )
+        wants = has_optim if optim is None else optim
+        place = folder.model(bare=found.is_bare)
+        settings: dict[str, Any] = {
+            "process_group": self.process_group,
+            "pre_download": self.pre_download,
+            "work_dir": self.work_dir,
+            "thread_count": self.load_thread_count,
+        }
+        if not isinstance(module, TrainModule):
+            model, optimizer = module if isinstance(module, tuple) else (module, None)
+            load_model_and_optim_state(place, model, optimizer if wants else None, **settings)
+            return
+        state = state_to_load(module, metadata, optim, wants)
+        load_state_dict(place, state, **settings)
+        module.load_state_dict(state)
+
+    # ── find ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    @classmethod
+    def checkpoint_dirname(cls, step: int) -> str:
+        """The name of the directory of ``step``."""
+        return cls.CHECKPOINT_DIR.format(step=step)
+
+    @classmethod
+    def dir_is_checkpoint(cls, dir: str | os.PathLike[str]) -> bool:  # noqa: A002
+        """Whether ``dir`` is a checkpoint, whole; or a directory with the model and the optimizer alone."""
+        with step_folder_of(dir) as folder:
+            return folder.is_checkpoint()
+
+    @classmethod
+    def find_checkpoints(
+        cls,
+        dir: str | os.PathLike[str],  # noqa: A002
+        ephemeral: bool | None = None,
+    ) -> Generator[tuple[int, str]]:
+        """The steps of the checkpoints in the folder ``dir``, from the first to the last, and where each is.
+
+        Args:
+            dir: a path, or a URI of an object store.
+            ephemeral: only those that are, or are not; ``None``: all.
+        """
+        with step_folder_of(dir) as folder:
+            matches = [match for name in folder.steps() if (match := _STEP.fullmatch(name)) is not None]
+            for match in sorted(matches, key=lambda match: int(match[1])):
+                step = folder.step(match[0])
+                if step.is_checkpoint() and (ephemeral is None or metadata_of(step).ephemeral is ephemeral):
+                    yield int(match[1]), step.uri
+
+    @classmethod
+    def contains_checkpoint(cls, dir: str | os.PathLike[str]) -> bool:  # noqa: A002
+        """Whether the folder ``dir`` has a checkpoint in it, or is one."""
+        return cls.dir_is_checkpoint(dir) or any(True for _ in cls.find_checkpoints(dir))
+
+    @classmethod
+    def latest_checkpoint(cls, dir: str | os.PathLike[str]) -> str:  # noqa: A002
+        """Where the checkpoint of the last step in the folder ``dir`` is.
+
+        Raises:
+            CheckpointNotFoundError: a FileNotFoundError: there is none.
+        """
+        found = list(cls.find_checkpoints(dir))
+        if not found:
+            raise CheckpointNotFoundError(
+                f"there is no checkpoint in {os.fspath(dir)!r}: no directory step<number> with a {MARKER!r} in it."
+            )
+        return found[-1][1]
+
+
+@final
+class _StepSave:
+    """A save that every rank has the plan of."""
+
+    def __init__(
+        self, folder: StepFolder, staging: str, planned: PlannedSave, image: TorchImage, ephemeral: bool
+    ) -> None:
+        self._folder = folder
+        self._staging = staging
+        self.planned = planned
+        self._image = image
+        self._ephemeral = ephemeral
+
+    def run(self) -> None:
+        """Write and commit, together with the other ranks, in any thread."""
+        ranks = self.planned.ranks
+        name = f"{TRAIN}/rank{ranks.rank}.pt"
+
+        def write() -> tuple[FileRecord, Any]:
+            digest = self._folder.write(self._staging, name, self._image)
+            record = FileRecord(name, digest.size_bytes, digest.xxh3_128, digest.chunk_bytes, digest.chunks)
+            return record, self.planned.write()
+
+        def commit(written: list[tuple[FileRecord, Any]]) -> None:
+            self.planned.commit([results for _, results in written])
+            files = tuple(record for record, _ in written)
+            metadata = CheckpointMetadata(ephemeral=self._ephemeral, world_size=ranks.count, train=files)
+            self._folder.commit(self._staging, metadata.to_json())
+
+        try:
+            ranks.vote(f"saving {self._folder.uri}", write, commit)
+        except BaseException:
+            if not ranks.may_be_committed:
+                self.planned.abandon()
+                self._folder.abandon()
+            raise
+        log.info("saved checkpoint %s", self._folder.uri)

@@ -1,0 +1,454 @@
+"""Sharded checkpoints as functions: save and load a state dict, or a model and its optimizer, at a path or a URI.
+
+The directory is one that plain ``torch.distributed.checkpoint`` reads; one that it wrote is read here. Beside it, in
+``.manifest/<name>.json``, lies the commit record, with which what is read is verified.
+
+In one process nothing has to be set up. Where ``torch.distributed`` is, all ranks of ``process_group`` call together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from composerlite.checkpoint.api.state_fit import check_fit, check_groups, group_names, is_flattened, near
+from composerlite.checkpoint.load.sharded import reader as sharded
+from composerlite.checkpoint.load.sharded.state_keys import (
+    leaves_of,
+    merge_state_dicts,
+    nested,
+    prune_state_dict,
+    swap_param_keys,
+    with_inner,
+)
+from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.directory import CheckpointFolder, LocalFolder, PathOrUri, folder_of
+from composerlite.checkpoint.save.sharded.copy import Staged
+from composerlite.checkpoint.save.sharded.planned import PlannedSave, plan_save
+from composerlite.errors import IncompatibleCheckpointError
+from composerlite.storage import number_of, start_threads
+from composerlite.types import StateDict, Stateful
+
+if TYPE_CHECKING:
+    from composerlite.checkpoint.load.sharded.reader import Metadata
+
+__all__ = [
+    "async_save_model_and_optim_state",
+    "async_save_state_dict",
+    "get_checkpoint_metadata",
+    "load_keys",
+    "load_model_and_optim_state",
+    "load_state_dict",
+    "save_model_and_optim_state",
+    "save_state_dict",
+]
+
+log = logging.getLogger(__name__)
+WorkDir = str | os.PathLike[str] | None
+
+
+# ── save ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def save_state_dict(
+    dir: PathOrUri,  # noqa: A002 - OLMo-core's name
+    state_dict: StateDict,
+    *,
+    process_group: Any = None,
+    save_overwrite: bool = False,
+    thread_count: int | None = None,
+    process_count: int | None = None,
+    throttle_uploads: bool = False,
+    enable_plan_caching: bool = False,
+) -> None:
+    """Save ``state_dict`` to the directory ``dir``.
+
+    When this returns the checkpoint is durable. Where it raises there is no checkpoint, or, with ``save_overwrite``,
+    the one that was there; and the same directory can be saved to again.
+
+    Args:
+        dir: a path, or a URI of an object store.
+        state_dict: tensors and values, nested in dicts; what has a ``state_dict()`` is asked for it.
+        process_group: the ranks that save together, which then talk in it also behind this thread: one save at a time.
+            ``None``: all, apart from the group of training.
+        save_overwrite: replace what is there.
+        thread_count: files that a rank writes at the same time.
+        process_count: as OLMo-core has it; threads write here, and nothing is gained by processes.
+        throttle_uploads: where ``dir`` is a URI, one rank of each node uploads at a time, one file after the other.
+        enable_plan_caching: use the plan of an earlier save again, if no key, shape, type or placement has changed on
+            any rank; else a plan is made as if there had been none.
+
+    Raises:
+        CheckpointExistsError: a FileExistsError: the directory is not empty, and ``save_overwrite`` is false.
+        ConfigError: a value is out of its range, or the URI names no store.
+        SaveError: something in it cannot be saved; names its key.
+        RankError: a rank failed to write, or is late: names it, on every rank. Its cause is what that rank raised.
+        OSError, ObjectStoreError: it cannot be written.
+    """
+    settings = _SaveSettings(
+        process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
+    )
+    _save(dir, lambda: _plain(state_dict), settings)
+
+
+def async_save_state_dict(
+    dir: PathOrUri,  # noqa: A002
+    state_dict: StateDict,
+    *,
+    process_group: Any = None,
+    save_overwrite: bool = False,
+    thread_count: int | None = None,
+    process_count: int | None = None,
+    throttle_uploads: bool = False,
+    enable_plan_caching: bool = False,
+) -> Future[None]:
+    """:func:`save_state_dict` behind this thread: when this returns, what will be saved has been copied.
+
+    Returns:
+        A future that is done when the checkpoint is durable, or has the error for which there is none. A program that
+        ends waits for it.
+
+    Raises:
+        CheckpointExistsError, ConfigError: as :func:`save_state_dict`, before anything is copied.
+    """
+    settings = _SaveSettings(
+        process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
+    )
+    return _save_behind(dir, lambda: _plain(state_dict), settings)
+
+
+def save_model_and_optim_state(
+    dir: PathOrUri,  # noqa: A002
+    model: nn.Module,
+    optim: Optimizer | None = None,
+    *,
+    process_group: Any = None,
+    save_overwrite: bool = False,
+    flatten_optimizer_state: bool = False,
+    thread_count: int | None = None,
+    process_count: int | None = None,
+    throttle_uploads: bool = False,
+    enable_plan_caching: bool = False,
+) -> None:
+    """Save a model, sharded or not, and its optimizer to the directory ``dir``, as :func:`save_state_dict` does.
+
+    An optimizer that has not stepped yet gets a state first, of zeros.
+
+    Args:
+        dir: a path, or a URI of an object store.
+        model: whose state is saved, below ``model``.
+        optim: whose state is saved, below ``optim``, by the names of the parameters.
+        flatten_optimizer_state: repeat the settings of its groups for every parameter: for groups that differ between
+            ranks, as in pipeline parallelism. Loading finds out which it was.
+        process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching: as in
+            :func:`save_state_dict`, which says what is raised, too.
+    """
+    settings = _SaveSettings(
+        process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
+    )
+    _save(dir, lambda: model_and_optim_state(model, optim, flatten=flatten_optimizer_state), settings)
+
+
+def async_save_model_and_optim_state(
+    dir: PathOrUri,  # noqa: A002
+    model: nn.Module,
+    optim: Optimizer | None = None,
+    *,
+    process_group: Any = None,
+    save_overwrite: bool = False,
+    flatten_optimizer_state: bool = False,
+    thread_count: int | None = None,
+    process_count: int | None = None,
+    throttle_uploads: bool = False,
+    enable_plan_caching: bool = False,
+) -> Future[None]:
+    """:func:`save_model_and_optim_state` behind this thread, as :func:`async_save_state_dict`."""
+    settings = _SaveSettings(
+        process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
+    )
+    return _save_behind(dir, lambda: model_and_optim_state(model, optim, flatten=flatten_optimizer_state), settings)
+
+
+@final
+@dataclass(frozen=True)
+class _SaveSettings:
+    """The arguments that all functions that save have."""
+
+    group: Any
+    overwrite: bool
+    threads: int | None
+    processes: int | None
+    throttle: bool
+    reuse_plan: bool
+
+    def __post_init__(self) -> None:
+        number_of(self.threads, 1)
+        number_of(self.processes, 1, "process_count")
+
+    def plan(self, folder: CheckpointFolder, state: Callable[[], StateDict]) -> PlannedSave:
+        ranks = sharded.Ranks(self.group)
+        if ranks.is_first and isinstance(folder, LocalFolder):
+            Catalog(folder.path.parent).tidy()
+        return plan_save(
+            folder,
+            state,
+            ranks=ranks,
+            overwrite=self.overwrite,
+            threads=self.threads,
+            throttle=self.throttle,
+            reuse_plan=self.reuse_plan,
+        )
+
+
+def _save(place: PathOrUri, state: Callable[[], StateDict], settings: _SaveSettings) -> None:
+    with folder_of(place, threads=settings.threads) as folder:
+        settings.plan(folder, state).run()
+
+
+def _save_behind(place: PathOrUri, state: Callable[[], StateDict], settings: _SaveSettings) -> Future[None]:
+    with contextlib.ExitStack() as resources:
+        folder = resources.enter_context(folder_of(place, threads=settings.threads))
+        if not sharded.is_distributed():  # else all ranks must hear of it: when the save is planned
+            folder.check_free(overwrite=settings.overwrite)
+        staged = Staged(may_be_live=not settings.throttle)  # else it waits for its turn
+        planned = settings.plan(folder, lambda: staged.take(state()))
+        later = resources.pop_all()
+
+    def work() -> None:
+        with later:
+            planned.run_with(staged, planned.run)
+
+    future = run_behind(work)
+    staged.wait()
+    return future
+
+
+def run_behind(work: Callable[[], None]) -> Future[None]:
+    """Do ``work`` in a thread of its own, for which a program that ends waits; at once where there is none."""
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as e:  # noqa: BLE001 - it is the future's
+            future.set_exception(e)
+        else:
+            future.set_result(None)
+
+    if not start_threads(run, 1, name="checkpoint-save", daemon=False):  # a program that ends waits for it
+        run()
+    return future
+
+
+def _plain(state: StateDict) -> StateDict:
+    """``state`` with what has a ``state_dict()`` asked for it."""
+    return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
+
+
+def model_and_optim_state(model: nn.Module, optim: Optimizer | None, *, flatten: bool) -> StateDict:
+    state: StateDict = {"model": sharded.model_state(model)}
+    if optim is not None:
+        state["optim"] = sharded.optimizer_state(model, optim, flatten=flatten)
+    return state
+
+
+# ── load ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def load_state_dict(
+    dir: PathOrUri,  # noqa: A002
+    state_dict: StateDict,
+    *,
+    process_group: Any = None,
+    pre_download: bool = False,
+    work_dir: WorkDir = None,
+    thread_count: int | None = None,
+) -> None:
+    """Load what ``state_dict`` has, in place: tensors are filled, other values are replaced.
+
+    What the checkpoint has beyond that is left alone. A value of ``None`` stands for whatever the checkpoint has.
+
+    Args:
+        dir: a path, or a URI of an object store.
+        state_dict: as it was saved, or a part of it; tensors may be sharded in another way.
+        process_group: the ranks that load together; ``None``: all.
+        pre_download: first bring the files that are needed to this machine.
+        work_dir: where to. They stay there, for this very checkpoint only. ``None``: to a temporary folder.
+        thread_count: threads that read at the same time.
+
+    Raises:
+        IncompatibleCheckpointError: the checkpoint has not all of it, or in other shapes or types; lists all of that.
+        CheckpointNotFoundError: there is no checkpoint.
+        CorruptCheckpointError: the bytes are not those that were saved. Tensors may have been filled.
+        UntrustedCheckpointError: it names what is not known to be safe to load.
+    """
+    with _reader(dir, pre_download, work_dir, thread_count) as reader:
+        wanted = _plain(state_dict)
+        ranks = sharded.Ranks(process_group)
+
+        def check() -> None:
+            _fill_in(wanted, reader.read_metadata())
+            check_fit(reader, sharded.flat(wanted), strict=True, owned=())
+
+        ranks.agree("check", check)
+        sharded.load(reader, wanted, ranks=ranks)
+    for key, value in state_dict.items():
+        if isinstance(value, Stateful):
+            value.load_state_dict(wanted[key])
+        else:
+            state_dict[key] = wanted[key]
+
+
+def load_model_and_optim_state(
+    dir: PathOrUri,  # noqa: A002
+    model: nn.Module,
+    optim: Optimizer | None = None,
+    *,
+    process_group: Any = None,
+    key_mapping: Mapping[str, str] | None = None,
+    pre_download: bool = False,
+    work_dir: WorkDir = None,
+    strict: bool = True,
+    flatten_optimizer_state: bool = False,
+    thread_count: int | None = None,
+) -> None:
+    """Load a model, and its optimizer, in place from a checkpoint of any number of ranks.
+
+    Args:
+        dir: a path, or a URI of an object store.
+        model: to be loaded.
+        optim: to be loaded, too. Which layout its state was saved in is found out.
+        process_group: the ranks that load together; ``None``: all.
+        key_mapping: names of parameters in the checkpoint, by those that they have now.
+        pre_download, work_dir, thread_count: as in :func:`load_state_dict`.
+        strict: the checkpoint must have just what the model and the optimizer have, in the same types. If false, what
+            only one of the two has stays as it is, and numbers are converted; shapes and the groups of the optimizer
+            must agree in any case.
+        flatten_optimizer_state: as OLMo-core has it; not needed.
+
+    Raises:
+        IncompatibleCheckpointError: it is one of another model or optimizer; lists what is missing, unexpected, or of
+            another shape or type. Nothing has been loaded then.
+        CheckpointNotFoundError, CorruptCheckpointError, UntrustedCheckpointError: as :func:`load_state_dict`.
+    """
+    mapping = key_mapping or {}
+    with _reader(dir, pre_download, work_dir, thread_count) as reader:
+        ranks = sharded.Ranks(process_group)
+        state, flatten = ranks.agree(
+            "check", lambda: _checked_state(reader, model, optim, mapping, strict, flatten_optimizer_state)
+        )
+        metadata = reader.read_metadata()
+        complete = _containers(state)
+        if not strict:
+            prune_state_dict(state, set(metadata.state_dict_metadata))
+        sharded.load(reader, state, ranks=ranks)
+        merge_state_dicts(state, complete)
+    swap_param_keys(state, mapping, metadata, reverse=True, quiet=True)
+    sharded.set_model_state(model, state["model"], strict=strict)
+    if optim is not None:
+        sharded.set_optimizer_state(model, optim, state["optim"], flatten=flatten, strict=strict)
+
+
+def _checked_state(
+    reader: sharded.RemoteFileSystemReader,
+    model: nn.Module,
+    optim: Optimizer | None,
+    mapping: Mapping[str, str],
+    strict: bool,
+    flatten: bool,
+) -> tuple[StateDict, bool]:
+    """What is to be filled, by the names of the checkpoint, which has it; and whether the optimizer's is flattened."""
+    metadata = reader.read_metadata()
+    if optim is not None:
+        flatten = is_flattened(metadata, default=flatten)
+    state = model_and_optim_state(model, optim, flatten=flatten)
+    swap_param_keys(state, mapping, metadata, quiet=True)
+    check_fit(reader, sharded.flat(state), strict=strict, owned=tuple(state))
+    if optim is not None:
+        check_groups(reader, group_names(model, optim, state["optim"], mapping, metadata), flatten=flatten)
+    return state, flatten
+
+
+def load_keys(
+    dir: PathOrUri,  # noqa: A002
+    keys: Iterable[str],
+    *,
+    pre_download: bool = False,
+    work_dir: WorkDir = None,
+) -> Generator[Any]:
+    """The values of ``keys``, whole, in their order. In one process only.
+
+    Args:
+        dir: a path, or a URI of an object store.
+        keys: as :func:`get_checkpoint_metadata` lists them, such as ``'model.w1.weight'``; or what comes before
+            several, such as ``'model'``, which gives a dict. One may come twice.
+        pre_download, work_dir: as in :func:`load_state_dict`.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is in use.
+        IncompatibleCheckpointError: the checkpoint does not have a key.
+        CheckpointNotFoundError, CorruptCheckpointError, UntrustedCheckpointError: as :func:`load_state_dict`.
+    """
+    if sharded.is_distributed():
+        raise RuntimeError("load_keys reads whole tensors in one process: call it where torch.distributed is not used.")
+    wanted = list(keys)
+    with _reader(dir, pre_download, work_dir, None) as reader:
+        metadata = reader.read_metadata()
+        leaves = {key: leaves_of(metadata, key) for key in wanted}
+        if missing := [key for key, found in leaves.items() if not found]:
+            raise IncompatibleCheckpointError(
+                f"checkpoint {reader.uri!r} has no key {missing[0]!r}.{near(missing[0], metadata.state_dict_metadata)}"
+            )
+        values = sharded.load_flat(reader, dict.fromkeys(leaf for found in leaves.values() for leaf in found))
+
+    def each() -> Generator[Any]:
+        for key in wanted:
+            whole = with_inner(metadata, leaves[key], values)
+            yield whole[key] if key in whole else nested(metadata, key, leaves[key], values)
+
+    return each()
+
+
+def get_checkpoint_metadata(dir: PathOrUri) -> Metadata:  # noqa: A002
+    """The index that ``torch.distributed.checkpoint`` keeps: keys, shapes, types, and where the data are.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        CorruptCheckpointError, UntrustedCheckpointError: the index is damaged, or names what is not known to be safe.
+    """
+    with _reader(dir, False, None, None) as reader:
+        return reader.read_metadata()
+
+
+def _reader(
+    place: PathOrUri, pre_download: bool, work_dir: WorkDir, thread_count: int | None
+) -> sharded.RemoteFileSystemReader:
+    return sharded.RemoteFileSystemReader(
+        place, thread_count=thread_count, pre_download=pre_download, work_dir=work_dir
+    )
+
+
+def _fill_in(state: StateDict, metadata: Metadata, path: str = "") -> None:
+    """Put a tensor where ``None`` stands for one."""
+    for key, value in state.items():
+        full = f"{path}.{key}" if path else str(key)
+        stored = metadata.state_dict_metadata.get(full)
+        if isinstance(value, dict):
+            _fill_in(cast("StateDict", value), metadata, full)
+        elif value is None and isinstance(stored, sharded.TensorStorageMetadata):
+            state[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
+
+
+def _containers(value: Any) -> Any:
+    """``value`` with dicts and lists of its own."""
+    if isinstance(value, dict):
+        return {key: _containers(inner) for key, inner in cast("StateDict", value).items()}
+    if type(value) is list:
+        return [_containers(inner) for inner in cast("list[Any]", value)]
+    return value

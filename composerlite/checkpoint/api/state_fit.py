@@ -1,0 +1,160 @@
+"""Whether a sharded checkpoint is one of this model and this optimizer; what is not is listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from composerlite.checkpoint.format.sharded_leaves import owner_of
+from composerlite.checkpoint.format.tensor_kinds import is_dense
+from composerlite.checkpoint.load.sharded import reader as sharded
+from composerlite.checkpoint.load.sharded.state_keys import swap_param_keys
+from composerlite.errors import IncompatibleCheckpointError, did_you_mean
+from composerlite.types import StateDict
+
+if TYPE_CHECKING:
+    from composerlite.checkpoint.load.sharded.reader import Metadata
+
+__all__ = ["check_fit", "check_groups", "group_names", "is_flattened", "near"]
+
+_MOST_LISTED = 20
+
+
+def check_fit(
+    reader: sharded.RemoteFileSystemReader, wanted: Mapping[str, Any], *, strict: bool, owned: Sequence[str]
+) -> None:
+    """Compare what is wanted with what there is.
+
+    Args:
+        reader: of the checkpoint.
+        wanted: by the keys of the index.
+        strict: whether it matters what is missing, unexpected, or of another type.
+        owned: what all keys of the checkpoint that begin so must be wanted of.
+
+    Raises:
+        IncompatibleCheckpointError: they differ; lists all of that.
+    """
+
+    def is_tensor(value: Any) -> bool:  # one that has a key of its own
+        return isinstance(value, Tensor) and (is_dense(value) or value.is_meta)
+
+    stored = reader.read_metadata().state_dict_metadata
+    missing, shapes, dtypes = [], [], []
+    for key, value in wanted.items():
+        there = stored.get(key)
+        if there is None:
+            missing.append(key)
+        elif is_tensor(value) != isinstance(there, sharded.TensorStorageMetadata):
+            kinds = ("plain numbers", "something else")
+            have, want = kinds if isinstance(there, sharded.TensorStorageMetadata) else kinds[::-1]
+            shapes.append(f"{key}: {have} in the checkpoint, {want} here")
+        elif is_tensor(value) and isinstance(there, sharded.TensorStorageMetadata):
+            if value.shape != there.size:
+                shapes.append(f"{key}: {tuple(there.size)} in the checkpoint, {tuple(value.shape)} here")
+            if value.dtype is not there.properties.dtype:
+                dtypes.append(f"{key}: {there.properties.dtype} in the checkpoint, {value.dtype} here")
+    prefixes = tuple(f"{name}." for name in owned)
+    metadata = reader.read_metadata()
+    unexpected = [key for key in stored if key not in wanted and key.startswith(prefixes)] if owned else []
+    unexpected = [key for key in unexpected if owner_of(metadata, key) not in wanted]
+    found = {"of another shape": shapes}
+    if strict:
+        found = {"missing in the checkpoint": missing, "unexpected": unexpected, **found, "of another type": dtypes}
+    if any(found.values()):
+        lists = "; ".join(f"{len(keys)} {what}: {_listed(keys)}" for what, keys in found.items() if keys)
+        way_out = " strict=False loads the rest." if strict and owned and not shapes else ""
+        raise IncompatibleCheckpointError(f"checkpoint {reader.uri!r} is one of something else: {lists}.{way_out}")
+
+
+def _listed(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _MOST_LISTED} more" if len(keys) > _MOST_LISTED else ""
+    return ", ".join(keys[:_MOST_LISTED]) + more
+
+
+def near(key: str, known: Iterable[str]) -> str:
+    """A hint at the nearest of the ``known`` keys, and at all if they are few."""
+    known = list(known)
+    hint = did_you_mean(key, known)
+    return hint if len(known) <= _MOST_LISTED else hint.partition(" Known:")[0]
+
+
+def is_flattened(metadata: Metadata, *, default: bool) -> bool:
+    """Whether the settings of the optimizer's groups were saved for every parameter."""
+    groups = [key for key in metadata.state_dict_metadata if key.startswith("optim.param_groups.")]
+    if not groups:
+        return default
+    path = sharded.key_path(metadata, groups[0])
+    if len(path) > 2:
+        return type(path[2]) is not int
+    return "optim.param_groups.0.params" not in groups
+
+
+def group_names(
+    model: nn.Module, optim: Optimizer, state: StateDict, mapping: Mapping[str, str], metadata: Metadata
+) -> list[list[str]]:
+    """The names of the parameters of each group of ``optim``, as the checkpoint has them."""
+    if "param_groups" not in state:  # flattened: it does not say
+        state = sharded.optimizer_state(model, optim, flatten=False)
+        swap_param_keys({"optim": state}, mapping, metadata, quiet=True)
+    return [group["params"] for group in state["param_groups"]]
+
+
+def check_groups(reader: sharded.RemoteFileSystemReader, groups: Sequence[Sequence[str]], *, flatten: bool) -> None:
+    """See that the optimizer's groups are those of the checkpoint.
+
+    Args:
+        reader: of the checkpoint.
+        groups: the names of the parameters of each group, as the checkpoint has them.
+        flatten: how the checkpoint was saved.
+
+    Raises:
+        IncompatibleCheckpointError: they are others; lists what differs.
+    """
+    metadata = reader.read_metadata()
+    stored = [key for key in metadata.state_dict_metadata if key.startswith("optim.param_groups.")]
+    if not stored:
+        return
+    problems = list((_flat_problems if flatten else _group_problems)(reader, groups, stored))
+    if problems:
+        raise IncompatibleCheckpointError(
+            f"checkpoint {reader.uri!r}: the optimizer's parameter groups are others: {_listed(problems)}. Make the "
+            "optimizer with the groups that it was saved with, or load without it."
+        )
+
+
+def _group_problems(
+    reader: sharded.RemoteFileSystemReader, groups: Sequence[Sequence[str]], stored: Sequence[str]
+) -> Iterator[str]:
+    values = sharded.load_flat(reader, [key for key in stored if key.count(".") == 3 and key.endswith(".params")])
+    saved = {int(key.split(".")[2]): cast("list[str]", names) for key, names in values.items()}
+    if len(saved) != len(groups):
+        yield f"it has {len(saved)}, and the optimizer has {len(groups)}"
+        return
+    for number, names in enumerate(groups):
+        if differing := sorted(set(saved.get(number, ())) ^ set(names)):
+            yield f"number {number} differs in {_listed(differing)}"
+
+
+def _flat_problems(
+    reader: sharded.RemoteFileSystemReader, groups: Sequence[Sequence[str]], stored: Sequence[str]
+) -> Iterator[str]:
+    """Parameters that are in one group now must have been saved with the same settings."""
+    metadata = reader.read_metadata().state_dict_metadata
+    plain = [key for key in stored if not isinstance(metadata[key], sharded.TensorStorageMetadata)]
+    settings: dict[str, dict[str, Any]] = {}
+    for key, value in sharded.load_flat(reader, plain).items():
+        name, _, setting = key.removeprefix("optim.param_groups.").rpartition(".")
+        settings.setdefault(name, {})[setting] = value
+    for number, names in enumerate(groups):
+        known = [name for name in names if name in settings]
+        for name in known[1:]:
+            first = settings[known[0]]
+            differing = [key for key, value in settings[name].items() if key in first and first[key] != value]
+            if differing:
+                yield (
+                    f"{known[0]!r} and {name!r}, which are in group {number} here, were saved with "
+                    f"{differing[0]}={first[differing[0]]!r} and {settings[name][differing[0]]!r}"
+                )

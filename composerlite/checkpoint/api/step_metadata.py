@@ -1,0 +1,94 @@
+"""What ``.metadata.json`` says of a step, and what the ranks remembered in ``train/``."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from typing import cast, final
+
+from composerlite.checkpoint.load.reading import safe_torch_load
+from composerlite.checkpoint.load.sharded import reader as sharded
+from composerlite.checkpoint.place.directory import INDEX
+from composerlite.checkpoint.place.step_folder import MARKER, MODEL, TRAIN, StepFolder
+from composerlite.checkpoint.record.step_marker import CheckpointMetadata
+from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
+from composerlite.storage import verify_file
+from composerlite.types import StateDict
+
+__all__ = ["Found", "find_step", "metadata_of", "read_train_state"]
+
+log = logging.getLogger(__name__)
+_RANK_FILE = re.compile(r"rank(\d+)\.pt")
+
+
+@final
+@dataclass(frozen=True)
+class Found:
+    """What rank 0 has found of a checkpoint.
+
+    Attributes:
+        is_bare: whether it is the directory of a model and its optimizer alone.
+        metadata: of the checkpoint.
+        rank_files: ranks that have a file of their own; empty if none is to be read.
+    """
+
+    is_bare: bool
+    metadata: CheckpointMetadata
+    rank_files: frozenset[int] = frozenset()
+
+
+def find_step(folder: StepFolder, load_trainer_state: bool | None) -> Found:
+    """What there is to load.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint, or no train state and that is asked for.
+    """
+    if folder.has(INDEX) and not folder.has(MARKER):  # the model and the optimizer alone
+        if load_trainer_state:
+            raise CheckpointNotFoundError(
+                f"load_trainer_state=True: {folder.uri!r} holds a model and an optimizer alone, without "
+                f"'{TRAIN}/rank0.pt'. load_trainer_state=None loads what there is."
+            )
+        return Found(True, CheckpointMetadata())
+    if not folder.is_checkpoint():
+        missing = [name for name in (MARKER, f"{MODEL}/{INDEX}", f"{TRAIN}/rank0.pt") if not folder.has(name)]
+        raise CheckpointNotFoundError(
+            f"{folder.uri!r} is no checkpoint, or one whose save did not end: it has no {', '.join(missing)}."
+        )
+    metadata = metadata_of(folder)
+    if load_trainer_state is False:
+        return Found(False, metadata)
+    matches = [match for name in folder.names(TRAIN) if (match := _RANK_FILE.fullmatch(name)) is not None]
+    return Found(False, metadata, frozenset(int(match[1]) for match in matches))
+
+
+def metadata_of(folder: StepFolder) -> CheckpointMetadata:
+    """What its ``.metadata.json`` says; CorruptCheckpointError."""
+    return CheckpointMetadata.from_json(folder.read(MARKER), f"{folder.uri}/{MARKER}")
+
+
+def read_train_state(folder: StepFolder, found: Found, ranks: sharded.Ranks) -> StateDict:
+    """What this rank remembered, or rank 0 where this one has not."""
+    saved = found.metadata.world_size or len(found.rank_files)
+    rank = ranks.rank if ranks.rank in found.rank_files else 0
+    if ranks.is_first and ranks.count != saved:
+        what = f"ranks from {saved} on take the train state of rank 0"
+        if ranks.count < saved:
+            what = f"the train state of ranks from {ranks.count} on is not used"
+        log.warning(
+            "checkpoint %s was saved by %d ranks and is loaded by %d: %s. What is of each rank, such as random "
+            "numbers, does not go on as it would have.",
+            folder.uri,
+            saved,
+            ranks.count,
+            what,
+        )
+    name = f"{TRAIN}/rank{rank}.pt"
+    record = next((record for record in found.metadata.train if record.path == name), None)
+    if record is None and found.metadata.world_size:
+        raise CorruptCheckpointError(f"checkpoint {folder.uri!r}: its {MARKER!r} does not have the file {name!r}.")
+    with folder.opened(name) as path:
+        if record is not None:
+            verify_file(path, record.digest)
+        return cast("StateDict", safe_torch_load(path))

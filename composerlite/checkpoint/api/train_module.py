@@ -1,0 +1,66 @@
+"""What a :class:`Checkpointer` saves and loads: an object that says so itself, a model, or one with its optimizer."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+from torch.optim import Optimizer
+
+from composerlite.checkpoint.api.state_dict import model_and_optim_state
+from composerlite.checkpoint.load.sharded import reader as sharded
+from composerlite.types import StateDict
+
+__all__ = ["ChoosesWhatToLoad", "TrainModule", "TrainModuleLike", "state_to_load", "state_to_save"]
+
+
+@runtime_checkable
+class TrainModule(Protocol):
+    """A model and its optimizer that say themselves what is saved of them."""
+
+    def state_dict_to_save(self) -> StateDict:
+        """What is saved: ``{'model': …, 'optim': …}``, of tensors that may be sharded."""
+        ...
+
+    def load_state_dict(self, state_dict: StateDict, /) -> object:
+        """Take what was loaded: the same keys, without ``'optim'`` where that is not to be loaded."""
+        ...
+
+
+@runtime_checkable
+class ChoosesWhatToLoad(Protocol):
+    """A :class:`TrainModule` that looks at the checkpoint first."""
+
+    def state_dict_to_load(self, metadata: sharded.Metadata, /, *, optim: bool | None = None) -> StateDict:
+        """What is to be filled from a checkpoint with this index."""
+        ...
+
+
+TrainModuleLike = TrainModule | nn.Module | tuple[nn.Module, Optimizer | None]
+"""What is saved and loaded: an object that says so itself, a model, or a model and its optimizer."""
+
+
+def state_to_save(module: TrainModuleLike) -> StateDict:
+    """What is saved of ``module``, below ``model`` and ``optim``."""
+    if isinstance(module, tuple):
+        return model_and_optim_state(*module, flatten=False)
+    if isinstance(module, TrainModule):
+        return module.state_dict_to_save()
+    return model_and_optim_state(module, None, flatten=False)
+
+
+def state_to_load(module: TrainModule, metadata: sharded.Metadata, optim: bool | None, wants_optim: bool) -> StateDict:
+    """What is to be filled for ``module`` from a checkpoint with the index ``metadata``.
+
+    Args:
+        module: says what it saves.
+        metadata: of the checkpoint.
+        optim: whether the user asked for the optimizer; ``None``: did not say.
+        wants_optim: what follows from that and from the checkpoint.
+    """
+    if isinstance(module, ChoosesWhatToLoad):
+        return module.state_dict_to_load(metadata, optim=optim)
+    state = dict(module.state_dict_to_save())
+    if not wants_optim:
+        state.pop("optim", None)
+    return state

@@ -1,0 +1,257 @@
+"""A sharded checkpoint as plain files: one for all, one for each tensor, or some of about the same size."""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+from composerlite.checkpoint.api.deepspeed_unsharding import unshard_zero
+from composerlite.checkpoint.api.state_dict import WorkDir
+from composerlite.checkpoint.format.packing.file_format import is_tar
+from composerlite.checkpoint.load.sharded import reader as sharded
+from composerlite.checkpoint.load.sharded.state_keys import nested
+from composerlite.checkpoint.place.directory import PathOrUri
+from composerlite.checkpoint.save.plain_files import file_writer, write_torch
+from composerlite.errors import CheckpointExistsError, ConfigError, IncompatibleCheckpointError
+from composerlite.storage import atomic_write, is_uri, make_folder, parse_uri
+
+__all__ = ["UnshardStrategy", "UnshardStrategyType", "unshard_checkpoint"]
+
+log = logging.getLogger(__name__)
+
+
+class UnshardStrategyType(enum.StrEnum):
+    """How the files are cut."""
+
+    one_file = "one_file"
+    """One file for the model and one for the optimizer. All of each is in memory at once."""
+
+    one_file_per_tensor = "one_file_per_tensor"
+    """A file for each key."""
+
+    chunks = "chunks"
+    """Files with several keys each."""
+
+
+@final
+@dataclass
+class UnshardStrategy:
+    """How :func:`unshard_checkpoint` cuts files.
+
+    Attributes:
+        name: of the strategy.
+        chunk_size_bytes: about how large a file is at most; for ``chunks``, and only for that.
+
+    Raises:
+        ConfigError: a ValueError: ``chunk_size_bytes`` is missing, not positive, or given where it means nothing.
+    """
+
+    name: UnshardStrategyType = UnshardStrategyType.one_file
+    chunk_size_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            self.name = UnshardStrategyType(self.name)
+        except ValueError as e:
+            names = ", ".join(UnshardStrategyType)
+            raise ConfigError(f"UnshardStrategy(name={str(self.name)!r}): want one of {names}") from e
+        if self.name is UnshardStrategyType.chunks:
+            if self.chunk_size_bytes is None or self.chunk_size_bytes < 1:
+                raise ConfigError(f"chunk_size_bytes={self.chunk_size_bytes}: 'chunks' wants a number of bytes")
+        elif self.chunk_size_bytes is not None:
+            raise ConfigError(f"chunk_size_bytes={self.chunk_size_bytes}: {self.name.value!r} has no chunks")
+
+    @classmethod
+    def one_file(cls) -> UnshardStrategy:
+        """One file for the model and one for the optimizer."""
+        return cls(UnshardStrategyType.one_file)
+
+    @classmethod
+    def one_file_per_tensor(cls) -> UnshardStrategy:
+        """A file for each key."""
+        return cls(UnshardStrategyType.one_file_per_tensor)
+
+    @classmethod
+    def chunks(cls, chunk_size_in_bytes: int) -> UnshardStrategy:
+        """Files of about so many bytes."""
+        return cls(UnshardStrategyType.chunks, chunk_size_in_bytes)
+
+
+def unshard_checkpoint(
+    dir: PathOrUri,  # noqa: A002 - OLMo-core's name
+    target_dir: str | os.PathLike[str],
+    *,
+    optim: bool | None = None,
+    save_overwrite: bool = False,
+    use_safetensors: bool = False,
+    unshard_strategy: UnshardStrategy | None = None,
+    pre_download: bool = False,
+    work_dir: WorkDir = None,
+    quiet: bool = False,
+) -> tuple[Path, Path | None]:
+    """Write the model, and the optimizer, of a sharded checkpoint to files that ``torch.load`` or safetensors opens.
+
+    One file is ``model.pt``, with the model's state dict. Several are in the folder ``model``, with an index
+    ``model.pt.index.json`` that says which key is in which file; each holds a dict. With safetensors they end with
+    ``.safetensors``. The optimizer's are ``optim.pt`` or in ``optim``; in one file it has the layout it was saved in.
+
+    Args:
+        dir: path or URI of a checkpoint that :func:`save_model_and_optim_state` wrote. Of one of the Trainer the model
+            is written; of an archive of DeepSpeed, as :func:`unshard_zero` takes it, the model in one file.
+        target_dir: a folder of this machine.
+        optim: whether to write the optimizer; ``None``: if there is one and the format is torch's.
+        save_overwrite: replace what this writes; else ``target_dir`` must be empty.
+        use_safetensors: write safetensors files, which hold tensors only.
+        unshard_strategy: ``None``: one file.
+        pre_download: first bring the checkpoint's files to this machine.
+        work_dir: where to. ``None``: to a temporary folder.
+        quiet: do not log what is written.
+
+    Returns:
+        The file or folder of the model, and that of the optimizer or ``None``.
+
+    Raises:
+        CheckpointExistsError: a FileExistsError: ``target_dir`` is not empty, and ``save_overwrite`` is false.
+        ConfigError: ``target_dir`` is a URI; safetensors cannot hold an optimizer, or is not installed.
+        RuntimeError: ``torch.distributed`` is in use.
+        IncompatibleCheckpointError: the checkpoint has no model, or no optimizer.
+        CheckpointNotFoundError, CorruptCheckpointError, UntrustedCheckpointError: as :func:`load_state_dict`.
+    """
+    if sharded.is_distributed():
+        raise RuntimeError("unshard_checkpoint works in one process: call it where torch.distributed is not used.")
+    if use_safetensors and optim:
+        raise ConfigError(
+            "use_safetensors=True, optim=True: safetensors holds tensors only; write the optimizer as .pt"
+        )
+    if is_uri(os.fspath(target_dir)):
+        raise ConfigError(f"target_dir={os.fspath(target_dir)!r}: want a folder of this machine; upload it then.")
+    target = Path(parse_uri(os.fspath(target_dir))[2])
+    strategy = unshard_strategy or UnshardStrategy.one_file()
+    write = file_writer(use_safetensors=use_safetensors)
+    if not save_overwrite and target.is_dir() and any(target.iterdir()):
+        raise CheckpointExistsError(f"{str(target)!r} is not empty: give another folder, or save_overwrite=True.")
+    if isinstance(dir, str | os.PathLike) and is_tar(Path(os.fspath(dir))):
+        file = target / ("model.safetensors" if use_safetensors else "model.pt")
+        return _unshard_archives(os.fspath(dir), file, strategy, optim=optim), None
+    with sharded.RemoteFileSystemReader(dir, pre_download=pre_download, work_dir=work_dir) as reader:
+        keys = reader.read_metadata().state_dict_metadata
+        wants_optim = not use_safetensors and any(key.startswith("optim.") for key in keys) if optim is None else optim
+        parts = ["model", "optim"] if wants_optim else ["model"]
+        for part in parts:
+            if not _keys_of(part, keys):
+                raise IncompatibleCheckpointError(f"checkpoint {reader.uri!r} has no {part}.")
+        make_folder(target)
+        job = _Job(reader, target, ".safetensors" if use_safetensors else ".pt", write, strategy, quiet)
+        written = [job.run(part) for part in parts]
+    return written[0], written[1] if wants_optim else None
+
+
+def _unshard_archives(path: str, file: Path, strategy: UnshardStrategy, *, optim: bool | None) -> Path:
+    if optim:
+        raise ConfigError("optim=True: of a checkpoint of DeepSpeed the model alone is written.")
+    if strategy.name is not UnshardStrategyType.one_file:
+        raise ConfigError(f"unshard_strategy={strategy.name.value!r}: of one of DeepSpeed a single file is written.")
+    return unshard_zero(path, file, save_overwrite=True)
+
+
+class _Key(NamedTuple):
+    """A key of the index, by its name below ``model`` or ``optim``."""
+
+    full: str
+    name: str
+    size_bytes: int
+
+
+@final
+@dataclass(frozen=True)
+class _Job:
+    """What is written where."""
+
+    reader: sharded.RemoteFileSystemReader
+    target: Path
+    suffix: str
+    write: Callable[[Path, Any], None]
+    strategy: UnshardStrategy
+    quiet: bool
+
+    def run(self, part: str) -> Path:
+        """Write the model or the optimizer; its file or folder."""
+        metadata = self.reader.read_metadata()
+        names = _keys_of(part, metadata.state_dict_metadata)
+        keys = [_Key(full, name, _size_bytes(metadata.state_dict_metadata[full])) for full, name in names.items()]
+        prefix = keys[0].full.removesuffix(f".{keys[0].name}")
+        if self.strategy.name is UnshardStrategyType.one_file:
+            path = self.target / f"{part}{self.suffix}"
+            values = sharded.load_flat(self.reader, [key.full for key in keys])
+            is_tree = self.write is write_torch
+            self._write(path, nested(metadata, prefix, list(values), values) if is_tree else _named(keys, values))
+            return path
+        folder = self.target / part
+        make_folder(folder)
+        places: dict[str, str] = {}
+        for name, group in self._groups(keys):
+            values = sharded.load_flat(self.reader, [key.full for key in group])
+            self._write(folder / name, _named(group, values))
+            places |= {key.name: name for key in group}
+        index = {"metadata": {"total_size": sum(key.size_bytes for key in keys)}, "weight_map": places}
+        with atomic_write(folder / f"{part}{self.suffix}.index.json") as file:
+            file.write(json.dumps(index, indent=1).encode())
+        return folder
+
+    def _write(self, path: Path, contents: Any) -> None:
+        self.write(path, contents)
+        if not self.quiet:
+            log.info("wrote %s", path)
+
+    def _groups(self, keys: Sequence[_Key]) -> Iterator[tuple[str, list[_Key]]]:
+        """The names of the files, and what each holds."""
+        if self.strategy.chunk_size_bytes is None:
+            taken: set[str] = set()
+            for key in keys:
+                yield _file_name(key.name, self.suffix, taken), [key]
+            return
+        number, group, size = 0, list[_Key](), 0
+        for key in keys:
+            if group and size + key.size_bytes > self.strategy.chunk_size_bytes:
+                yield f"chunk-{number:05}{self.suffix}", group
+                number, group, size = number + 1, [], 0
+            group.append(key)
+            size += key.size_bytes
+        if group:
+            yield f"chunk-{number:05}{self.suffix}", group
+
+
+def _keys_of(part: str, keys: Iterable[str]) -> dict[str, str]:
+    """The keys of the model or the optimizer, with their names in it: the Trainer has the model in its state."""
+    for prefix in (f"{part}.", f"state.{part}."):
+        if found := {key: key.removeprefix(prefix) for key in keys if key.startswith(prefix)}:
+            return found
+    return {}
+
+
+def _named(keys: Sequence[_Key], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.name: values[key.full] for key in keys}
+
+
+def _size_bytes(stored: Any) -> int:
+    if not isinstance(stored, sharded.TensorStorageMetadata):
+        return 1024  # about what a value takes in a file
+    return stored.size.numel() * stored.properties.dtype.itemsize
+
+
+def _file_name(key: str, suffix: str, taken: set[str]) -> str:
+    """A name for the file of ``key`` that is no other's, also where upper and lower case are the same."""
+    stem = re.sub(r"[^A-Za-z0-9_-]", "-", key)[:200]
+    name, number = stem, 1
+    while name.lower() in taken:
+        number += 1
+        name = f"{stem}~{number}"
+    taken.add(name.lower())
+    return name + suffix

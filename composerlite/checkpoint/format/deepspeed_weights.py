@@ -1,0 +1,185 @@
+"""The weights of a model, whole and in fp32, out of the pieces that the ranks of DeepSpeed have saved.
+
+In stages 1 and 2 the ranks have consecutive pieces of one vector for each group of parameters; in stage 3 each has a
+piece of every parameter. How parameters lie in them is in the files beside: see ``zero_to_fp32.py`` of DeepSpeed, which
+does the same in its own way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from composerlite.checkpoint.format.deepspeed import RankFiles
+from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from composerlite.types import StateDict
+
+__all__ = ["merged_weights", "model_file", "model_states", "number_of_ranks", "untrained"]
+
+_MODEL, _OPTIMIZER = "model_states.pt", "optim_states.pt"
+
+
+def model_states(
+    archive: RankFiles, *, prune: Callable[[StateDict], StateDict] = lambda contents: contents
+) -> StateDict:
+    """What the rank says of the model; ``prune`` chooses what is read.
+
+    Raises:
+        IncompatibleCheckpointError: there is not one such file.
+    """
+    return archive.contents(_the_file(archive, _MODEL), prune=prune)
+
+
+def model_file(archive: RankFiles) -> str:
+    """The file in which the rank has what it says of the model.
+
+    Raises:
+        IncompatibleCheckpointError: there is not one such file.
+    """
+    return _the_file(archive, _MODEL)
+
+
+def number_of_ranks(archive: RankFiles) -> int:
+    """How many ranks have saved the checkpoint of which ``archive`` is that of the first."""
+    ranks = model_states(archive, prune=lambda contents: {"ranks": contents.get("dp_world_size")})["ranks"]
+    if not isinstance(ranks, int) or ranks < 1:
+        raise CorruptCheckpointError("it does not say how many ranks have saved it")
+    return ranks
+
+
+def merged_weights(archives: Sequence[RankFiles]) -> dict[str, Tensor]:
+    """The state dict of the model: parameters in fp32, buffers as they were saved.
+
+    Args:
+        archives: of all ranks, in their order.
+
+    Raises:
+        CorruptCheckpointError: they do not fit together.
+        IncompatibleCheckpointError: they hold what is not understood here: experts, or layers split over ranks.
+    """
+    try:
+        return _merged([_piece(archive) for archive in archives])
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as e:
+        raise CorruptCheckpointError(f"its files of DeepSpeed do not fit together: {e!r}") from e
+
+
+def untrained(archives: Sequence[RankFiles]) -> dict[str, Tensor]:
+    """Of :func:`merged_weights` what no optimizer has: buffers, and parameters that are frozen."""
+    first = model_states(archives[0], prune=_of_the_model)
+    trained = {name for group in first["param_shapes"] for name in group}
+    trained |= {name for name, other in dict(first.get("shared_params") or {}).items() if other in trained}
+    return {name: tensor for name, tensor in merged_weights(archives).items() if name not in trained}
+
+
+class _Piece(NamedTuple):
+    """What one rank has of the weights.
+
+    Attributes:
+        model: its model states.
+        stage: of ZeRO.
+        groups: the pieces of parameters that it has, group by group.
+        paddings: numbers behind each parameter, group by group; ``None``: there are none.
+    """
+
+    model: StateDict
+    stage: int
+    groups: Sequence[Tensor]
+    paddings: Sequence[Sequence[int]] | None
+
+
+def _piece(archive: RankFiles) -> _Piece:
+    names = [name for name in archive.names if name.endswith(_MODEL)]
+    model = model_states(archive, prune=_of_the_model) if names else {}
+    optimizer = archive.contents(_the_file(archive, _OPTIMIZER), prune=_of_the_optimizer)
+    return _Piece(model, optimizer["stage"], optimizer["groups"], optimizer["paddings"])
+
+
+def _of_the_model(contents: StateDict) -> StateDict:
+    keys = ("module", "param_shapes", "buffer_names", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
+    return {key: contents.get(key) for key in keys}
+
+
+def _of_the_optimizer(contents: StateDict) -> StateDict:
+    state = contents["optimizer_state_dict"]
+    stage: Any = state["zero_stage"]
+    stage = int(getattr(stage, "value", None) or (stage.arguments[0] if hasattr(stage, "arguments") else stage))
+    groups: Any = state["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
+    return {"stage": stage, "groups": groups, "paddings": state.get("param_alignment_paddings")}
+
+
+def _the_file(archive: RankFiles, end: str) -> str:
+    found = [name for name in archive.names if name.endswith(end)]
+    if len(found) != 1:
+        raise IncompatibleCheckpointError(
+            f"checkpoint {str(archive.path)!r} has {len(found)} files *{end}; want one. Those of models with experts, "
+            "or with layers split over ranks, are not understood: use DeepSpeed's own tools."
+        )
+    return found[0]
+
+
+def _merged(pieces: Sequence[_Piece]) -> dict[str, Tensor]:
+    first = pieces[0]
+    shapes: list[Mapping[str, Sequence[int]]] = first.model["param_shapes"]
+    trained = _of_stage_3(pieces, shapes) if first.stage == 3 else _of_stages_1_and_2(pieces, shapes)
+    trained |= _frozen(pieces)
+    shared: Any = first.model.get("shared_params") or {}
+    shared = dict(shared)
+    buffers = set(first.model["buffer_names"])
+    merged: dict[str, Tensor] = {}
+    for name, saved in first.model["module"].items():
+        if name in buffers:
+            merged[name] = saved
+        elif name in trained or shared.get(name) in trained:
+            merged[name] = trained[name if name in trained else shared[name]]
+        elif first.stage < 3:
+            merged[name] = saved.float()
+        else:
+            raise ValueError(f"no rank has {name!r}")
+    return merged
+
+
+def _of_stages_1_and_2(pieces: Sequence[_Piece], shapes: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for number, group in enumerate(shapes):
+        vector = torch.cat([piece.groups[number] for piece in pieces])
+        paddings = [0] * len(group) if pieces[0].paddings is None else pieces[0].paddings[number]
+        start = 0
+        for (name, shape), padding in zip(group.items(), paddings, strict=True):
+            size = math.prod(shape)
+            found[name] = _part(vector, start, size, name).view(tuple(shape))
+            start += size + padding
+    return found
+
+
+def _of_stage_3(pieces: Sequence[_Piece], shapes: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Tensor]:
+    vectors = [torch.cat([group.flatten() for group in piece.groups]) for piece in pieces]
+    found: dict[str, Tensor] = {}
+    start = 0
+    for name, shape in (item for group in shapes for item in group.items()):
+        size = math.prod(shape)
+        part = -(-size // len(pieces))
+        found[name] = torch.cat([_part(vector, start, part, name) for vector in vectors])[:size].view(tuple(shape))
+        start += part
+    return found
+
+
+def _part(vector: Tensor, start: int, size: int, name: str) -> Tensor:
+    if start + size > vector.numel():
+        raise ValueError(f"{name!r} is not all there")
+    return vector[start : start + size]
+
+
+def _frozen(pieces: Sequence[_Piece]) -> dict[str, Tensor]:
+    """What is not trained, where it is saved apart: whole in stage 2, in pieces in stage 3."""
+    shapes = cast("Mapping[str, Sequence[int]]", pieces[0].model.get("frozen_param_shapes") or {})
+    having = [piece.model["frozen_param_fragments"] for piece in pieces if piece.model]
+    found: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        parts = [fragments[name].flatten() for fragments in (having if pieces[0].stage == 3 else having[:1])]
+        found[name] = _part(torch.cat(parts), 0, size, name).view(tuple(shape)).float()
+    return found

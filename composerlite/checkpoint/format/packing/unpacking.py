@@ -1,0 +1,220 @@
+"""Reading compressed checkpoints and those in archives: the ``.pt`` file inside, in a temporary file without a name."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import IO, final
+
+from composerlite.checkpoint.format.packing.archive import is_tar_header, tar_member
+from composerlite.checkpoint.format.packing.compression import codec_of
+from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
+
+__all__ = ["is_packed", "is_packed_beginning", "uncompressed", "unpacked"]
+
+_PIECE_BYTES = 64 << 10
+_HEADER_BYTES = 512
+_MOST_BYTES = 1 << 20
+_ALWAYS_BYTES = 1 << 30
+_RATIO = 100
+_SHARE_OF_DISK = 0.95
+_ARCHIVE_BYTES = 1 << 20  # more than an archive adds to the file in it
+
+
+def is_packed(path: Path) -> bool:
+    """Whether the file ``path`` is compressed or an archive, by its first bytes: names and links may say other things.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return is_packed_beginning(file.read(_HEADER_BYTES))
+
+
+def is_packed_beginning(beginning: bytes) -> bool:
+    """Whether a file with these first 512 bytes, or all that it has, is compressed or an archive."""
+    return codec_of(beginning) is not None or _is_archive(beginning)
+
+
+@contextlib.contextmanager
+def unpacked(
+    path: Path, *, size_bytes: int | None = None, progress: Callable[[int], object] = int
+) -> Generator[IO[bytes]]:
+    """The ``.pt`` file in the checkpoint ``path``, open for reading, at its beginning.
+
+    It is unpacked into a file without a name, which is gone with the block, or with the process: in the folder that
+    ``TMPDIR`` names, else beside ``path``, else where the system has temporary files. A ``.pt`` file that is neither
+    compressed nor in an archive is opened as it is. Memory is bounded whatever the file holds.
+
+    Args:
+        path: the checkpoint.
+        size_bytes: what it unpacks to, if that is known. If not, more than a hundred times its size and more than
+            1 GiB is taken for an attack.
+        progress: is told of each so many bytes read.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, cut off, unpacks to too much, or holds something else.
+        IncompatibleCheckpointError: it is an archive of DeepSpeed.
+        ConfigError: what unpacks it is not installed.
+        OSError: it cannot be read, or there is no space to unpack it.
+    """
+    with _expanded(path, _inner_bytes, size_bytes=size_bytes, progress=progress) as file:
+        yield file
+
+
+@contextlib.contextmanager
+def uncompressed(path: Path, *, most_bytes: int = 0) -> Generator[IO[bytes]]:
+    """The file ``path`` out of its compression, open for reading: as :func:`unpacked`, but an archive stays one.
+
+    Args:
+        path: the file.
+        most_bytes: what it may unpack to in any case.
+    """
+    with _expanded(path, _decoded_bytes, least_limit=most_bytes) as file:
+        yield file
+
+
+@contextlib.contextmanager
+def _expanded(
+    path: Path,
+    inner: Callable[[IO[bytes], _Limit, Callable[[int], object]], Generator[bytes]],
+    *,
+    size_bytes: int | None = None,
+    least_limit: int = 0,
+    progress: Callable[[int], object] = int,
+) -> Generator[IO[bytes]]:
+    """What ``inner`` makes of the file, in a file without a name; the file itself where it is not packed."""
+    with contextlib.ExitStack() as stack:
+        packed = stack.enter_context(path.open("rb", buffering=0))
+        if not is_packed(path):
+            yield packed
+            return
+        folder = _scratch_folder(path)
+        target = stack.enter_context(tempfile.TemporaryFile(dir=folder, prefix=f".{path.name}."))
+        limit = _Limit(
+            path,
+            packed_bytes=path.stat().st_size,
+            size_bytes=size_bytes,
+            folder=folder,
+            least_bytes=least_limit,
+        )
+        try:
+            with contextlib.closing(inner(packed, limit, progress)) as pieces:
+                for piece in pieces:
+                    target.write(piece)
+            target.flush()
+            limit.check_size(target.tell())
+        except (CorruptCheckpointError, IncompatibleCheckpointError) as e:
+            raise type(e)(f"checkpoint {str(path)!r} cannot be unpacked: {e}") from e
+        except ConfigError as e:
+            raise ConfigError(f"checkpoint {str(path)!r} cannot be unpacked: {e}") from e
+        target.seek(0)
+        yield target
+
+
+def _decoded_bytes(packed: IO[bytes], limit: _Limit, progress: Callable[[int], object]) -> Generator[bytes]:
+    """What is in the file, out of its compression."""
+
+    def pieces() -> Generator[bytes]:
+        while piece := packed.read(_PIECE_BYTES):
+            progress(len(piece))
+            yield piece
+
+    beginning = packed.read(_HEADER_BYTES)
+    packed.seek(0)
+    codec = codec_of(beginning)
+    with contextlib.closing(pieces() if codec is None else codec.decoded(pieces())) as decoded:
+        yield from limit.counted(decoded)
+
+
+def _inner_bytes(packed: IO[bytes], limit: _Limit, progress: Callable[[int], object]) -> Generator[bytes]:
+    """What is in the file, out of its compression and out of its archive."""
+    with contextlib.closing(_decoded_bytes(packed, limit, progress)) as decoded:
+        source = _Source(decoded)
+        if _is_archive(source.peek(_HEADER_BYTES)):
+            yield from tar_member(source)
+        else:
+            while piece := source.take(_MOST_BYTES):
+                yield piece
+
+
+def _is_archive(beginning: bytes) -> bool:
+    # A .pt file begins with "PK"; an older one with a pickle.
+    return not beginning.startswith((b"PK", b"\x80")) and is_tar_header(beginning)
+
+
+def _scratch_folder(path: Path) -> Path:
+    if folder := os.environ.get("TMPDIR"):
+        return Path(folder)
+    # The folder of a large file is on a disk for large files, and temporary folders may be in memory.
+    return path.parent if os.access(path.parent, os.W_OK) else Path(tempfile.gettempdir())
+
+
+@final
+class _Limit:
+    """How much a file may unpack to."""
+
+    def __init__(
+        self, path: Path, *, packed_bytes: int, size_bytes: int | None, folder: Path, least_bytes: int = 0
+    ) -> None:
+        self._path = path
+        self._expected = size_bytes
+        self._most = max(_ALWAYS_BYTES, _RATIO * packed_bytes, least_bytes)
+        if size_bytes is not None:
+            self._most = size_bytes + _ARCHIVE_BYTES
+        self._folder = folder
+        self._room = int(_SHARE_OF_DISK * shutil.disk_usage(folder).free)
+        self._size = 0
+
+    def counted(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        """``pieces``, until there are too many."""
+        for piece in pieces:
+            self._size += len(piece)
+            if self._size > self._most:
+                raise CorruptCheckpointError(
+                    f"it unpacks to more than {self._most} bytes, and a checkpoint of its size holds less. If you "
+                    "trust it, unpack it with the tool of its format and load the .pt file."
+                )
+            if self._size > self._room:
+                raise OSError(
+                    errno.ENOSPC,
+                    f"No space left on device to unpack {str(self._path)!r}; TMPDIR=… names another",
+                    str(self._folder),
+                )
+            yield piece
+
+    def check_size(self, size_bytes: int) -> None:
+        """Raise an error if that is not what was known."""
+        if self._expected is not None and size_bytes != self._expected:
+            raise CorruptCheckpointError(f"it unpacks to {size_bytes} bytes and not to {self._expected}")
+
+
+@final
+class _Source:
+    """Pieces that are read in other sizes."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._left = b""
+
+    def read(self, size: int) -> bytes:
+        """So many bytes, or fewer at the end."""
+        data = self.peek(size)
+        return self.take(len(data))
+
+    def take(self, most: int) -> bytes:
+        """Some bytes, none at the end."""
+        data = self._left or next(self._pieces, b"")
+        data, self._left = data[:most], data[most:]
+        return data
+
+    def peek(self, size: int) -> bytes:
+        """So many bytes, or fewer at the end; they are read again."""
+        while len(self._left) < size and (piece := next(self._pieces, None)) is not None:
+            self._left += piece
+        return self._left[:size]

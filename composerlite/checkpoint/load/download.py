@@ -1,0 +1,251 @@
+"""Files and checkpoints brought to a folder of one's own: from paths, addresses and object stores."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Generator
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from composerlite import storage
+from composerlite.checkpoint.format.packing import is_packed, is_tar, unpacked
+from composerlite.checkpoint.load.progress import download_bar
+from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.remote import LINK_SUFFIX, RemoteCatalog
+from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from composerlite.storage import (
+    ObjectStore,
+    RetryPolicy,
+    StagedFile,
+    is_uri,
+    open_store,
+    parse_uri,
+    replace_symlink,
+)
+
+if TYPE_CHECKING:
+    from composerlite.storage import Transfer
+
+__all__ = ["download_checkpoint", "fetched", "followed", "get_file", "manifest_at", "resolved", "transferring"]
+
+_PLAIN_NAME, _ARCHIVED_NAME = "rank0_checkpoint", "composer_states.pt"
+_MOST_LINKS, _MOST_LINK_BYTES = 8, 4096
+
+
+@contextlib.contextmanager
+def fetched(
+    path: str | Path, object_store: ObjectStore | None = None, *, progress_bar: bool = False
+) -> Generator[Path]:
+    """The checkpoint ``path`` as a file of this machine, for as long as the block lasts.
+
+    A path is itself. What is at an address or in an object store is downloaded to a temporary folder; with its
+    manifest, where it has one: then its bytes are verified.
+
+    Args:
+        path: a path, a URI, or a name in ``object_store``.
+        object_store: the store that ``path`` is a name in.
+        progress_bar: show one on a terminal while a large file is downloaded.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+        CorruptCheckpointError: the bytes are not those that were saved.
+        ConfigError: the URI names no store, or what it takes is not installed.
+        PermissionError, ObjectStoreError: the store does not let us read, or fails.
+    """
+    if object_store is None and not is_uri(str(path)):
+        yield resolved(Path(parse_uri(str(path))[2]))
+        return
+    with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
+        scheme = "" if object_store is not None else parse_uri(str(path))[0]
+        if scheme in ("http", "https"):
+            target = Path(folder) / (PurePosixPath(str(path).partition("?")[0]).name or "checkpoint.pt")
+            _download_url(str(path), target, progress_bar)
+            yield target
+            return
+        with transferring(path, object_store) as (transfer, name):
+            try:
+                target = _download(transfer, name, Path(folder), progress_bar)
+            except FileNotFoundError as e:
+                raise CheckpointNotFoundError(f"there is no checkpoint {transfer.store.get_uri(name)}: {e}") from e
+        yield target
+
+
+def get_file(
+    path: str | Path,
+    destination: str | Path,
+    object_store: ObjectStore | None = None,
+    overwrite: bool = False,
+    progress_bar: bool = True,
+) -> None:
+    """Make the file ``path`` available as ``destination``: a symbolic link to a file of this machine, else a copy.
+
+    What ends with ``.symlink`` holds the name of another, which is taken instead; also where there is no ``path`` but a
+    ``path.symlink``.
+
+    Args:
+        path: a path, a URI, or a name in ``object_store``.
+        destination: a path at which there is nothing, in a folder that exists.
+        object_store: the store that ``path`` is a name in.
+        overwrite: replace what is at ``destination``.
+        progress_bar: show one on a terminal while a large file is downloaded.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        FileExistsError: there is something at ``destination`` and ``overwrite`` is false.
+        ConfigError: the URI names no store, or what it takes is not installed.
+        PermissionError, ObjectStoreError: the store does not let us read, or fails.
+    """
+    target = Path(destination)
+    if not overwrite and (target.is_symlink() or target.exists()):
+        raise FileExistsError(f"{str(target)!r} exists: give another destination, or overwrite=True.")
+    if object_store is None and not is_uri(str(path)):
+        source = resolved(Path(parse_uri(str(path))[2]))
+        if not source.is_file():
+            raise CheckpointNotFoundError(f"there is no file {str(path)!r}")
+        replace_symlink(target, str(source.resolve()))
+        return
+    if object_store is None and parse_uri(str(path))[0] in ("http", "https"):
+        _download_url(str(path), target, progress_bar)
+        return
+    with transferring(path, object_store) as (transfer, name):
+        try:
+            _download_object(transfer, followed(transfer, name), target, progress_bar)
+        except FileNotFoundError as e:
+            raise CheckpointNotFoundError(f"there is no file {transfer.store.get_uri(name)}: {e}") from e
+
+
+def download_checkpoint(
+    path: str | Path,
+    node_checkpoint_folder: str | Path,
+    object_store: ObjectStore | None = None,
+    progress_bar: bool = True,
+    fsdp_sharded_state_dict_enabled: bool = False,
+    deepspeed_sharded_checkpoint: bool = False,
+) -> tuple[str, str | None, bool]:
+    """Bring the checkpoint ``path`` to ``node_checkpoint_folder``, unpacked, for ``safe_torch_load``.
+
+    A file of this machine that ``torch.load`` opens as it is is linked, not copied.
+
+    Args:
+        path: of the checkpoint, in any format: a path, a URI, or a name in ``object_store``.
+        node_checkpoint_folder: a folder.
+        object_store: the store that ``path`` is a name in.
+        progress_bar: show one on a terminal while a large file is downloaded.
+        fsdp_sharded_state_dict_enabled: must be false: sharded checkpoints are read in place.
+        deepspeed_sharded_checkpoint: must be false, too.
+
+    Returns:
+        The path of the ``.pt`` file; the folder that the archive was extracted to, ``None`` if it was none; and
+        whether another rank's archive was extracted, which is never so.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+        CorruptCheckpointError: its bytes are not those that were saved, or it cannot be unpacked.
+        ConfigError: the URI names no store, what it takes is not installed, or the checkpoint is said to be sharded.
+        PermissionError, ObjectStoreError: the store does not let us read, or fails.
+    """
+    if fsdp_sharded_state_dict_enabled or deepspeed_sharded_checkpoint:
+        raise ConfigError(f"{str(path)!r}: sharded checkpoints are not downloaded yet; load them from where they are")
+    folder = Path(node_checkpoint_folder)
+    with fetched(path, object_store, progress_bar=progress_bar) as source:
+        if not source.is_file():
+            raise CheckpointNotFoundError(f"there is no file {str(path)!r}")
+        extracted = folder / "checkpoint" if is_tar(source) else None
+        target = folder / _PLAIN_NAME if extracted is None else extracted / _ARCHIVED_NAME
+        target.parent.mkdir(exist_ok=True)
+        if is_packed(source):
+            with unpacked(source) as file, StagedFile(target) as staged:
+                shutil.copyfileobj(file, staged.file, 1 << 20)
+                staged.flush()
+                staged.publish()
+        elif object_store is None and not is_uri(str(path)):
+            replace_symlink(target, str(source.resolve()))
+        else:
+            shutil.move(source, target)
+    return str(target), None if extracted is None else str(extracted), False
+
+
+# ── links ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def resolved(path: Path) -> Path:
+    """``path``, or the file whose name is in it if it is a ``.symlink``."""
+    for _ in range(_MOST_LINKS):
+        if path.suffix != LINK_SUFFIX or not path.is_file():
+            if path.exists() or not (link := path.with_name(path.name + LINK_SUFFIX)).is_file():
+                return path
+            path = link
+        with path.open("rb") as file:
+            target = file.read(_MOST_LINK_BYTES).decode(errors="replace").strip()
+        found = path.parent / target
+        path = found if found.exists() or not Path(target).name else _beside(path, target)
+    raise CorruptCheckpointError(f"{str(path)!r} leads from one link to the next without an end.")
+
+
+def _beside(link: Path, target: str) -> Path:
+    """Where the object ``target`` is in a copy of a bucket: the link's folder has it, without the folders before it."""
+    return link.parent / PurePosixPath(target).name
+
+
+def followed(transfer: Transfer, name: str) -> str:
+    """The object that ``name`` means: itself, or the one that a link of that name holds."""
+    for _ in range(_MOST_LINKS):
+        if not name.endswith(LINK_SUFFIX):
+            if transfer.exists(name) or not transfer.exists(name + LINK_SUFFIX):
+                return name
+            name += LINK_SUFFIX
+        target = transfer.read_all(name, most_bytes=_MOST_LINK_BYTES).decode(errors="replace").strip()
+        folder = name.rpartition("/")[0]
+        name = target if "/" in target or not folder else f"{folder}/{target}"
+    raise CorruptCheckpointError(f"{transfer.store.get_uri(name)} leads from one link to the next without an end.")
+
+
+# ── downloads ────────────────────────────────────────────────────────────────────────────────────────────────────────
+@contextlib.contextmanager
+def transferring(path: str | Path, object_store: ObjectStore | None) -> Generator[tuple[Transfer, str]]:
+    """What moves the bytes, and the name of the object ``path``."""
+    if object_store is not None:
+        with storage.Transfer(object_store) as transfer:
+            yield transfer, str(path)
+        return
+    with open_store(str(path)) as store, storage.Transfer(store) as transfer:
+        yield transfer, parse_uri(str(path))[2]
+
+
+def _download(transfer: Transfer, name: str, folder: Path, progress_bar: bool) -> Path:
+    """Download a checkpoint to ``folder``, with its manifest if it has one."""
+    name = followed(transfer, name)
+    home, manifest = manifest_at(transfer, name)
+    if home is None or manifest is None or len(manifest.files) != 1:
+        target = folder / PurePosixPath(name).name
+        _download_object(transfer, name, target, progress_bar)
+        return target
+    with download_bar(progress_bar) as tell:
+        home.fetch(manifest, Catalog(folder), tell)
+    return folder / manifest.name
+
+
+def manifest_at(transfer: Transfer, name: str) -> tuple[RemoteCatalog | None, Manifest | None]:
+    """The catalog that knows the object ``name``, and its manifest: that of its folder, or of one above."""
+    for folder in PurePosixPath(name).parents:
+        root = "" if str(folder) == "." else str(folder)
+        home = RemoteCatalog(transfer, root)
+        manifest = home.manifest_of(str(PurePosixPath(name).relative_to(folder)))
+        if manifest is not None:
+            return home, manifest
+    return None, None
+
+
+def _download_object(transfer: Transfer, name: str, target: Path, progress_bar: bool) -> None:
+    size = transfer.size(name)
+    with download_bar(progress_bar) as tell:
+        transfer.download(name, target, overwrite=True, size_bytes=size, callback=tell)
+
+
+def _download_url(url: str, target: Path, progress_bar: bool) -> None:
+    try:
+        with download_bar(progress_bar) as tell:
+            RetryPolicy().run(lambda: storage.download_url(url, target, tell), f"downloading {url}")
+    except FileNotFoundError as e:
+        raise CheckpointNotFoundError(str(e)) from e

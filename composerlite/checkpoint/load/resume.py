@@ -1,0 +1,536 @@
+"""Which checkpoint a run goes on from."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, final
+
+from composerlite import dist
+from composerlite.checkpoint.load.unlisted import check_unlisted, unlisted
+from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.directory import ON_ALL_NODES
+from composerlite.checkpoint.place.remote import RemoteCatalog
+from composerlite.checkpoint.ranks_together import first_of, together
+from composerlite.checkpoint.record.lineage import RESUMABLE, continued, highest_attempt, living_line, new_attempt
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+from composerlite.checkpoint.record.naming import name_pattern
+from composerlite.errors import CheckpointError, CorruptCheckpointError, RankError
+from composerlite.types import Lineage
+
+__all__ = ["Bucket", "Choice", "begin_attempt", "choose", "newest_good"]
+
+log = logging.getLogger(__name__)
+_REQUESTS = 16
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Checkpoints in a bucket that a run may go on from.
+
+    Attributes:
+        remote: the bucket.
+        link: name of its link to the latest; ``None`` if it has none.
+        catalog: the folder that a checkpoint is fetched to.
+    """
+
+    remote: RemoteCatalog
+    link: str | None
+    catalog: Catalog
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    manifest: Manifest
+    catalog: Catalog
+    remote: RemoteCatalog | None = None  # it is there and not in the folder
+    listed: bool = True  # it has a manifest
+
+    @property
+    def whole(self) -> bool:
+        return not self.manifest.left_out
+
+    @property
+    def rank(self) -> tuple[bool, tuple[int, int, int], bool, bool, str]:
+        """The greatest is tried first: what can be verified, and is there already, before what is not."""
+        return self.whole, self.manifest.order[:3], self.listed, self.remote is None, self.manifest.saved_at
+
+    @property
+    def is_directory(self) -> bool:
+        return self.manifest.is_directory
+
+    @property
+    def place(self) -> Path | str:
+        """Where it is once it was checked: directories stay where they are."""
+        if self.remote is not None and self.is_directory:
+            return self.remote.uri(self.manifest.name)
+        return self.catalog.folder / self.manifest.name
+
+    def check(self, progress: Callable[[int, int], object] | None) -> None:
+        """See that it is good, and bring it to the folder if it is a file that is not there."""
+        if not self.listed:
+            check_unlisted(self.catalog, self.manifest)
+            return
+        if self.remote is None:
+            self.catalog.verify(self.manifest)
+            return
+        if self.is_directory:
+            _check_sizes(self.remote, self.manifest)
+            return
+        try:
+            self.remote.fetch(self.manifest, self.catalog, progress)
+        except CorruptCheckpointError as e:
+            log.warning("fetching it once more, it may have been damaged on its way: %s", e)
+            self.remote.fetch(self.manifest, self.catalog, progress)
+
+    @property
+    def source(self) -> str:
+        name = self.manifest.name
+        return str(self.catalog.folder / name) if self.remote is None else self.remote.uri(name)
+
+
+@final
+class Offer(NamedTuple):
+    """A candidate, as all ranks know it."""
+
+    manifest: Manifest
+    folder: Path | None
+    place: Path | str
+
+
+@final
+class Choice(NamedTuple):
+    """The checkpoint that a run resumes from.
+
+    Attributes:
+        place: the path, or the URI of a directory in a bucket; ``None``: the run has no checkpoint.
+        lineage: of what the run saves from now on.
+    """
+
+    place: Path | str | None
+    lineage: Lineage
+
+
+def newest_good(
+    catalogs: Sequence[Catalog],
+    run_name: str,
+    *,
+    templates: Sequence[str] = (),
+    links: Sequence[str | None] = (),
+    buckets: Sequence[Bucket] = (),
+    progress: Callable[[int, int], object] | None = None,
+) -> Path | str | None:
+    """Return where the newest good checkpoint of ``run_name`` is: see :func:`choose`."""
+    return choose(catalogs, run_name, templates=templates, links=links, buckets=buckets, progress=progress).place
+
+
+def choose(
+    catalogs: Sequence[Catalog],
+    run_name: str,
+    *,
+    templates: Sequence[str] = (),
+    links: Sequence[str | None] = (),
+    buckets: Sequence[Bucket] = (),
+    progress: Callable[[int, int], object] | None = None,
+) -> Choice:
+    """Choose the newest checkpoint of ``run_name`` whose bytes are those that were saved.
+
+    Only the line of the newest attempt counts: what an earlier attempt saved after the run was started over is never
+    resumed from. What is newest in a bucket is fetched to its folder first; a directory stays there: its URI is
+    returned. A damaged checkpoint is passed over, which is logged with the reason; in a folder it is set aside once an
+    older one was found to be good, and in a bucket it stays, for it may be this machine that reads wrongly. Weights
+    alone cannot be resumed from. One that was saved without some of its keys is taken only if there is no whole
+    one: what it lacks would start afresh in the middle of the run.
+
+    A file without a manifest, of another program or one whose manifest was lost, is taken if it can be read and agrees
+    with its own checksums, as long as the run has one attempt only; the log says so.
+
+    Every rank of a run calls it and gets the same. Rank 0 looks; the files of a directory are verified by all ranks,
+    each its share. What a rank cannot read is passed over by all, and not set aside.
+
+    Args:
+        catalogs: the folders.
+        templates: how checkpoints are named in each; where it is not given, only what has a manifest counts.
+        links: how the links to the latest are named in each, ``None`` where there are none. Only those that are called
+            so and lead to a checkpoint of ``templates`` are mended or removed.
+        buckets: where else checkpoints are. Three requests find the latest of one; only if that is not good is
+            everything in it looked at.
+        progress: is told how many bytes of how many were fetched.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none of them is good.
+        IncompatibleCheckpointError: there is a checkpoint of a newer version, which may be the newest.
+        OSError: a folder cannot be read for any other reason than that it does not exist. With several ranks also:
+            there are checkpoints, and none that every rank can read.
+        ObjectStoreError: a bucket does not answer. PermissionError: it does not let us read. Neither means "nothing".
+    """
+    its_links = {
+        catalog.folder: _Links(name_pattern(link, run_name), name_pattern(template, run_name))
+        for catalog, link, template in zip(catalogs, links, templates, strict=False)
+        if link is not None
+    }
+    search: _Search | None = None
+    damaged: list[Manifest] = []
+    with together("looking for checkpoints"):
+        if dist.get_global_rank() == 0:
+            search = _Search(catalogs, run_name, templates, its_links, buckets)
+    while True:
+        candidate: _Candidate | None = None
+        with together("looking for checkpoints"):
+            if search is not None:
+                candidate = search.next()
+        offer = dist.broadcast_object(None if candidate is None else _offer(candidate))
+        if offer is None:
+            return Choice(None, _of_first_rank(None if search is None else search.new_attempt()))
+        error = _checked(candidate, offer, progress)
+        lineage: Lineage | None = None
+        with together("looking for checkpoints"):
+            if search is not None and candidate is not None:
+                if error is None:
+                    lineage = search.accept(candidate)
+                else:
+                    search.reject(candidate, error)
+            _follow(offer, error, damaged, its_links)
+        if error is None:
+            return Choice(offer.place, _of_first_rank(lineage))
+
+
+def begin_attempt(
+    catalogs: Sequence[Catalog], run_name: str, *, buckets: Sequence[Bucket] = (), origin: str | Path | None = None
+) -> Lineage:
+    """Begin an attempt of ``run_name`` that does not resume from its newest checkpoint. The same on every rank.
+
+    Args:
+        catalogs: the folders that it saves to. buckets: the buckets.
+        origin: the checkpoint that training goes on from; of an older one of the same run, in one of these places, what
+            was saved until then belongs to the new attempt, too.
+    """
+    lineage: Lineage | None = None
+    with together("looking for earlier attempts"):
+        if dist.get_global_rank() == 0:
+            known = [m for catalog in catalogs for m in catalog.manifests() if m.run_name == run_name]
+            for bucket in buckets:
+                latest = None if bucket.link is None else bucket.remote.latest(bucket.link)
+                known += bucket.remote.manifests() if latest is None else [latest]
+            parent = None if origin is None else _manifest_at(str(origin), catalogs, buckets)
+            of_run = parent if parent is not None and parent.run_name == run_name else None
+            lineage = new_attempt(highest_attempt(m for m in known if m.run_name == run_name), of_run)
+    return _of_first_rank(lineage)
+
+
+def _of_first_rank(lineage: Lineage | None) -> Lineage:
+    """Return the lineage that rank 0 has made."""
+    told = dist.broadcast_object(lineage)
+    assert told is not None
+    return told
+
+
+def _manifest_at(place: str, catalogs: Sequence[Catalog], buckets: Sequence[Bucket]) -> Manifest | None:
+    """The manifest of the checkpoint at ``place``, if it is in one of the folders or buckets and can be read."""
+    try:
+        for bucket in buckets:
+            root = bucket.remote.uri().rstrip("/") + "/"
+            if place.startswith(root) and (there := bucket.remote.manifest_of(place.removeprefix(root))) is not None:
+                return there
+        path = Path(place).resolve()
+        for catalog in catalogs:
+            folder = catalog.folder.resolve()
+            if path.is_relative_to(folder) and (here := catalog.manifest_of(str(path.relative_to(folder)))) is not None:
+                return here
+    except CorruptCheckpointError as e:
+        log.warning("the manifest of %s cannot be read: %s", place, e)
+    return None
+
+
+@final
+class _Links(NamedTuple):
+    """What the links of a saver are called, and what they lead to."""
+
+    names: re.Pattern[str]
+    targets: re.Pattern[str]
+
+
+def _mend(
+    catalog: Catalog, manifest: Manifest | None, links: Mapping[Path, _Links], set_aside: Sequence[Manifest] = ()
+) -> None:
+    """Mend the links of the run's saver that lead to nothing; those too that led to what was just set aside."""
+    if (own := links.get(catalog.folder)) is not None:
+        gone = (re.escape(path) for one in set_aside for path in (one.name, *(file.path for file in one.files)))
+        catalog.mend_links(manifest, own.names, re.compile("|".join([f"(?:{own.targets.pattern})", *gone])))
+
+
+@final
+class _Search:
+    """The candidates, on rank 0."""
+
+    def __init__(
+        self,
+        catalogs: Sequence[Catalog],
+        run_name: str,
+        templates: Sequence[str],
+        links: Mapping[Path, _Links],
+        buckets: Sequence[Bucket],
+    ) -> None:
+        for catalog, template in zip(catalogs, templates, strict=False):
+            catalog.set_aside_unreadable(name_pattern(template, run_name))
+        self._catalogs = catalogs
+        self._links = links
+        self._run_name = run_name
+        self._unreadable: list[OSError] = []
+        self._rejected: list[tuple[_Candidate, CorruptCheckpointError | OSError]] = []
+        self._unseen: dict[str, Bucket] = {}
+        """Buckets of which only the latest is a candidate, until that does not hold."""
+        found = [
+            _Candidate(manifest, catalog)
+            for catalog in catalogs
+            for manifest in catalog.manifests()
+            if manifest.run_name == run_name
+        ]
+        for bucket in buckets:
+            manifest = None if bucket.link is None else bucket.remote.latest(bucket.link)
+            if manifest is not None and manifest.run_name == run_name and manifest.kind in RESUMABLE:
+                found.append(_Candidate(manifest, bucket.catalog, bucket.remote))
+                self._unseen[bucket.remote.uri()] = bucket
+            else:
+                found += _everything_in(bucket, run_name)
+        for catalog, template in zip(catalogs, templates, strict=False):
+            found += self._unlisted(catalog, template, [candidate.manifest for candidate in found])
+        self._known = found
+        self._candidates = living_line([c for c in found if c.manifest.kind in RESUMABLE], _manifest)
+        self._left = list(self._candidates)
+
+    def _unlisted(self, catalog: Catalog, template: str, known: Sequence[Manifest]) -> list[_Candidate]:
+        """What no manifest vouches for; its attempt is not known, unless the run has one only."""
+        without = unlisted(catalog, template, self._run_name)
+        lineages = {manifest.lineage for manifest in known} or {Lineage()}
+        if without and len(lineages) > 1:
+            log.warning(
+                "passed over: %s have no manifest, and nothing says which attempt of run %r they are of",
+                ", ".join(repr(manifest.name) for manifest in without),
+                self._run_name,
+            )
+            return []
+        own = next(iter(lineages))
+        return [_Candidate(dataclasses.replace(m, lineage=own), catalog, listed=False) for m in without]
+
+    def new_attempt(self) -> Lineage:
+        """Begin an attempt: there is nothing to resume from."""
+        return new_attempt(highest_attempt(candidate.manifest for candidate in self._known))
+
+    def next(self) -> _Candidate | None:
+        """The newest that is left.
+
+        Raises:
+            OSError: there is none, but some cannot be read: that does not mean that there is nothing.
+            CheckpointError: there is none, but there were some that are damaged.
+        """
+        if self._left:
+            candidate = max(self._left, key=lambda candidate: candidate.rank)
+            self._left.remove(candidate)
+            return candidate
+        if self._unreadable:
+            raise self._unreadable[0]
+        if self._rejected:
+            tried = "; ".join(f"{candidate.source}: {error}" for candidate, error in self._rejected)
+            raise CheckpointError(
+                f"run {self._run_name!r} has checkpoints, and none of them is good, so it does not start over by "
+                f"itself. Tried were: {tried}. Nothing was changed. If the files are good on another machine, this one "
+                "reads them wrongly. Otherwise name one to load with load_path and autoresume=False, or start over in "
+                "another save_folder, or with autoresume=False and save_overwrite=True."
+            )
+        for catalog in self._catalogs:
+            _mend(catalog, None, self._links)
+        return None
+
+    def reject(self, candidate: _Candidate, error: CorruptCheckpointError | OSError) -> None:
+        """It is damaged, or a rank cannot read it."""
+        log.warning("passed over %s: %s", candidate.source, error)
+        self._rejected.append((candidate, error))
+        if not isinstance(error, CorruptCheckpointError):
+            self._unreadable.append(error)
+        bucket = None if candidate.remote is None else self._unseen.pop(candidate.remote.uri(), None)
+        if bucket is not None:
+            more = [c for c in _everything_in(bucket, self._run_name) if c.manifest.name != candidate.manifest.name]
+            self._known += more
+            line = living_line([c for c in self._known if c.manifest.kind in RESUMABLE], _manifest)
+            self._candidates = line
+            tried = {id(one) for one, _ in self._rejected}
+            self._left = [one for one in line if id(one) not in tried]
+
+    def accept(self, candidate: _Candidate) -> Lineage:
+        """It is the one: set aside what is damaged in folders, and return the lineage of what is saved from now on."""
+        set_aside: list[Manifest] = []
+        for rejected, error in self._rejected:
+            if rejected.place == candidate.place:
+                continue  # what is good was fetched from a bucket to take its place
+            if rejected.remote is None and isinstance(error, CorruptCheckpointError):
+                rejected.catalog.set_aside(rejected.manifest)  # the run will come to write one of that name again
+                set_aside.append(rejected.manifest)
+        newer = [c for c in self._candidates if not c.whole and c.manifest.order > candidate.manifest.order]
+        if not candidate.whole:
+            log.warning(
+                "%s is all there is to resume from; it was saved without %s",
+                candidate.source,
+                candidate.manifest.left_out,
+            )
+        elif newer:
+            log.info("%s is not the newest: newer ones were saved without some of their keys", candidate.source)
+        is_here = isinstance(candidate.place, Path)
+        _mend(candidate.catalog, candidate.manifest if is_here else None, self._links, set_aside)
+        return continued(candidate.manifest, [c.manifest for c in self._known], [c.manifest for c in self._candidates])
+
+
+# ── on every rank ────────────────────────────────────────────────────────────────────────────────────────────────────
+def _offer(candidate: _Candidate) -> Offer:
+    return Offer(candidate.manifest, candidate.catalog.folder if candidate.remote is None else None, candidate.place)
+
+
+def _checked(
+    candidate: _Candidate | None, offer: Offer, progress: Callable[[int, int], object] | None
+) -> CorruptCheckpointError | OSError | None:
+    """What is wrong with it, the same on every rank. One process raises what is not damage."""
+    if dist.get_world_size() == 1:
+        assert candidate is not None
+        try:
+            candidate.check(progress)
+        except CorruptCheckpointError as e:
+            return e
+        return None
+    error: Exception | None = None
+    try:
+        if offer.folder is not None and len(offer.manifest.files) > 1:
+            _check_share(Catalog(offer.folder), offer.manifest)
+        elif candidate is not None:
+            candidate.check(progress)
+    except RankError:
+        raise  # the ranks cannot meet any more
+    except Exception as e:  # noqa: BLE001 - goes to every rank
+        error = e
+    outcomes = dist.gather_outcomes(f"verifying checkpoint {offer.manifest.name!r}", error)
+    return _verdict(outcomes, error, is_here=offer.folder is not None)
+
+
+def _verdict(
+    outcomes: Mapping[int, BaseException], own: Exception | None, *, is_here: bool
+) -> CorruptCheckpointError | OSError | None:
+    """What counts of what the ranks met with. A bucket that cannot be read stops the run.
+
+    Raises:
+        Exception: it says nothing of the checkpoint.
+    """
+    if not outcomes:
+        return None
+    verdicts = (CorruptCheckpointError, OSError) if is_here else (CorruptCheckpointError,)
+    if others := {rank: error for rank, error in outcomes.items() if not isinstance(error, verdicts)}:
+        raise first_of(others, own)
+    damages = {rank: e for rank, e in outcomes.items() if isinstance(e, CorruptCheckpointError)}
+    found = first_of(damages or outcomes, own)
+    assert isinstance(found, CorruptCheckpointError | OSError)
+    return found
+
+
+def _check_share(catalog: Catalog, manifest: Manifest) -> None:
+    """Verify this rank's share of the files of a directory, if all ranks see it, each on its node's disk."""
+    mine: Manifest | None = None
+    try:
+        mine = catalog.manifest_of(manifest.name)
+    except (CorruptCheckpointError, OSError) as e:
+        log.warning("%s cannot be read here: %s", manifest.name, e)
+    sees = mine is not None and mine.identity == manifest.identity
+    knows = sees or any(other.node is not None for other in _of(manifest.run_name, catalog.manifests()))
+    absent = {file.node for file in manifest.files if not (catalog.folder / file.path).exists()}
+    told = dist.all_gather_object((sees, knows, mine.node if mine is not None and sees else None, absent))
+    if blind := [rank for rank, its in enumerate(told) if not its[0]]:
+        raise _not_everywhere(catalog, manifest, blind, [rank for rank in blind if not told[rank][1]])
+    nodes = [node for _, _, node, _ in told]
+    lost = set[int | None].intersection(*(its[3] for its in told)) - {*nodes}  # what is gone from its own disk shows
+    if lost := [file for file in manifest.files if file.node in lost]:
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"{lost[0].path!r} was saved to the disk of node {lost[0].node}, and no rank of this run has it. "
+            f"{ON_ALL_NODES} No such file in",
+            str(catalog.folder),
+        )
+    rank = dist.get_global_rank()
+    company = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+    assert mine is not None
+    share = mine.here[company.index(rank) :: len(company)]
+    catalog.verify(dataclasses.replace(mine, files=share))
+
+
+def _not_everywhere(catalog: Catalog, manifest: Manifest, blind: list[int], bare: list[int]) -> Exception:
+    """What to raise for a checkpoint that is there for rank 0 and not for ``blind`` ranks; ``bare`` ones see none."""
+    if manifest.node is not None and not bare:  # their disks are those of this run: it was lost there
+        return CorruptCheckpointError(
+            f"checkpoint {str(catalog.folder / manifest.name)!r} is not on the disks of the ranks {blind}, which have "
+            "others of this run."
+        )
+    return OSError(
+        errno.ENOENT,
+        f"checkpoint {manifest.name!r} is there for rank 0 and not for the ranks {blind}: each rank reads its part "
+        "of a directory. Is the folder on a file system that all nodes share, or are these the nodes that saved it?",
+        str(catalog.folder),
+    )
+
+
+def _follow(
+    offer: Offer,
+    error: CorruptCheckpointError | OSError | None,
+    damaged: list[Manifest],
+    links: Mapping[Path, _Links],
+) -> None:
+    """On the disks of other nodes than the first: what :class:`_Search` does on that one.
+
+    ``damaged`` are the checkpoints that were found to be, to be set aside when there is a good one.
+    """
+    if offer.folder is None or offer.manifest.node is None or dist.get_local_rank() != 0 or dist.get_global_rank() == 0:
+        return
+    catalog = Catalog(offer.folder)
+    mine = catalog.manifest_of(offer.manifest.name)
+    if mine is None or mine.node == offer.manifest.node:
+        return
+    if error is None:
+        for one in damaged:
+            catalog.set_aside(one)
+        _mend(catalog, mine, links)
+    elif isinstance(error, CorruptCheckpointError):
+        damaged.append(mine)
+
+
+def _check_sizes(remote: RemoteCatalog, manifest: Manifest) -> None:
+    """See that all files of a directory in a bucket are there; their bytes are verified as they are read."""
+
+    def check(record: FileRecord) -> None:
+        try:
+            size = remote.transfer.size(remote.name_of(record.path))
+        except FileNotFoundError as e:
+            raise CorruptCheckpointError(f"checkpoint {remote.uri(manifest.name)!r}: {record.path!r} is gone.") from e
+        if size != record.size_bytes:
+            what = f"{record.path!r} has {size} bytes and not {record.size_bytes}"
+            raise CorruptCheckpointError(f"checkpoint {remote.uri(manifest.name)!r}: {what}")
+
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        for done in pool.map(check, manifest.files):
+            assert done is None
+
+
+def _of(run_name: str, manifests: Sequence[Manifest]) -> list[Manifest]:
+    return [manifest for manifest in manifests if manifest.run_name == run_name and manifest.kind in RESUMABLE]
+
+
+def _everything_in(bucket: Bucket, run_name: str) -> list[_Candidate]:
+    """All checkpoints of the run in a bucket, of every kind, which takes a request for each."""
+    found = bucket.remote.manifests()
+    return [_Candidate(m, bucket.catalog, bucket.remote) for m in found if m.run_name == run_name]
+
+
+def _manifest(candidate: _Candidate) -> Manifest:
+    return candidate.manifest

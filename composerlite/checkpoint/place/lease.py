@@ -1,0 +1,378 @@
+"""One run, one process: who holds the lease of a run writes its checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import json
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, final
+
+from composerlite.checkpoint.place.remote import RemoteCatalog
+from composerlite.errors import ObjectStoreError, RunInUseError
+from composerlite.storage import make_folder
+
+__all__ = ["BucketLease", "FolderLease", "Lease", "take_leases"]
+
+log = logging.getLogger(__name__)
+_BEAT_SECONDS = 5.0
+_DEAD_SECONDS = 20.0
+"""A holder whose lease has not changed for so long is dead: it has missed three beats."""
+_LOOK_SECONDS = 0.5
+_MOST_BYTES = 4096
+_WHOLE_FILE = struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+"""``struct flock`` of Linux on 64 bits."""
+
+
+_ONE_RUN = "two launches of one run would train it twice. Stop it, or give this run a run_name of its own."
+
+
+class Lease(Protocol):
+    """The right to write the checkpoints of one run to one place."""
+
+    def try_to_take(self) -> str | None:
+        """Take it; who has it, if that is somebody else."""
+        ...
+
+    def release(self) -> None:
+        """Let the next one have it. Twice is fine."""
+        ...
+
+    def keep(self) -> bool:
+        """See before a save that it is still ours, and take it again if it vanished; false if it had."""
+        ...
+
+    @property
+    def lost_to(self) -> str | None:
+        """Who has taken it from us; ``None``: nobody."""
+        ...
+
+
+def take_leases(leases: Sequence[Lease], what: str, timeout: float, advice: str = _ONE_RUN) -> None:
+    """Take all ``leases``, waiting for those who have them.
+
+    Args:
+        leases: of one run.
+        what: is written, for messages.
+        timeout: seconds to wait for a holder who is alive.
+        advice: why that is not allowed, and the way out, for messages.
+
+    Raises:
+        RunInUseError: one is not given up in time. None is held then.
+    """
+    until = time.monotonic() + timeout
+    with contextlib.ExitStack() as taken:
+        for lease in leases:
+            told = ""
+            while (holder := lease.try_to_take()) is not None:
+                if time.monotonic() > until:
+                    raise RunInUseError(
+                        f"{what} is written by another process, {holder}, which is alive: {advice} "
+                        f"Waited {timeout:.0f} s for its end."
+                    )
+                if holder != told:
+                    log.warning("%s is written by %s: waiting for its end, %.0f s at most", what, holder, timeout)
+                    told = holder
+                time.sleep(_LOOK_SECONDS)
+            taken.callback(lease.release)
+        taken.pop_all()
+
+
+@functools.cache
+def _machine() -> dict[str, str]:
+    """Return what tells whether a process number means the same process here: host, boot and process namespace.
+
+    Containers on one machine may share its name and each have a process 1, and a machine may have booted since.
+    """
+    told = {"host": socket.gethostname(), "boot": "", "processes": ""}
+    with contextlib.suppress(OSError):  # not Linux: nothing is taken for dead by its number then
+        told["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        told["processes"] = str(Path("/proc/self/ns/pid").readlink())
+    return told
+
+
+def _own_name() -> dict[str, Any]:
+    return {**_machine(), "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def _started(pid: int) -> str | None:
+    """Return when the process ``pid`` of this machine began, as its kernel counts; ``None``: there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+
+
+def _shown(record: dict[str, Any]) -> str:
+    return f"process {record.get('pid')} on {record.get('host')}"
+
+
+@final
+class FolderLease:
+    """A lock on a file beside the manifests. It ends with the process that holds it, however that ends.
+
+    The lock belongs to the open file (``F_OFD_SETLK`` of Linux, else ``flock``), and not to the process, whose POSIX
+    locks end as soon as anything in it opens and closes the file, such as a copy of the folder. Processes that are
+    forked give their copy back, so workers that outlive their parent hold nothing. Over NFS a lock is the server's.
+    Where a file system has none, there is no lease. All leases of one file in one process share the lock: a second
+    Trainer of a run does not shut the first one out.
+
+    Args:
+        folder: of the checkpoints. name: of what is leased: the run, or a file that runs would replace for each other.
+    """
+
+    _held: ClassVar[dict[Path, tuple[int, set[FolderLease]]]] = {}
+    """The open file of each lease that this process holds, and who shares it."""
+
+    def __init__(self, folder: str | Path, name: str) -> None:
+        self._path = Path(os.path.abspath(folder)) / ".manifest" / f".{name.replace('/', '%2F')}.lease"  # noqa: PTH100
+        self._holds = False
+        self._lost_to: str | None = None
+
+    @property
+    def lost_to(self) -> str | None:
+        """See :class:`Lease`: after the file was removed, as with its folder."""
+        return self._lost_to
+
+    def keep(self) -> bool:
+        """See :class:`Lease`."""
+        if not self._holds or (self._shared() is not None and self in self._held[self._path][1]):
+            return True
+        self._lost_to = self.try_to_take()
+        self._holds = self._lost_to is None
+        return False
+
+    def _shared(self) -> int | None:
+        """Return the file by which this process holds the lease; ``None`` if it does not, or the file was removed."""
+        file, _ = self._held.get(self._path, (None, None))
+        if file is None or self._is_there(file):
+            return file
+        del self._held[self._path]
+        os.close(file)
+        return None
+
+    def try_to_take(self) -> str | None:
+        """See :class:`Lease`."""
+        if self._shared() is not None:
+            self._held[self._path][1].add(self)
+            self._holds = True
+            return None
+        make_folder(self._path.parent)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            holder = self._take(file)
+        except BaseException:
+            os.close(file)
+            raise
+        if self._held.get(self._path, (None, None))[0] != file:
+            os.close(file)
+        return holder
+
+    def _take(self, file: int) -> str | None:
+        """Lock ``file``, which is open; who has it, if that is somebody else."""
+        try:
+            if not _lock(file):
+                return _holder(file)
+        except OSError as e:
+            log.warning("no lock on %s: %s. Nothing keeps a second launch of this run from writing", self._path, e)
+            return None
+        if not self._is_there(file):  # who had it has removed it: the file that counts is another
+            return self.try_to_take()
+        try:
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(_own_name()).encode(), 0)
+        except OSError as e:
+            raise OSError(e.errno, e.strerror, str(self._path)) from e  # the system's own names no file
+        self._held[self._path] = (file, {self})
+        self._holds = True
+        return None
+
+    def release(self) -> None:
+        """See :class:`Lease`."""
+        if not self._holds:
+            return
+        self._holds = False
+        if (file := self._shared()) is None:
+            return
+        sharing = self._held[self._path][1]
+        sharing.discard(self)
+        if sharing:
+            return
+        del self._held[self._path]
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as e:  # a disk that is read-only by now: the lock ends all the same
+            log.warning("%s stays: %s", self._path, e)
+        finally:
+            os.close(file)
+
+    def _is_there(self, file: int) -> bool:
+        """Whether ``file`` is the one that another process would open."""
+        try:
+            there = self._path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        own = os.fstat(file)
+        return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
+
+    @classmethod
+    def _forget_in_child(cls) -> None:
+        """Close the files of the parent, whose locks a child would hold on to when the parent is dead."""
+        held, cls._held = cls._held, {}
+        for file, _ in held.values():
+            os.close(file)
+
+
+os.register_at_fork(after_in_child=FolderLease._forget_in_child)  # pyright: ignore[reportPrivateUsage]
+
+
+def _lock(file: int) -> bool:
+    """Lock ``file`` for this opening of it; whether nobody else had.
+
+    Raises:
+        OSError: its file system has no locks.
+    """
+    try:
+        if hasattr(fcntl, "F_OFD_SETLK"):
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+        else:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        if e.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise
+    return True
+
+
+def _holder(file: int) -> str:
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        return _shown(json.loads(os.pread(file, _MOST_BYTES, 0)))
+    return "a process that has not said its name"
+
+
+@final
+class BucketLease:
+    """An object beside the manifests that its holder writes again every few seconds.
+
+    Nobody's clock is compared with another's: who wants the lease watches the object, and takes it when it has not
+    changed for longer than a living holder would leave it.
+
+    Args:
+        remote: where the checkpoints are. run_name: of the run.
+        beat_seconds: between two writes of the holder.
+        dead_seconds: a holder who has written nothing for so long is taken for dead; the same for all processes.
+    """
+
+    def __init__(
+        self,
+        remote: RemoteCatalog,
+        run_name: str,
+        *,
+        beat_seconds: float = _BEAT_SECONDS,
+        dead_seconds: float = _DEAD_SECONDS,
+    ) -> None:
+        self._transfer = remote.transfer
+        self._name = remote.name_of(f".manifest/.{run_name}.lease")
+        self._own, self._beats = {**_own_name(), "id": uuid.uuid4().hex}, 0
+        self._beat_seconds, self._dead_seconds = beat_seconds, dead_seconds
+        self._seen: tuple[bytes, float] | None = None
+        self._stop = threading.Event()
+        self._beating: threading.Thread | None = None
+        self._lost_to: str | None = None
+
+    @property
+    def lost_to(self) -> str | None:
+        """See :class:`Lease`: while this process slept, or could not reach the bucket."""
+        return self._lost_to
+
+    def try_to_take(self) -> str | None:
+        """See :class:`Lease`."""
+        data = self._read()
+        record = _record(data)
+        if data is not None and record.get("id") != self._own["id"] and not self._is_dead(data, record):
+            return _shown(record)
+        try:
+            self._write(create_only=data is None)
+        except FileExistsError:
+            return "a process that was first"
+        if (winner := _record(self._read())).get("id") != self._own["id"]:
+            return _shown(winner)
+        self._stop.clear()
+        self._beating = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._beating.start()
+        return None
+
+    def release(self) -> None:
+        """See :class:`Lease`."""
+        beating, self._beating = self._beating, None
+        if beating is None:
+            return
+        self._stop.set()
+        beating.join(self._dead_seconds)
+        if self._lost_to is None:
+            with contextlib.suppress(ObjectStoreError, OSError):  # the next one waits a little then
+                self._transfer.delete(self._name)
+
+    def keep(self) -> bool:
+        """See :class:`Lease`: a thread does that."""
+        return True
+
+    def _is_dead(self, data: bytes, record: dict[str, Any]) -> bool:
+        """Whether its holder is known to be dead, or has not been heard of for long since we began to watch."""
+        here = {key: record.get(key) for key in ("host", "boot", "processes")} == _machine()
+        if here and _machine()["boot"] and not _is_another(record["pid"], record.get("started")):
+            return True
+        now = time.monotonic()
+        if self._seen is None or self._seen[0] != data:
+            self._seen = data, now
+        return now - self._seen[1] > self._dead_seconds
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self._beat_seconds):
+            try:
+                there = _record(self._read())
+                if there and there.get("id") != self._own["id"]:
+                    self._lost_to = _shown(there)
+                    return
+                self._beats += 1
+                self._write()
+            except (ObjectStoreError, OSError) as e:
+                log.warning("the lease of this run was not renewed: %s", e)
+
+    def _read(self) -> bytes | None:
+        try:
+            return self._transfer.read_all(self._name, most_bytes=_MOST_BYTES)
+        except FileNotFoundError:
+            return None
+
+    def _write(self, *, create_only: bool = False) -> None:
+        self._transfer.put_bytes(
+            self._name, json.dumps({**self._own, "beat": self._beats}).encode(), create_only=create_only
+        )
+
+
+def _record(data: bytes | None) -> dict[str, Any]:
+    """What a holder has written; nothing, if it is not that."""
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        record: dict[str, Any] = json.loads(data or b"{}")
+        known = {key: record[key] for key in ("boot", "processes", "started") if isinstance(record.get(key), str)}
+        return {**known, "host": str(record["host"]), "pid": int(record["pid"]), "id": str(record["id"])}
+    return {}
+
+
+def _is_another(pid: int, started: object) -> bool:
+    """Whether it is a living process other than this one. A trainer here that was not closed trains no more."""
+    if pid == os.getpid():
+        return False
+    now = _started(pid)
+    return now is not None and started in (None, now)  # a number is given again

@@ -1,0 +1,184 @@
+"""A checkpoint whose parts lie on disks that nodes have of their own: how all of it is committed, or none.
+
+When every rank has written, each disk's part is prepared: durable, and not yet a checkpoint. Then rank 0 commits its
+own part, which decides, and the others follow. A kill in between leaves prepared parts, which the next start completes
+if the first disk has the checkpoint, and removes if it has not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, final
+
+from composerlite import dist
+from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.directory import Sealed, take_name
+from composerlite.checkpoint.place.shared_folder import Disks, disks_of
+from composerlite.checkpoint.ranks_together import from_first_rank, together
+from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.errors import CorruptCheckpointError
+from composerlite.storage import abandoned_temporaries, fsync_folder, read_small_file
+
+__all__ = ["DiskBody", "DiskCommit", "complete_prepared", "delete_named", "prepared_folder"]
+
+log = logging.getLogger(__name__)
+R = TypeVar("R")
+_VOTES = 3
+
+
+class DiskBody(Protocol):
+    """What this rank writes of a checkpoint, and, on one rank of each disk, how it becomes a part of the whole."""
+
+    def seal(self, manifest: Manifest, parts: Sequence[Any]) -> Sealed:
+        """On rank 0: the index and the record of all files."""
+        ...
+
+    def prepare(self, sealed: Sealed) -> None:
+        """Make this disk's part durable, so that nothing is left but to rename it."""
+        ...
+
+    def complete(self) -> None:
+        """Give this disk's part its name and its commit record."""
+        ...
+
+
+@final
+@dataclass(kw_only=True)
+class DiskCommit:
+    """The commit of one checkpoint on several disks.
+
+    Attributes:
+        body: what this rank writes.
+        votes: three, of all ranks: when each has written, when each disk is prepared, when each is complete.
+    """
+
+    body: DiskBody
+    votes: Sequence[dist.CommitRound[Any]]
+
+    @classmethod
+    def of(cls, body: DiskBody, votes: Sequence[dist.CommitRound[Any] | None]) -> DiskCommit | None:
+        """The commit with ``votes``; ``None`` if there are fewer: then there is one disk."""
+        given = [vote for vote in votes if vote is not None]
+        return cls(body=body, votes=given) if len(given) == _VOTES else None
+
+    @property
+    def may_be_committed(self) -> bool:
+        """Rank 0 has committed its part, or it is not known here that it has not."""
+        return self.votes[1].may_be_committed
+
+    def run(
+        self,
+        finish: Callable[[], Any],
+        manifest: Callable[[], Manifest],
+        complete: Callable[[], object],
+        conclude: Callable[[Manifest], R],
+        timeout: timedelta,
+        longest_work: timedelta,
+    ) -> R:
+        """Commit on all disks; what ``conclude`` gave on rank 0, on every rank.
+
+        Args:
+            finish: wait until this rank's files are durable; what rank 0 needs to know of them.
+            manifest: what will be committed, but for its files. On rank 0.
+            complete: what else belongs to it on a rank whose disk is complete.
+            conclude: what is left when all disks are. On rank 0.
+            timeout: of each vote. longest_work: see :meth:`composerlite.dist.CommitRound.run`.
+
+        Raises:
+            RankError: a rank failed. Nothing is committed unless :attr:`may_be_committed`.
+        """
+        written, prepared, completed = self.votes
+        sealed: Sealed = written.run(
+            finish, lambda parts: self.body.seal(manifest(), parts), timeout, longest_work=longest_work
+        )
+
+        def follow() -> None:
+            if dist.get_global_rank() != 0:
+                self.body.complete()
+            complete()
+
+        prepared.run(
+            lambda: self.body.prepare(sealed), lambda _: self.body.complete(), timeout, longest_work=longest_work
+        )
+        return completed.run(follow, lambda _: conclude(sealed.manifest), timeout, longest_work=longest_work)
+
+
+def delete_named(catalog: Catalog, names: Iterable[str]) -> None:
+    """Delete what this disk has of checkpoints that rank 0 has given up. What stays takes space, and that is logged."""
+    for name in names:
+        try:
+            if (manifest := catalog.manifest_of(name)) is not None:
+                catalog.delete(manifest)
+        except (OSError, CorruptCheckpointError) as e:
+            log.warning("%s is given up and cannot be deleted here: %s", catalog.folder / name, e)
+
+
+def prepared_folder(catalog: Catalog) -> Disks:
+    """Who shares the folder of ``catalog``. What a killed run left in those of other nodes is finished or removed.
+
+    Every rank calls it, when rank 0 has done so with its own.
+
+    Raises:
+        ConfigError: see :func:`~composerlite.checkpoint.place.shared_folder.disks_of`.
+    """
+    disks = disks_of(catalog.folder)
+    if not disks.are_several:
+        return disks
+    log.info("%s: nodes have folders of their own, and each keeps what its ranks write", catalog.folder)
+    committed = from_first_rank(
+        "finding the checkpoints of all nodes",
+        lambda: {manifest.name: manifest.identity for manifest in catalog.manifests() if manifest.node is not None},
+    )
+    with together("preparing the folders of all nodes"):
+        if disks.is_keeper and dist.get_global_rank() != 0:
+            complete_prepared(catalog, committed)
+            catalog.recover()
+    return disks
+
+
+def complete_prepared(catalog: Catalog, committed: Mapping[str, str]) -> None:
+    """Complete what a dead process had prepared of checkpoints that the first disk has.
+
+    Args:
+        catalog: the folder on another disk; its ``recover`` is to follow.
+        committed: the identities of what the first disk has, by name.
+    """
+    for folder in sorted({catalog.record_path(name).parent for name in committed}):
+        for temporary in abandoned_temporaries(folder):
+            try:
+                manifest = Manifest.from_json(read_small_file(temporary), str(temporary))
+            except (CorruptCheckpointError, FileNotFoundError):
+                continue  # that of another kind of file: a recovery removes it
+            if committed.get(manifest.name) != manifest.identity:
+                continue
+            if (place := _place_of(catalog, manifest)) is not None:
+                _complete(catalog, manifest, temporary, place)
+
+
+def _place_of(catalog: Catalog, manifest: Manifest) -> Path | None:
+    """The directory that has what was prepared, whole."""
+    path = catalog.folder / manifest.name
+    for place in path.parent.glob(f".{glob.escape(path.name)}.saving-*"):
+        name = str(place.relative_to(catalog.folder))
+        files = [dataclasses.replace(file, path=name + file.path.removeprefix(manifest.name)) for file in manifest.here]
+        try:
+            catalog.verify(dataclasses.replace(manifest, files=tuple(files)))
+        except CorruptCheckpointError:
+            continue  # of another save
+        return place
+    return None
+
+
+def _complete(catalog: Catalog, manifest: Manifest, temporary: Path, place: Path) -> None:
+    record = catalog.record_path(manifest.name)
+    take_name(place, catalog.folder / manifest.name)
+    fsync_folder(place.parent)
+    temporary.replace(record)
+    fsync_folder(record.parent)
+    log.info("completed %s, which the first node has; a process had died", catalog.folder / manifest.name)

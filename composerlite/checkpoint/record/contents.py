@@ -1,0 +1,316 @@
+"""What goes into a checkpoint, and what is taken out of it."""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from composerlite import dist
+from composerlite.checkpoint.format.torch_pickle import check_tensor
+from composerlite.checkpoint.record import rng
+from composerlite.checkpoint.record.naming import TimestampLike
+from composerlite.errors import ConfigError, SaveError
+from composerlite.types import StateDict, items_of
+
+__all__ = [
+    "EngineFiles",
+    "IgnoreKeys",
+    "TrainingState",
+    "check_ignore_keys",
+    "check_kinds",
+    "gather",
+    "glob_filter",
+    "without",
+]
+
+log = logging.getLogger(__name__)
+
+IgnoreKeys: TypeAlias = "Sequence[str] | Callable[[StateDict], None] | None"
+"""Globs over '/'-joined paths such as ``'state/model/head.*'``, or a function that removes keys in place."""
+
+
+class EngineFiles(Protocol):
+    """The engine of DeepSpeed, as far as it saves and loads files. Every rank calls these together."""
+
+    def saved(self) -> dict[str, StateDict]:
+        """What this rank's files are to hold, by name. Tensors are those in use."""
+        ...
+
+    def check_fits(self, model: StateDict, *, source: str) -> None:
+        """Compare what a checkpoint says of its model with the one that is trained.
+
+        Args:
+            model: what a file of model states holds.
+            source: the checkpoint, for messages.
+
+        Raises:
+            IncompatibleCheckpointError: names or shapes of what is trained differ; all of it is in the message.
+        """
+        ...
+
+    def load(self, files: Mapping[str, StateDict], *, source: str) -> None:
+        """Restore the model and the optimizer from what this rank's files hold, by name, with classes of ``types``.
+
+        Raises:
+            IncompatibleCheckpointError: as :meth:`check_fits`.
+        """
+        ...
+
+    def convert(self, folder: Path, *, source: str) -> None:
+        """Make what :meth:`load_converted` wants of the files of all ranks in ``folder``. On one rank.
+
+        Raises:
+            IncompatibleCheckpointError: DeepSpeed cannot.
+        """
+        ...
+
+    def load_converted(self, folder: Path, files: Mapping[str, StateDict], *, source: str) -> None:
+        """Restore trained weights and the optimizer from what :meth:`convert` made; ``files`` are model states."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor] | None, *, strict: bool, source: str) -> None:
+        """Set the tensors of the model, which rank 0 has, by name; the others give ``None``.
+
+        Raises:
+            IncompatibleCheckpointError: names differ and ``strict`` is true, or shapes differ; all of it is in the
+                message.
+        """
+        ...
+
+    @property
+    def types(self) -> dict[str, type]:
+        """The classes that its files hold, by full name."""
+        ...
+
+
+class TrainingState(Protocol):
+    """What the checkpoint engine needs of a training state. It knows nothing of the trainer."""
+
+    run_name: str
+
+    @property
+    def timestamp(self) -> TimestampLike: ...
+
+    @property
+    def fit_starts(self) -> Sequence[TimestampLike]: ...
+
+    @property
+    def sharding(self) -> str | None:
+        """``'sharded'``: every rank writes its part of a directory; ``'full'``: what is distributed is gathered;
+        ``'deepspeed'``: every rank writes an archive.
+
+        ``None`` where every rank has everything.
+        """
+        ...
+
+    @property
+    def deepspeed(self) -> EngineFiles | None:
+        """DeepSpeed's engine, if it has the model and the optimizer."""
+        ...
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]: ...
+
+    def state_dict(self) -> StateDict: ...
+
+    def weights_state_dict(self) -> StateDict: ...
+
+    def places_for(
+        self,
+        state_dict: StateDict,
+        *,
+        weights_only: bool,
+        strict: bool,
+        exclude_algorithms: Sequence[str],
+        source: str,
+    ) -> StateDict:
+        """The live tensors that ``state_dict`` is to be loaded into, by the same keys, for those that are there.
+
+        They are filled in the place of the tensors in ``state_dict``, and then given to ``load_state_dict``.
+
+        Raises:
+            IncompatibleCheckpointError: ``state_dict`` does not fit; all that differs is in the message.
+        """
+        ...
+
+    def load_state_dict(
+        self, state_dict: StateDict, *, strict: bool, exclude_algorithms: Sequence[str], source: str
+    ) -> None: ...
+
+    def load_model_state(
+        self, state_dict: StateDict, *, strict: bool, exclude_algorithms: Sequence[str], source: str
+    ) -> None: ...
+
+
+def check_kinds(state: TrainingState, *, weights_only: bool, ignore_keys: IgnoreKeys) -> None:
+    """See that every tensor of a checkpoint of ``state`` can be saved and loaded.
+
+    Raises:
+        ConfigError: some cannot; names all of them, and what to do.
+    """
+    contents = gather(state, weights_only=weights_only) if weights_only else {"state": state.state_dict()}
+    problems = list(_of_no_kind(contents, ""))
+    if problems and ignore_keys is not None:
+        problems = list(_of_no_kind(without(contents, ignore_keys), ""))
+    if problems:
+        raise ConfigError(
+            f"checkpoints cannot hold what this run keeps. {' '.join(problems)} Or leave it out with save_ignore_keys."
+        )
+
+
+def _of_no_kind(node: Any, path: str) -> Iterator[str]:
+    """Why each tensor in ``node`` cannot be saved, if it cannot."""
+    if isinstance(node, Tensor):
+        try:
+            check_tensor(node)
+        except SaveError as e:
+            yield f"{path!r}: {e}"
+    for key, value in items_of(node):
+        yield from _of_no_kind(value, f"{path}/{key}" if path else str(key))
+
+
+def gather(
+    state: TrainingState, *, weights_only: bool = False, ignore_keys: IgnoreKeys = None, generators: Any = None
+) -> StateDict:
+    """The contents of a checkpoint of ``state``: ``{'state': …, 'rng': …}``, or the weights and what explains them.
+
+    Tensors are those in use: they must be copied or written before training goes on. ``generators`` are those of all
+    ranks, who then call this together; by default those of this one.
+    """
+    if weights_only:
+        return without({"state": state.weights_state_dict()}, ignore_keys)
+    contents = state.state_dict()
+    if generators is not None:
+        contents = _with_all_metrics(_with_all_positions(contents))
+    return without({"state": contents, "rng": generators or [rng.of_training()]}, ignore_keys)
+
+
+def _with_all_positions(contents: StateDict) -> StateDict:
+    """``contents`` with the positions in the data of all ranks, where those are not the same.
+
+    Then each rank has a list with its own there, which names the share of the data that it speaks of.
+    """
+    dataset_state = contents.get("dataset_state") or {}
+    position = dataset_state.get("train")
+    if not isinstance(position, dict) or "per_rank" not in position:
+        return contents
+    own: list[StateDict] = position["per_rank"]
+    every = {tuple(entry["share"]): entry for entries in _of_all_ranks(own) for entry in entries}
+    together: StateDict = {**position, "per_rank": [every[share] for share in sorted(every)]}
+    return {**contents, "dataset_state": {**dataset_state, "train": together}}
+
+
+def _with_all_metrics(contents: StateDict) -> StateDict:
+    """``contents`` with what the metrics of each rank have counted, where metrics are in it and there are ranks."""
+    own = {part: contents.get(part) or {} for part in ("train_metrics", "eval_metrics")}
+    if dist.get_world_size() == 1 or not any(own.values()):
+        return contents
+    every = _of_all_ranks({"train": {"": own["train_metrics"]}, "eval": own["eval_metrics"]})
+
+    def together(kind: str, label: str) -> StateDict:
+        return {
+            name: {**state, "per_rank": [of_rank[kind][label][name] for of_rank in every]}
+            for name, state in every[0][kind][label].items()
+        }
+
+    return {
+        **contents,
+        "train_metrics": together("train", ""),
+        "eval_metrics": {label: together("eval", label) for label in own["eval_metrics"]},
+    }
+
+
+def _of_all_ranks(own: Any) -> list[Any]:
+    """What each rank gives, on the CPU."""
+    data = io.BytesIO()
+    torch.save(own, data)  # tensors of some types cannot be pickled otherwise
+    # Not the restricted unpickler: this comes from ranks of this run, and a loader's state may be anything.
+    return [
+        torch.load(io.BytesIO(of_rank), weights_only=False, map_location="cpu")
+        for of_rank in dist.all_gather_object(data.getvalue())
+    ]
+
+
+def check_ignore_keys(ignore_keys: IgnoreKeys, *, argument: str) -> IgnoreKeys:
+    """``ignore_keys`` if it can be used.
+
+    Raises:
+        ConfigError: neither globs nor a function.
+    """
+    if ignore_keys is None or callable(ignore_keys):
+        return ignore_keys
+    iterable = isinstance(ignore_keys, Iterable) and not isinstance(ignore_keys, str)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not iterable or not all(isinstance(glob, str) for glob in ignore_keys):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f"{argument}={ignore_keys!r}: want a list of globs such as ['state/optimizers/*'], or a function."
+        )
+    return list(ignore_keys)
+
+
+def without(contents: StateDict, ignore_keys: IgnoreKeys) -> StateDict:
+    """``contents`` less what ``ignore_keys`` takes out. ``contents`` itself is not changed; tensors are shared.
+
+    Where globs take out all that a dict or list holds, it goes as well: an optimizer without any state is left out, as
+    opposed to a run without an optimizer.
+    """
+    if ignore_keys is None:
+        return contents
+    if callable(ignore_keys):
+        copy = _copy_containers(contents)
+        ignore_keys(copy)
+        return copy
+    used: set[str] = set()
+    kept = _filtered(contents, tuple(ignore_keys), used, "")
+    for glob in ignore_keys:
+        if glob not in used:
+            log.warning("ignore_keys: %r matches nothing in the checkpoint", glob)
+    return kept
+
+
+def glob_filter(exclude_globs: Sequence[str]) -> Callable[[StateDict], None]:
+    """A function that removes from a dict, in place, what the globs match; for use as ``load_ignore_keys``."""
+
+    def remove(contents: StateDict) -> None:
+        kept = without(contents, list(exclude_globs))
+        contents.clear()
+        contents.update(kept)
+
+    return remove
+
+
+def _filtered(node: Any, globs: tuple[str, ...], used: set[str], path: str) -> Any:
+    def keep(key: object) -> bool:
+        child = f"{path}/{key}" if path else str(key)
+        hits = [glob for glob in globs if fnmatch.fnmatchcase(child, glob)]
+        used.update(hits)
+        return not hits
+
+    def inner(key: object, value: Any) -> Any:
+        return _filtered(value, globs, used, f"{path}/{key}" if path else str(key))
+
+    if type(node) is dict:
+        kept = {key: inner(key, value) for key, value in node.items() if keep(key)}
+        return {key: value for key, value in kept.items() if not _emptied(node[key], value)}
+    if type(node) is list:  # an item that was emptied stays: the next ones keep their numbers
+        return [inner(index, value) for index, value in enumerate(node) if keep(index)]
+    return node
+
+
+def _emptied(before: Any, after: Any) -> bool:
+    return type(after) in (dict, list) and not after and bool(before)
+
+
+def _copy_containers(node: Any) -> Any:
+    if type(node) is dict:
+        return {key: _copy_containers(value) for key, value in node.items()}
+    if type(node) is list:
+        return [_copy_containers(value) for value in node]
+    return node

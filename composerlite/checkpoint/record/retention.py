@@ -1,0 +1,214 @@
+"""Which checkpoints may go: a pure function of manifests and a policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Protocol, final
+
+from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.errors import ConfigError, did_you_mean
+
+__all__ = [
+    "Interval",
+    "KeepAll",
+    "KeepAny",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "RetentionPolicy",
+    "deletions",
+    "retention_policy",
+]
+
+_FIELDS = {"iter": "iteration", "ep": "epoch", "ba": "batch", "sp": "sample", "tok": "token", "sec": "total_wct"}
+_MODES = ("max", "min")
+
+
+class RetentionPolicy(Protocol):
+    """Says which checkpoints to keep. Must be pure: the same manifests give the same answer after a resume."""
+
+    def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
+        """For each of ``manifests``, oldest first, whether it stays. None of them is ephemeral."""
+        ...
+
+
+class Interval(Protocol):
+    """An amount of training, such as ``Time(10, 'ep')``."""
+
+    @property
+    def value(self) -> int | float: ...
+
+    @property
+    def unit(self) -> str:
+        """``'ep'``, ``'ba'``, ``'sp'``, ``'tok'``, ``'iter'`` or ``'sec'``."""
+        ...
+
+
+@final
+class KeepAll:
+    """Nothing is deleted."""
+
+    def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
+        """All stay."""
+        return [True] * len(manifests)
+
+
+@final
+class KeepLast:
+    """The newest ``count`` stay."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
+        """The last ``count`` stay."""
+        return [index >= len(manifests) - self.count for index in range(len(manifests))]
+
+
+@final
+class KeepEvery:
+    """The first checkpoint at or after each multiple of ``interval`` stays.
+
+    That one is first whatever came between it and the last multiple, so the answer is the same whether those are there
+    or were deleted. Where ``reset_time`` set the counts back, multiples count anew; that is seen by a later call of
+    ``fit`` with no more batches than what is left of the one before.
+    """
+
+    def __init__(self, interval: Interval) -> None:
+        self.interval = interval
+        self._field = _FIELDS[interval.unit]
+
+    def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
+        """Those that are the first past their multiple stay."""
+        stays: list[bool] = []
+        passed = 0
+        before: Manifest | None = None
+        for manifest in manifests:
+            if before is not None and _counts_anew(before, manifest):
+                passed = 0
+            multiple = int(manifest.timestamp.get(self._field, 0) // self.interval.value)
+            stays.append(multiple > passed)
+            passed = max(passed, multiple)
+            before = manifest
+        return stays
+
+
+@final
+class KeepBest:
+    """The ``count`` checkpoints with the best value of ``metric`` stay; of equal ones the newer.
+
+    NaN is worse than any number. A checkpoint without the metric is none of the best and pushes none out.
+    """
+
+    def __init__(self, count: int, metric: str, mode: str = "max") -> None:
+        self.count = count
+        self.metric = metric
+        self.mode = mode
+
+    def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
+        """The best ``count`` stay."""
+        measured = [index for index, manifest in enumerate(manifests) if self.metric in manifest.metrics]
+        best = set(sorted(measured, key=lambda index: (self._goodness(manifests[index]), index))[-self.count :])
+        return [index in best for index in range(len(manifests))]
+
+    def _goodness(self, manifest: Manifest) -> tuple[bool, float]:
+        value = manifest.metrics[self.metric]
+        if math.isnan(value):
+            return False, 0.0
+        return True, value if self.mode == "max" else -value
+
+
+@final
+class KeepAny:
+    """What any of ``policies`` keeps stays."""
+
+    def __init__(self, policies: Iterable[RetentionPolicy]) -> None:
+        self.policies = tuple(policies)
+
+    def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
+        """The union of what each keeps."""
+        answers = [policy.keep(manifests) for policy in self.policies]
+        return [any(votes) for votes in zip(*answers, strict=True)]
+
+
+def retention_policy(
+    num_checkpoints_to_keep: int = -1,
+    *,
+    keep_every: Interval | None = None,
+    best_k: int | None = None,
+    best_metric: str | None = None,
+    best_mode: str = "max",
+) -> RetentionPolicy:
+    """A checkpoint stays if any of the rules keeps it.
+
+    Args:
+        num_checkpoints_to_keep: the newest so many. -1 is no such rule: all stay if there is no other rule either.
+            ``best_k=3`` alone keeps the best three, and the newest, which :func:`deletions` never gives up.
+        keep_every: the first at or after each multiple of it, for ever, as of ``Time(10, 'ep')``. It counts training
+            rather than checkpoints, since that can be told when others are gone.
+        best_k: the best so many by ``best_metric``, the name of a value in ``Manifest.metrics``.
+        best_mode: ``'max'`` or ``'min'``: which values are better.
+
+    Raises:
+        ConfigError: a number that would keep nothing, an interval that cannot be counted in checkpoints, ``best_k``
+            without ``best_metric`` or the other way round, or an unknown mode.
+    """
+    policies: list[RetentionPolicy] = []
+    if not _is_whole(num_checkpoints_to_keep) or (num_checkpoints_to_keep != -1 and num_checkpoints_to_keep < 1):
+        raise ConfigError(
+            f"num_checkpoints_to_keep={num_checkpoints_to_keep!r}: want -1 to keep all or a positive number; a local "
+            "folder that keeps none could not be resumed from."
+        )
+    if num_checkpoints_to_keep != -1:
+        policies.append(KeepLast(num_checkpoints_to_keep))
+    if keep_every is not None:
+        policies.append(KeepEvery(_checked_interval(keep_every)))
+    if best_mode not in _MODES:
+        raise ConfigError(f"best_mode={best_mode!r}: no such mode.{did_you_mean(str(best_mode), _MODES)}")
+    if best_k is not None:
+        if not _is_whole(best_k) or best_k < 1:
+            raise ConfigError(f"best_k={best_k!r}: want a positive number of checkpoints, or None for no such rule.")
+        if not best_metric:
+            raise ConfigError(f"best_k={best_k}: by which metric? Give best_metric='eval/<name>' as well.")
+        policies.append(KeepBest(best_k, best_metric, best_mode))
+    elif best_metric is not None:
+        raise ConfigError(f"best_metric={best_metric!r}: how many of the best are to stay? Give best_k=… as well.")
+    return KeepAny(policies) if policies else KeepAll()
+
+
+def deletions(manifests: Sequence[Manifest], policy: RetentionPolicy) -> list[Manifest]:
+    """What goes of ``manifests``, oldest first: what ``policy`` gives up, and ephemeral ones.
+
+    Two are never among them: the newest, and the newest that is not ephemeral. An ephemeral one stays as long as it is
+    the newest of all; it is not shown to the policy, so it does not count among the last N or the best K.
+
+    To delete after each save what this gives up leaves the same checkpoints as to ask once about the whole history, as
+    long as each save is newer than those before it: the policies of :func:`retention_policy` keep of a longer history
+    no old checkpoint that they gave up in a shorter one.
+    """
+    ordered = sorted(manifests, key=lambda manifest: manifest.order)
+    permanent = [manifest for manifest in ordered if not manifest.ephemeral]
+    kept = [manifest for manifest, stays in zip(permanent, policy.keep(permanent), strict=True) if stays]
+    stay = {id(manifest) for manifest in (*kept, *permanent[-1:], *ordered[-1:])}
+    return [manifest for manifest in ordered if id(manifest) not in stay]
+
+
+def _counts_anew(before: Manifest, manifest: Manifest) -> bool:
+    """Whether ``reset_time`` lies between the two: a later call of ``fit``, and no more batches than before."""
+    return manifest.fit_calls > before.fit_calls and manifest.batch <= before.batch
+
+
+def _checked_interval(keep_every: Interval) -> Interval:
+    if keep_every.unit not in _FIELDS:
+        raise ConfigError(
+            f"keep_every={str(keep_every)!r}: a checkpoint does not know how long training will be. Give an amount "
+            "that can be counted, as in '10ep', '1000ba', '1e9tok' or '6h'."
+        )
+    if keep_every.value <= 0:
+        raise ConfigError(f"keep_every={str(keep_every)!r}: want more than zero, or None to keep none for ever.")
+    return keep_every
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,382 @@
+"""A consistent copy of what is saved, in memory that is used again at every save.
+
+The copy is laid out as the file will be, so that writing it later moves nothing in memory again. On the CPU the bytes
+are moved by two threads without the interpreter's lock; from a GPU by a side stream, and the training thread goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, final
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from composerlite.checkpoint.format.tensor_kinds import is_dense
+from composerlite.checkpoint.format.torch_file import StorageCopy, storage_id
+from composerlite.errors import SaveError
+from composerlite.storage import (
+    RING_BYTES,
+    Copier,
+    Copying,
+    HostMemory,
+    PageWatch,
+    available_memory,
+    start_threads,
+    whole_pages,
+)
+
+__all__ = ["Snapshot", "Stageable", "Staging", "StepFence"]
+
+log = logging.getLogger(__name__)
+_GRANULE_BYTES = 4 << 20  # what a checkpoint may grow by before it needs new memory
+_LEAST_RING_BYTES = 16 << 20
+_LEAST_WATCHED_BYTES = 64 << 10  # less is copied before anybody could be asked to watch it
+_WAIT_SECONDS = 600.0
+
+Job = tuple[int, int, int]  # address to, address from, bytes
+
+
+class Stageable(Protocol):
+    """What can be copied before it is written.
+
+    Attributes:
+        size_bytes: of memory for the copy.
+    """
+
+    size_bytes: int
+
+    def storages(self) -> Sequence[StorageCopy]:
+        """What is to be copied before training changes it, each storage once, and where to."""
+        ...
+
+    def staged_in(self, memory: HostMemory) -> None:
+        """From now on the bytes are those in ``memory``, which holds each storage at its offset."""
+        ...
+
+
+@final
+class StepFence:
+    """Lets the copy of what only optimizers change go on until one of them steps."""
+
+    def __init__(self) -> None:
+        self._watched: WeakSet[Optimizer] = WeakSet()
+        self._before_step: Callable[[], None] | None = None
+
+    def set(self, optimizers: Sequence[Optimizer], before_step: Callable[[], None]) -> None:
+        """Call ``before_step`` once, on the training thread, before any of ``optimizers`` changes a tensor."""
+        self._before_step = before_step
+        for optimizer in optimizers:
+            if optimizer not in self._watched:
+                optimizer.register_step_pre_hook(self._hook)
+                self._watched.add(optimizer)
+
+    def _hook(self, *_: object) -> None:
+        before_step, self._before_step = self._before_step, None
+        if before_step is not None:
+            before_step()
+
+
+@final
+class Snapshot:
+    """A copy that was taken, but for what only optimizers change: that is being copied until one of them steps.
+
+    Attributes:
+        seconds: what copying took.
+        stall_seconds: how long the training thread waited for it.
+        was_torn: tensors changed while they were copied, as :meth:`wait` found.
+    """
+
+    def __init__(self) -> None:
+        self.was_torn = False
+        self.seconds = 0.0
+        self.stall_seconds = 0.0
+        self.copying: Copying | None = None
+        self.events: list[Any] = []
+        self._late: _LateCopy | None = None
+
+    def start(self, copier: Copier, late: _LateCopy) -> None:
+        """Copy ``late`` behind this thread."""
+        self._late = late
+        self.copying = copier.start(late.jobs, late.watch.end)
+
+    def finish(self) -> None:
+        """On the training thread, before an optimizer steps: :meth:`complete`, which training waits for."""
+        started = time.perf_counter()
+        self.complete()
+        self.stall_seconds += time.perf_counter() - started
+
+    def complete(self) -> None:
+        """On the training thread: help to copy what is left."""
+        if self.copying is not None:
+            self.copying.finish()
+
+    def wait(self) -> None:
+        """Wait until everything is copied and known to be of one moment.
+
+        Raises:
+            SaveError: tensors changed while they were copied.
+        """
+        if self.copying is not None:
+            self.copying.wait(_WAIT_SECONDS)
+            self.seconds += self.copying.seconds
+        for event in self.events:
+            event.synchronize()
+        late, self._late = self._late, None  # what it keeps may go now
+        self.was_torn = late is not None and late.was_written_to()
+        if self.was_torn:
+            raise SaveError(
+                "a weight or an optimizer's state was changed between the save and the optimizer's next step: by the "
+                "model's forward pass, a callback, or an optimizer that the saver does not know. From now on this run "
+                "copies before training goes on; save_lazy=False does so from the start."
+            )
+
+
+@final
+class _LateCopy:
+    """What is copied while training goes on, watched from the moment of the save.
+
+    Attributes:
+        jobs: the copies.
+        watch: of what they read.
+    """
+
+    def __init__(self, jobs: Sequence[Job], storages: Sequence[torch.UntypedStorage], watch: PageWatch) -> None:
+        self.jobs = jobs
+        self.watch = watch
+        # Kept, so that what replaces a tensor's memory does not free what is being copied.
+        self._storages = [(storage, storage.data_ptr(), storage.nbytes()) for storage in storages]
+
+    def was_written_to(self) -> bool:
+        """Whether anything was changed up to now, or where it was first asked. Nothing is watched any more."""
+        written = self.watch.end()
+        return written or any((s.data_ptr(), s.nbytes()) != (at, size) for s, at, size in self._storages)
+
+
+@final
+class Staging:
+    """The memory for one snapshot, allocated and faulted in once.
+
+    Args:
+        limit_bytes: the most memory to use; ``None`` for half of what is free when it is allocated.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._limit_bytes = limit_bytes
+        self._memory: HostMemory | None = None
+        self._copier: Copier | None = None
+        self._preparing: threading.Thread | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._pinned: HostMemory | None = None
+        self._fence = StepFence()
+        self._trial: _LateCopy | None = None
+        self._last: Snapshot | None = None
+        self._may_copy_late: bool | None = None  # None: not known yet
+        self._has_warned = False
+
+    @property
+    def ring_bytes(self) -> int:
+        """Memory to write with what does not fit as a whole."""
+        return RING_BYTES if self._limit_bytes is None else max(_LEAST_RING_BYTES, self._limit_bytes)
+
+    def fits(self, size_bytes: int) -> bool:
+        """Whether a snapshot of ``size_bytes`` may be taken."""
+        have = 0 if self._memory is None else self._memory.size_bytes
+        if size_bytes <= have:
+            return True
+        limit = (available_memory() + have) // 2 if self._limit_bytes is None else self._limit_bytes
+        return size_bytes <= limit
+
+    def reserve(self, size_bytes: int) -> bool:
+        """Get memory for a snapshot of ``size_bytes``; false where that is too much, or the system gives no more."""
+        self.prepared()
+        if not self.fits(size_bytes):
+            if self._limit_bytes is None:
+                self._warn_of_no_memory("half of what is free is less")
+            return False
+        if self._memory is None or self._memory.size_bytes < size_bytes:
+            try:
+                self._allocate(size_bytes)
+            except (OSError, MemoryError) as e:
+                self._warn_of_no_memory(e)
+                return False
+        return True
+
+    def _warn_of_no_memory(self, error: object) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "no memory for a copy of what is saved (%s): training waits while each checkpoint is written. "
+                "save_staging_bytes limits what is tried.",
+                error,
+            )
+
+    def prepare(self, size_bytes: int) -> None:
+        """Fault memory for a snapshot of ``size_bytes`` in, in the background: the first touch is what costs most."""
+        self.prepared()
+        have = 0 if self._memory is None else self._memory.size_bytes
+        if have < size_bytes and self.reserve(size_bytes):
+            assert self._memory is not None
+            self._preparing = next(
+                iter(start_threads(functools.partial(self._fault_in, self._memory), 1, name="checkpoint-memory")), None
+            )
+
+    def _fault_in(self, memory: HostMemory) -> None:
+        try:
+            memory.fault_in()
+        except OSError as e:  # whoever needs it meets that again
+            log.info("memory for checkpoints could not be prepared: %s", e)
+
+    def prepared(self, timeout: float = _WAIT_SECONDS) -> bool:
+        """Wait for :meth:`prepare`; whether it is done."""
+        if self._preparing is not None:
+            self._preparing.join(timeout)
+            if self._preparing.is_alive():
+                return False
+            self._preparing = None
+        return True
+
+    def take(self, image: Stageable, lazy: Sequence[Optimizer] = ()) -> tuple[HostMemory, Snapshot]:
+        """Copy the tensors of ``image`` and make it read from the copy, in memory that :meth:`reserve` got.
+
+        The first time, what could be copied later is copied at once and watched until an optimizer steps: where
+        somebody else changes it, everything is always copied at once from then on.
+
+        Args:
+            image: what is to be written.
+            lazy: optimizers whose parameters and state nothing else changes: those are copied until one steps.
+
+        Returns:
+            The memory, which must not be used for another snapshot before the image is written; and the copy.
+        """
+        started = time.perf_counter()
+        memory = self._memory
+        assert memory is not None
+        self._copier = self._copier or Copier()
+        self._end_trial()
+        if self._last is not None and self._last.was_torn:
+            self._may_copy_late = False
+        now, on_devices, late = self._dealt(image.storages(), lazy, memory)
+        snapshot = self._last = Snapshot()
+        snapshot.events = self._copy_from_devices(on_devices, memory)
+        self._copier.copy(now)
+        snapshot.seconds = time.perf_counter() - started
+        if late is not None and self._may_copy_late is not None:
+            snapshot.start(self._copier, late)
+            self._fence.set(lazy, snapshot.finish)
+        elif late is not None:
+            self._copier.copy(late.jobs)
+            self._trial = late
+            self._fence.set(lazy, self._end_trial)
+        image.staged_in(memory)
+        snapshot.stall_seconds = time.perf_counter() - started
+        return memory, snapshot
+
+    def _dealt(
+        self, copies: Iterable[StorageCopy], lazy: Sequence[Optimizer], memory: HostMemory
+    ) -> tuple[list[Job], list[StorageCopy], _LateCopy | None]:
+        """What is copied at once, what devices copy, and what may be copied later and is watched from now on."""
+        assert self._copier is not None
+        may_wait = lazy and self._may_copy_late is not False and self._copier.has_helpers
+        late = {storage_id(tensor.untyped_storage()) for tensor in _tensors_of(lazy)} if may_wait else set[int]()
+        now: list[Job] = []
+        later: list[Job] = []
+        on_devices: list[StorageCopy] = []
+        storages: list[torch.UntypedStorage] = []
+        for copy in copies:
+            storage, offset = copy
+            if storage.device.type != "cpu":
+                on_devices.append(copy)
+            elif size := storage.nbytes():
+                to, source = memory.address + offset, storage.data_ptr()
+                start, watched = whole_pages(source, size)
+                if storage_id(storage) not in late or watched < _LEAST_WATCHED_BYTES or storage.is_shared():
+                    now.append((to, source, size))
+                    continue
+                before, after = start - source, start + watched - source
+                now += [(to, source, before), (to + after, source + after, size - after)]
+                later.append((to + before, start, watched))
+                storages.append(storage)
+        watch = PageWatch.begin([(at, size) for _, at, size in later]) if later else None
+        if watch is None:
+            return [*now, *later], on_devices, None
+        return now, on_devices, _LateCopy(later, storages, watch)
+
+    def _end_trial(self) -> None:
+        """On the training thread: see whether anybody but the optimizers changed what might be copied later."""
+        trial, self._trial = self._trial, None
+        if trial is None:
+            return
+        self._may_copy_late = not trial.was_written_to()
+        if not self._may_copy_late:
+            log.warning(
+                "weights or the optimizer's state change between a save and the optimizer's next step, by the model's "
+                "forward pass, a callback, or an optimizer that the saver does not know, or are shared with another "
+                "process: they are copied before training goes on, as with save_lazy=False."
+            )
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.prepared()
+        self._end_trial()
+        if self._copier is not None:
+            self._copier.close()
+            self._copier = None
+        self._release()
+
+    def _release(self) -> None:
+        if self._memory is not None:
+            if self._pinned is self._memory:
+                _cudart().cudaHostUnregister(self._memory.address)
+            self._memory.close()
+        self._memory = self._pinned = None
+
+    def _allocate(self, size_bytes: int) -> HostMemory:
+        self._release()
+        self._memory = HostMemory(-(-size_bytes // _GRANULE_BYTES) * _GRANULE_BYTES + _GRANULE_BYTES)
+        return self._memory
+
+    def _copy_from_devices(self, copies: Sequence[StorageCopy], memory: HostMemory) -> list[torch.cuda.Event]:
+        """Start the copies from GPUs, each on a stream of its own; events that say when they are done.
+
+        The stream that training uses waits for the copy by itself: whatever is queued from now on comes after it.
+        """
+        if not copies:
+            return []
+        if self._pinned is not memory:
+            _cudart().cudaHostRegister(memory.address, memory.size_bytes, 0)  # the GPU writes to it directly
+            self._pinned = memory
+        events: list[torch.cuda.Event] = []
+        for device in {copy.storage.device for copy in copies}:
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            training = torch.cuda.current_stream(device)
+            stream.wait_stream(training)
+            with torch.cuda.stream(stream):
+                for storage, offset in copies:
+                    if storage.device == device and (size := storage.nbytes()):
+                        target = torch.frombuffer(memory.view(offset, size), dtype=torch.uint8)
+                        source = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # pyright: ignore[reportArgumentType]
+                        target.copy_(source, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(stream)
+            training.wait_stream(stream)
+            events.append(event)
+        return events
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
+def _tensors_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """The parameters and the state of ``optimizers`` that are in this machine's memory."""
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    states = [v for optimizer in optimizers for state in optimizer.state.values() for v in state.values()]
+    local = [getattr(t, "_local_tensor", t) for t in (*parameters, *states)]  # the shard of this rank, if it is one
+    return [t for t in local if isinstance(t, Tensor) and t.device.type == "cpu" and is_dense(t)]

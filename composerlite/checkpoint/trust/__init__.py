@@ -1,0 +1,1 @@
+"""What may be in a checkpoint, and reading a pickle without running code."""
