@@ -1,12 +1,17 @@
-"""Packages that are imported when a checkpoint names what they define.
+"""What is imported when a checkpoint names it.
 
-The lower layers look here and know none of them: who knows a package adds its name. ``import composerlite`` adds those
-that it has.
+The lower layers look here and know none of the packages: who knows one adds its name. ``import composerlite`` adds
+those that it has.
 """
 
 from __future__ import annotations
 
-__all__ = ["ALGORITHM_PACKAGES"]
+from typing import Any
+
+__all__ = ["ALGORITHMS", "ALGORITHM_PACKAGES"]
 
 ALGORITHM_PACKAGES: list[str] = []
 """Packages whose import makes algorithms known, in the order in which they are asked."""
+
+ALGORITHMS: dict[str, type[Any]] = {}
+"""The classes of algorithms that have been imported, by name: each adds itself."""

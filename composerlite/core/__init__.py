@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composerlite.core.algorithm import Algorithm
-    from composerlite.core.auto_interval import AutoInterval
-    from composerlite.core.callback import Callback
-    from composerlite.core.checkpoint_news import CheckpointNews, CheckpointStep
+    from composerlite.core.callback import Callback, CheckpointNews, CheckpointStep, Logger, LoggerDestination
     from composerlite.core.data import (
         DataSpec,
         count_samples,
@@ -21,12 +19,11 @@ if TYPE_CHECKING:
         move_to_device,
         split_batch,
     )
-    from composerlite.core.engine import AlgorithmPass, Engine, Trace, Traces
+    from composerlite.core.engine import AlgorithmPass, Engine, Trace, Traces, algorithms_of, callbacks_of
     from composerlite.core.evaluator import Evaluator, ensure_evaluator
     from composerlite.core.event import Event
     from composerlite.core.interruption import BatchAbandonedError, EvaluationAbandonedError, Interruption
-    from composerlite.core.interval import IntervalScheduler, SchedulePredicate, create_interval_scheduler
-    from composerlite.core.logger import Logger, LoggerDestination
+    from composerlite.core.interval import AutoInterval, IntervalScheduler, SchedulePredicate, create_interval_scheduler
     from composerlite.core.measured import MeasuredMetrics, check_metric_exists, gives_one_value, metric_values
     from composerlite.core.optimizer_state import clean_name, lost_parameters
     from composerlite.core.parallelism import FSDPConfig, ParallelismConfig, TPConfig, ensure_parallelism
@@ -79,6 +76,8 @@ __all__ = [
     "Timestamp",
     "Trace",
     "Traces",
+    "algorithms_of",
+    "callbacks_of",
     "check_metric_exists",
     "clean_name",
     "configure_deterministic_mode",
@@ -105,9 +104,7 @@ __all__ = [
 
 _HOMES = {
     "composerlite.core.algorithm": ("Algorithm",),
-    "composerlite.core.auto_interval": ("AutoInterval",),
-    "composerlite.core.callback": ("Callback",),
-    "composerlite.core.checkpoint_news": ("CheckpointNews", "CheckpointStep"),
+    "composerlite.core.callback": ("Callback", "CheckpointNews", "CheckpointStep", "Logger", "LoggerDestination"),
     "composerlite.core.data": (
         "DataSpec",
         "count_samples",
@@ -116,12 +113,16 @@ _HOMES = {
         "move_to_device",
         "split_batch",
     ),
-    "composerlite.core.engine": ("AlgorithmPass", "Engine", "Trace", "Traces"),
+    "composerlite.core.engine": ("AlgorithmPass", "Engine", "Trace", "Traces", "algorithms_of", "callbacks_of"),
     "composerlite.core.evaluator": ("Evaluator", "ensure_evaluator"),
     "composerlite.core.event": ("Event",),
     "composerlite.core.interruption": ("BatchAbandonedError", "EvaluationAbandonedError", "Interruption"),
-    "composerlite.core.interval": ("IntervalScheduler", "SchedulePredicate", "create_interval_scheduler"),
-    "composerlite.core.logger": ("Logger", "LoggerDestination"),
+    "composerlite.core.interval": (
+        "AutoInterval",
+        "IntervalScheduler",
+        "SchedulePredicate",
+        "create_interval_scheduler",
+    ),
     "composerlite.core.measured": ("MeasuredMetrics", "check_metric_exists", "gives_one_value", "metric_values"),
     "composerlite.core.optimizer_state": ("clean_name", "lost_parameters"),
     "composerlite.core.parallelism": ("FSDPConfig", "ParallelismConfig", "TPConfig", "ensure_parallelism"),

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-from composerlite.errors import IncompatibleCheckpointError, did_you_mean
-from composerlite.on_demand import ALGORITHM_PACKAGES
-
-if TYPE_CHECKING:
-    from composerlite.core.event import Event
-    from composerlite.core.logger import Logger
-    from composerlite.core.state import State
+from composerlite.core.callback import Logger
+from composerlite.core.event import Event
+from composerlite.core.state import State
+from composerlite.on_demand import ALGORITHMS
 
 __all__ = ["Algorithm"]
 
@@ -26,11 +22,9 @@ class Algorithm(ABC):
     its package be named in :data:`composerlite.on_demand.ALGORITHM_PACKAGES`.
     """
 
-    _registered: ClassVar[dict[str, type[Algorithm]]] = {}
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        Algorithm._registered[cls.__qualname__] = cls
+        ALGORITHMS[cls.__qualname__] = cls
 
     @abstractmethod
     def match(self, event: Event, state: State) -> bool:
@@ -54,6 +48,10 @@ class Algorithm(ABC):
         """The constructor's arguments as plain data, for an algorithm that is required on load."""
         return {}
 
+    def apply_before_load(self, state: State) -> None:
+        """Change ``state.model`` to what the weights that are about to be loaded fit. Called after :meth:`config`."""
+        self.apply(Event.INIT, state, Logger(state))
+
     def state_dict(self) -> dict[str, Any]:
         """Progress to save: tensors and plain values."""
         return {}
@@ -67,26 +65,3 @@ class Algorithm(ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave."""
-
-    @staticmethod
-    def rebuild(name: str, config: dict[str, Any]) -> Algorithm:
-        """The algorithm class ``name`` built with ``config``; no text is evaluated.
-
-        Raises:
-            IncompatibleCheckpointError: no algorithm of that name is known and required on load, or ``config`` does not
-                fit it.
-        """
-        for package in ALGORITHM_PACKAGES:
-            if name not in Algorithm._registered:
-                importlib.import_module(package)
-        known = {key: cls for key, cls in Algorithm._registered.items() if cls.required_on_load()}
-        if name not in known:
-            raise IncompatibleCheckpointError(
-                f"the checkpoint needs the algorithm {name!r}, which is not known here.{did_you_mean(name, known)} "
-                "Import the module that defines it, pass it as algorithms=[…], or leave it out with "
-                f"load_exclude_algorithms=[{name!r}]."
-            )
-        try:
-            return known[name](**config)
-        except TypeError as e:
-            raise IncompatibleCheckpointError(f"the checkpoint's algorithm {name!r} cannot be rebuilt: {e}") from e

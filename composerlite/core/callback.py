@@ -1,16 +1,50 @@
-"""Callback: what third parties write to take part in training."""
+"""Callback: what others write to take part in training; LoggerDestination, and Logger, which sends things there."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 from composerlite.core.event import Event
+from composerlite.core.state import State
 
 if TYPE_CHECKING:
-    from composerlite.core.logger import Logger
-    from composerlite.core.state import State
+    from composerlite.storage import Uploader
 
-__all__ = ["Callback"]
+__all__ = ["Callback", "CheckpointNews", "CheckpointStep", "Logger", "LoggerDestination"]
+
+CheckpointStep: TypeAlias = Literal["begun", "committed", "uploaded", "deleted", "failed", "upload failed"]
+"""``begun``: training has handed it over. ``committed``: it exists, in the folder. ``uploaded``: in a bucket, too."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointNews:
+    """Something became of a checkpoint. It is told on rank 0, on the training thread, perhaps some batches later.
+
+    Attributes:
+        what: became of it.
+        name: of the checkpoint, below ``where``.
+        where: the folder, or the URI.
+        batch: optimizer steps done when it was saved; ``None`` where that is not at hand.
+        at: when that was, in seconds since 1970.
+        size_bytes: of its data; ``None``: not known (yet).
+        seconds: what it cost, by name: of ``'committed'`` as in ``SaveReport``; ``'upload'``.
+        ephemeral: it goes as soon as a newer one is committed.
+        error: why it failed.
+    """
+
+    what: CheckpointStep
+    name: str
+    where: str
+    batch: int | None
+    at: float
+    size_bytes: int | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    ephemeral: bool = False
+    error: str | None = None
 
 
 class Callback:
@@ -162,3 +196,141 @@ class Callback:
 
     def post_close(self) -> None:
         """After the :meth:`close` of every callback. Not called if the own :meth:`close` raised."""
+
+
+class LoggerDestination(Callback):
+    """Where metrics go. Override what the destination can take; the rest is ignored.
+
+    A destination is also a :class:`Callback`: it runs first at ``INIT`` and last at every other event.
+    """
+
+    @property
+    def place(self) -> str | None:
+        """Where it puts what it gets, a path or an address, for people; known from ``INIT`` on. ``None``: nowhere."""
+        return None
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Settings of the run, once or a few times."""
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Numbers by name, at ``step`` (batches trained)."""
+
+    def log_table(
+        self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
+    ) -> None:
+        """A small table."""
+
+    def log_traces(self, traces: dict[str, Any]) -> None:
+        """Which algorithms ran at which event."""
+
+    def log_images(
+        self, images: Any, name: str = "Images", channels_last: bool = False, step: int | None = None
+    ) -> None:
+        """Images as arrays or tensors of shape (N, C, H, W), or (N, H, W, C) if ``channels_last``."""
+
+    def log_checkpoint(self, news: CheckpointNews) -> None:
+        """Something became of a checkpoint: it was begun, committed, uploaded, deleted, or failed."""
+
+    def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
+        """Keep a copy of the file ``file_path`` under ``remote_file_name``. Do not wait for it."""
+
+    def can_upload_files(self) -> bool:
+        """Whether :meth:`upload_file` does anything."""
+        return False
+
+    @property
+    def uploader(self) -> Uploader | None:
+        """Uploads to an object store, if this is one: savers publish their checkpoints with it, in their own order."""
+        return None
+
+    @property
+    def checkpoint_prefix(self) -> str:
+        """What stands before the names of checkpoints in that store."""
+        return ""
+
+
+class Logger:
+    """Sends what is logged to every destination.
+
+    Args:
+        state: its timestamp gives the step of metrics that are logged without one.
+        destinations: one destination or several.
+    """
+
+    def __init__(
+        self, state: State, destinations: LoggerDestination | Sequence[LoggerDestination] | None = None
+    ) -> None:
+        if destinations is None:
+            destinations = ()
+        elif isinstance(destinations, LoggerDestination):
+            destinations = (destinations,)
+        self.destinations: tuple[LoggerDestination, ...] = tuple(destinations)
+        self._state = state
+
+    def log_hyperparameters(self, parameters: Mapping[str, Any]) -> None:
+        """Log settings of the run."""
+        for destination in self.destinations:
+            destination.log_hyperparameters(dict(parameters))
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log numbers by name. ``step`` defaults to the batches trained so far."""
+        if not metrics or not self.destinations:
+            return
+        step = self._now() if step is None else step
+        for destination in self.destinations:
+            destination.log_metrics(dict(metrics), step)
+
+    def log_table(
+        self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
+    ) -> None:
+        """Log a small table. ``step`` defaults to the batches trained so far."""
+        step = self._now() if step is None else step
+        for destination in self.destinations:
+            destination.log_table(columns, rows, name, step)
+
+    def log_traces(self, traces: Mapping[str, Any]) -> None:
+        """Log which algorithms ran."""
+        for destination in self.destinations:
+            destination.log_traces(dict(traces))
+
+    def log_images(
+        self, images: Any, name: str = "Images", channels_last: bool = False, step: int | None = None
+    ) -> None:
+        """Log images: arrays or tensors of shape (N, C, H, W), or (N, H, W, C) if ``channels_last``."""
+        step = self._now() if step is None else step
+        for destination in self.destinations:
+            destination.log_images(images, name, channels_last, step)
+
+    def log_checkpoint(self, news: CheckpointNews) -> None:
+        """Tell what became of a checkpoint."""
+        for destination in self.destinations:
+            destination.log_checkpoint(news)
+
+    def upload_file(self, remote_file_name: str, file_path: Path | str, *, overwrite: bool = False) -> None:
+        """Hand ``file_path`` to every destination that keeps files. One that fails does not keep it from the others.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            Exception: what a destination raised, an error of an earlier upload for example; an ``ExceptionGroup`` if
+                several did.
+        """
+        path = Path(file_path)
+        if self.has_file_upload_destination() and not path.is_file():
+            raise FileNotFoundError(f"upload_file({remote_file_name!r}): there is no file {str(path)!r}.")
+        errors: list[Exception] = []
+        for destination in self.destinations:
+            try:
+                destination.upload_file(self._state, remote_file_name, path, overwrite=overwrite)
+            except Exception as e:  # noqa: BLE001 - raised below: the others must get the file first
+                errors.append(e)
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise ExceptionGroup(f"several loggers failed while {remote_file_name!r} was handed to them", errors)
+
+    def has_file_upload_destination(self) -> bool:
+        """Whether any destination keeps files."""
+        return any(destination.can_upload_files() for destination in self.destinations)
+
+    def _now(self) -> int:
+        return int(self._state.timestamp.batch)

@@ -6,19 +6,15 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias, cast
 
 from composerlite.core.algorithm import Algorithm
-from composerlite.core.callback import Callback
+from composerlite.core.callback import Callback, Logger, LoggerDestination
 from composerlite.core.event import Event
-from composerlite.core.logger import LoggerDestination
 from composerlite.core.serialization import stable_names
+from composerlite.core.state import State
 
-if TYPE_CHECKING:
-    from composerlite.core.logger import Logger
-    from composerlite.core.state import State
-
-__all__ = ["AlgorithmPass", "Engine", "Trace", "Traces"]
+__all__ = ["AlgorithmPass", "Engine", "Trace", "Traces", "algorithms_of", "callbacks_of"]
 
 
 @dataclass(slots=True)
@@ -40,7 +36,7 @@ class Trace:
     run: bool = False
 
 
-Handler: TypeAlias = "Callable[[State, Logger], object]"
+Handler: TypeAlias = Callable[[State, Logger], object]
 """What is called at an event."""
 
 Traces: TypeAlias = Mapping[str, Trace]
@@ -60,6 +56,16 @@ _RESOLVE_AT = frozenset(
         Event.PREDICT_START,
     }
 )
+
+
+def callbacks_of(state: State) -> Sequence[Callback]:
+    """The callbacks of ``state``, which for its own part knows only what it saves of them."""
+    return cast("list[Callback]", state.callbacks)
+
+
+def algorithms_of(state: State) -> Sequence[Algorithm]:
+    """The algorithms of ``state``, which for its own part knows only what it saves of them."""
+    return cast("list[Algorithm]", state.algorithms)
 
 
 def last_in_first_out(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
@@ -132,7 +138,7 @@ class Engine:
         self._closed = True
         errors: list[Exception] = []
         closed: list[Callback] = []
-        for callback in self.state.callbacks:
+        for callback in callbacks_of(self.state):
             try:
                 callback.close(self.state, self.logger)
                 closed.append(callback)
@@ -155,11 +161,12 @@ class Engine:
         """Look up who is called when. The order of callbacks is loggers last, except at INIT."""
         if self._closed:
             raise RuntimeError("this trainer is closed: build a new Trainer to go on.")
-        self._algorithms = tuple(self.state.algorithms)
+        self._algorithms = tuple(algorithms_of(self.state))
         named = stable_names((type(a).__qualname__, a) for a in self._algorithms)
         self._names = {id(algorithm): name for name, algorithm in named.items()}
-        loggers = [c for c in self.state.callbacks if isinstance(c, LoggerDestination)]
-        others = [c for c in self.state.callbacks if not isinstance(c, LoggerDestination)]
+        callbacks = callbacks_of(self.state)
+        loggers = [c for c in callbacks if isinstance(c, LoggerDestination)]
+        others = [c for c in callbacks if not isinstance(c, LoggerDestination)]
         for event in Event:
             order = loggers + others if event is Event.INIT else others + loggers
             self._handlers[event] = tuple(h for h in (_handler(c, event) for c in order) if h is not None)

@@ -9,12 +9,11 @@ import torch
 
 from composerlite import dist
 from composerlite.core.metric_lists import lists_of_all_ranks
+from composerlite.core.state import State
 from composerlite.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
-
-    from composerlite.core.state import State
 
 __all__ = ["MeasuredMetrics", "check_metric_exists", "gives_one_value", "metric_values"]
 

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from composerlite import dist
-from composerlite.core.algorithm import Algorithm
 from composerlite.core.event import Event
 from composerlite.core.integration import Integrated
-from composerlite.core.logger import Logger
 from composerlite.core.metric_states import load_metric_states, metric_states
 from composerlite.core.optimizer_state import (
     clean_name,
@@ -33,15 +32,13 @@ from composerlite.core.optimizer_state import (
     optimizer_places,
     optimizer_problems,
 )
+from composerlite.core.run_state import KeptAlgorithm, KeptCallback, RunState
 from composerlite.core.time import Time, Timestamp
-from composerlite.errors import CheckpointError, IncompatibleCheckpointError, SaveError
+from composerlite.errors import CheckpointError, IncompatibleCheckpointError, SaveError, did_you_mean
+from composerlite.on_demand import ALGORITHM_PACKAGES, ALGORITHMS
 from composerlite.types import StateDict
 
-if TYPE_CHECKING:
-    from composerlite.core.callback import Callback
-    from composerlite.core.state import State
-
-__all__ = ["full_state", "load_full_state", "load_weights", "places_for", "stable_names", "weights_state"]
+__all__ = ["full_state", "load_full_state", "load_weights", "places_for", "rebuilt", "stable_names", "weights_state"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -64,7 +61,7 @@ def _by_class(items: Iterable[T]) -> dict[str, T]:
 
 
 # ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def full_state(state: State) -> StateDict:
+def full_state(state: RunState) -> StateDict:
     """Everything a full checkpoint holds under ``state``. Tensors are those in use: copy them before training on."""
     position = state.data_position
     optimizers = _by_class(state.optimizers).items()
@@ -109,7 +106,7 @@ def full_state(state: State) -> StateDict:
     }
 
 
-def weights_state(state: State) -> StateDict:
+def weights_state(state: RunState) -> StateDict:
     """What a weights-only checkpoint holds under ``state``, and the algorithms without which the weights do not fit."""
     required = [(a.state_key, _algorithm_state(a, {})) for a in state.algorithms if a.required_on_load()]
     contents: StateDict = {
@@ -120,12 +117,12 @@ def weights_state(state: State) -> StateDict:
     return {**contents, "algorithms": required} if required else contents
 
 
-def _own_state(state: State, part: Algorithm | Callback) -> StateDict:
+def _own_state(state: RunState, part: KeptCallback) -> StateDict:
     noted = state.noted_states.get(id(part))
     return part.state_dict() if noted is None else noted
 
 
-def _algorithm_state(algorithm: Algorithm, state: StateDict) -> StateDict:
+def _algorithm_state(algorithm: KeptAlgorithm, state: StateDict) -> StateDict:
     """``repr`` is for people: nothing evaluates it."""
     return {
         "repr": repr(algorithm),
@@ -143,7 +140,7 @@ def _integrations(model: nn.Module) -> StateDict:
     return model.integrations() if isinstance(model, Integrated) else {}
 
 
-def _metadata(state: State) -> StateDict:
+def _metadata(state: RunState) -> StateDict:
     metadata: StateDict = {
         "composerlite_version": _own_version(),
         "torch_version": str(torch.__version__),
@@ -171,7 +168,7 @@ def _own_version() -> str:
 
 # ── restoring ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def places_for(
-    state: State,
+    state: RunState,
     contents: StateDict,
     *,
     weights_only: bool,
@@ -214,7 +211,7 @@ def places_for(
     return places
 
 
-def _distributed_parts(state: State, contents: StateDict, source: str) -> StateDict:
+def _distributed_parts(state: RunState, contents: StateDict, source: str) -> StateDict:
     """New tensors for those of algorithms and callbacks that are distributed over ranks."""
     algorithms = stable_names((a.state_key, a) for a in state.algorithms)
     callbacks = stable_names((c.state_key, c) for c in state.callbacks)
@@ -233,7 +230,7 @@ def _distributed_parts(state: State, contents: StateDict, source: str) -> StateD
 
 
 def load_weights(
-    state: State, contents: StateDict, *, strict: bool, exclude_algorithms: Sequence[str], source: str
+    state: RunState, contents: StateDict, *, strict: bool, exclude_algorithms: Sequence[str], source: str
 ) -> None:
     """Restore the model. Algorithms that changed its structure are applied first.
 
@@ -254,7 +251,7 @@ def load_weights(
 
 
 def load_full_state(
-    state: State, contents: StateDict, *, strict: bool, exclude_algorithms: Sequence[str], source: str
+    state: RunState, contents: StateDict, *, strict: bool, exclude_algorithms: Sequence[str], source: str
 ) -> None:
     """Restore the model and everything else that ``contents`` holds.
 
@@ -273,7 +270,7 @@ def load_full_state(
         _load_metrics(state, contents)
 
 
-def _load_optimizers(state: State, contents: StateDict, source: str) -> None:
+def _load_optimizers(state: RunState, contents: StateDict, source: str) -> None:
     if problems := _kind_problems(state, contents, source):
         raise IncompatibleCheckpointError("\n".join(problems))
     if "optimizers" not in contents and state.optimizers:
@@ -284,7 +281,7 @@ def _load_optimizers(state: State, contents: StateDict, source: str) -> None:
                 load_named_optimizer_state(optimizer, state.model, contents["optimizers"][name], source=source)
 
 
-def _load_parts(state: State, contents: StateDict, exclude_algorithms: Sequence[str], source: str) -> None:
+def _load_parts(state: RunState, contents: StateDict, exclude_algorithms: Sequence[str], source: str) -> None:
     """Schedulers, algorithms, callbacks, scaler: whatever keeps a state of its own."""
     for saved, scheduler in _matching(_by_class(state.schedulers), contents, "schedulers", source):
         with _restoring(f"schedulers/{type(scheduler).__qualname__}", source):
@@ -293,7 +290,8 @@ def _load_parts(state: State, contents: StateDict, exclude_algorithms: Sequence[
         name: saved for name, saved in contents.get("algorithms", ()) if name.split(":")[0] not in exclude_algorithms
     }
     own_algorithms = stable_names((a.state_key, a) for a in state.algorithms)
-    for saved, algorithm in _matching(own_algorithms, {"algorithms": algorithms}, "algorithms", source):
+    rebuilt = [name for name, algorithm in own_algorithms.items() if algorithm.required_on_load()]
+    for saved, algorithm in _matching(own_algorithms, {"algorithms": algorithms}, "algorithms", source, rebuilt):
         with _restoring(f"algorithms/{algorithm.state_key}", source):
             algorithm.load_state_dict(saved.get("state", saved))  # Composer stores the state itself
     own_callbacks = stable_names((c.state_key, c) for c in state.callbacks)
@@ -305,7 +303,7 @@ def _load_parts(state: State, contents: StateDict, exclude_algorithms: Sequence[
             state.scaler.load_state_dict(next(iter(contents["scaler"].values())))
 
 
-def _load_time(state: State, contents: StateDict) -> None:
+def _load_time(state: RunState, contents: StateDict) -> None:
     """Where the run stands, and what belongs to that."""
     if "timestamp" in contents:
         state.timestamp = Timestamp.from_state_dict(contents["timestamp"]["Timestamp"])
@@ -469,7 +467,7 @@ def _distributed_as(value: Any, own: Any) -> Any:
     return dist.distributed_like(value, own) if whole and dist.is_distributed_tensor(own) else value
 
 
-def _kind_problems(state: State, contents: StateDict, source: str) -> list[str]:
+def _kind_problems(state: RunState, contents: StateDict, source: str) -> list[str]:
     """An optimizer of another kind has nothing to take from the checkpoint's: say so rather than train on without."""
     have, saved = list(_by_class(state.optimizers)), list(contents.get("optimizers", ()))
     missing = [name for name in have if name not in saved]
@@ -482,8 +480,13 @@ def _kind_problems(state: State, contents: StateDict, source: str) -> list[str]:
     ]
 
 
-def _matching(own: Mapping[str, T], contents: StateDict, part: str, source: str) -> Iterable[tuple[Any, T]]:
-    """(saved state, object) of each object that has a saved state; a warning for each thing that has no partner."""
+def _matching(
+    own: Mapping[str, T], contents: StateDict, part: str, source: str, may_lack: Sequence[str] = ()
+) -> Iterable[tuple[Any, T]]:
+    """(saved state, object) of each object that has a saved state; a warning for each thing that has no partner.
+
+    None for objects named in ``may_lack``, which need no saved state.
+    """
     if part not in contents:
         if own:
             log.warning("%s holds no %s: not restored: %s", source, part, ", ".join(own))
@@ -492,14 +495,14 @@ def _matching(own: Mapping[str, T], contents: StateDict, part: str, source: str)
     for name, thing in own.items():
         if name in saved:
             yield saved[name], thing
-        elif not isinstance(thing, Algorithm) or not thing.required_on_load():
+        elif name not in may_lack:
             log.warning("%s holds no state of %r in %s: it starts fresh", source, name, part)
     for name in saved:
         if name not in own and saved[name]:
             log.warning("%s holds state of %r in %s, which this run has not: not restored", source, name, part)
 
 
-def _apply_required_algorithms(state: State, contents: StateDict, exclude: Sequence[str]) -> None:
+def _apply_required_algorithms(state: RunState, contents: StateDict, exclude: Sequence[str]) -> None:
     """Rebuild and apply the algorithms that changed the structure of the saved model and are not in this run."""
     present = {type(algorithm).__qualname__ for algorithm in state.algorithms}
     for name, saved in contents.get("algorithms", ()):
@@ -513,13 +516,36 @@ def _apply_required_algorithms(state: State, contents: StateDict, exclude: Seque
                 f"the checkpoint's model was changed by the algorithm {name!r}, and DeepSpeed has the model already: "
                 f"pass it to the Trainer, algorithms=[{name}(…)]."
             )
-        algorithm = Algorithm.rebuild(name, saved.get("config", {}))
-        algorithm.apply(Event.INIT, state, Logger(state))
+        algorithm = rebuilt(name, saved.get("config", {}))
+        algorithm.apply_before_load(state)
         state.algorithms.append(algorithm)
         log.info("the checkpoint's model was changed by %r: applied before loading", algorithm)
 
 
-def _load_metrics(state: State, contents: StateDict) -> None:
+def rebuilt(name: str, config: dict[str, Any]) -> KeptAlgorithm:
+    """The algorithm class ``name`` built with ``config``; no text is evaluated.
+
+    Raises:
+        IncompatibleCheckpointError: no algorithm of that name is known and required on load, or ``config`` does not
+            fit it.
+    """
+    for package in ALGORITHM_PACKAGES:
+        if name not in ALGORITHMS:
+            importlib.import_module(package)
+    known = {key: cls for key, cls in ALGORITHMS.items() if cls.required_on_load()}
+    if name not in known:
+        raise IncompatibleCheckpointError(
+            f"the checkpoint needs the algorithm {name!r}, which is not known here.{did_you_mean(name, known)} "
+            "Import the module that defines it, pass it as algorithms=[…], or leave it out with "
+            f"load_exclude_algorithms=[{name!r}]."
+        )
+    try:
+        return known[name](**config)
+    except TypeError as e:
+        raise IncompatibleCheckpointError(f"the checkpoint's algorithm {name!r} cannot be rebuilt: {e}") from e
+
+
+def _load_metrics(state: RunState, contents: StateDict) -> None:
     saved_world_size = int(contents.get("metadata", {}).get("world_size", 1))
     ranks = {"rank": state.rank, "world_size": state.world_size, "saved_world_size": saved_world_size}
     load_metric_states(state.train_metrics, contents.get("train_metrics") or {}, **ranks)

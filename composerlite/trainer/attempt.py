@@ -10,7 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from composerlite.checkpoint import rng
-from composerlite.core import Algorithm, Callback, Event, State
+from composerlite.core import Algorithm, Callback, Event, State, algorithms_of, callbacks_of
 from composerlite.types import StateDict, Stateful
 
 if TYPE_CHECKING:
@@ -112,12 +112,12 @@ class _Noted:
 
 def _listeners(state: State, events: tuple[Event, ...]) -> Iterator[Callback | Algorithm]:
     """The callbacks that do something at one of ``events``, and the user's algorithms."""
-    for callback in state.callbacks:
+    for callback in callbacks_of(state):
         hooks = (event.value for event in events)
         if type(callback).run_event is not Callback.run_event or any(_has(callback, hook) for hook in hooks):
             yield callback
     # What an algorithm matches may depend on a batch that is not there yet. Ours do nothing then that they would save.
-    yield from (algorithm for algorithm in state.algorithms if not _is_ours(algorithm))
+    yield from (algorithm for algorithm in algorithms_of(state) if not _is_ours(algorithm))
 
 
 def _has(callback: Callback, hook: str) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from composerlite.algorithms import BlurConv2d, BlurMaxPool2d, BlurPool, apply_blurpool
 from composerlite.core import Algorithm, Engine, Event, Logger, State
+from composerlite.core.serialization import rebuilt
 from composerlite.errors import ConfigError
 
 BLUR = torch.tensor([[1.0, 2, 1], [2, 4, 2], [1, 2, 1]]) / 16
@@ -168,7 +169,7 @@ def test_loading_a_checkpoint_applies_it_first(at_once: bool) -> None:
 def test_is_rebuilt_from_its_config() -> None:
     """What a checkpoint says of the algorithm is enough to build it again."""
     algorithm = BlurPool(replace_maxpools=False, min_channels=7)
-    assert repr(Algorithm.rebuild("BlurPool", algorithm.config())) == repr(algorithm)
+    assert repr(rebuilt("BlurPool", algorithm.config())) == repr(algorithm)
 
 
 def test_nothing_to_replace_is_said(caplog: pytest.LogCaptureFixture) -> None:

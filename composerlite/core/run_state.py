@@ -1,0 +1,327 @@
+"""RunState: everything that training changes, in one place. How it is saved is in ``composerlite.core.state``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from composerlite import dist
+from composerlite.core.evaluator import Evaluator
+from composerlite.core.interruption import Interruption
+from composerlite.core.parallelism import ParallelismConfig
+from composerlite.core.precision import Precision
+from composerlite.core.reproducibility import seed_of_rank
+from composerlite.core.time import MICROSECONDS, Time, TimeInput, Timestamp, TimeUnit
+from composerlite.errors import ConfigError
+from composerlite.types import Batch, Lineage, StateDict, Stateful
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+__all__ = ["KeptAlgorithm", "KeptCallback", "RunState"]
+
+
+class KeptCallback(Protocol):
+    """What a state does with a :class:`Callback`: it saves its progress. Callbacks know the state, not it them."""
+
+    @property
+    def state_key(self) -> str: ...
+
+    def state_dict(self) -> StateDict: ...
+
+    def load_state_dict(self, state_dict: StateDict) -> None: ...
+
+
+class KeptAlgorithm(KeptCallback, Protocol):
+    """What a state does with an :class:`Algorithm`: it saves its progress, and how to build it again."""
+
+    @staticmethod
+    def required_on_load() -> bool: ...
+
+    def config(self) -> dict[str, Any]: ...
+
+    def state_like(self, state: Any) -> dict[str, Any]: ...
+
+    def apply_before_load(self, state: Any) -> None: ...
+
+
+class RunState:
+    """Everything that training changes. Algorithms, callbacks and loggers read and write it, as :class:`State`.
+
+    What is saved in a checkpoint is listed in :attr:`serialized_attributes`. The rest belongs to the moment:
+
+    Attributes:
+        batch: the current batch, on the device; within a microbatch, that microbatch.
+        outputs: what the model returned for it.
+        loss: the loss of the current microbatch.
+        total_loss_dict: mean losses of the last batch by name, as logged.
+        timestamp: where the run stands.
+        previous_timestamp: where it stood one batch (or epoch) before; ``None`` before the first.
+        fit_starts: where the run stood at each call of ``fit``, those before a resume included.
+        lineage: the attempt of the run whose checkpoints are saved, and those that it came from.
+        evaluated_at: the batch count of the last evaluation, by the evaluator's label: there is one at most for each.
+        learning_rates: of the optimizer's groups, as the script has given them. resumed_learning_rates: those that were
+            given to the run that this one goes on with.
+        eval_timestamp, predict_timestamp: progress of the current evaluation and prediction.
+        train_metrics: metrics by name. eval_metrics: metrics by evaluator label and name.
+        train_metric_values, eval_metric_values: last computed values by metric name.
+        dataloader, dataloader_label, dataloader_len: the loader in use now.
+        data_position: gives ``dataset_state`` while training; set by the training loop.
+        device_train_microbatch_size: samples per forward pass; ``None`` for a whole batch.
+        parallelism: how the model is spread over ranks; ``None`` for a whole copy on each.
+        deepspeed_config: what DeepSpeed is told, which trains the model; ``None`` without it.
+        deepspeed: what DeepSpeed saves and loads, once it has the model. Else ``None``.
+        riders: numbers that are added up over the ranks in each batch.
+        interruption: whether the process was asked from outside to end.
+        noted_states: what checkpoints hold of callbacks and algorithms, by ``id``, in place of what they say now:
+            that of before a batch that was given up.
+        stop_requested: with several ranks, :meth:`stop_training` was called on this one and the others do not know yet.
+        stopped: the ``max_duration`` that the run had when it was stopped; ``None`` if it was not. In checkpoints.
+    """
+
+    serialized_attributes = (
+        "model",
+        "optimizers",
+        "schedulers",
+        "algorithms",
+        "callbacks",
+        "scaler",
+        "timestamp",
+        "rank_zero_seed",
+        "train_metrics",
+        "eval_metrics",
+        "run_name",
+        "dataset_state",
+    )
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        rank_zero_seed: int,
+        run_name: str,
+        device: torch.device,
+        max_duration: TimeInput | None = None,
+        precision: Precision = Precision.FP32,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        scaler: torch.amp.GradScaler | None = None,
+        algorithms: Sequence[KeptAlgorithm] = (),
+        callbacks: Sequence[KeptCallback] = (),
+        train_dataloader: Iterable[Batch] | None = None,
+        evaluators: Sequence[Evaluator] = (),
+        device_train_microbatch_size: int | None = None,
+        auto_microbatching: bool = False,
+        save_metrics: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        parallelism: ParallelismConfig | None = None,
+        deepspeed_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.rank_zero_seed = rank_zero_seed
+        self.run_name = run_name
+        self.device = device
+        self.precision = precision
+        self.optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+        self.schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []
+        self.scaler = scaler
+        self.algorithms: list[KeptAlgorithm] = list(algorithms)
+        self.callbacks: list[KeptCallback] = list(callbacks)
+        self.train_dataloader = train_dataloader
+        self.evaluators: list[Evaluator] = list(evaluators)
+        self.device_train_microbatch_size = device_train_microbatch_size
+        self.auto_microbatching = auto_microbatching
+        self.save_metrics = save_metrics
+        self.rank = rank
+        self.world_size = world_size
+        self.parallelism = parallelism
+        self.deepspeed_config = deepspeed_config
+        self.deepspeed: Any = None
+        self.noted_states: dict[int, StateDict] = {}
+        self.stop_requested = False
+        self.stopped: Time | None = None
+        self.riders = dist.Riders()
+        self.interruption = Interruption(self.riders)
+
+        self._max_duration: Time | None = None
+        self.max_duration = max_duration
+        self._iteration_length = Time.from_epoch(1)
+
+        self.timestamp = Timestamp()
+        self.previous_timestamp: Timestamp | None = None
+        self.fit_starts: list[Timestamp] = []
+        self.evaluated_at: dict[str, int] = {}
+        self.learning_rates: tuple[float, ...] = ()
+        self.resumed_learning_rates: tuple[float, ...] = ()
+        self.eval_timestamp = Timestamp()
+        self.predict_timestamp = Timestamp()
+
+        self.batch: Batch = None
+        self.outputs: Any = None
+        self.loss: Any = None
+        self.total_loss_dict: dict[str, Any] = {}
+        self.train_metrics: dict[str, Metric] = {}
+        self.eval_metrics: dict[str, dict[str, Metric]] = {}
+        self.train_metric_values: dict[str, float] = {}
+        self.eval_metric_values: dict[str, float] = {}
+
+        self.dataloader: Iterable[Batch] | None = None
+        self.dataloader_label: str | None = None
+        self._dataloader_len: int | None = None
+        self.data_position: Stateful | None = None
+        self.dataset_state: StateDict = {"train": None, "eval": {}}
+        self.load_path: str | None = None
+        self.lineage = Lineage()
+
+    # ── how long ─────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def max_duration(self) -> Time | None:
+        """When training ends; a plain number counts epochs."""
+        return self._max_duration
+
+    @max_duration.setter
+    def max_duration(self, value: TimeInput | None) -> None:
+        try:
+            time = None if value is None else Time.from_input(value, TimeUnit.EPOCH)
+        except ConfigError as e:
+            raise ConfigError(f"max_duration={value!r}: {e}") from e
+        if time is not None and time.unit is TimeUnit.DURATION:
+            raise ConfigError(
+                f"max_duration={str(value)!r}: 'dur' is a fraction of max_duration itself; use another unit."
+            )
+        self._max_duration = time
+        # Looked at several times per step: kept ready as bare numbers.
+        self._end = math.inf if time is None else time.value
+        if time is not None and time.unit is TimeUnit.SECOND:
+            self._end *= MICROSECONDS
+        self._end_field = Timestamp.field_of(TimeUnit.BATCH if time is None else time.unit)
+
+    @property
+    def iteration_length(self) -> Time:
+        """How long an iteration is, in epochs or tokens; a plain number counts epochs."""
+        return self._iteration_length
+
+    @iteration_length.setter
+    def iteration_length(self, value: TimeInput) -> None:
+        time = Time.from_input(value, TimeUnit.EPOCH)
+        if time.unit not in (TimeUnit.EPOCH, TimeUnit.TOKEN) or time.value <= 0:
+            raise ConfigError(f"iteration_length={str(value)!r}: want a positive number of epochs or tokens.")
+        self._iteration_length = time
+
+    @property
+    def training_is_over(self) -> bool:
+        """Whether the run has reached ``max_duration``."""
+        return self.timestamp.fields[self._end_field] >= self._end
+
+    def get_elapsed_duration(self) -> Time | None:
+        """The fraction of training that is done, in ``dur``; ``None`` without a ``max_duration``."""
+        end = self._max_duration
+        if end is None:
+            return None
+        return Time(self.timestamp.count(end.unit) / end.value if end.value else 1.0, TimeUnit.DURATION)
+
+    def stop_training(self) -> None:
+        """End training after the current batch: ``max_duration`` becomes now.
+
+        With several ranks one of them is enough: all end after the same batch, the first at whose end they can agree.
+        Checkpoints say so: the run has ended when it is launched again, too, unless it is given a later end.
+        """
+        if self.world_size > 1:
+            self.stop_requested = True
+        else:
+            self.end_as_stopped()
+
+    def end_as_stopped(self) -> None:
+        """Do what :meth:`stop_training` asks for. Every rank calls it after the same batch."""
+        if self.stopped is None:
+            self.stopped = self._max_duration
+        self.stop_requested = False
+        self.max_duration = self.timestamp.batch
+
+    @property
+    def sharding(self) -> str | None:
+        """How a checkpoint of a model that is spread over ranks is laid out: 'sharded', 'full' or 'deepspeed'.
+
+        ``None`` where every rank has the whole model.
+        """
+        if self.deepspeed_enabled:
+            return "deepspeed"
+        if self.parallelism is None:
+            return None
+        return "sharded" if self.parallelism.fsdp is None else self.parallelism.fsdp.state_dict_type
+
+    @property
+    def deepspeed_enabled(self) -> bool:
+        """Whether DeepSpeed trains the model."""
+        return self.deepspeed_config is not None
+
+    # ── identity ─────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def seed(self) -> int:
+        """The seed of this rank: ``rank_zero_seed`` plus its rank."""
+        return seed_of_rank(self.rank_zero_seed, self.rank)
+
+    # ── data ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def dataloader_len(self) -> Time | None:
+        """Batches per pass over :attr:`dataloader`; ``None`` where it has no length."""
+        return None if self._dataloader_len is None else Time.from_batch(self._dataloader_len)
+
+    def set_dataloader(
+        self, dataloader: Iterable[Batch] | None, label: str | None = None, num_batches: int | None = None
+    ) -> None:
+        """Make ``dataloader`` the one in use. ``num_batches`` limits its length; ``None`` or -1 takes all."""
+        self.dataloader = dataloader
+        self.dataloader_label = label
+        length = _length(dataloader)
+        if num_batches is not None and num_batches >= 0:
+            length = num_batches if length is None else min(length, num_batches)
+        self._dataloader_len = length
+
+    def batch_get_item(self, key: Any) -> Any:
+        """One item of the batch: by index, key, attribute name, or a function of the batch."""
+        if callable(key):
+            return key(self.batch)
+        if isinstance(key, str) and not _is_mapping(self.batch):
+            return getattr(self.batch, key)
+        return self.batch[key]
+
+    def batch_set_item(self, key: Any, value: Any) -> None:
+        """Replace one item of the batch; a function gets ``(batch, value)`` and returns the new batch."""
+        if callable(key):
+            self.batch = key(self.batch, value)
+            return
+        batch: Any = self.batch
+        by_name = isinstance(key, str) and not _is_mapping(batch)
+        if by_name and hasattr(batch, "_replace"):
+            self.batch = batch._replace(**{key: value})
+        elif by_name:
+            setattr(batch, key, value)
+        elif _is_tuple(batch):
+            items: list[Any] = list(batch)
+            place: Any = key
+            items[place] = value
+            self.batch = type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
+        else:
+            batch[key] = value
+
+
+def _is_mapping(batch: Batch) -> bool:  # plain functions: narrowing Any would make its items unknown
+    return isinstance(batch, Mapping)
+
+
+def _is_tuple(batch: Batch) -> bool:
+    return isinstance(batch, tuple)
+
+
+def _length(dataloader: Iterable[Batch] | None) -> int | None:
+    if dataloader is None or not hasattr(dataloader, "__len__"):
+        return None
+    try:
+        return len(dataloader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):  # a DataLoader over an IterableDataset has __len__ and no length
+        return None
