@@ -13,31 +13,34 @@ if TYPE_CHECKING:
     from composerlite.core.callback import Callback, CheckpointNews, CheckpointStep, Logger, LoggerDestination
     from composerlite.core.data import (
         DataSpec,
+        Evaluator,
         count_samples,
         count_tokens,
         ensure_data_spec,
+        ensure_evaluator,
         move_to_device,
         split_batch,
     )
     from composerlite.core.engine import AlgorithmPass, Engine, Trace, Traces, algorithms_of, callbacks_of
-    from composerlite.core.evaluator import Evaluator, ensure_evaluator
     from composerlite.core.event import Event
     from composerlite.core.interruption import BatchAbandonedError, EvaluationAbandonedError, Interruption
     from composerlite.core.interval import AutoInterval, IntervalScheduler, SchedulePredicate, create_interval_scheduler
     from composerlite.core.measured import MeasuredMetrics, check_metric_exists, gives_one_value, metric_values
-    from composerlite.core.optimizer_state import clean_name, lost_parameters
-    from composerlite.core.parallelism import FSDPConfig, ParallelismConfig, TPConfig, ensure_parallelism
-    from composerlite.core.precision import Precision, ensure_precision, get_precision_context
-    from composerlite.core.reproducibility import (
+    from composerlite.core.numerics import (
         MAX_SEED,
+        Precision,
         configure_deterministic_mode,
+        ensure_precision,
+        get_precision_context,
         get_random_seed,
         seed_all,
         seed_context,
         seed_of_rank,
         seed_torch,
     )
-    from composerlite.core.state import State
+    from composerlite.core.parallelism import FSDPConfig, ParallelismConfig, TPConfig, ensure_parallelism
+    from composerlite.core.state.optimizer_state import clean_name, lost_parameters
+    from composerlite.core.state.state import State
     from composerlite.core.time import Time, TimeInput, Timestamp, TimeUnit, ensure_time
     from composerlite.types import JSON, Batch
     from composerlite.types import Stateful as Serializable
@@ -107,14 +110,15 @@ _HOMES = {
     "composerlite.core.callback": ("Callback", "CheckpointNews", "CheckpointStep", "Logger", "LoggerDestination"),
     "composerlite.core.data": (
         "DataSpec",
+        "Evaluator",
         "count_samples",
         "count_tokens",
         "ensure_data_spec",
+        "ensure_evaluator",
         "move_to_device",
         "split_batch",
     ),
     "composerlite.core.engine": ("AlgorithmPass", "Engine", "Trace", "Traces", "algorithms_of", "callbacks_of"),
-    "composerlite.core.evaluator": ("Evaluator", "ensure_evaluator"),
     "composerlite.core.event": ("Event",),
     "composerlite.core.interruption": ("BatchAbandonedError", "EvaluationAbandonedError", "Interruption"),
     "composerlite.core.interval": (
@@ -124,19 +128,21 @@ _HOMES = {
         "create_interval_scheduler",
     ),
     "composerlite.core.measured": ("MeasuredMetrics", "check_metric_exists", "gives_one_value", "metric_values"),
-    "composerlite.core.optimizer_state": ("clean_name", "lost_parameters"),
+    "composerlite.core.state.optimizer_state": ("clean_name", "lost_parameters"),
     "composerlite.core.parallelism": ("FSDPConfig", "ParallelismConfig", "TPConfig", "ensure_parallelism"),
-    "composerlite.core.precision": ("Precision", "ensure_precision", "get_precision_context"),
-    "composerlite.core.reproducibility": (
+    "composerlite.core.numerics": (
         "MAX_SEED",
+        "Precision",
         "configure_deterministic_mode",
+        "ensure_precision",
+        "get_precision_context",
         "get_random_seed",
         "seed_all",
         "seed_context",
         "seed_of_rank",
         "seed_torch",
     ),
-    "composerlite.core.state": ("State",),
+    "composerlite.core.state.state": ("State",),
     "composerlite.core.time": ("Time", "TimeInput", "TimeUnit", "Timestamp", "ensure_time"),
     "composerlite.types": ("Batch", "JSON"),
 }

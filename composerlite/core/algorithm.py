@@ -7,7 +7,7 @@ from typing import Any
 
 from composerlite.core.callback import Logger
 from composerlite.core.event import Event
-from composerlite.core.state import State
+from composerlite.core.state.state import State
 from composerlite.on_demand import ALGORITHMS
 
 __all__ = ["Algorithm"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 from composerlite.core.event import Event
-from composerlite.core.state import State
+from composerlite.core.state.state import State
 
 if TYPE_CHECKING:
     from composerlite.storage import Uploader

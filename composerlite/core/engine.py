@@ -11,8 +11,8 @@ from typing import TypeAlias, cast
 from composerlite.core.algorithm import Algorithm
 from composerlite.core.callback import Callback, Logger, LoggerDestination
 from composerlite.core.event import Event
-from composerlite.core.serialization import stable_names
-from composerlite.core.state import State
+from composerlite.core.state.serialization import stable_names
+from composerlite.core.state.state import State
 
 __all__ = ["AlgorithmPass", "Engine", "Trace", "Traces", "algorithms_of", "callbacks_of"]
 

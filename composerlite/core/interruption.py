@@ -1,14 +1,19 @@
-"""Interruption: a request from outside to end the process soon, and where training looks for it."""
+"""Interruption: a request from outside to end the process soon, where training looks for it, and that it is the run's
+alone: the worker processes of loaders are kept from it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, final
 
 from composerlite import dist
 from composerlite.core.event import Event
-from composerlite.core.spared_children import spared_children
 
 __all__ = ["BatchAbandonedError", "EvaluationAbandonedError", "Interruption"]
 
@@ -117,4 +122,53 @@ class Interruption:
 
     def sparing_children(self, loader: Any) -> contextlib.AbstractContextManager[None]:
         """Workers of ``loader`` that are started within it do not end by the signals that the run is asked by."""
-        return spared_children(self._signals, loader)
+        return _spared_children(self._signals, loader)
+
+
+# ── the workers of loaders ──────────────────────────────────────────────────────────────────────────────────────────
+_spared: tuple[int, ...] = ()
+
+
+@contextlib.contextmanager
+def _spared_children(signals: Sequence[int], loader: Any = None) -> Generator[None]:
+    """Processes that are forked within it heed these signals only if they come from this process.
+
+    Schedulers and terminals send them to all processes of a job. Without its workers a loader would fail before the run
+    could save what it has.
+
+    Args:
+        signals: numbers of signals.
+        loader: whose workers are to be started. Those that are not forked stay as they are.
+    """
+    global _spared
+    if not signals or not _forks(loader):
+        yield
+        return
+    # Blocked before the fork: there is no moment at which a signal could end the child.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    _spared = tuple(signals)
+    try:
+        yield
+    finally:
+        _spared = ()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _forks(loader: Any) -> bool:
+    context: Any = getattr(loader, "multiprocessing_context", None) or multiprocessing
+    return context.get_start_method() == "fork"
+
+
+def _watch_parent() -> None:
+    """In a child: end when the parent says so, which is how it ends workers that hang."""
+    if _spared:
+        threading.Thread(target=_end_with_parent, args=(_spared,), name="signals", daemon=True).start()
+
+
+def _end_with_parent(signals: Sequence[int]) -> None:
+    while True:
+        if signal.sigwaitinfo(signals).si_pid == os.getppid():
+            os._exit(0)
+
+
+os.register_at_fork(after_in_child=_watch_parent)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from composerlite.core.optimizer_state import clean_name, load_named_optimizer_state, named_optimizer_state
+from composerlite.core.state.optimizer_state import clean_name, load_named_optimizer_state, named_optimizer_state
 from composerlite.errors import IncompatibleCheckpointError
 
 NAMES = ["a", "b", "c", "d"]

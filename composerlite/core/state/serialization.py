@@ -14,25 +14,23 @@ import importlib
 import logging
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from composerlite import dist
 from composerlite.core.event import Event
-from composerlite.core.integration import Integrated
-from composerlite.core.metric_states import load_metric_states, metric_states
-from composerlite.core.optimizer_state import (
-    clean_name,
+from composerlite.core.state.metric_states import load_metric_states, metric_states
+from composerlite.core.state.model_state import load_model, model_places, model_problems, model_state
+from composerlite.core.state.optimizer_state import (
     load_named_optimizer_state,
     lost_parameters,
     named_optimizer_state,
     optimizer_places,
     optimizer_problems,
 )
-from composerlite.core.run_state import KeptAlgorithm, KeptCallback, RunState
+from composerlite.core.state.run_state import KeptAlgorithm, KeptCallback, RunState
 from composerlite.core.time import Time, Timestamp
 from composerlite.errors import CheckpointError, IncompatibleCheckpointError, SaveError, did_you_mean
 from composerlite.on_demand import ALGORITHM_PACKAGES, ALGORITHMS
@@ -42,7 +40,22 @@ __all__ = ["full_state", "load_full_state", "load_weights", "places_for", "rebui
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+@runtime_checkable
+class Integrated(Protocol):
+    """A model that has something to keep: every ``ComposerModel`` is one, and most keep nothing."""
+
+    def integrations(self) -> StateDict:
+        """What goes into checkpoints, under the name of each library: plain values. Called at every save."""
+        ...
+
+    def integration_problems(self, saved: StateDict, *, source: str) -> list[str]:
+        """Why the rest of a checkpoint with ``saved`` in it must not be loaded. What only differs is logged.
+
+        Called before anything of the checkpoint is loaded.
+        """
+        ...
 
 
 def stable_names(items: Iterable[tuple[str, T]]) -> dict[str, T]:
@@ -74,7 +87,7 @@ def full_state(state: RunState) -> StateDict:
                     "parameter of the model before it is added to the optimizer."
                 )
         ours = {
-            "model": _model_state(state.model),
+            "model": model_state(state.model),
             "optimizers": {name: named_optimizer_state(o, state.model) for name, o in optimizers},
         }
     return {
@@ -110,7 +123,7 @@ def weights_state(state: RunState) -> StateDict:
     """What a weights-only checkpoint holds under ``state``, and the algorithms without which the weights do not fit."""
     required = [(a.state_key, _algorithm_state(a, {})) for a in state.algorithms if a.required_on_load()]
     contents: StateDict = {
-        "model": _model_state(state.model),
+        "model": model_state(state.model),
         "integrations": _integrations(state.model),
         "metadata": _metadata(state),
     }
@@ -130,10 +143,6 @@ def _algorithm_state(algorithm: KeptAlgorithm, state: StateDict) -> StateDict:
         "config": algorithm.config(),
         "state": state,
     }
-
-
-def _model_state(model: nn.Module) -> StateDict:
-    return {clean_name(name): value for name, value in model.state_dict().items()}
 
 
 def _integrations(model: nn.Module) -> StateDict:
@@ -191,8 +200,8 @@ def places_for(
     problems: list[str] = []
     places: StateDict = {}
     if "model" in contents:
-        problems += _model_problems(state.model, contents["model"], strict=strict, source=source)
-        places["model"] = _model_places(state.model, contents["model"])
+        problems += model_problems(state.model, contents["model"], strict=strict, source=source)
+        places["model"] = model_places(state.model, contents["model"])
         if contents.get("integrations") and isinstance(state.model, Integrated):
             with _restoring("integrations", source):
                 problems += state.model.integration_problems(contents["integrations"], source=source)
@@ -247,7 +256,7 @@ def load_weights(
         )
         return
     with _restoring("model", source):
-        _load_model(state.model, contents["model"], strict=strict, source=source)
+        load_model(state.model, contents["model"], strict=strict, source=source)
 
 
 def load_full_state(
@@ -378,93 +387,6 @@ def _is_named_state(item: Any) -> bool:
         and isinstance(item[0], str)
         and isinstance(item[1], Mapping)
     )
-
-
-def _model_problems(model: nn.Module, saved: StateDict, *, strict: bool, source: str) -> list[str]:
-    """Why ``saved`` cannot be loaded into ``model``."""
-    own = {clean_name(name): value for name, value in model.state_dict().items()}
-    saved = {clean_name(name): value for name, value in saved.items()}
-    missing = [name for name in own if name not in saved]
-    unexpected = [name for name in saved if name not in own]
-    both = [(name, value, own[name]) for name, value in saved.items() if isinstance(own.get(name), torch.Tensor)]
-    no_tensors = [name for name, value, _ in both if not isinstance(value, torch.Tensor)]
-    shapes = [
-        f"{name}: {tuple(value.shape)} in the checkpoint, {tuple(tensor.shape)} in the model"
-        for name, value, tensor in both
-        if isinstance(value, torch.Tensor) and not is_lazy(tensor) and value.shape != tensor.shape
-    ]
-    problems: list[str] = []
-    if missing and strict:
-        problems.append(f"missing in the checkpoint ({len(missing)}): {', '.join(missing)}")
-    if unexpected and strict:
-        problems.append(f"not in the model ({len(unexpected)}): {', '.join(unexpected)}")
-    if shapes:
-        problems.append(f"of another shape ({len(shapes)}): {'; '.join(shapes)}")
-    if no_tensors:
-        problems.append(f"no tensors ({len(no_tensors)}): {', '.join(no_tensors)}")
-    if not problems:
-        return []
-    way_out = (
-        "Build the model of that run, or pass load_strict_model_weights=False to load the names that agree."
-        if strict and not shapes
-        else "Build the model of that run, or leave keys out with load_ignore_keys=['state/model/<name>'] and "
-        "load_strict_model_weights=False."
-    )
-    return [f"{source} does not fit the model.\n  {chr(10).join(problems)}\n{way_out}"]
-
-
-def _model_places(model: nn.Module, saved: StateDict) -> StateDict:
-    """The tensors of ``model`` by their names in ``saved``; none where a hook of the model changes what is loaded."""
-    if any(_changes_what_is_loaded(hook) for module in model.modules() for hook in _load_hooks(module)):
-        return {}
-    own = {clean_name(name): value for name, value in model.state_dict().items()}
-    return {name: own[clean_name(name)] for name in saved if clean_name(name) in own}
-
-
-def _load_hooks(module: nn.Module) -> Iterable[Any]:
-    return module._load_state_dict_pre_hooks.values()  # pyright: ignore[reportPrivateUsage] - there is no other way
-
-
-def _changes_what_is_loaded(hook: Any) -> bool:
-    """Not those of ``fully_shard``, which only see to it that the parameters are sharded."""
-    return not str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed.fsdp.")
-
-
-def _load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str) -> None:
-    """Load ``saved`` or say everything that does not fit, before a single weight is changed."""
-    if problems := _model_problems(model, saved, strict=strict, source=source):
-        raise IncompatibleCheckpointError("\n".join(problems))
-    own = {clean_name(name): (name, value) for name, value in model.state_dict().items()}
-    saved = {clean_name(name): value for name, value in saved.items()}
-    missing = [name for name in own if name not in saved]
-    unexpected = [name for name in saved if name not in own]
-    if missing or unexpected:
-        log.warning(
-            "%s: loaded without strictness; stays as it is: %s; not used: %s",
-            source,
-            ", ".join(missing) or "nothing",
-            ", ".join(unexpected) or "nothing",
-        )
-    cast = [
-        f"{name} from {value.dtype} to {own[name][1].dtype}"
-        for name, value in saved.items()
-        if isinstance(value, torch.Tensor) and name in own and value.dtype != own[name][1].dtype
-    ]
-    if cast:
-        log.warning("%s: saved in another precision and converted (%d): %s", source, len(cast), ", ".join(cast))
-    for name, value in saved.items():
-        if name in own and own[name][1].layout in _COMPRESSED and value.layout is own[name][1].layout:
-            own[name][1].resize_as_sparse_(value)  # else only one with as many numbers could be copied
-    model.load_state_dict(
-        {own[name][0]: _distributed_as(value, own[name][1]) for name, value in saved.items() if name in own},
-        strict=False,
-    )
-
-
-def _distributed_as(value: Any, own: Any) -> Any:
-    """A whole tensor as a distributed one, where that of the model is one."""
-    whole = isinstance(value, torch.Tensor) and not dist.is_distributed_tensor(value)
-    return dist.distributed_like(value, own) if whole and dist.is_distributed_tensor(own) else value
 
 
 def _kind_problems(state: RunState, contents: StateDict, source: str) -> list[str]:

@@ -1,4 +1,7 @@
-"""Seeds and deterministic kernels. Saving and restoring the state of generators is ``composerlite.checkpoint.rng``."""
+"""What decides which numbers are computed: precision, seeds, deterministic kernels.
+
+Saving and restoring the state of generators is ``composerlite.checkpoint.record.rng``.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import random
 import secrets
 from collections.abc import Generator
+from enum import StrEnum
 
 import numpy as np
 import torch
@@ -15,7 +19,10 @@ from composerlite.errors import ConfigError
 
 __all__ = [
     "MAX_SEED",
+    "Precision",
     "configure_deterministic_mode",
+    "ensure_precision",
+    "get_precision_context",
     "get_random_seed",
     "seed_all",
     "seed_context",
@@ -84,3 +91,40 @@ def configure_deterministic_mode() -> None:
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+class Precision(StrEnum):
+    """The number formats of training.
+
+    ``FP32`` computes in float32. ``AMP_BF16`` and ``AMP_FP16`` keep parameters in float32 and run matrix products
+    in the shorter format (torch autocast); ``AMP_FP16`` needs a GPU and scales the loss.
+    """
+
+    FP32 = "fp32"
+    AMP_FP16 = "amp_fp16"
+    AMP_BF16 = "amp_bf16"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Precision:
+        found = next((p for p in cls if str(value).lower() == p.value), None)
+        if found is None:
+            raise ConfigError(f"precision={value!r} does not exist. Known: {', '.join(cls)}.")
+        return found
+
+
+def ensure_precision(precision: str | Precision | None, device: torch.device) -> Precision:
+    """``precision`` checked against ``device``; by default ``amp_fp16`` on a CUDA GPU and ``fp32`` elsewhere."""
+    if precision is None:
+        return Precision.AMP_FP16 if device.type == "cuda" else Precision.FP32
+    precision = Precision(precision)
+    if precision is Precision.AMP_FP16 and device.type != "cuda":
+        raise ConfigError(f"precision='amp_fp16' needs a CUDA GPU, not {device.type!r}: use 'amp_bf16' or 'fp32'.")
+    return precision
+
+
+def get_precision_context(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """The context in which forward pass and loss run."""
+    if precision is Precision.FP32:
+        return contextlib.nullcontext()
+    dtype = torch.bfloat16 if precision is Precision.AMP_BF16 else torch.float16
+    return torch.autocast(device.type, dtype=dtype)

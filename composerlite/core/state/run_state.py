@@ -1,4 +1,4 @@
-"""RunState: everything that training changes, in one place. How it is saved is in ``composerlite.core.state``."""
+"""RunState: everything that training changes, in one place. How it is saved is in ``composerlite.core.state.state``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from composerlite import dist
-from composerlite.core.evaluator import Evaluator
+from composerlite.core.data import Evaluator
 from composerlite.core.interruption import Interruption
+from composerlite.core.numerics import Precision, seed_of_rank
 from composerlite.core.parallelism import ParallelismConfig
-from composerlite.core.precision import Precision
-from composerlite.core.reproducibility import seed_of_rank
 from composerlite.core.time import MICROSECONDS, Time, TimeInput, Timestamp, TimeUnit
 from composerlite.errors import ConfigError
 from composerlite.types import Batch, Lineage, StateDict, Stateful

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from composerlite.core import serialization
-from composerlite.core.run_state import RunState
+from composerlite.core.state import serialization
+from composerlite.core.state.run_state import RunState
 from composerlite.types import StateDict
 
 __all__ = ["State"]
@@ -15,7 +15,7 @@ class State(RunState):
     """Everything that training changes. Algorithms, callbacks and loggers read and write it.
 
     Its attributes are those of :class:`RunState`; what checkpoints hold of them is in
-    ``composerlite.core.serialization``.
+    ``composerlite.core.state.serialization``.
     """
 
     def state_dict(self) -> StateDict:
@@ -37,7 +37,7 @@ class State(RunState):
     ) -> StateDict:
         """The tensors that ``state_dict`` is to be loaded into, after all that does not fit has been said.
 
-        See :func:`composerlite.core.serialization.places_for`.
+        See :func:`composerlite.core.state.serialization.places_for`.
         """
         return serialization.places_for(
             self,
@@ -56,7 +56,7 @@ class State(RunState):
         exclude_algorithms: Sequence[str] = (),
         source: str = "state",
     ) -> None:
-        """Restore what :meth:`state_dict` gave; see :func:`composerlite.core.serialization.load_full_state`."""
+        """Restore what :meth:`state_dict` gave; see :func:`composerlite.core.state.serialization.load_full_state`."""
         serialization.load_full_state(
             self, state_dict, strict=strict, exclude_algorithms=exclude_algorithms, source=source
         )
@@ -69,7 +69,7 @@ class State(RunState):
         exclude_algorithms: Sequence[str] = (),
         source: str = "state",
     ) -> None:
-        """Restore the weights only; see :func:`composerlite.core.serialization.load_weights`."""
+        """Restore the weights only; see :func:`composerlite.core.state.serialization.load_weights`."""
         serialization.load_weights(
             self, state_dict, strict=strict, exclude_algorithms=exclude_algorithms, source=source
         )

@@ -1,0 +1,1 @@
+"""Everything that training changes, and what checkpoints hold of it."""

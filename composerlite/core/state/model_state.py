@@ -1,0 +1,113 @@
+"""The weights of a model to checkpoint contents and back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from composerlite import dist
+from composerlite.core.state.optimizer_state import clean_name
+from composerlite.errors import IncompatibleCheckpointError
+from composerlite.types import StateDict
+
+__all__ = ["load_model", "model_places", "model_problems", "model_state"]
+
+log = logging.getLogger(__name__)
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def model_state(model: nn.Module) -> StateDict:
+    """The tensors of ``model`` by the names that checkpoints give them. They are not copied."""
+    return {clean_name(name): value for name, value in model.state_dict().items()}
+
+
+def model_problems(model: nn.Module, saved: StateDict, *, strict: bool, source: str) -> list[str]:
+    """Why ``saved`` cannot be loaded into ``model``."""
+    own = {clean_name(name): value for name, value in model.state_dict().items()}
+    saved = {clean_name(name): value for name, value in saved.items()}
+    missing = [name for name in own if name not in saved]
+    unexpected = [name for name in saved if name not in own]
+    both = [(name, value, own[name]) for name, value in saved.items() if isinstance(own.get(name), torch.Tensor)]
+    no_tensors = [name for name, value, _ in both if not isinstance(value, torch.Tensor)]
+    shapes = [
+        f"{name}: {tuple(value.shape)} in the checkpoint, {tuple(tensor.shape)} in the model"
+        for name, value, tensor in both
+        if isinstance(value, torch.Tensor) and not is_lazy(tensor) and value.shape != tensor.shape
+    ]
+    problems: list[str] = []
+    if missing and strict:
+        problems.append(f"missing in the checkpoint ({len(missing)}): {', '.join(missing)}")
+    if unexpected and strict:
+        problems.append(f"not in the model ({len(unexpected)}): {', '.join(unexpected)}")
+    if shapes:
+        problems.append(f"of another shape ({len(shapes)}): {'; '.join(shapes)}")
+    if no_tensors:
+        problems.append(f"no tensors ({len(no_tensors)}): {', '.join(no_tensors)}")
+    if not problems:
+        return []
+    way_out = (
+        "Build the model of that run, or pass load_strict_model_weights=False to load the names that agree."
+        if strict and not shapes
+        else "Build the model of that run, or leave keys out with load_ignore_keys=['state/model/<name>'] and "
+        "load_strict_model_weights=False."
+    )
+    return [f"{source} does not fit the model.\n  {chr(10).join(problems)}\n{way_out}"]
+
+
+def model_places(model: nn.Module, saved: StateDict) -> StateDict:
+    """The tensors of ``model`` by their names in ``saved``; none where a hook of the model changes what is loaded."""
+    if any(_changes_what_is_loaded(hook) for module in model.modules() for hook in _load_hooks(module)):
+        return {}
+    own = {clean_name(name): value for name, value in model.state_dict().items()}
+    return {name: own[clean_name(name)] for name in saved if clean_name(name) in own}
+
+
+def _load_hooks(module: nn.Module) -> Iterable[Any]:
+    return module._load_state_dict_pre_hooks.values()  # pyright: ignore[reportPrivateUsage] - there is no other way
+
+
+def _changes_what_is_loaded(hook: Any) -> bool:
+    """Not those of ``fully_shard``, which only see to it that the parameters are sharded."""
+    return not str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed.fsdp.")
+
+
+def load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str) -> None:
+    """Load ``saved`` or say everything that does not fit, before a single weight is changed."""
+    if problems := model_problems(model, saved, strict=strict, source=source):
+        raise IncompatibleCheckpointError("\n".join(problems))
+    own = {clean_name(name): (name, value) for name, value in model.state_dict().items()}
+    saved = {clean_name(name): value for name, value in saved.items()}
+    missing = [name for name in own if name not in saved]
+    unexpected = [name for name in saved if name not in own]
+    if missing or unexpected:
+        log.warning(
+            "%s: loaded without strictness; stays as it is: %s; not used: %s",
+            source,
+            ", ".join(missing) or "nothing",
+            ", ".join(unexpected) or "nothing",
+        )
+    cast = [
+        f"{name} from {value.dtype} to {own[name][1].dtype}"
+        for name, value in saved.items()
+        if isinstance(value, torch.Tensor) and name in own and value.dtype != own[name][1].dtype
+    ]
+    if cast:
+        log.warning("%s: saved in another precision and converted (%d): %s", source, len(cast), ", ".join(cast))
+    for name, value in saved.items():
+        if name in own and own[name][1].layout in _COMPRESSED and value.layout is own[name][1].layout:
+            own[name][1].resize_as_sparse_(value)  # else only one with as many numbers could be copied
+    model.load_state_dict(
+        {own[name][0]: _distributed_as(value, own[name][1]) for name, value in saved.items() if name in own},
+        strict=False,
+    )
+
+
+def _distributed_as(value: Any, own: Any) -> Any:
+    """A whole tensor as a distributed one, where that of the model is one."""
+    whole = isinstance(value, torch.Tensor) and not dist.is_distributed_tensor(value)
+    return dist.distributed_like(value, own) if whole and dist.is_distributed_tensor(own) else value
