@@ -21,8 +21,6 @@ import composerlite
 ROOT = Path(__file__).parent.parent
 
 WITHOUT_A_PAGE = {
-    "composerlite.checkpoint.format.packing": "its names are those of composerlite.checkpoint and composerlite.utils",
-    "composerlite.checkpoint.tools": "the command line",
     "composerlite.cli": "the command line",
     "composerlite.report": "the command line",
     "composerlite.trainer": "the Trainer is on the page of composerlite",
@@ -104,8 +102,8 @@ def pages(site: Path) -> dict[Path, Page]:
 
 
 def public() -> Iterator[tuple[str, list[str]]]:
-    """The public modules that have a page, and their names."""
-    packages = [found.name for found in pkgutil.walk_packages(composerlite.__path__, "composerlite.") if found.ispkg]
+    """The public modules that have a page, and their names. Folders within a package are its own business."""
+    packages = [found.name for found in pkgutil.iter_modules(composerlite.__path__, "composerlite.") if found.ispkg]
     for name in ["composerlite", "composerlite.errors", *packages]:
         if name not in WITHOUT_A_PAGE:
             yield name, importlib.import_module(name).__all__

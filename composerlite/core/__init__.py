@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from composerlite.core.parallelism import FSDPConfig, ParallelismConfig, TPConfig, ensure_parallelism
     from composerlite.core.state.optimizer_state import clean_name, lost_parameters
+    from composerlite.core.state.run_state import RunState
     from composerlite.core.state.state import State
     from composerlite.core.time import Time, TimeInput, Timestamp, TimeUnit, ensure_time
     from composerlite.types import JSON, Batch
@@ -69,6 +70,7 @@ __all__ = [
     "MeasuredMetrics",
     "ParallelismConfig",
     "Precision",
+    "RunState",
     "SchedulePredicate",
     "Serializable",
     "State",
@@ -142,6 +144,7 @@ _HOMES = {
         "seed_of_rank",
         "seed_torch",
     ),
+    "composerlite.core.state.run_state": ("RunState",),
     "composerlite.core.state.state": ("State",),
     "composerlite.core.time": ("Time", "TimeInput", "TimeUnit", "Timestamp", "ensure_time"),
     "composerlite.types": ("Batch", "JSON"),

@@ -14,8 +14,7 @@ __all__ = ["State"]
 class State(RunState):
     """Everything that training changes. Algorithms, callbacks and loggers read and write it.
 
-    Its attributes are those of :class:`RunState`; what checkpoints hold of them is in
-    ``composerlite.core.state.serialization``.
+    It has the attributes of :class:`RunState` and adds how they are saved in checkpoints and restored.
     """
 
     def state_dict(self) -> StateDict:
