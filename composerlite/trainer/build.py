@@ -42,7 +42,7 @@ from composerlite.types import Batch
 
 if TYPE_CHECKING:
     from composerlite.core import ParallelismConfig
-    from composerlite.trainer.parallel import Parallel
+    from composerlite.trainer.ranks.parallel import Parallel
 
 __all__ = [
     "add_preemption_handler",
@@ -371,7 +371,7 @@ def deepspeed_config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
                 f"deepspeed_config={value!r} contradicts {other}={arguments[other]!r}: DeepSpeed spreads the model in "
                 "its own way. Give one of the two."
             )
-    from composerlite.trainer.zero_config import read_config
+    from composerlite.trainer.ranks.zero_config import read_config
 
     return read_config(value)
 
@@ -380,7 +380,7 @@ def zero(state: State, spec: DataSpec | None) -> Parallel | None:
     """DeepSpeed with the model of ``state``, if that is to train it; ``spec`` are the data, if they are known."""
     if state.deepspeed_config is None:
         return None
-    from composerlite.trainer.zero import ZeRO  # what takes long to import
+    from composerlite.trainer.ranks.zero import ZeRO  # what takes long to import
 
     return ZeRO(state, state.deepspeed_config, _batch_size(spec))
 
@@ -392,7 +392,7 @@ def check_zero(state: State, spec: DataSpec) -> None:
         ConfigError: a number of samples or the precision is another now.
     """
     if state.deepspeed_config is not None:
-        from composerlite.trainer.zero_config import check_batches
+        from composerlite.trainer.ranks.zero_config import check_batches
 
         check_batches(state.deepspeed_config, state, _batch_size(spec))
 

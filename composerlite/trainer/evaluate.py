@@ -28,11 +28,11 @@ from composerlite.core import (
     move_to_device,
 )
 from composerlite.errors import ConfigError
-from composerlite.trainer.company import Alone as NoCompany
-from composerlite.trainer.company import Company
-from composerlite.trainer.dataloading import EvaluationBatches, Share, batches_per_epoch
+from composerlite.trainer.data.dataloading import EvaluationBatches, Share, batches_per_epoch
 from composerlite.trainer.generators import put_back
-from composerlite.trainer.parallel import Alone, Parallel
+from composerlite.trainer.ranks.company import Alone as NoCompany
+from composerlite.trainer.ranks.company import Company
+from composerlite.trainer.ranks.parallel import Alone, Parallel
 from composerlite.types import Batch
 
 log = logging.getLogger(__name__)

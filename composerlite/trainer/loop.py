@@ -24,9 +24,9 @@ from composerlite.core import (
 )
 from composerlite.errors import ConfigError, TrainingError
 from composerlite.trainer.attempt import BeforeLoading
-from composerlite.trainer.company import Alone, Company, Counted
-from composerlite.trainer.dataloading import DataPosition
+from composerlite.trainer.data.dataloading import DataPosition
 from composerlite.trainer.evaluate import EvaluationSchedule, log_metrics
+from composerlite.trainer.ranks.company import Alone, Company, Counted
 from composerlite.trainer.step import TrainStep
 from composerlite.types import Batch
 

@@ -22,9 +22,9 @@ from composerlite.core import (
 )
 from composerlite.errors import TrainingError
 from composerlite.trainer.attempt import BeforeBatch
-from composerlite.trainer.company import Alone as NoCompany
-from composerlite.trainer.company import Company
-from composerlite.trainer.parallel import Alone, Parallel
+from composerlite.trainer.ranks.company import Alone as NoCompany
+from composerlite.trainer.ranks.company import Company
+from composerlite.trainer.ranks.parallel import Alone, Parallel
 from composerlite.types import Batch
 
 __all__ = ["TrainStep"]

@@ -47,11 +47,11 @@ from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler
 from composerlite.storage import ObjectStore
 from composerlite.trainer import build, checks
-from composerlite.trainer.company import Membership, company, connected, failing_together, of_rank_zero
-from composerlite.trainer.dataloading import DataPosition, Share, batches_per_epoch, is_same_data, position_in
+from composerlite.trainer.data.dataloading import DataPosition, Share, batches_per_epoch, is_same_data, position_in
 from composerlite.trainer.evaluate import EvaluationSchedule, Ranks, evaluate, predict
 from composerlite.trainer.loop import Loop, run
-from composerlite.trainer.parallel import check_sync_strategy, copy_model, shard_model
+from composerlite.trainer.ranks.company import Membership, company, connected, failing_together, of_rank_zero
+from composerlite.trainer.ranks.parallel import check_sync_strategy, copy_model, shard_model
 from composerlite.trainer.resuming import new_lineage, newest_checkpoint
 from composerlite.trainer.step import TrainStep
 from composerlite.types import Batch

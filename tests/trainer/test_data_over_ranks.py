@@ -26,7 +26,7 @@ from composerlite import DataSpec, Event, State, Timestamp, dist
 from composerlite.core import seed_all
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.testing import run_ranks
-from composerlite.trainer.dataloading import DataPosition, EvaluationBatches, Share, batches_per_epoch, position_in
+from composerlite.trainer.data.dataloading import DataPosition, EvaluationBatches, Share, batches_per_epoch, position_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 

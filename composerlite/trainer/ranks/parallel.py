@@ -22,7 +22,7 @@ from torch import nn
 from composerlite import dist
 from composerlite.core import Precision, State
 from composerlite.errors import ConfigError, did_you_mean
-from composerlite.trainer.same_model import check_same_model
+from composerlite.trainer.ranks.same_model import check_same_model
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

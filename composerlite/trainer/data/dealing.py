@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from composerlite.errors import ConfigError
-from composerlite.trainer.index_sampler import NumberedBatch, chained
+from composerlite.trainer.data.index_sampler import NumberedBatch, chained
 
 __all__ = ["Dealer", "Part", "SavedBatches", "Share", "deals_by_itself"]
 

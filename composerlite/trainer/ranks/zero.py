@@ -32,9 +32,9 @@ from composerlite import dist
 from composerlite.checkpoint import DEEPSPEED_TYPES
 from composerlite.core import Precision, State
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
-from composerlite.trainer.parallel import Parallel, saved_buffers, send_tensors
-from composerlite.trainer.same_model import check_same_model
-from composerlite.trainer.zero_config import check_algorithms, engine_config
+from composerlite.trainer.ranks.parallel import Parallel, saved_buffers, send_tensors
+from composerlite.trainer.ranks.same_model import check_same_model
+from composerlite.trainer.ranks.zero_config import check_algorithms, engine_config
 from composerlite.types import StateDict
 
 __all__ = ["ZeRO"]
@@ -54,7 +54,7 @@ class ZeRO(Parallel):
 
     Args:
         state: its model and optimizer.
-        config: what DeepSpeed is told, as :func:`~composerlite.trainer.zero_config.read_config` gave it.
+        config: what DeepSpeed is told, as :func:`~composerlite.trainer.ranks.zero_config.read_config` gave it.
         batch_size: samples per batch and rank, if that is known.
 
     Raises:

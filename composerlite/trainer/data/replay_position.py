@@ -12,9 +12,9 @@ from typing import Any, final
 from torch.utils.data import DataLoader, IterableDataset
 
 from composerlite.errors import IncompatibleCheckpointError
-from composerlite.trainer.data_position import RewindingPosition
-from composerlite.trainer.dealing import Share
-from composerlite.trainer.persistent_workers import PersistentWorkers, has_persistent_workers
+from composerlite.trainer.data.data_position import RewindingPosition
+from composerlite.trainer.data.dealing import Share
+from composerlite.trainer.data.persistent_workers import PersistentWorkers, has_persistent_workers
 from composerlite.types import Batch, StateDict
 
 __all__ = ["ReplayPosition"]

@@ -12,9 +12,9 @@ from torch.utils.data import BatchSampler, DataLoader, MapDataPipe
 
 from composerlite.core import Timestamp
 from composerlite.errors import IncompatibleCheckpointError
-from composerlite.trainer.data_position import RewindingPosition
-from composerlite.trainer.dealing import Share
-from composerlite.trainer.index_sampler import IndexSampler, ReseedingDataset
+from composerlite.trainer.data.data_position import RewindingPosition
+from composerlite.trainer.data.dealing import Share
+from composerlite.trainer.data.index_sampler import IndexSampler, ReseedingDataset
 from composerlite.types import Batch, StateDict
 
 __all__ = ["IndexedPosition", "fetched", "warn_of_disorder"]

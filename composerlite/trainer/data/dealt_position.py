@@ -16,10 +16,10 @@ from composerlite import dist
 from composerlite.checkpoint import rng
 from composerlite.core import Timestamp
 from composerlite.errors import IncompatibleCheckpointError
-from composerlite.trainer.data_position import DataPosition
-from composerlite.trainer.dealing import Dealer, SavedBatches, Share
-from composerlite.trainer.index_sampler import ReseedingDataset
-from composerlite.trainer.indexed_position import fetched, warn_of_disorder
+from composerlite.trainer.data.data_position import DataPosition
+from composerlite.trainer.data.dealing import Dealer, SavedBatches, Share
+from composerlite.trainer.data.index_sampler import ReseedingDataset
+from composerlite.trainer.data.indexed_position import fetched, warn_of_disorder
 from composerlite.types import Batch, StateDict
 
 __all__ = ["DealtPosition"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from composerlite.checkpoint import rng
 from composerlite.errors import IncompatibleCheckpointError
-from composerlite.trainer.dealing import Share
+from composerlite.trainer.data.dealing import Share
 from composerlite.trainer.generators import generator_state, generators_of, set_generator_state
 from composerlite.types import Batch, StateDict
 
