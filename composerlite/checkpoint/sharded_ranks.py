@@ -7,8 +7,8 @@ from typing import Any, TypeVar, final
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.utils import _DistWrapper  # pyright: ignore[reportPrivateUsage] - see Ranks
 
+from composerlite._torch_compat import dcp_ranks
 from composerlite.checkpoint.ranks_together import SEEN_BY
 from composerlite.dist import CommitRound, barrier, get_control, initialize_dist
 
@@ -52,7 +52,7 @@ class Ranks:
             initialize_dist()
             self._control = get_control()
             group = self._control.group
-        self._wrapper = _DistWrapper(group, is_one_of_several, 0)
+        self._wrapper = dcp_ranks(group, are_several=is_one_of_several)
         self.rank: int = self._wrapper.rank
         self.count: int = self._wrapper.get_world_size()
         self.is_first: bool = self._wrapper.is_coordinator

@@ -16,6 +16,7 @@ import torch
 import torch.distributed
 from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
+from composerlite._torch_compat import default_store
 from composerlite.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def initialize_dist(
     is_made = is_initialized()
     # The same on every rank: keys of an earlier time are never met again.
     if is_made:
-        store = torch.distributed.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage] - no other way
+        store = default_store()
         times = store.add(f"composerlite/times/{rank}", 1)
     else:
         store = _connect(rank, world_size, limit)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+from composerlite._torch_compat import multiply_each
 from composerlite.errors import ConfigError, checked_arguments
 
 __all__ = ["DecoupledAdamW", "DecoupledSGDW"]
@@ -67,8 +68,7 @@ def _decay(params: list[Tensor], group: dict[str, Any]) -> None:
     if group["weight_decay"] == 0 or lr == 0:
         return
     scale = lr / initial_lr if initial_lr != 0 else 1.0
-    # One kernel for all tensors on a GPU; documented under "Foreach Operations" in spite of its underscore.
-    torch._foreach_mul_(params, 1 - scale * group["weight_decay"])  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+    multiply_each(params, 1 - scale * group["weight_decay"])
 
 
 @final

@@ -11,6 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from composerlite import dist
+from composerlite._torch_compat import mark_as_stepped
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import (
     IgnoreKeys,
@@ -676,8 +677,7 @@ class Trainer:
             self._schedulers, self.state, scale_schedule_ratio=self._scale_schedule_ratio
         )
         if keep_rates:
-            # torch warns where a schedule steps before the optimizer has: it has, before the interruption.
-            vars(self.state.optimizers[0])["_opt_called"] = True
+            mark_as_stepped(self.state.optimizers[0])
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 

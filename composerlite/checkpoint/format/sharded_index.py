@@ -6,8 +6,6 @@ from pathlib import PurePosixPath
 from typing import Any, cast, final
 
 import torch
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -18,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from composerlite._torch_compat import dcp_memory_format_class, dcp_storage_info_class
 from composerlite.checkpoint.format import INDEX
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
@@ -25,7 +24,7 @@ from composerlite.errors import CorruptCheckpointError, UntrustedCheckpointError
 
 __all__ = ["StorageInfo", "key_path", "read_index", "untrusted"]
 
-StorageInfo: Any = filesystem._StorageInfo  # pyright: ignore[reportPrivateUsage] - the class that the format has for it
+StorageInfo = dcp_storage_info_class()
 _INDEX_TYPES: dict[str, type] = {
     **{
         f"torch.distributed.checkpoint.metadata.{kind.__name__}": kind
@@ -37,7 +36,7 @@ _INDEX_TYPES: dict[str, type] = {
             StorageMeta,
             TensorProperties,
             TensorStorageMetadata,
-            dcp_metadata._MEM_FORMAT_ENCODING,  # pyright: ignore[reportPrivateUsage]
+            dcp_memory_format_class(),
         )
     },
     "torch.distributed.checkpoint.filesystem._StorageInfo": StorageInfo,

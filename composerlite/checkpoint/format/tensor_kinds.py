@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, cast
-
 import torch
-from torch import Tensor, nn, storage
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from composerlite._torch_compat import local_part, savable_dtypes
 from composerlite.checkpoint.trust.trusted import is_loadable
 from composerlite.dist import is_distributed_tensor
 from composerlite.errors import SaveError
@@ -26,11 +24,11 @@ def is_dense(tensor: Tensor) -> bool:
     Of a distributed one the part of this rank counts.
     """
     if is_distributed_tensor(tensor):
-        return is_dense(cast("Any", tensor)._local_tensor)
+        return is_dense(local_part(tensor))
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_nested:
         return False
     is_strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
-    return is_strided and tensor.dtype in _dtypes()
+    return is_strided and tensor.dtype in savable_dtypes()
 
 
 def check_savable(tensor: Tensor) -> None:
@@ -46,7 +44,7 @@ def check_savable(tensor: Tensor) -> None:
             "set. Keep it in a dict, a list, a tuple or a deque of the state, where each rank writes its own part."
         )
     if is_distributed_tensor(tensor):
-        local = type(cast("Any", tensor)._local_tensor)
+        local = type(local_part(tensor))
         raise SaveError(
             f"a distributed tensor of the shape {tuple(tensor.shape)} whose parts are of the class {_name(local)} "
             "cannot be saved: its parts are no plain numbers. Keep it on each rank by itself, or as plain tensors."
@@ -62,7 +60,7 @@ def check_savable(tensor: Tensor) -> None:
         return
     if tensor.is_nested:
         raise SaveError("a nested tensor cannot be saved. Keep its values and offsets, which are plain tensors.")
-    if tensor.dtype not in _dtypes():
+    if tensor.dtype not in savable_dtypes():
         raise SaveError(
             f"a tensor of {tensor.dtype} cannot be saved: torch has no way to. Keep tensor.view(torch.uint8)."
         )
@@ -74,13 +72,6 @@ def check_savable(tensor: Tensor) -> None:
             )
     elif tensor.layout is not torch.strided and tensor.layout not in _SPARSE:
         raise SaveError(f"a tensor of the layout {tensor.layout} cannot be saved. Keep tensor.to_dense().")
-
-
-@functools.cache
-def _dtypes() -> frozenset[torch.dtype]:
-    """What torch can save."""
-    known: Any = storage  # its private tables are what pickling looks at
-    return frozenset(known._new_dtypes()) | frozenset(known._dtype_to_storage_type_map())
 
 
 def _scheme(tensor: Tensor) -> torch.qscheme | None:

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from composerlite._torch_compat import storage_id
 from composerlite.checkpoint.format.tensor_kinds import is_dense
-from composerlite.checkpoint.format.torch_pickle import Pickled, storage_id
+from composerlite.checkpoint.format.torch_pickle import Pickled
 from composerlite.checkpoint.format.zip_layout import Layout, Record, trailer
 from composerlite.storage import FileDigest, HostMemory, Sink
 from composerlite.types import StateDict
 
-__all__ = ["StorageCopy", "TorchImage", "file_bytes", "storage_id"]
+__all__ = ["StorageCopy", "TorchImage", "file_bytes"]
 
 
 class StorageCopy(NamedTuple):

@@ -13,13 +13,13 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage] - the name that the format has for it
 
+from composerlite._torch_compat import rebuild_tensor, storage_id, typed_storage_class, untyped_storage
 from composerlite.checkpoint.format.tensor_kinds import check_savable, is_dense
 from composerlite.checkpoint.trust.trusted import is_loadable
 from composerlite.types import StateDict
 
-__all__ = ["Pickled", "check_tensor", "storage_id"]
+__all__ = ["Pickled", "check_tensor"]
 
 log = logging.getLogger(__name__)
 _PROTOCOL = 2  # what torch.save writes, and what its restricted reader takes
@@ -49,11 +49,6 @@ _STAND_IN_BYTES = pickle.dumps(_STAND_IN, protocol=_PROTOCOL)[2:-1]
 
 _Reference = tuple[str, Any, str, str, int]
 """What the reader is given to find a storage by."""
-
-
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """What tells storages apart, for ``torch.save`` too: two tensors that share memory have the same."""
-    return storage._cdata  # pyright: ignore[reportPrivateUsage] - it has no public name
 
 
 @final
@@ -143,13 +138,13 @@ class _Pickler(pickle.Pickler):
         referred = self._referred(self._refer(storage, storage_type, dtype, storage.nbytes() // tensor.itemsize))
         hooks: collections.OrderedDict[Any, Any] = collections.OrderedDict()
         place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.requires_grad, hooks)
-        return _rebuild_tensor_v2, (*referred, *place)
+        return rebuild_tensor, (*referred, *place)
 
     def _refer_to(self, storage: torch.UntypedStorage | torch.storage.TypedStorage) -> _Reference:
         if isinstance(storage, torch.UntypedStorage):
             return self._refer(storage, torch.UntypedStorage, torch.uint8, storage.nbytes())
-        storage_type = getattr(torch, storage._pickle_storage_type())  # pyright: ignore[reportPrivateUsage]
-        return self._refer(storage._untyped_storage, storage_type, storage.dtype, storage._size())  # pyright: ignore[reportPrivateUsage]
+        bare = untyped_storage(storage)
+        return self._refer(bare, typed_storage_class(storage), storage.dtype, bare.nbytes() // storage.dtype.itemsize)
 
     def _refer(self, storage: torch.UntypedStorage, storage_type: Any, dtype: torch.dtype, count: int) -> _Reference:
         identity = storage_id(storage)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from composerlite._torch_compat import local_part, storage_id
 from composerlite.checkpoint.format.tensor_kinds import is_dense
-from composerlite.checkpoint.format.torch_file import StorageCopy, storage_id
+from composerlite.checkpoint.format.torch_file import StorageCopy
 from composerlite.errors import SaveError
 from composerlite.storage import (
     RING_BYTES,
@@ -378,5 +379,5 @@ def _tensors_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     """The parameters and the state of ``optimizers`` that are in this machine's memory."""
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     states = [v for optimizer in optimizers for state in optimizer.state.values() for v in state.values()]
-    local = [getattr(t, "_local_tensor", t) for t in (*parameters, *states)]  # the shard of this rank, if it is one
+    local = [local_part(t) for t in (*parameters, *states)]
     return [t for t in local if isinstance(t, Tensor) and t.device.type == "cpu" and is_dense(t)]

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
+from composerlite._torch_compat import negative_view, rebuild_quantized_tensor, untyped_storage, wrapper_tensor
+
 __all__ = [
     "Dtype",
     "Maker",
@@ -411,7 +413,7 @@ class Maker:
         _check_extent(storage, storage.dtype.itemsize, offset, shape, stride)
         self._charge(math.prod(shape))
         self._storages.read_now()
-        return torch._utils._rebuild_qtensor(storage, offset, shape, stride, quantizer, requires_grad, {})  # pyright: ignore
+        return rebuild_quantized_tensor(storage, offset, shape, stride, quantizer, requires_grad=requires_grad)
 
     def sparse(self, layout: Any, data: Any) -> Tensor:
         """A sparse tensor whose indices lie within it."""
@@ -470,7 +472,7 @@ class Maker:
         _check_counts(shape)
         _check_counts(stride)
         how: dict[str, Any] = {"strides": stride, "dtype": dtype, "storage_offset": offset, "layout": layout}
-        return Tensor._make_wrapper_subclass(kind, shape, **how, device="cpu", requires_grad=bool(requires_grad))  # pyright: ignore
+        return wrapper_tensor(kind, shape, **how, device="cpu", requires_grad=bool(requires_grad))
 
 
 def _check_key(key: Any, budget: list[int], depth: int) -> None:
@@ -495,7 +497,7 @@ def _check_extent(storage: Any, item_bytes: int, offset: Any, shape: Any, stride
     if len(shape) != len(stride) or len(shape) > 64:
         raise ValueError(f"a tensor of {len(shape)} dimensions with {len(stride)} strides")
     items = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    have = storage._untyped_storage.nbytes()  # pyright: ignore[reportPrivateUsage]
+    have = untyped_storage(storage).nbytes()
     if (offset + items) * item_bytes > have or math.prod(shape) >= 1 << 62:
         raise ValueError(f"a tensor of the shape {shape} at {offset} in a storage of {have} bytes")
 
@@ -504,7 +506,7 @@ def _tensor(
     storage: Any, dtype: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any, metadata: Any
 ) -> Tensor:
     _check_extent(storage, dtype.itemsize, offset, shape, stride)
-    untyped = storage._untyped_storage
+    untyped = untyped_storage(storage)
     made = torch.empty(0, dtype=dtype, device=untyped.device).set_(untyped, offset, shape, stride)
     if requires_grad:
         made.requires_grad_(True)
@@ -512,7 +514,7 @@ def _tensor(
         if name == "conj" and value is True:
             made = made.conj()
         elif name == "neg" and value is True:
-            made = torch._neg_view(made)  # pyright: ignore
+            made = negative_view(made)
     return made
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from composerlite import dist
+from composerlite._torch_compat import load_hooks
 from composerlite.core.state.optimizer_state import clean_name
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
@@ -61,14 +61,10 @@ def model_problems(model: nn.Module, saved: StateDict, *, strict: bool, source: 
 
 def model_places(model: nn.Module, saved: StateDict) -> StateDict:
     """The tensors of ``model`` by their names in ``saved``; none where a hook of the model changes what is loaded."""
-    if any(_changes_what_is_loaded(hook) for module in model.modules() for hook in _load_hooks(module)):
+    if any(_changes_what_is_loaded(hook) for module in model.modules() for hook in load_hooks(module)):
         return {}
     own = {clean_name(name): value for name, value in model.state_dict().items()}
     return {name: own[clean_name(name)] for name in saved if clean_name(name) in own}
-
-
-def _load_hooks(module: nn.Module) -> Iterable[Any]:
-    return module._load_state_dict_pre_hooks.values()  # pyright: ignore[reportPrivateUsage] - there is no other way
 
 
 def _changes_what_is_loaded(hook: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from composerlite import dist
+from composerlite._torch_compat import has_load_hooks
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import items_of, with_items
 
@@ -107,7 +108,7 @@ def optimizer_places(
             tensors are made for it, distributed as the parameter is: they become the state when they are loaded.
     """
     own_way = type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
-    if own_way or optimizer._optimizer_load_state_dict_pre_hooks:  # pyright: ignore[reportPrivateUsage]
+    if own_way or has_load_hooks(optimizer):
         return {}
     places: dict[str, dict[str, Any]] = {}
     for group, names in zip(optimizer.param_groups, _names(optimizer, model), strict=True):

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Subset, default_collate
 
 from composerlite import dist
+from composerlite._torch_compat import forget_workers
 from composerlite.checkpoint import rng
 from composerlite.core import Timestamp
 from composerlite.errors import IncompatibleCheckpointError
@@ -52,7 +53,7 @@ class DealtPosition(DataPosition):
         self._dealer = Dealer(loader, share, self._drawing)
         # The user's loader is left as it is, as in IndexedPosition.
         own = copy.copy(loader)
-        vars(own)["_iterator"] = None
+        forget_workers(own)
         vars(own)["batch_sampler" if loader.batch_sampler is not None else "sampler"] = self._dealer
         own.generator = torch.Generator()
         if seed is None:
@@ -132,7 +133,7 @@ class DealtPosition(DataPosition):
 
     def close(self) -> None:
         """See :meth:`DataPosition.close`."""
-        vars(self._own)["_iterator"] = None
+        forget_workers(self._own)
 
     @property
     def _unit(self) -> str:

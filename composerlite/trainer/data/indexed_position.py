@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch.utils.data import BatchSampler, DataLoader, MapDataPipe
 
+from composerlite._torch_compat import forget_workers, is_iterated_by_torch
 from composerlite.core import Timestamp
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.trainer.data.data_position import RewindingPosition
@@ -45,7 +46,7 @@ class IndexedPosition(RewindingPosition):
         self._sampler = IndexSampler(loader)
         # The user's loader is left as it is: DataLoader forbids to change it, and others may iterate over it.
         own = copy.copy(loader)
-        vars(own)["_iterator"] = None
+        forget_workers(own)
         vars(own)["batch_sampler" if loader.batch_sampler is not None else "sampler"] = self._sampler
         if loader.num_workers:
             vars(own)["dataset"] = ReseedingDataset(loader.dataset, seed)
@@ -55,7 +56,7 @@ class IndexedPosition(RewindingPosition):
 
     def close(self) -> None:
         """See :meth:`DataPosition.close`."""
-        vars(self._own)["_iterator"] = None
+        forget_workers(self._own)
 
     def _depends_on_workers(self, before: int, now: int) -> bool:
         return (before == 0) != (now == 0)  # workers seed each batch, whichever of them loads it
@@ -101,9 +102,8 @@ def fetched(loader: DataLoader[Any]) -> Iterator[Batch]:
 
 
 def _loads_in_process(loader: DataLoader[Any]) -> bool:
-    standard = type(loader)._get_iterator is DataLoader._get_iterator  # pyright: ignore[reportPrivateUsage]
     sharded = isinstance(loader.dataset, MapDataPipe)  # by the loader's iterator
-    return loader.num_workers == 0 and not loader.pin_memory and standard and not sharded
+    return loader.num_workers == 0 and not loader.pin_memory and is_iterated_by_torch(loader) and not sharded
 
 
 def _fetched_here(loader: DataLoader[Any]) -> Iterator[Batch]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
+from composerlite._torch_compat import forget_workers
 from composerlite.core import seed_torch
 from composerlite.types import Batch
 
@@ -42,8 +43,8 @@ class PersistentWorkers:
         if plain and isinstance(loader.dataset, IterableDataset):
             self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
             self._loader = copy.copy(loader)  # the user's is left as it is
-            replaced = {"_iterator": None, "dataset": _ReseedingStream(loader.dataset, seed, self._epoch)}
-            vars(self._loader).update(replaced)
+            forget_workers(self._loader)
+            vars(self._loader)["dataset"] = _ReseedingStream(loader.dataset, seed, self._epoch)
 
     def begin(self, number: int) -> Iterator[Batch]:
         """The batches of epoch ``number``."""
@@ -65,7 +66,7 @@ class PersistentWorkers:
     def close(self) -> None:
         """End the workers now, where they are not the user's."""
         if self._epoch is not None:
-            vars(self._loader)["_iterator"] = None
+            forget_workers(self._loader)
 
 
 @final

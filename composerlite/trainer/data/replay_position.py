@@ -11,6 +11,7 @@ from typing import Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from composerlite._torch_compat import forget_workers
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.trainer.data.data_position import RewindingPosition
 from composerlite.trainer.data.dealing import Share
@@ -41,7 +42,8 @@ class ReplayPosition(RewindingPosition):
             self._persistent = PersistentWorkers(own, seed)
         else:
             self._iterated = own = copy.copy(own)  # the user's is left as it is
-            vars(own).update({"_iterator": None, "persistent_workers": False})
+            forget_workers(own)
+            vars(own)["persistent_workers"] = False
 
     def close(self) -> None:
         """See :meth:`DataPosition.close`."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composerlite.checkpoint.format.torch_file import storage_id
+from composerlite._torch_compat import storage_id
 from composerlite.types import StateDict, with_items
 
 __all__ = ["Gathering"]

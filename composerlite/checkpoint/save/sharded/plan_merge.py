@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast, final
 
 import torch
-from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -25,11 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from composerlite._torch_compat import dcp_plan_errors
 from composerlite.checkpoint.format.sharded_leaves import KEYS
 
 __all__ = ["PackedPlan", "Share", "merge_plans"]
-
-_validate: Any = default_planner._validate_global_plan  # pyright: ignore[reportPrivateUsage] - the rules are DCP's
 
 Place = tuple[int, ...] | None
 
@@ -243,7 +241,7 @@ def _check(metadata: Metadata, count: int) -> None:
         for key, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata) and not _is_row(entry)
     }
-    if doubtful and (errors := _validate([None] * count, Metadata(doubtful))):
+    if doubtful and (errors := dcp_plan_errors([None] * count, Metadata(doubtful))):
         raise ValueError("the ranks do not have the parts of one state: " + "; ".join(errors[:3]))
 
 

@@ -1,0 +1,176 @@
+"""Every private name of torch that composerlite uses: nowhere else is one.
+
+torch may change them in any release. Each is here since it has no public name that does the same;
+``tests/test_torch_compat.py`` says what each must do, and with which releases of torch that was seen.
+"""
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._utils
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+__all__ = [
+    "dcp_memory_format_class",
+    "dcp_plan_errors",
+    "dcp_ranks",
+    "dcp_storage_info_class",
+    "default_store",
+    "forget_workers",
+    "has_load_hooks",
+    "is_iterated_by_torch",
+    "load_hooks",
+    "local_part",
+    "mark_as_stepped",
+    "multiply_each",
+    "negative_view",
+    "rebuild_quantized_tensor",
+    "rebuild_tensor",
+    "savable_dtypes",
+    "storage_id",
+    "typed_storage_class",
+    "untyped_storage",
+    "wrapper_tensor",
+]
+
+
+# ── tensors and storages ─────────────────────────────────────────────────────────────────────────────────────────────
+rebuild_tensor: Any = torch._utils._rebuild_tensor_v2
+"""The function that a file of ``torch.save`` names for each tensor; its name is part of the format."""
+
+
+def rebuild_quantized_tensor(
+    storage: Any, offset: int, shape: Any, stride: Any, quantizer: Any, *, requires_grad: bool
+) -> Tensor:
+    """A quantized tensor in ``storage``. The public functions quantize numbers; none takes those that are."""
+    made: Any = torch._utils._rebuild_qtensor(storage, offset, shape, stride, quantizer, requires_grad, {})
+    return made
+
+
+def wrapper_tensor(kind: Any, shape: Any, *, requires_grad: bool, **how: Any) -> Any:
+    """A tensor of the class ``kind`` without numbers of its own."""
+    return Tensor._make_wrapper_subclass(kind, shape, **how, requires_grad=requires_grad)  # pyright: ignore
+
+
+def negative_view(tensor: Tensor) -> Tensor:
+    """``tensor`` with the bit set that says to read its numbers with the other sign, as ``conj().imag`` has it."""
+    view: Any = torch._neg_view(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+    return view
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """What tells storages apart, for ``torch.save`` too: two tensors that share memory have the same.
+
+    Their addresses do not: all storages without a byte have the same.
+    """
+    return storage._cdata
+
+
+def untyped_storage(storage: torch.storage.TypedStorage) -> torch.UntypedStorage:
+    """The bytes of a typed storage; ``storage.untyped()`` warns that typed ones will go."""
+    return storage._untyped_storage
+
+
+def typed_storage_class(storage: torch.storage.TypedStorage) -> Any:
+    """The class that the format names for a typed storage, such as ``torch.FloatStorage``."""
+    return getattr(torch, storage._pickle_storage_type())
+
+
+@functools.cache
+def savable_dtypes() -> frozenset[torch.dtype]:
+    """The types of numbers that torch can save: those of its private tables, which pickling looks at."""
+    tables: Any = torch.storage
+    return frozenset(tables._new_dtypes()) | frozenset(tables._dtype_to_storage_type_map())
+
+
+def local_part(tensor: Any) -> Any:
+    """The tensor that a distributed one is made of on this rank, itself; any other tensor as it is.
+
+    ``to_local()`` gives a view of it where gradients are recorded.
+    """
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+# ── modules, optimizers, loaders ─────────────────────────────────────────────────────────────────────────────────────
+def load_hooks(module: nn.Module) -> Iterable[Any]:
+    """What is called before ``module`` loads a state."""
+    return module._load_state_dict_pre_hooks.values()
+
+
+def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something is called before ``optimizer`` loads a state."""
+    return bool(optimizer._optimizer_load_state_dict_pre_hooks)
+
+
+def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Keep schedulers from the warning that ``optimizer`` has not stepped before them: it has, in another process."""
+    vars(optimizer)["_opt_called"] = True
+
+
+def multiply_each(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply all ``tensors`` in place, on a GPU in one kernel. Documented under "Foreach Operations", underscore or
+    not.
+    """
+    torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def is_iterated_by_torch(loader: DataLoader[Any]) -> bool:
+    """Whether ``iter(loader)`` is torch's own, and not that of a subclass."""
+    from torch.utils.data import DataLoader
+
+    return type(loader)._get_iterator is DataLoader._get_iterator
+
+
+def forget_workers(loader: DataLoader[Any]) -> None:
+    """Let go of the iterator that ``loader`` keeps where its workers persist: it is a copy, or they are to end."""
+    vars(loader)["_iterator"] = None
+
+
+# ── torch.distributed, which is imported where it is used ────────────────────────────────────────────────────────────
+def default_store() -> Any:
+    """The store by which the ranks of the default process group found each other."""
+    import torch.distributed
+
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def dcp_storage_info_class() -> Any:
+    """The class of the places of data in ``.metadata``; its name is part of the format."""
+    from torch.distributed.checkpoint import filesystem
+
+    return filesystem._StorageInfo
+
+
+def dcp_memory_format_class() -> Any:
+    """The class of a tensor's memory format in ``.metadata``; its name is part of the format."""
+    from torch.distributed.checkpoint import metadata
+
+    return metadata._MEM_FORMAT_ENCODING
+
+
+def dcp_plan_errors(plans: Any, metadata: Any) -> list[str]:
+    """Why parts that are to be written do not make up their tensors, or some do twice; in DCP's words.
+
+    torch 2.11 says only whether they do, and the rest in its log.
+    """
+    from torch.distributed.checkpoint import default_planner
+
+    found: Any = default_planner._validate_global_plan(plans, metadata)
+    if isinstance(found, bool):
+        return [] if found else ["the parts of a tensor overlap, or leave some of it out"]
+    return found
+
+
+def dcp_ranks(group: Any, *, are_several: bool) -> Any:
+    """The ranks of ``group`` as DCP lets them act together: what one raises all raise. Rank 0 decides."""
+    from torch.distributed.checkpoint.utils import _DistWrapper
+
+    return _DistWrapper(group, are_several, 0)
