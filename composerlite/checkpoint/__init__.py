@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         names_of_ranks,
     )
     from composerlite.checkpoint.record.retention import RetentionPolicy, deletions, retention_policy
-    from composerlite.checkpoint.save.pipeline import PendingSave, Pipeline, save, save_checkpoint
+    from composerlite.checkpoint.save.pipeline import PendingSave, Pipeline, save_checkpoint
     from composerlite.checkpoint.save.publishing import Publication, Publisher, RemoteSaving
     from composerlite.checkpoint.save.publishing_together import Shares
     from composerlite.checkpoint.save.save_job import SaveReport
@@ -136,7 +136,6 @@ __all__ = [
     "retention_policy",
     "rng",
     "safe_torch_load",
-    "save",
     "save_checkpoint",
     "save_model_and_optim_state",
     "save_state_dict",
@@ -178,7 +177,7 @@ _HOMES = {
         "names_of_ranks",
     ),
     "composerlite.checkpoint.record.lineage": ("in_line", "living_line", "may_be_replaced"),
-    "composerlite.checkpoint.save.pipeline": ("PendingSave", "Pipeline", "save", "save_checkpoint"),
+    "composerlite.checkpoint.save.pipeline": ("PendingSave", "Pipeline", "save_checkpoint"),
     "composerlite.checkpoint.load.progress": ("download_bar", "progress_of"),
     "composerlite.checkpoint.save.publishing": ("Publication", "Publisher", "RemoteSaving"),
     "composerlite.checkpoint.save.publishing_together": ("Shares",),

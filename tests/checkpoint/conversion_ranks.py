@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from composerlite import dist
-from composerlite.checkpoint import load_checkpoint, rng, save, save_state_dict
+from composerlite.checkpoint import load_checkpoint, rng, save_state_dict
 from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.save.pipeline import save
 from composerlite.core import State
 
 KINDS = {"one": 1, "ddp2": 2, "fsdp2": 2, "fsdp4": 4, "hsdp": 4, "2d": 4}

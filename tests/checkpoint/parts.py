@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from composerlite.checkpoint import Catalog, Manifest, rng, save, save_state_dict
+from composerlite.checkpoint import Catalog, Manifest, rng, save_state_dict
+from composerlite.checkpoint.save.pipeline import save
 from composerlite.core import Callback, State
 
 

@@ -14,8 +14,9 @@ import torch
 from parts import new_state, save_batch
 from torch import nn
 
-from composerlite.checkpoint import Catalog, load_checkpoint, read_checkpoint, safe_torch_load, save
+from composerlite.checkpoint import Catalog, load_checkpoint, read_checkpoint, safe_torch_load
 from composerlite.checkpoint.format.torch_reader import FileSource, TorchFile
+from composerlite.checkpoint.save.pipeline import save
 from composerlite.core import State
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
 

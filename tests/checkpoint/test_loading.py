@@ -11,7 +11,8 @@ import pytest
 import torch
 from parts import Remember, new_state, save_batch, tree, value_in
 
-from composerlite.checkpoint import Catalog, IgnoreKeys, load_checkpoint, read_checkpoint, save, save_checkpoint
+from composerlite.checkpoint import Catalog, IgnoreKeys, load_checkpoint, read_checkpoint, save_checkpoint
+from composerlite.checkpoint.save.pipeline import save
 from composerlite.core import State
 from composerlite.errors import (
     CheckpointNotFoundError,

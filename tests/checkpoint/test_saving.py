@@ -18,7 +18,8 @@ from forked import run_forked
 from parts import Remember, new_state, save_batch, tree, value_in
 
 import composerlite
-from composerlite.checkpoint import Catalog, read_checkpoint, save, save_checkpoint
+from composerlite.checkpoint import Catalog, read_checkpoint, save_checkpoint
+from composerlite.checkpoint.save.pipeline import save
 from composerlite.errors import ConfigError, SaveError
 
 

@@ -10,7 +10,6 @@ import pytest
 from checkpoint import disk_ranks
 
 from composerlite.checkpoint import Catalog, load_keys
-from composerlite.checkpoint.place.several_disks import complete_prepared
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.testing import run_ranks, run_ranks_to_the_end
 
@@ -43,8 +42,7 @@ def test_a_kill_at_any_step_leaves_the_same_on_all_disks(tmp_path: Path) -> None
     for name in done.stdout.split():
         first, second = (Catalog(tmp_path / name / f"node{number}") for number in (0, 1))
         first.recover()
-        complete_prepared(second, {manifest.name: manifest.identity for manifest in first.manifests()})
-        second.recover()
+        second.recover({manifest.name: manifest.identity for manifest in first.manifests()})
         found = [catalog.manifests() for catalog in (first, second)]
         assert [one.identity for one in found[0]] == [one.identity for one in found[1]], name
         for catalog, manifests in zip((first, second), found, strict=True):

@@ -22,7 +22,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum kind { CREATE = 1, TRUNCATE, WRITE, ALLOCATE, SYNC, RENAME, UNLINK, MKDIR, RMDIR, SYMLINK, LINK, MARK, UNKNOWN, SYNC_ALL };
+enum kind { CREATE = 1, TRUNCATE, WRITE, ALLOCATE, SYNC, RENAME, UNLINK, MKDIR, RMDIR, SYMLINK, LINK, MARK, UNKNOWN, SYNC_ALL, EXCHANGE };
 enum { TAKES_SPACE = 1, OTHER = 2, SHORT_WRITE = 4 }; /* what a full disk refuses; what only a broken one does */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -326,7 +326,7 @@ static int rename_common(int from, const char *old, int to, const char *new, uns
     if (!first && !second) return syscall(SYS_renameat2, from, old, to, new, flags);
     pthread_mutex_lock(&lock);
     int result = fails(OTHER) ? -1 : (int)syscall(SYS_renameat2, from, old, to, new, flags);
-    if (!result) record(first && second && !flags ? RENAME : UNKNOWN, 0, 0, 0, one, two, 0, 0);
+    if (!result) record(first && second && !flags ? RENAME : first && second && flags == RENAME_EXCHANGE ? EXCHANGE : UNKNOWN, 0, 0, 0, one, two, 0, 0);
     pthread_mutex_unlock(&lock);
     return result;
 }

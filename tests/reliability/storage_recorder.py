@@ -38,6 +38,7 @@ class Kind(enum.IntEnum):
     MARK = 12
     UNKNOWN = 13
     SYNC_ALL = 14
+    EXCHANGE = 15
 
 
 TAKES_SPACE, OTHER, SHORT_WRITE = 1, 2, 4

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import logging
 import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import final
 
-from composerlite.checkpoint.place.directory import SAVING, LocalFolder
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+from composerlite.checkpoint.place.commit import MANIFESTS, FolderCommit, intentions, record_path, recover
+from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 from composerlite.storage import (
-    StagedFile,
     StagedLink,
-    abandoned_temporaries,
     atomic_write,
     fsync_folder,
     make_folder,
@@ -30,7 +28,6 @@ from composerlite.storage import (
 __all__ = ["Catalog"]
 
 log = logging.getLogger(__name__)
-_MANIFESTS = ".manifest"
 
 
 @final
@@ -62,7 +59,7 @@ class Catalog:
 
     def _records(self) -> Iterator[Path]:
         """Where manifests are. Folders of them that are links lead elsewhere, and are left out."""
-        root = self.folder / _MANIFESTS
+        root = self.folder / MANIFESTS
         if root.is_symlink() or (root.exists() and not root.is_dir()):
             log.warning("left out: %s is no folder of this one", root)
             return
@@ -129,10 +126,10 @@ class Catalog:
         Between the two renames of a commit the newer data is there beside the older manifest; a killed process leaves
         it so until :meth:`recover`, and a live one may have gone on since ``manifest`` was read.
         """
-        path = self.record_path(manifest.name)
-        for candidate in (path, *path.parent.glob(f".{glob.escape(path.name)}.tmp-*")):
-            newer = self._finished_intention(candidate)
-            if newer is not None and newer.name == manifest.name:
+        newest = self.manifest_of(manifest.name)
+        for newer in (*intentions(self.folder, manifest.name), *(() if newest is None else (newest,))):
+            with contextlib.suppress(CorruptCheckpointError):
+                self.verify(newer)
                 return True
         return False
 
@@ -164,53 +161,20 @@ class Catalog:
                 "give each run a folder of its own."
             )
 
-    def commit(self, manifest: Manifest, data: StagedFile) -> None:
-        """Make a checkpoint exist: ``data``, which must be flushed, gets its name, and then it has a manifest.
+    def commit(self, manifest: Manifest, temporaries: Mapping[str, Path]) -> None:
+        """Make a checkpoint exist, each file of which is durable under a temporary name beside its own.
 
-        The manifest is durable under a temporary name before the data gets its name. A kill between the two leaves
-        that intention behind, and :meth:`recover` completes or forgets it; in place of an older checkpoint of the same
-        name there is at every moment the old one or the new one.
-        """
-        path = self.record_path(manifest.name)
-        with StagedFile(path) as intention:
-            intention.file.write(manifest.to_json())
-            intention.flush()
-            fsync_folder(path.parent)
-            intention.leave_behind()  # if the disk fails from here on, the next start completes what can be completed
-            data.publish()
-            intention.publish()
-
-    def commit_together(self, manifest: Manifest, temporaries: Mapping[str, Path]) -> None:
-        """Make a checkpoint of several files exist, each of which is durable under a temporary name beside its own.
-
-        What has these names goes: its manifest at first. A kill from there on leaves what :meth:`recover` completes.
+        In place of an older checkpoint of the same name there is at every moment the old one or the new one: see
+        :mod:`~composerlite.checkpoint.place.commit`.
 
         Args:
             manifest: names the files.
             temporaries: where each of them is, by name.
         """
-        path = self.record_path(manifest.name)
-        with StagedFile(path) as intention:
-            intention.file.write(manifest.to_json())
-            intention.flush()
-            for folder in {path.parent, *(temporary.parent for temporary in temporaries.values())}:
-                fsync_folder(folder)
-            intention.leave_behind()
-            self._remove_manifest(manifest.name)
-            try:
-                self._name_all(temporaries)
-                intention.publish()
-            except OSError:
-                for name, temporary in temporaries.items():
-                    if not temporary.exists():
-                        (self.folder / name).unlink(missing_ok=True)
-                raise
-
-    def _name_all(self, temporaries: Mapping[str, Path]) -> None:
-        for name, temporary in temporaries.items():
-            temporary.replace(self.folder / name)
-        for folder in {(self.folder / name).parent for name in temporaries}:
-            fsync_folder(folder)
+        parts = {self.folder / name: temporary for name, temporary in temporaries.items()}
+        with FolderCommit(parts, self.record_path(manifest.name)) as commit:
+            commit.prepare(manifest)
+            commit.commit()
 
     def adopt(self, manifest: Manifest) -> None:
         """Make a checkpoint exist whose data are in the folder already, durable and whole, after :meth:`reserve`."""
@@ -268,7 +232,7 @@ class Catalog:
 
         The run comes to save these names. What is called otherwise, such as a copy made by hand, is left alone.
         """
-        root = self.folder / _MANIFESTS
+        root = self.folder / MANIFESTS
         for path in list(self._records()):
             name = str(path.relative_to(root)).removesuffix(".json")
             try:
@@ -276,7 +240,7 @@ class Catalog:
                     continue
                 self._read(path)
             except CorruptCheckpointError as e:
-                self._rename_damaged(f"{_MANIFESTS}/{name}.json")
+                self._rename_damaged(f"{MANIFESTS}/{name}.json")
                 self._rename_damaged(name)
                 log.warning("set aside %s as %s.damaged: %s", self.folder / name, name, e)
             except FileNotFoundError:
@@ -318,99 +282,24 @@ class Catalog:
         with contextlib.suppress(FileNotFoundError):
             path.rename(damaged)
 
-    def recover(self) -> None:
-        """Complete or remove what dead processes left unfinished. What a live one is writing stays.
-
-        A commit that had got as far as naming its data is completed, and so is one of several files that are all there,
-        by whatever name; every other temporary is removed.
-        """
-        if not self.folder.is_dir():
-            return
-        root = self.folder / _MANIFESTS
-        for folder in _folders(root) if root.is_dir() and not root.is_symlink() else ():
-            for temporary in abandoned_temporaries(folder):
-                self._end_commit(temporary)
-        for folder in list(_folders(self.folder)):
-            if (saving := SAVING.fullmatch(folder.name)) is not None:
-                LocalFolder(folder.with_name(saving[1])).sweep()
-            for temporary in abandoned_temporaries(folder):
-                _remove_temporary(temporary)
+    def recover(self, committed: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Complete or remove what dead processes left unfinished. What a live one is writing stays."""
+        recover(self.folder, committed=committed)
 
     def tidy(self) -> None:
-        """Complete or remove what this user's dead processes left unfinished in the folder, not in those below it.
+        """Do so for what this user's processes have left in the folder, not in those below it.
 
         For who saves without a trainer. What is prepared for the disks of several nodes is left to :meth:`recover`.
         What cannot be removed is logged: it is no checkpoint, and in nobody's way.
         """
         try:
-            kept: set[str] = set()
-            root = self.folder / _MANIFESTS
-            for temporary in filter(_is_own, () if root.is_symlink() else abandoned_temporaries(root)):
-                prepared = _prepared_name(temporary)
-                if prepared is None:
-                    self._end_commit(temporary)
-                else:
-                    kept.add(prepared)
-            for place in filter(_is_own, list(self.folder.glob(".*.saving-*"))):
-                if (saving := SAVING.fullmatch(place.name)) is not None and saving[1] not in kept:
-                    LocalFolder(place.with_name(saving[1])).sweep()
-            for temporary in filter(_is_own, abandoned_temporaries(self.folder)):
-                _remove_temporary(temporary)
+            recover(self.folder, below=False, may_touch=_is_own, committed=None)
         except OSError as e:
             log.warning("what dead processes left in %s is not removed: %s", self.folder, e)
 
-    def _end_commit(self, temporary: Path) -> None:
-        """Complete the commit that ``temporary`` announces, or forget it."""
-        manifest = self._finished_intention(temporary) or self._completed_intention(temporary)
-        if manifest is None:
-            temporary.unlink(missing_ok=True)
-        else:
-            temporary.replace(self.record_path(manifest.name))
-            fsync_folder(temporary.parent)
-            log.info("completed the commit of %s, whose process had died", self.folder / manifest.name)
-
-    def _finished_intention(self, temporary: Path) -> Manifest | None:
-        """The manifest in ``temporary`` if its data is there, whole."""
-        try:
-            manifest = Manifest.from_json(read_small_file(temporary), str(temporary))
-            self.verify(manifest)
-        except (CorruptCheckpointError, FileNotFoundError):
-            return None
-        return manifest
-
-    def _completed_intention(self, temporary: Path) -> Manifest | None:
-        """The manifest in ``temporary``, of several files, if all are there: those without their names get them now.
-
-        If not, those that have got theirs are removed: without a manifest they are no checkpoint, and in the way.
-        """
-        try:
-            manifest = Manifest.from_json(read_small_file(temporary), str(temporary))
-        except (CorruptCheckpointError, FileNotFoundError):
-            return None
-        if len(manifest.files) == 1 or manifest.is_directory:
-            return None
-        named: list[Path] = []
-        unnamed: dict[str, Path] = {}
-        for record in manifest.files:
-            path = self.folder / record.path
-            if _holds(path, record):
-                named.append(path)
-                continue
-            staged = path.parent.glob(f".{glob.escape(path.name)}.tmp-*")
-            found = next((one for one in staged if _holds(one, record)), None)
-            if found is not None:
-                unnamed[record.path] = found
-        if len(named) + len(unnamed) == len(manifest.files):
-            self._name_all(unnamed)
-            return manifest
-        for path in named if not self.record_path(manifest.name).exists() else ():
-            if self._is_own(str(path.relative_to(self.folder))):
-                path.unlink()
-        return None
-
     def record_path(self, name: str) -> Path:
         """Where the manifest of the checkpoint ``name`` is, or would be."""
-        return self.folder / _MANIFESTS / f"{name}.json"
+        return record_path(self.folder, name)
 
     def _remove_manifest(self, name: str) -> None:
         path = self.record_path(name)
@@ -419,25 +308,11 @@ class Catalog:
             fsync_folder(path.parent)
 
 
-def _remove_temporary(temporary: Path) -> None:
-    temporary.unlink(missing_ok=True)
-    log.info("removed %s, left by a process that died while it wrote", temporary)
-
-
 def _is_own(path: Path) -> bool:
     """Whether it belongs to the user of this process."""
     with contextlib.suppress(FileNotFoundError):
         return path.lstat().st_uid == os.geteuid()
     return False
-
-
-def _prepared_name(temporary: Path) -> str | None:
-    """The name of the checkpoint that ``temporary`` prepares on one of several disks; ``None`` if it does not."""
-    try:
-        manifest = Manifest.from_json(temporary.read_bytes(), str(temporary))
-    except (CorruptCheckpointError, IsADirectoryError, FileNotFoundError):
-        return None
-    return None if manifest.node is None else manifest.name
 
 
 def _as_before(manifest: Manifest, target: str) -> str:
@@ -454,15 +329,6 @@ def _is_regular(path: Path) -> bool:
         return stat.S_ISREG(path.lstat().st_mode)
     except FileNotFoundError:  # another process deleted it
         return False
-
-
-def _holds(path: Path, record: FileRecord) -> bool:
-    """Whether the file ``path`` is there and holds what ``record`` says."""
-    try:
-        verify_file(path, record.digest)
-    except (CorruptCheckpointError, FileNotFoundError):
-        return False
-    return True
 
 
 def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:

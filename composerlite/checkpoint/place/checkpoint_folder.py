@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, final
@@ -88,6 +88,28 @@ class CheckpointFolder(ABC):
     @abstractmethod
     def index(self) -> bytes:
         """The bytes of ``.metadata``, unverified; FileNotFoundError if there is none."""
+
+    @abstractmethod
+    def begun(self) -> Iterable[Manifest]:
+        """The commit records of saves that have begun to give names, and have not ended."""
+
+    def described(self) -> tuple[bytes, Manifest | None]:
+        """The index, and the commit record that is its own; FileNotFoundError if there is no index.
+
+        Where a save that replaces the checkpoint has got between the two, or was killed there, that is the record of
+        that save. If none fits, the record is that which is there.
+        """
+        index, manifest = self.index(), self.manifest()
+        digest = xxhash.xxh3_128_hexdigest(index)
+        if manifest is None or not self._has_index(manifest, digest):
+            for begun in self.begun():
+                if self._has_index(begun, digest):
+                    return index, begun
+        return index, manifest
+
+    def _has_index(self, manifest: Manifest, digest: str) -> bool:
+        path = f"{self.name}/{INDEX}"
+        return any(record.path == path and record.xxh3_128 == digest for record in manifest.files)
 
     @abstractmethod
     def opened(

@@ -6,14 +6,13 @@ import os
 from pathlib import Path
 
 from composerlite.checkpoint.place.checkpoint_folder import INDEX, CheckpointFolder, Claim, Sealed
-from composerlite.checkpoint.place.local_folder import ON_ALL_NODES, SAVING, LocalFolder, remove_folder, take_name
+from composerlite.checkpoint.place.local_folder import ON_ALL_NODES, LocalFolder
 from composerlite.checkpoint.place.remote_folder import RemoteFolder
 from composerlite.storage import is_uri, open_store, parse_uri
 
 __all__ = [
     "INDEX",
     "ON_ALL_NODES",
-    "SAVING",
     "CheckpointFolder",
     "Claim",
     "LocalFolder",
@@ -21,8 +20,6 @@ __all__ = [
     "RemoteFolder",
     "Sealed",
     "folder_of",
-    "remove_folder",
-    "take_name",
 ]
 
 PathOrUri = str | os.PathLike[str] | CheckpointFolder

@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import errno
 import fcntl
-import glob
 import logging
 import os
-import re
 import secrets
 import shutil
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from composerlite.checkpoint.place.checkpoint_folder import (
     INDEX,
-    MANIFESTS,
-    SUFFIX,
     CheckpointFolder,
     Claim,
     Sealed,
     checked_record,
     write_file,
 )
+from composerlite.checkpoint.place.commit import FolderCommit, end_dead_saves, intentions, record_path
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.storage import (
     FileDigest,
     ParallelReader,
     Sink,
-    StagedFile,
-    atomic_write,
     fsync_folder,
-    is_abandoned,
     make_folder,
     read_small_file,
     verify_file,
@@ -45,17 +38,14 @@ from composerlite.storage import (
 if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
 
-__all__ = ["ON_ALL_NODES", "SAVING", "LocalFolder", "remove_folder", "take_name"]
+__all__ = ["ON_ALL_NODES", "LocalFolder"]
 
 log = logging.getLogger(__name__)
-SAVING = re.compile(r"\.(.+)\.saving-[0-9a-f]{16}(?:-old|-failed)?")
-"""The name of a directory that is being written, and in it that which it will have."""
 ON_ALL_NODES = (
     "Load it on all the nodes that saved it, or copy the files of all of them to one folder; save to a folder that all "
     "nodes share, or to a bucket, to be free of that."
 )
 """What to do about files on the disks of other nodes."""
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @final
@@ -89,7 +79,7 @@ class LocalFolder(CheckpointFolder):
         self._lock = -1
         self._claimed = ""
         self._overwrite = False
-        self._prepared: StagedFile | None = None
+        self._prepared: FolderCommit | None = None
 
     @property
     def uri(self) -> str:
@@ -109,7 +99,7 @@ class LocalFolder(CheckpointFolder):
 
     @property
     def _manifest_path(self) -> Path:
-        return self._root / MANIFESTS / f"{self.name}.json"
+        return record_path(self._root, self.name)
 
     def manifest(self) -> Manifest | None:
         try:
@@ -117,6 +107,9 @@ class LocalFolder(CheckpointFolder):
         except FileNotFoundError:
             return None
         return checked_record(Manifest.from_json(data, str(self._manifest_path)), self.name, str(self._manifest_path))
+
+    def begun(self) -> Iterable[Manifest]:
+        return intentions(self._root, self.name)
 
     def index(self) -> bytes:
         return (self.path / INDEX).read_bytes()
@@ -179,7 +172,7 @@ class LocalFolder(CheckpointFolder):
         self.check_free(overwrite=overwrite)
         self._overwrite = overwrite
         make_folder(self.path.parent)
-        self.sweep()
+        end_dead_saves(self._root, self.name)
         place = self.path.with_name(claim.place)
         place.mkdir()
         self._lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
@@ -204,12 +197,9 @@ class LocalFolder(CheckpointFolder):
         return write_file(place / name, most_bytes, fill)
 
     def commit(self, claim: Claim, index: bytes, files: Mapping[str, FileDigest], facts: Mapping[str, object]) -> None:
-        self.check_free(overwrite=self._overwrite)  # another process may have saved here meanwhile
-        with self._staged(index, self._manifest_of(index, files, facts, self.record)) as intention:
-            before = self._record()
-            self._manifest_path.unlink(missing_ok=True)
-            fsync_folder(self._manifest_path.parent)
-            self._take_over(intention, before)
+        with self._staged(index, self._manifest_of(index, files, facts, self.record)) as commit:
+            commit.commit()
+        self._unlock()
 
     def sealed(
         self, index: bytes, files: Mapping[str, FileDigest], facts: Mapping[str, object], nodes: Mapping[str, int]
@@ -219,97 +209,46 @@ class LocalFolder(CheckpointFolder):
 
     def prepare(self, sealed: Sealed, node: int) -> None:
         """Make all of this disk's part durable, so that nothing is left but to rename it."""
-        self.check_free(overwrite=self._overwrite)
         self._prepared = self._staged(sealed.index, dataclasses.replace(sealed.manifest, node=node))
-        fsync_folder(self._manifest_path.parent)
 
     def complete(self) -> None:
         """Give this disk's part, which is prepared, its name and its commit record."""
         prepared, self._prepared = self._prepared, None
         assert prepared is not None
         with prepared:
-            self._take_over(prepared, self._record())  # which stays until then: there is the old one or the new one
+            prepared.commit()
+        self._unlock()
 
-    def _staged(self, index: bytes, manifest: Manifest) -> StagedFile:
-        """The index in its place, and the commit record under a temporary name; both durable."""
+    def _staged(self, index: bytes, manifest: Manifest) -> FolderCommit:
+        """The commit, prepared: the index in its place, and the commit record under a temporary name."""
+        self.check_free(overwrite=self._overwrite)  # another process may have saved here meanwhile
         place = self.path.with_name(self._claimed)
         with (place / INDEX).open("xb") as file:
             file.write(index)
             file.flush()
             os.fsync(file.fileno())
         fsync_folder(place)
-        make_folder(self._manifest_path.parent)
         with contextlib.ExitStack() as stack:
-            intention = stack.enter_context(StagedFile(self._manifest_path))
-            intention.file.write(manifest.to_json())
-            intention.flush()
+            commit = stack.enter_context(FolderCommit({self.path: place}, self._manifest_path))
+            commit.prepare(manifest)
             stack.pop_all()
-            return intention
-
-    def _record(self) -> bytes | None:
-        return self._manifest_path.read_bytes() if self._manifest_path.exists() else None
-
-    def _take_over(self, intention: StagedFile, before: bytes | None) -> None:
-        """Replace what has this name, and the commit record ``before``, by what is staged."""
-        place = self.path.with_name(self._claimed)
-        intention.leave_behind()  # a kill from here on leaves what completes the commit at the next start
-        old = take_name(place, self.path)
-        try:
-            fsync_folder(self.path.parent)
-            intention.publish()
-        except BaseException:
-            self._give_name_back(place, old, before)
-            raise
-        self._unlock()
-        if old is not None:
-            self._remove_old(old)
-
-    def _give_name_back(self, place: Path, old: Path | None, manifest: bytes | None) -> None:
-        """Undo a commit that failed halfway."""
-        failed = place.with_name(f"{place.name}-failed")
-        self.path.rename(failed)
-        if old is not None:
-            old.rename(self.path)
-        if manifest is not None:
-            with atomic_write(self._manifest_path) as file:
-                file.write(manifest)
-        remove_folder(failed)
-
-    def _remove_old(self, old: Path) -> None:
-        """Remove the checkpoint that was replaced; what is not part of it goes to where it was."""
-        for entry in list(old.iterdir()):
-            if entry.name != INDEX and not entry.name.endswith(SUFFIX):
-                entry.replace(self.path / entry.name)
-        remove_folder(old)
+            return commit
 
     def abandon(self, claim: Claim) -> None:
         if self._claimed == claim.place:  # only one process removes what all have written to this disk
             if self._prepared is not None:
                 with self._prepared:
                     self._prepared = None
-            remove_folder(self.path.with_name(claim.place))
+            _remove_folder(self.path.with_name(claim.place))
             self._unlock()
             self._claimed = ""
 
     def close(self) -> None:
         if self._prepared is not None:  # it is not known here how the save ended: the next start finds out
-            self._prepared.leave_behind()
+            self._prepared.leave()
             with self._prepared:
                 self._prepared = None
             self._unlock()
-
-    def sweep(self) -> None:
-        """Remove what saves of dead processes have left."""
-        for place in self.dead_saves():
-            remove_folder(place)
-            log.info("removed %s, left by a process that died while it saved", place)
-
-    def dead_saves(self) -> Iterator[Path]:
-        """What saves of dead processes have left; each is locked while the caller looks at it."""
-        for place in self.path.parent.glob(f".{glob.escape(self.path.name)}.saving-*"):
-            with is_abandoned(place) as dead:
-                if dead and SAVING.fullmatch(place.name) and place.is_dir():
-                    yield place
 
     def _unlock(self) -> None:
         if self._lock >= 0:
@@ -317,36 +256,7 @@ class LocalFolder(CheckpointFolder):
             self._lock = -1
 
 
-def take_name(place: Path, path: Path) -> Path | None:
-    """Rename the directory ``place`` to ``path``; where the one is that was there, unless it was empty."""
-    try:
-        place.rename(path)  # an empty directory is replaced
-        return None
-    except OSError as e:
-        if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-    if _exchange(place, path):
-        return place
-    old = place.with_name(f"{place.name}-old")
-    path.rename(old)
-    place.rename(path)
-    return old
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names at one instant; whether the system can."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    if rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, os.strerror(code), str(a), None, str(b))
-
-
-def remove_folder(folder: Path) -> None:
+def _remove_folder(folder: Path) -> None:
     """Remove a directory that nobody needs. What cannot be removed is logged: it is not a checkpoint."""
     try:
         shutil.rmtree(folder)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import final
 
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.directory import SAVING, LocalFolder
+from composerlite.checkpoint.place.commit import SAVING, dead_saves
 from composerlite.checkpoint.place.places import MANIFESTS, Leftover, Place, StoredFile
 from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.errors import CorruptCheckpointError
@@ -132,7 +132,7 @@ class LocalPlace(Place):
             path = Path(folder)
             if (saving := SAVING.fullmatch(path.name)) is not None:
                 subfolders.clear()
-                if path.resolve() in LocalFolder(path.with_name(saving[1])).dead_saves():
+                if path in dead_saves(path.parent, saving[1]):
                     found.append(Leftover(str(path), "a save that did not end", _size_bytes(path)))
                 continue
             what = "a file that was not written to its end"
@@ -142,9 +142,7 @@ class LocalPlace(Place):
         return found
 
     def sweep(self, older_than: timedelta) -> None:
-        roots = [Path(folder) for folder, names, _ in os.walk(self.folder, topdown=False) if MANIFESTS in names]
-        for root in [*roots, self.folder]:  # a run's own folder first: there commits are completed
-            Catalog(root).recover()
+        Catalog(self.folder).recover()
 
     def close(self) -> None:
         """There is nothing to let go of."""

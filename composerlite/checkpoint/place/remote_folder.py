@@ -7,7 +7,7 @@ import ctypes
 import logging
 import secrets
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, final
 
@@ -87,6 +87,9 @@ class RemoteFolder(CheckpointFolder):
             return None
         uri = self._store.get_uri(self._manifest_name)
         return checked_record(Manifest.from_json(data, uri), self.name, uri)
+
+    def begun(self) -> Iterable[Manifest]:
+        return ()
 
     def index(self) -> bytes:
         return self._transfer.read_all(self._full(INDEX), most_bytes=_MOST_INDEX_BYTES)

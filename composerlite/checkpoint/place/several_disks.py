@@ -7,25 +7,21 @@ if the first disk has the checkpoint, and removes if it has not.
 
 from __future__ import annotations
 
-import dataclasses
-import glob
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
 
 from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.directory import Sealed, take_name
+from composerlite.checkpoint.place.directory import Sealed
 from composerlite.checkpoint.place.shared_folder import Disks, disks_of
 from composerlite.checkpoint.ranks_together import from_first_rank, together
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.errors import CorruptCheckpointError
-from composerlite.storage import abandoned_temporaries, fsync_folder, read_small_file
 
-__all__ = ["DiskBody", "DiskCommit", "complete_prepared", "delete_named", "prepared_folder"]
+__all__ = ["DiskBody", "DiskCommit", "delete_named", "prepared_folder"]
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -137,48 +133,5 @@ def prepared_folder(catalog: Catalog) -> Disks:
     )
     with together("preparing the folders of all nodes"):
         if disks.is_keeper and dist.get_global_rank() != 0:
-            complete_prepared(catalog, committed)
-            catalog.recover()
+            catalog.recover(committed)
     return disks
-
-
-def complete_prepared(catalog: Catalog, committed: Mapping[str, str]) -> None:
-    """Complete what a dead process had prepared of checkpoints that the first disk has.
-
-    Args:
-        catalog: the folder on another disk; its ``recover`` is to follow.
-        committed: the identities of what the first disk has, by name.
-    """
-    for folder in sorted({catalog.record_path(name).parent for name in committed}):
-        for temporary in abandoned_temporaries(folder):
-            try:
-                manifest = Manifest.from_json(read_small_file(temporary), str(temporary))
-            except (CorruptCheckpointError, FileNotFoundError):
-                continue  # that of another kind of file: a recovery removes it
-            if committed.get(manifest.name) != manifest.identity:
-                continue
-            if (place := _place_of(catalog, manifest)) is not None:
-                _complete(catalog, manifest, temporary, place)
-
-
-def _place_of(catalog: Catalog, manifest: Manifest) -> Path | None:
-    """The directory that has what was prepared, whole."""
-    path = catalog.folder / manifest.name
-    for place in path.parent.glob(f".{glob.escape(path.name)}.saving-*"):
-        name = str(place.relative_to(catalog.folder))
-        files = [dataclasses.replace(file, path=name + file.path.removeprefix(manifest.name)) for file in manifest.here]
-        try:
-            catalog.verify(dataclasses.replace(manifest, files=tuple(files)))
-        except CorruptCheckpointError:
-            continue  # of another save
-        return place
-    return None
-
-
-def _complete(catalog: Catalog, manifest: Manifest, temporary: Path, place: Path) -> None:
-    record = catalog.record_path(manifest.name)
-    take_name(place, catalog.folder / manifest.name)
-    fsync_folder(place.parent)
-    temporary.replace(record)
-    fsync_folder(record.parent)
-    log.info("completed %s, which the first node has; a process had died", catalog.folder / manifest.name)

@@ -17,14 +17,13 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar, final
 
 from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.commit import MANIFESTS, MARKER, FolderCommit
 from composerlite.checkpoint.place.directory import (
     INDEX,
     CheckpointFolder,
     Claim,
     LocalFolder,
     RemoteFolder,
-    remove_folder,
-    take_name,
 )
 from composerlite.errors import CheckpointExistsError, ConfigError
 from composerlite.storage import (
@@ -49,12 +48,9 @@ __all__ = ["MARKER", "MODEL", "TRAIN", "StepFolder", "step_folder_of"]
 
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound="StepFolder")
-MARKER = ".metadata.json"
-"""The file that makes the directory a checkpoint."""
 MODEL = "model_and_optim"
 TRAIN = "train"
-_MANIFESTS = ".manifest"
-_OURS = (TRAIN, MODEL, _MANIFESTS, MARKER)
+_OURS = (TRAIN, MODEL, MANIFESTS, MARKER)
 _SEEN_SECONDS = 20.0
 
 
@@ -232,27 +228,9 @@ class _LocalStep(StepFolder):
             file.write(marker)
         fsync_folder(staged / TRAIN)
         self.check_free(overwrite=self._overwrite)  # another process may have saved here meanwhile
-        old = take_name(staged, self._path)
-        try:
-            fsync_folder(self._path.parent)
-        except BaseException:
-            failed = staged.with_name(f"{staged.name}-failed")
-            self._path.rename(failed)
-            if old is not None:
-                old.rename(self._path)
-            failed.rename(staged)  # for abandon() to remove
-            raise
-        if old is not None:
-            self._keep_foreign(old)
-            if old != staged:
-                remove_folder(old)
-        self.abandon()  # what is at the claimed place now is what was there before
-
-    def _keep_foreign(self, old: Path) -> None:
-        """Move what is not part of the checkpoint that was replaced to where it was."""
-        for entry in list(old.iterdir()):
-            if entry.name not in _OURS and not (self._path / entry.name).exists():
-                entry.replace(self._path / entry.name)
+        with FolderCommit({self._path: staged}, None) as commit:
+            commit.commit()
+        self.abandon()
 
     def abandon(self) -> None:
         if self._folder is not None and self._claim is not None:

@@ -112,7 +112,8 @@ class Monolith:
         try:
             if not self._overwrite:
                 self._catalog.check_free(manifest.name)  # another run may have saved here meanwhile
-            self._catalog.commit(manifest, self._data)
+            self._catalog.commit(manifest, {manifest.name: self._data.temporary})
+            self._data.leave_behind()  # it has its name
         except BaseException as e:
             self._leave(e)
             raise

@@ -124,7 +124,7 @@ class RankArchive:
             for name in self._names:  # another run may have saved here meanwhile
                 self._catalog.check_free(name)
         assert self._data is not None
-        self._catalog.commit_together(manifest, {one.name: one.temporary for one in written})
+        self._catalog.commit(manifest, {one.name: one.temporary for one in written})
         self._data.leave_behind()  # it has its name
         return manifest
 

@@ -50,7 +50,9 @@ def write_file(contents: Any, path: Path, manifest: Manifest | None, *, overwrit
             digest = sink.finish()
         record = FileRecord(path.name, digest.size_bytes, digest.xxh3_128, digest.chunk_bytes, digest.chunks)
         facts = _record(manifest, path.name, "weights" if _is_model(contents) else "monolithic")
-        catalog.commit(dataclasses.replace(facts, files=(record,), unpacked_bytes=image.size_bytes), staged)
+        facts = dataclasses.replace(facts, files=(record,), unpacked_bytes=image.size_bytes)
+        catalog.commit(facts, {path.name: staged.temporary})
+        staged.leave_behind()  # it has its name
 
 
 def write_directory(contents: Any, path: Path, manifest: Manifest | None, *, overwrite: bool) -> None:

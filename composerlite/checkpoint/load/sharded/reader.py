@@ -299,10 +299,9 @@ class RemoteFileSystemReader(StorageReader):
             if isinstance(self._folder, LocalFolder) and (index := self._folder.path / INDEX).is_file():
                 validate(index)
             try:
-                data = self._folder.index()
+                data, self._manifest = self._folder.described()
             except FileNotFoundError as e:
                 raise self._folder.missing() from e
-            self._manifest = self._folder.manifest()
             self._index_digest = xxhash.xxh3_128_hexdigest(data)
             if self._manifest is None:
                 log.warning("checkpoint %s has no manifest: it is loaded unverified", self.uri)
