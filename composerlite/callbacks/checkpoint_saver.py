@@ -33,7 +33,6 @@ from composerlite.checkpoint import (
     FIRST_RANK,
     ONE_DISK,
     Bucket,
-    BucketLease,
     Catalog,
     FolderLease,
     IgnoreKeys,
@@ -561,7 +560,7 @@ class CheckpointSaver(Callback):
         if self._leases:
             return
         own: list[Lease] = [FolderLease(self._root, run_name)]
-        own += [BucketLease(publisher.remote, run_name) for publisher in self._publishing.publishers]
+        own += [publisher.remote.lease(run_name) for publisher in self._publishing.publishers]
         take_leases(own, f"run {run_name!r}", timeout)
         self._leases = own
         templates = [self.filename] if self.latest_filename is None else [self.filename, self.latest_filename]

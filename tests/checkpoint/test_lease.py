@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tiny_training import trainer
 
-from composerlite.checkpoint import BucketLease, FolderLease, RemoteCatalog, take_leases
+from composerlite.checkpoint import FolderLease, RemoteCatalog, take_leases
 from composerlite.checkpoint.place.lease import _own_name, _started
 from composerlite.errors import RunInUseError
 from composerlite.storage import Transfer, open_store
@@ -30,7 +30,7 @@ kind, place = sys.argv[1:]
 if kind == "folder":
     lease = FolderLease(place, "run")
 else:
-    lease = BucketLease(RemoteCatalog(Transfer(open_store(place)), "saves"), "run")
+    lease = RemoteCatalog(Transfer(open_store(place)), "saves").lease("run")
 take_leases([lease], "run 'run'", 0)
 print(os.getpid(), flush=True)
 sys.stdin.read()
@@ -61,7 +61,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv(name, value)
     uri = f"s3://{server.new_bucket()}"
     with Transfer(open_store(uri)) as transfer:
-        yield "bucket", uri, lambda: BucketLease(RemoteCatalog(transfer, "saves"), "run")
+        yield "bucket", uri, lambda: RemoteCatalog(transfer, "saves").lease("run")
 
 
 def test_the_second_launch_is_refused_and_told_by_whom(place: Any) -> None:
@@ -99,7 +99,7 @@ def test_a_holder_on_another_machine_is_taken_for_dead_when_it_is_silent(
         monkeypatch.setenv(name, value)
     with Transfer(open_store(f"s3://{server.new_bucket()}")) as transfer:
         remote = RemoteCatalog(transfer, "saves")
-        lease = BucketLease(remote, "run", beat_seconds=0.2, dead_seconds=1.5)
+        lease = remote.lease("run", beat_seconds=0.2, dead_seconds=1.5)
         name = "saves/.manifest/.run.lease"
         transfer.put_bytes(name, b'{"host": "elsewhere", "pid": 1, "id": "x", "beat": 7}')
         with pytest.raises(RunInUseError, match="process 1 on elsewhere"):
@@ -213,7 +213,7 @@ import sys
 from composerlite.checkpoint import BucketLease, RemoteCatalog
 from composerlite.storage import Transfer, open_store
 with Transfer(open_store(sys.argv[1])) as transfer:
-    lease = BucketLease(RemoteCatalog(transfer, "saves"), "run")
+    lease = RemoteCatalog(transfer, "saves").lease("run")
     print(lease.try_to_take() or "free")
     lease.release()
 """
@@ -257,7 +257,7 @@ def test_a_process_number_that_was_given_again_is_not_its_holder(bucket: str) ->
     cases += [({"pid": parent, "started": "1", "boot": "another"}, False)]
     with Transfer(open_store(bucket)) as transfer:
         for change, is_free in cases:
-            lease = BucketLease(RemoteCatalog(transfer, "saves"), "run")
+            lease = RemoteCatalog(transfer, "saves").lease("run")
             transfer.put_bytes("saves/.manifest/.run.lease", json.dumps({**own, **change}).encode())
             assert (lease.try_to_take() is None) is is_free, change
             lease.release()
@@ -277,6 +277,6 @@ def test_garbage_in_the_place_of_a_lease_is_nobody(bucket: str) -> None:
             b"\xff",
         ):
             transfer.put_bytes("saves/.manifest/.run.lease", data)
-            lease = BucketLease(RemoteCatalog(transfer, "saves"), "run", beat_seconds=0.1, dead_seconds=0.3)
+            lease = RemoteCatalog(transfer, "saves").lease("run", beat_seconds=0.1, dead_seconds=0.3)
             take_leases([lease], "run 'run'", 20)
             lease.release()

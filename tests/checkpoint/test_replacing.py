@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import replacing_kills
+import torch
 from forked import run_forked
 from replacing_kills import OF_THE_USER, SAVES, value_of
 
-from composerlite.checkpoint import Catalog
-from composerlite.errors import CheckpointNotFoundError
+from composerlite.checkpoint import Catalog, RemoteCatalog, load_keys, save_state_dict
+from composerlite.checkpoint.place.remote_folder import RemoteFolder
+from composerlite.errors import CheckpointExistsError, CheckpointNotFoundError
+from composerlite.storage import ObjectStore, Transfer
+from composerlite.storage.local import LocalObjectStore
+from composerlite.testing import Fault, FaultyStore
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "without-exchange"])
@@ -41,3 +53,111 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new(
         assert not names, f"{name}: {names} are left behind"
     assert values == {1, 2}
     assert len(done.stdout.split()) > 8
+
+
+# ── buckets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _publish(store: ObjectStore, folder: Path, value: int) -> None:
+    """As the saver does with a file that it has committed."""
+    folder.mkdir()
+    SAVES["file"](folder, value)
+    (manifest,) = Catalog(folder).manifests()
+    with Transfer(store) as transfer:
+        RemoteCatalog(transfer, "run").publish(manifest, [folder / "c"], link="run/latest", overwrite=True)
+
+
+def _published(store: ObjectStore, folder: Path) -> float:
+    with Transfer(store) as transfer:
+        remote = RemoteCatalog(transfer, "run")
+        latest = remote.latest("run/latest")
+        assert latest is not None
+        remote.fetch(latest, Catalog(folder))
+    return value_of(folder, "file")
+
+
+def _save_directory(store: ObjectStore, _: Path, value: int) -> None:
+    """As the functions do with a URI."""
+    with RemoteFolder(store, "run/c") as folder:
+        save_state_dict(folder, {"a": torch.full((1000,), float(value))}, save_overwrite=True)
+
+
+def _saved_directory(store: ObjectStore, _: Path) -> float:
+    with RemoteFolder(store, "run/c") as folder:
+        return next(load_keys(folder, ["a"])).unique().item()
+
+
+_IN_BUCKETS: dict[str, tuple[Callable[[ObjectStore, Path, int], None], Callable[[ObjectStore, Path], float]]] = {
+    "published": (_publish, _published),
+    "directory": (_save_directory, _saved_directory),
+}
+
+
+@pytest.mark.parametrize("kind", list(_IN_BUCKETS))
+def test_a_kill_while_a_checkpoint_in_a_bucket_is_replaced_leaves_the_old_or_the_new(tmp_path: Path, kind: str) -> None:
+    """At whatever request it came. It is found and whole, and the same name is saved again."""
+    save, value = _IN_BUCKETS[kind]
+    values: set[float] = set()
+    for number in range(100):
+        bucket = tmp_path / f"bucket{number}"
+        bucket.mkdir()
+        store = LocalObjectStore(bucket)
+        save(store, tmp_path / f"old{number}", 1)
+        died = run_forked(
+            _save_and_die, kind, str(bucket), str(tmp_path / f"new{number}"), str(number), cwd=tmp_path
+        ).returncode
+        values.add(found := value(LocalObjectStore(bucket), tmp_path / f"found{number}"))
+        assert found in (1, 2), number
+        save(LocalObjectStore(bucket), tmp_path / f"again{number}", 3)
+        assert value(LocalObjectStore(bucket), tmp_path / f"last{number}") == 3, number
+        left = [info.name for info in LocalObjectStore(bucket).list_objects()]
+        assert not [name for name in left if name.endswith((".next", ".saving")) and "latest" not in name], number
+        assert len([name for name in left if name.endswith(".distcp")]) == (kind == "directory"), number
+        if not died:
+            break
+    assert values == {1, 2}
+    assert number > 5
+
+
+def _save_and_die(kind: str, bucket: str, folder: str, die_at: str) -> None:
+    fault = Fault(after=int(die_at), error=None, first=lambda: os.kill(os.getpid(), signal.SIGKILL))
+    _IN_BUCKETS[kind][0](FaultyStore(LocalObjectStore(Path(bucket)), fault), Path(folder), 2)
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_of_two_that_save_one_name_to_a_bucket_at_once_neither_removes_what_the_other_has(
+    tmp_path: Path, s3_server: Any, overwrite: bool
+) -> None:
+    """The checkpoint is that of one of them, whole; without overwriting, the other is told that there is one."""
+    bucket = s3_server.new_bucket()
+    for number in range(4):
+        uri = f"s3://{bucket}/run/c{number}"
+        if overwrite:
+            with _in_environment(s3_server.environment):
+                save_state_dict(uri, {"a": torch.zeros(1000)})
+        with ThreadPoolExecutor(2) as pool:
+            how = {"cwd": tmp_path, "environment": s3_server.environment}
+            both = list(
+                pool.map(lambda one: run_forked(_save_to, uri, one, "yes" if overwrite else "", **how), ("1", "2"))  # noqa: B023
+            )
+        told = [one.stdout for one in both]
+        assert [one.returncode for one in both] == [0, 0], [one.stderr for one in both]
+        assert sorted(told) == (["saved", "saved"] if overwrite else ["CheckpointExistsError", "saved"])
+        with _in_environment(s3_server.environment):
+            found = next(load_keys(uri, ["a"])).unique().item()
+        assert found in (1, 2) if overwrite else found == 1 + told.index("saved")
+
+
+def _save_to(uri: str, value: str, overwrite: str) -> None:
+    try:
+        save_state_dict(uri, {"a": torch.full((1000,), float(value))}, save_overwrite=bool(overwrite))
+    except CheckpointExistsError as e:
+        sys.stdout.write(type(e).__name__)
+    else:
+        sys.stdout.write("saved")
+
+
+@contextlib.contextmanager
+def _in_environment(variables: Mapping[str, str]) -> Generator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        yield

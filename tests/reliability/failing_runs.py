@@ -79,11 +79,14 @@ def check(folder: Path, scenario: str, batch: int, failed: BaseException | None,
         left = [path for path in folder.rglob("*") if ".tmp-" in path.name]
         if failed is not None and len(left) == 1 and ".json.tmp-" in left[0].name:
             left = []  # the data had its name already: the next start completes the commit
+        if failed is None and len(left) == 1 and scenario == "one name":
+            left = []  # what was replaced could not be removed: the next start tries again
         assert left == [], "left over"
     catalog = Catalog(folder)
     link = folder / "latest.pt"
     assert digest(read_checkpoint(link)["state"]) in reference.values()
     catalog.recover()
+    assert not list(folder.rglob("*.tmp-*")), "left over after the next start"
     manifests = catalog.manifests()
     for manifest in manifests:
         catalog.verify(manifest)

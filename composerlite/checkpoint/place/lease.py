@@ -18,16 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, final
 
-from composerlite.checkpoint.place.remote import RemoteCatalog
 from composerlite.errors import ObjectStoreError, RunInUseError
-from composerlite.storage import make_folder
+from composerlite.storage import Transfer, make_folder, start_threads
 
 __all__ = ["BucketLease", "FolderLease", "Lease", "take_leases"]
 
 log = logging.getLogger(__name__)
-_BEAT_SECONDS = 5.0
-_DEAD_SECONDS = 20.0
-"""A holder whose lease has not changed for so long is dead: it has missed three beats."""
 _LOOK_SECONDS = 0.5
 _MOST_BYTES = 4096
 _WHOLE_FILE = struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -268,26 +264,26 @@ class BucketLease:
     changed for longer than a living holder would leave it.
 
     Args:
-        remote: where the checkpoints are. run_name: of the run.
+        transfer: to the bucket. name: of the object.
         beat_seconds: between two writes of the holder.
-        dead_seconds: a holder who has written nothing for so long is taken for dead; the same for all processes.
+        dead_seconds: a holder who has written nothing for so long, and so has missed three beats, is taken for dead;
+            the same for all processes.
     """
 
     def __init__(
         self,
-        remote: RemoteCatalog,
-        run_name: str,
+        transfer: Transfer,
+        name: str,
         *,
-        beat_seconds: float = _BEAT_SECONDS,
-        dead_seconds: float = _DEAD_SECONDS,
+        beat_seconds: float = 5.0,
+        dead_seconds: float = 20.0,
     ) -> None:
-        self._transfer = remote.transfer
-        self._name = remote.name_of(f".manifest/.{run_name}.lease")
+        self._transfer, self._name = transfer, name
         self._own, self._beats = {**_own_name(), "id": uuid.uuid4().hex}, 0
         self._beat_seconds, self._dead_seconds = beat_seconds, dead_seconds
         self._seen: tuple[bytes, float] | None = None
         self._stop = threading.Event()
-        self._beating: threading.Thread | None = None
+        self._held, self._beating = False, list[threading.Thread]()
         self._lost_to: str | None = None
 
     @property
@@ -308,17 +304,17 @@ class BucketLease:
         if (winner := _record(self._read())).get("id") != self._own["id"]:
             return _shown(winner)
         self._stop.clear()
-        self._beating = threading.Thread(target=self._beat, name="lease", daemon=True)
-        self._beating.start()
+        self._held, self._beating = True, start_threads(self._beat, 1, name="lease")
         return None
 
     def release(self) -> None:
         """See :class:`Lease`."""
-        beating, self._beating = self._beating, None
-        if beating is None:
+        if not self._held:
             return
+        self._held = False
         self._stop.set()
-        beating.join(self._dead_seconds)
+        for thread in self._beating:
+            thread.join(self._dead_seconds)
         if self._lost_to is None:
             with contextlib.suppress(ObjectStoreError, OSError):  # the next one waits a little then
                 self._transfer.delete(self._name)

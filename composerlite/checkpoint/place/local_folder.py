@@ -145,7 +145,9 @@ class LocalFolder(CheckpointFolder):
 
     def claim(self, *, overwrite: bool) -> Claim:
         while True:
-            claim = Claim(f".{self.path.name}.saving-{secrets.token_hex(8)}", "")
+            number = secrets.token_hex(8)
+            suffix = f"_{number[:8]}" if overwrite else ""  # in a bucket they come beside the files that they replace
+            claim = Claim(f".{self.path.name}.saving-{number}", suffix)
             if self._claimed_as(claim, overwrite=overwrite):
                 return claim
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, final
 
 from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.commit import MANIFESTS
+from composerlite.checkpoint.place.lease import BucketLease, take_leases
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
-from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
+from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError, RunInUseError
 from composerlite.storage import Helpers, check_name, verify_file
 
 if TYPE_CHECKING:
@@ -25,9 +28,13 @@ __all__ = ["LINK_SUFFIX", "RemoteCatalog"]
 
 log = logging.getLogger(__name__)
 LINK_SUFFIX = ".symlink"
-_MANIFESTS = ".manifest"
 _MOST_LINK_BYTES, _MOST_MANIFEST_BYTES = 4096, 64 << 20
 _READERS = 16
+_DEAD_SECONDS = 30.0
+"""For so long a save waits for another of the same name, whose process may be dead."""
+_saving: set[str] = set()
+"""The checkpoints that this process is saving: a lease tells processes apart, and not the threads of one."""
+_saving_lock = threading.Lock()
 
 
 @final
@@ -45,6 +52,8 @@ class RemoteCatalog:
     def __init__(self, transfer: Transfer, root: str) -> None:
         self.transfer = transfer
         self.root = root.strip("/")
+        self._claims: dict[str, BucketLease] = {}
+        self._replaced: dict[str, Manifest] = {}
 
     def uri(self, name: str = "") -> str:
         """Where ``name`` is, or the root, for messages and for loading."""
@@ -76,6 +85,14 @@ class RemoteCatalog:
         manifest = self.manifest_of(name)
         if manifest is None:
             raise FileNotFoundError(f"{self.uri(name)} has no manifest")
+        try:
+            return self._with_data(manifest)
+        except (FileNotFoundError, CorruptCheckpointError):
+            for begun in self.begun(name):
+                return self._with_data(begun)
+            raise
+
+    def _with_data(self, manifest: Manifest) -> Manifest:
         for record in manifest.files:
             size = self.transfer.size(self.name_of(record.path))
             if size != record.size_bytes:
@@ -84,7 +101,7 @@ class RemoteCatalog:
 
     def names(self) -> Iterator[str]:
         """The names of all committed checkpoints."""
-        prefix = self.name_of(_MANIFESTS) + "/"
+        prefix = self.name_of(MANIFESTS) + "/"
         for info in self.transfer.list(prefix):
             if info.name.endswith(".json"):
                 yield info.name.removeprefix(prefix).removesuffix(".json")
@@ -137,6 +154,16 @@ class RemoteCatalog:
                 f"checkpoint {self.uri(manifest.name)!r} has {len(manifest.files)} files, which are not all beside it: "
                 f"{', '.join(strange)}"
             )
+        try:
+            self._fetch_all(manifest, catalog, progress)
+        except CorruptCheckpointError:
+            for begun in self.begun(manifest.name):
+                if begun.files != manifest.files:
+                    self._fetch_all(begun, catalog, progress)
+                    return
+            raise
+
+    def _fetch_all(self, manifest: Manifest, catalog: Catalog, progress: Callable[[int, int], object] | None) -> None:
         catalog.reserve(manifest.name, overwrite=True)  # what is there stays until what comes was verified
         done = 0
         for record in manifest.files:
@@ -196,10 +223,13 @@ class RemoteCatalog:
         Raises:
             CheckpointExistsError: there is another checkpoint of that name.
         """
-        is_there = self.begin(manifest, overwrite=overwrite)
-        if not is_there:
-            self.send(zip(manifest.files, files, strict=True))
-        self.finish(manifest, link=link, links=links, is_there=is_there)
+        try:
+            is_there = self.begin(manifest, overwrite=overwrite)
+            if not is_there:
+                self.send(zip(manifest.files, files, strict=True))
+            self.finish(manifest, link=link, links=links, is_there=is_there)
+        finally:
+            self.end(manifest.name)
 
     def send(self, files: Iterable[tuple[FileRecord, Path]]) -> None:
         """Upload files of a checkpoint that does not exist yet, after :meth:`begin`: each where it belongs."""
@@ -224,7 +254,7 @@ class RemoteCatalog:
         if not is_there:
             if link is not None:  # a kill before the link is moved: the next start looks here first
                 self.transfer.put_bytes(self._intention(link), self.name_of(manifest.name).encode())
-            self._create_manifest(manifest)
+            self.commit(manifest)
         for other, name in (links or {}).items():
             if other != link:
                 self.transfer.put_bytes(check_name(other + LINK_SUFFIX), self.name_of(name).encode())
@@ -232,18 +262,47 @@ class RemoteCatalog:
             self.transfer.put_bytes(check_name(link + LINK_SUFFIX), self.name_of(manifest.name).encode())
         log.info("published checkpoint %s", self.uri(manifest.name))
 
+    def lease(self, run_name: str, *, beat_seconds: float = 5.0, dead_seconds: float = 20.0) -> BucketLease:
+        """The right of one process to save the checkpoints of a run here. See :class:`BucketLease` for the seconds."""
+        name = self.name_of(f"{MANIFESTS}/.{run_name}.lease")
+        return BucketLease(self.transfer, name, beat_seconds=beat_seconds, dead_seconds=dead_seconds)
+
+    # ── the commit ───────────────────────────────────────────────────────────────────────────────────────────────
+    def claim(self, name: str) -> None:
+        """Begin a save of the checkpoint ``name``, which no other process does until :meth:`end`. Twice is fine.
+
+        Raises:
+            CheckpointExistsError: another process saves it.
+        """
+        if name in self._claims:
+            return
+        with _saving_lock:
+            if self.uri(name) in _saving:
+                raise CheckpointExistsError(f"checkpoint {self.uri(name)!r} is being saved in this process already.")
+            _saving.add(self.uri(name))
+        lease = BucketLease(self.transfer, self.name_of(f"{MANIFESTS}/.{name.replace('/', '%2F')}.saving"))
+        try:
+            take_leases(
+                [lease], f"checkpoint {self.uri(name)!r}", _DEAD_SECONDS, "one of them would replace the other."
+            )
+        except BaseException as e:
+            _saving.discard(self.uri(name))
+            if isinstance(e, RunInUseError):
+                raise CheckpointExistsError(str(e)) from e
+            raise
+        self._claims[name] = lease
+
     def begin(self, manifest: Manifest, *, overwrite: bool) -> bool:
-        """Whether the bucket has just this checkpoint. If not, it has none of that name when this returns.
+        """Begin to publish, until :meth:`end`; whether the bucket has just this checkpoint.
+
+        What it has of that name stays until the new one is committed. Where its files are replaced one by one before
+        that, which those with names of their own are not, the announced manifest tells readers what they are.
 
         Raises:
             CheckpointExistsError: as :meth:`publish`.
         """
-        try:
-            there = self.manifest_of(manifest.name)
-        except CorruptCheckpointError as e:
-            log.warning("replaced: %s", e)
-            self.transfer.delete(self._manifest(manifest.name))
-            return False
+        self.claim(manifest.name)
+        there = self._readable_manifest(manifest.name)
         if there is None:
             return False
         if there.files == manifest.files:
@@ -252,17 +311,58 @@ class RemoteCatalog:
                 return True
         elif not overwrite and (there.run_name, there.moment) != (manifest.run_name, manifest.moment):
             raise self._exists(there)
-        self.transfer.delete(self._manifest(manifest.name))  # from here on there is no checkpoint of that name
+        self.announce(manifest, there)
         return False
 
-    def _create_manifest(self, manifest: Manifest) -> None:
-        """The commit. Another process that published that name meanwhile was first."""
+    def announce(self, manifest: Manifest, there: Manifest) -> None:
+        """Say what the checkpoint will be that is about to take the place of ``there``: see :meth:`begun`."""
+        self._replaced[manifest.name] = there
+        self.transfer.put_bytes(self._announced(manifest.name), manifest.to_json())
+
+    def begun(self, name: str) -> Iterator[Manifest]:
+        """The manifest of a save of ``name`` that has begun to replace it and not ended, if there is one."""
+        with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
+            data = self.transfer.read_all(self._announced(name), most_bytes=_MOST_MANIFEST_BYTES)
+            manifest = Manifest.from_json(data, self.transfer.store.get_uri(self._announced(name)))
+            if manifest.name == name:
+                yield manifest
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make the checkpoint exist whose files are all there, after :meth:`claim`; those it replaces go.
+
+        Raises:
+            CheckpointExistsError: another process, which knows of no claims, was first.
+        """
+        name = self._manifest(manifest.name)
+        there = self._replaced.get(manifest.name)
         try:
-            self.transfer.put_bytes(self._manifest(manifest.name), manifest.to_json(), create_only=True)
+            self.transfer.put_bytes(name, manifest.to_json(), create_only=there is None)
         except FileExistsError as e:
-            there = self._readable_manifest(manifest.name)
-            if there is None or there.files != manifest.files:
-                raise self._exists(there) from e
+            found = self._readable_manifest(manifest.name)
+            if found is not None and found.files != manifest.files:
+                raise self._exists(found) from e
+            if found is None:  # what is there is damaged
+                self.transfer.put_bytes(name, manifest.to_json())
+        if there is not None:
+            kept = {record.path for record in manifest.files}
+            for record in there.files:
+                if record.path not in kept:
+                    self.transfer.delete(self.name_of(record.path))
+            self.withdraw(manifest.name)
+
+    def withdraw(self, name: str) -> None:
+        """Take back what :meth:`announce` said: the manifest says what there is."""
+        if self._replaced.pop(name, None) is not None:
+            self.transfer.delete(self._announced(name))
+
+    def end(self, name: str) -> None:
+        """End a save, well or not: others may save that name. Twice is fine."""
+        if self._replaced.pop(name, None) is not None:
+            log.warning("the save that was to replace %s did not end", self.uri(name))
+        lease = self._claims.pop(name, None)
+        if lease is not None:
+            lease.release()
+            _saving.discard(self.uri(name))
 
     def _exists(self, there: Manifest | None) -> CheckpointExistsError:
         name = "" if there is None else there.name
@@ -289,10 +389,13 @@ class RemoteCatalog:
 
     def _intention(self, link: str) -> str:
         """The object that holds the name of the checkpoint that ``link`` is about to lead to."""
-        return self.name_of(f"{_MANIFESTS}/{link.rpartition('/')[2]}.next")
+        return self.name_of(f"{MANIFESTS}/{link.rpartition('/')[2]}.next")
 
     def _manifest(self, name: str) -> str:
-        return self.name_of(f"{_MANIFESTS}/{name}.json")
+        return self.name_of(f"{MANIFESTS}/{name}.json")
+
+    def _announced(self, name: str) -> str:
+        return self.name_of(f"{MANIFESTS}/{name}.json.next")
 
     def name_of(self, name: str) -> str:
         """The full name of the object ``name`` below the root."""

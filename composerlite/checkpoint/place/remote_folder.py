@@ -15,13 +15,13 @@ import xxhash
 
 from composerlite.checkpoint.place.checkpoint_folder import (
     INDEX,
-    MANIFESTS,
     SUFFIX,
     CheckpointFolder,
     Claim,
     checked_record,
     write_file,
 )
+from composerlite.checkpoint.place.remote import RemoteCatalog
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
 from composerlite.storage import FileDigest, ObjectStore, Sink, Transfer, check_name, verify_file
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["RemoteFolder", "VerifiedObject"]
 
 log = logging.getLogger(__name__)
-_MOST_INDEX_BYTES, _MOST_MANIFEST_BYTES = 1 << 30, 1 << 30
+_MOST_INDEX_BYTES = 1 << 30
 
 
 @final
@@ -57,9 +57,10 @@ class RemoteFolder(CheckpointFolder):
         self._store = store
         self._closes = closes
         self._transfer = Transfer(store, threads=threads)
+        self._catalog = RemoteCatalog(self._transfer, self._root.removesuffix(self.name))
         self._written: list[str] = []
         self._before: list[str] = []
-        self._replaced: dict[str, bytes] = {}
+        self._index_before: bytes | None = None
 
     @property
     def uri(self) -> str:
@@ -72,24 +73,15 @@ class RemoteFolder(CheckpointFolder):
         prefix = f"{self._root}/"
         return [info.name.removeprefix(prefix) for info in self._transfer.list(prefix)]
 
-    @property
-    def _manifest_name(self) -> str:
-        above = self._root.removesuffix(self.name)
-        return check_name(f"{above}{MANIFESTS}/{self.name}.json")
-
     def _full(self, name: str) -> str:
         return check_name(f"{self._root}/{name}")
 
     def manifest(self) -> Manifest | None:
-        try:
-            data = self._transfer.read_all(self._manifest_name, most_bytes=_MOST_MANIFEST_BYTES)
-        except FileNotFoundError:
-            return None
-        uri = self._store.get_uri(self._manifest_name)
-        return checked_record(Manifest.from_json(data, uri), self.name, uri)
+        manifest = self._catalog.manifest_of(self.name)
+        return None if manifest is None else checked_record(manifest, self.name, self.uri)
 
     def begun(self) -> Iterable[Manifest]:
-        return ()
+        return self._catalog.begun(self.name)
 
     def index(self) -> bytes:
         return self._transfer.read_all(self._full(INDEX), most_bytes=_MOST_INDEX_BYTES)
@@ -104,7 +96,12 @@ class RemoteFolder(CheckpointFolder):
         self._transfer.download(self._full(name), target, overwrite=True, size_bytes=size, check=check)
 
     def claim(self, *, overwrite: bool) -> Claim:
-        self._before = self.check_free(overwrite=overwrite)
+        self._catalog.claim(self.name)
+        try:
+            self._before = self.check_free(overwrite=overwrite)
+        except BaseException:
+            self._catalog.end(self.name)
+            raise
         return Claim("", f"_{secrets.token_hex(4)}" if self._before else "")
 
     def write(self, claim: Claim, name: str, most_bytes: int, fill: Callable[[Sink], object]) -> FileDigest:
@@ -116,30 +113,34 @@ class RemoteFolder(CheckpointFolder):
         return digest
 
     def commit(self, claim: Claim, index: bytes, files: Mapping[str, FileDigest], facts: Mapping[str, object]) -> None:
-        there = INDEX in self._before
-        if there:
-            self._replaced = {self._full(INDEX): self.index()}
-            with contextlib.suppress(FileNotFoundError):
-                self._replaced[self._manifest_name] = self._transfer.read_all(self._manifest_name, _MOST_MANIFEST_BYTES)
-        self._transfer.delete(self._manifest_name)
+        manifest = self._manifest_of(index, files, facts)
+        before: bytes | None = None
+        if INDEX in self._before:
+            before, there = self.described()
+            if there is not None:
+                self._catalog.announce(manifest, there)
+        self._index_before = before
         try:
-            self._transfer.put_bytes(self._full(INDEX), index, create_only=not there)
+            self._transfer.put_bytes(self._full(INDEX), index, create_only=before is None)
         except FileExistsError as e:
             raise CheckpointExistsError(f"{self.uri!r} was saved by another process meanwhile.") from e
-        self._written += [] if there else [self._full(INDEX)]
-        self._transfer.put_bytes(self._manifest_name, self._manifest_of(index, files, facts).to_json())
-        self._written, self._replaced = [], {}
+        self._written += [] if before is not None else [self._full(INDEX)]
+        self._catalog.commit(manifest)
+        self._written, self._index_before = [], None
         for name in self._before:
             if name.endswith(SUFFIX) and name not in files:
                 self._transfer.delete(self._full(name))
+        self._catalog.end(self.name)
 
     def abandon(self, claim: Claim) -> None:
-        replaced, written = self._replaced, self._written
-        self._replaced, self._written = {}, []
-        for name, data in replaced.items():
-            self._tidy(name, lambda name=name, data=data: self._transfer.put_bytes(name, data))
+        index, written = self._index_before, self._written
+        self._index_before, self._written = None, []
+        if index is not None:
+            self._tidy(self._full(INDEX), lambda: self._transfer.put_bytes(self._full(INDEX), index))
         for name in reversed(written):  # the index first
             self._tidy(name, lambda name=name: self._transfer.delete(name))
+        self._tidy(self._root, lambda: self._catalog.withdraw(self.name))
+        self._tidy(self._root, lambda: self._catalog.end(self.name))
 
     def _tidy(self, name: str, work: Callable[[], object]) -> None:
         try:

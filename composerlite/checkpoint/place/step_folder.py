@@ -25,7 +25,8 @@ from composerlite.checkpoint.place.directory import (
     LocalFolder,
     RemoteFolder,
 )
-from composerlite.errors import CheckpointExistsError, ConfigError
+from composerlite.checkpoint.place.remote import RemoteCatalog
+from composerlite.errors import CheckpointExistsError, ConfigError, ObjectStoreError
 from composerlite.storage import (
     FileDigest,
     ObjectStore,
@@ -260,6 +261,8 @@ class _RemoteStep(StepFolder):
         self.uri = store.get_uri(self._root)
         self._store = store
         self._transfer = Transfer(store)
+        above, _, self._name = self._root.rpartition("/")
+        self._catalog = RemoteCatalog(self._transfer, above)
         self._written: list[str] = []
 
     def _full(self, name: str) -> str:
@@ -294,7 +297,12 @@ class _RemoteStep(StepFolder):
         return _RemoteStep(self._store, f"{self._root}/{name}")
 
     def claim(self, *, overwrite: bool) -> str:
-        self.check_free(overwrite=overwrite)
+        self._catalog.claim(self._name)  # decided, before anything of it goes
+        try:
+            self.check_free(overwrite=overwrite)
+        except BaseException:
+            self._catalog.end(self._name)
+            raise
         self._transfer.delete(self._full(MARKER))  # it is no checkpoint before anything of it goes
         prefix = f"{self._root}/"
         for info in self._transfer.list(prefix):
@@ -316,6 +324,7 @@ class _RemoteStep(StepFolder):
         except FileExistsError as e:
             raise CheckpointExistsError(f"{self.uri!r} was saved by another process meanwhile.") from e
         self._written = []
+        self._catalog.end(self._name)
 
     def abandon(self) -> None:
         written, self._written = self._written, []
@@ -324,6 +333,8 @@ class _RemoteStep(StepFolder):
                 self._transfer.delete(name)
             except Exception as e:  # noqa: BLE001 - the save's own error is the one that counts
                 log.warning("%s cannot be removed and is left behind: %s", self._store.get_uri(name), e)
+        with contextlib.suppress(ObjectStoreError, OSError):  # the next one waits a little then
+            self._catalog.end(self._name)
 
     def put(self, name: str, contents: bytes, *, overwrite: bool) -> str:
         full = self._full(name)

@@ -56,15 +56,18 @@ class Shares:
         Raises:
             RankError: what failed on one of the ranks; on all that publish.
         """
-        is_there: bool = self.begin.run(
-            lambda: None,
-            lambda _: remote.begin(manifest, overwrite=overwrite),
-            self.timeout,
-            longest_work=_LONGEST_UPLOAD,
-        )
-        self.end.run(
-            lambda: None if is_there else remote.send(files),
-            lambda _: remote.finish(manifest, link=link, is_there=is_there),
-            self.timeout,
-            longest_work=_LONGEST_UPLOAD,
-        )
+        try:
+            is_there: bool = self.begin.run(
+                lambda: None,
+                lambda _: remote.begin(manifest, overwrite=overwrite),
+                self.timeout,
+                longest_work=_LONGEST_UPLOAD,
+            )
+            self.end.run(
+                lambda: None if is_there else remote.send(files),
+                lambda _: remote.finish(manifest, link=link, is_there=is_there),
+                self.timeout,
+                longest_work=_LONGEST_UPLOAD,
+            )
+        finally:
+            remote.end(manifest.name)
