@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from composerlite.loggers.file import FileLogger
     from composerlite.loggers.in_memory import InMemoryLogger
     from composerlite.loggers.json_lines import JSONLLogger
-    from composerlite.loggers.mlflow import MLFlowLogger
     from composerlite.loggers.progress_bar import ProgressBarLogger
     from composerlite.loggers.remote_uploader_downloader import RemoteUploaderDownloader
-    from composerlite.loggers.tensorboard import TensorboardLogger
-    from composerlite.loggers.wandb import WandBLogger
+    from composerlite.loggers.services.mlflow import MLFlowLogger
+    from composerlite.loggers.services.tensorboard import TensorboardLogger
+    from composerlite.loggers.services.wandb import WandBLogger
 
 __all__ = [
     "CSVLogger",
@@ -43,11 +43,11 @@ _HOMES = {
     "FileLogger": "file",
     "InMemoryLogger": "in_memory",
     "JSONLLogger": "json_lines",
-    "MLFlowLogger": "mlflow",
+    "MLFlowLogger": "services.mlflow",
     "ProgressBarLogger": "progress_bar",
     "RemoteUploaderDownloader": "remote_uploader_downloader",
-    "TensorboardLogger": "tensorboard",
-    "WandBLogger": "wandb",
+    "TensorboardLogger": "services.tensorboard",
+    "WandBLogger": "services.wandb",
 }
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from composerlite.errors import ComposerliteError
-from composerlite.loggers.background import Background, StagedFiles
+from composerlite.loggers.services.background import Background, StagedFiles
 
 
 def test_everything_is_done_in_order():

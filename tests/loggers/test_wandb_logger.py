@@ -15,7 +15,7 @@ from wandb_files import OfflineRun, offline_runs
 from composerlite.core import Callback, Engine, seed_all
 from composerlite.errors import ConfigError
 from composerlite.loggers import WandBLogger
-from composerlite.loggers.service import need_package
+from composerlite.loggers.services.service import need_package
 
 pytestmark = pytest.mark.usefixtures("wandb_offline")
 

@@ -15,9 +15,9 @@ from composerlite import dist
 from composerlite.checkpoint import format_name_with_dist, together
 from composerlite.core import LoggerDestination
 from composerlite.errors import ConfigError, checked_arguments
-from composerlite.loggers.background import Background, StagedFiles
-from composerlite.loggers.mlflow_run import MOST_METRICS, MlflowRun, Point, allowed, open_experiment
-from composerlite.loggers.service import exit_code, json_of, need_package, pictures, scalars
+from composerlite.loggers.services.background import Background, StagedFiles
+from composerlite.loggers.services.mlflow_run import MOST_METRICS, MlflowRun, Point, allowed, open_experiment
+from composerlite.loggers.services.service import exit_code, json_of, need_package, pictures, scalars
 from composerlite.loggers.values import to_json
 from composerlite.storage import check_name
 

@@ -15,8 +15,8 @@ from composerlite import dist
 from composerlite.checkpoint import format_name_with_dist, from_first_rank, together
 from composerlite.core import LoggerDestination
 from composerlite.errors import ConfigError, checked_arguments
-from composerlite.loggers.background import Background, StagedFiles
-from composerlite.loggers.service import exit_code, json_of, need_package, pictures
+from composerlite.loggers.services.background import Background, StagedFiles
+from composerlite.loggers.services.service import exit_code, json_of, need_package, pictures
 from composerlite.loggers.values import plain
 from composerlite.storage import draw_apart
 
