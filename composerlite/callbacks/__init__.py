@@ -13,13 +13,9 @@ if TYPE_CHECKING:
     from composerlite.callbacks.early_stopper import EarlyStopper
     from composerlite.callbacks.goodput_monitor import GoodputMonitor
     from composerlite.callbacks.load_checkpoint import LoadCheckpoint
-    from composerlite.callbacks.lr_monitor import LRMonitor
-    from composerlite.callbacks.memory_monitor import MemoryMonitor
-    from composerlite.callbacks.nan_monitor import NaNMonitor
-    from composerlite.callbacks.optimizer_monitor import OptimizerMonitor
+    from composerlite.callbacks.monitors import LRMonitor, MemoryMonitor, NaNMonitor, OptimizerMonitor
     from composerlite.callbacks.preemption import PreemptionHandler
-    from composerlite.callbacks.runtime_estimator import RuntimeEstimator
-    from composerlite.callbacks.speed_monitor import SpeedMonitor
+    from composerlite.callbacks.speed_monitor import RuntimeEstimator, SpeedMonitor
 
 __all__ = [
     "CheckpointSaver",
@@ -39,13 +35,13 @@ _HOMES = {
     "CheckpointSaver": "checkpoint_saver",
     "EarlyStopper": "early_stopper",
     "GoodputMonitor": "goodput_monitor",
-    "LRMonitor": "lr_monitor",
+    "LRMonitor": "monitors",
     "LoadCheckpoint": "load_checkpoint",
-    "MemoryMonitor": "memory_monitor",
-    "NaNMonitor": "nan_monitor",
-    "OptimizerMonitor": "optimizer_monitor",
+    "MemoryMonitor": "monitors",
+    "NaNMonitor": "monitors",
+    "OptimizerMonitor": "monitors",
     "PreemptionHandler": "preemption",
-    "RuntimeEstimator": "runtime_estimator",
+    "RuntimeEstimator": "speed_monitor",
     "SpeedMonitor": "speed_monitor",
 }
 

@@ -1,0 +1,210 @@
+"""Monitors: norms of what is trained, learning rates, memory, and the end of training at a loss that is no number."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from composerlite import dist
+from composerlite.core import Callback
+from composerlite.errors import ConfigError, TrainingError, checked_arguments, did_you_mean
+
+if TYPE_CHECKING:
+    from composerlite.core import Logger, State
+
+__all__ = ["LRMonitor", "MemoryMonitor", "NaNMonitor", "OptimizerMonitor"]
+
+
+@final
+class OptimizerMonitor(Callback):
+    """Logs L2 norms, every ``batch_log_interval`` batches.
+
+    ====================================  ============================================================================
+    ``l2_norm/grad/<parameter>``          the gradient that the optimizer stepped with (clipped, if it was clipped)
+    ``l2_norm/grad/global``               all gradients as one vector
+    ``l2_norm/param/<parameter>``         the parameter after the step
+    ``l2_norm/moment/<parameter>``        the first moment or momentum buffer, where the optimizer keeps one
+    ``l2_norm/second_moment_sqrt/<…>``    the square root of the second moment, where it keeps one
+    ====================================  ============================================================================
+
+    Args:
+        log_optimizer_metrics: log all of them; ``False`` logs the gradients only.
+        batch_log_interval: batches between two logs.
+    """
+
+    @checked_arguments
+    def __init__(self, log_optimizer_metrics: bool = True, batch_log_interval: int = 10) -> None:
+        if batch_log_interval < 1:
+            raise ConfigError(
+                f"OptimizerMonitor(batch_log_interval={batch_log_interval}): want a number of batches, 1 or more."
+            )
+        self._all = log_optimizer_metrics
+        self._interval = batch_log_interval
+        self._norms: dict[str, torch.Tensor] = {}
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        # The only moment at which gradients are complete, and not yet cleared.
+        self._norms.clear()
+        if (int(state.timestamp.batch) + 1) % self._interval != 0:
+            return
+        for name, parameter in state.model.named_parameters():
+            if parameter.grad is not None:
+                self._norms[f"l2_norm/grad/{name}"] = _norm(parameter.grad)
+        if self._norms:
+            self._norms["l2_norm/grad/global"] = _stack(self._norms).norm()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.batch) % self._interval != 0:
+            return
+        if self._all:
+            self._add_optimizer_norms(state)
+        if self._norms:
+            logger.log_metrics(dict(zip(self._norms, _stack(self._norms).tolist(), strict=True)))
+            self._norms.clear()
+
+    def _add_optimizer_norms(self, state: State) -> None:
+        moments: dict[torch.Tensor, Mapping[str, object]] = {
+            parameter: kept for optimizer in state.optimizers for parameter, kept in optimizer.state.items()
+        }
+        for name, parameter in state.model.named_parameters():
+            self._norms[f"l2_norm/param/{name}"] = _norm(parameter)
+            kept = moments.get(parameter, {})
+            for key in ("exp_avg", "momentum_buffer"):
+                if isinstance(first := kept.get(key), torch.Tensor):
+                    self._norms[f"l2_norm/moment/{name}"] = _norm(first)
+            if isinstance(second := kept.get("exp_avg_sq"), torch.Tensor):
+                self._norms[f"l2_norm/second_moment_sqrt/{name}"] = dist.full_tensor(
+                    second.detach().sum(dtype=torch.float32)
+                ).sqrt()
+
+
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    return dist.full_tensor(torch.linalg.vector_norm(tensor, dtype=torch.float32))
+
+
+def _stack(norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """All ``norms`` in one tensor on one device: waiting for a GPU once is enough."""
+    device = next(iter(norms.values())).device
+    return torch.stack([norm.to(device) for norm in norms.values()])
+
+
+@final
+class NaNMonitor(Callback):
+    """Ends training with an error at the first NaN in the loss, before it reaches the gradients and the weights.
+
+    On a GPU this waits for every forward pass. Infinite losses are let through.
+
+    Raises:
+        TrainingError: at ``AFTER_LOSS``. The weights are those after the batch before.
+    """
+
+    def after_loss(self, state: State, logger: Logger) -> None:
+        for name, loss in _named(state.loss):
+            if bool(torch.isnan(loss).any()):
+                raise TrainingError(
+                    f"{name} is NaN in batch {int(state.timestamp.batch) + 1} (epoch {int(state.timestamp.epoch) + 1}, "
+                    f"rank {state.rank}). The weights are those after the batch before. Look for NaN and infinity in "
+                    "this batch, or resume from a checkpoint with a lower learning rate or with GradientClipping."
+                )
+
+
+def _named(loss: Any) -> list[tuple[str, torch.Tensor]]:
+    """Each loss with the name it is logged under, as near as can be told."""
+    if isinstance(loss, Mapping):
+        return [(f"loss/train/{key}", torch.as_tensor(value)) for key, value in loss.items()]
+    if isinstance(loss, Sequence):
+        return [(f"loss/train/loss{index}", torch.as_tensor(value)) for index, value in enumerate(loss)]
+    return [("loss/train/total", torch.as_tensor(loss))]
+
+
+@final
+class LRMonitor(Callback):
+    """Logs ``lr-<Optimizer>/group<i>`` for each parameter group: the rate that the batch was trained with.
+
+    A second optimizer of one class is called ``<Optimizer>:1``, and so on.
+    """
+
+    def __init__(self) -> None:
+        self._rates: dict[str, float] = {}
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        # At BATCH_END the schedulers have already set the rates of the next batch.
+        classes: list[str] = []
+        for optimizer in state.optimizers:
+            name = type(optimizer).__qualname__
+            number = classes.count(name)
+            classes.append(name)
+            for index, group in enumerate(optimizer.param_groups):
+                self._rates[f"lr-{name}{f':{number}' if number else ''}/group{index}"] = float(group["lr"])
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        logger.log_metrics(self._rates)
+
+
+_GIGABYTE = 1e9
+_DEFAULT_KEYS = {
+    "allocated_bytes.all.current": "current_allocated_mem",
+    "active_bytes.all.current": "current_active_mem",
+    "inactive_split_bytes.all.current": "current_inactive_mem",
+    "reserved_bytes.all.current": "current_reserved_mem",
+    "allocated_bytes.all.peak": "peak_allocated_mem",
+    "active_bytes.all.peak": "peak_active_mem",
+    "inactive_split_bytes.all.peak": "peak_inactive_mem",
+    "reserved_bytes.all.peak": "peak_reserved_mem",
+    "num_alloc_retries": "alloc_retries",
+}
+_STATM = Path("/proc/self/statm")
+_MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
+
+
+@final
+class MemoryMonitor(Callback):
+    """Logs the memory of this process after each batch, in GB (10⁹ bytes).
+
+    ``memory/rss`` is the resident set size, where the system has ``/proc`` to tell it; ``memory/peak_rss`` is its
+    maximum so far. On CUDA there is also what ``torch.cuda.memory_stats`` says.
+
+    Args:
+        memory_keys: keys of ``torch.cuda.memory_stats`` and the names to log them under, after ``memory/``. Byte
+            counts become GB, other counts stay as they are. By default current and peak memory and allocation retries.
+
+    Raises:
+        ConfigError: at the first batch on CUDA, a key that does not exist.
+    """
+
+    @checked_arguments
+    def __init__(self, memory_keys: Mapping[str, str] | None = None) -> None:
+        self._keys = dict(_DEFAULT_KEYS if memory_keys is None else memory_keys)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        metrics = _process_memory()
+        if state.device.type == "cuda":
+            metrics.update(self._cuda_memory(state.device))
+        logger.log_metrics(metrics)
+
+    def _cuda_memory(self, device: torch.device) -> dict[str, float]:
+        stats = torch.cuda.memory_stats(device)
+        metrics: dict[str, float] = {}
+        for key, name in self._keys.items():
+            if key not in stats:
+                raise ConfigError(f"MemoryMonitor(memory_keys=…): {key!r} does not exist.{did_you_mean(key, stats)}")
+            metrics[f"memory/{name}"] = stats[key] / _GIGABYTE if "bytes" in key else stats[key]
+        return metrics
+
+
+def _process_memory() -> dict[str, float]:
+    import resource  # there is none on Windows, where the rest of this package must still import
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT_BYTES
+    metrics = {"memory/peak_rss": peak / _GIGABYTE}
+    if _STATM.exists():
+        pages = int(_STATM.read_text().split()[1])
+        metrics["memory/rss"] = pages * resource.getpagesize() / _GIGABYTE
+    return metrics
