@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from composerlite.cli.checkpoint import checkpoint_app
-from composerlite.cli.errors import one_line_errors, readable_errors
+from composerlite.cli.output import one_line_errors, readable_errors
 
 __all__ = ["app", "main"]
 
@@ -91,13 +91,13 @@ def schema(
     as_json: Annotated[bool, typer.Option("--json", help="As a JSON Schema, for editors.")] = False,
 ) -> None:
     """Print every key of a run's YAML, and every name of an optimizer, callback, … with its arguments, as Markdown."""
-    from composerlite.cli import describing
+    from composerlite.cli import training
 
     with readable_errors(traceback=False):
         if as_json:
-            describing.print_schema()
+            training.print_schema()
         else:
-            describing.print_reference()
+            training.print_reference()
 
 
 @app.command()

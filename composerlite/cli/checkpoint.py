@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from composerlite.cli.errors import chosen, one_line_errors
+from composerlite.cli.output import chosen, one_line_errors
 from composerlite.errors import ConfigError
 
 __all__ = ["checkpoint_app"]
@@ -250,7 +250,7 @@ def diff(
     They may be in different places and of different forms. Both are read into memory.
     """
     with one_line_errors():
-        from composerlite.cli.differences import diff as compare
+        from composerlite.cli.inspection import diff as compare
 
         compare(a, b, everything=everything, top=top, exit_code=exit_code, as_json=as_json)
 

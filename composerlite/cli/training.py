@@ -1,7 +1,8 @@
-"""What ``composerlite train`` does."""
+"""What ``composerlite train`` and ``composerlite config`` do."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from composerlite.config import RunConfig, build_trainer, load_config
+from composerlite.config import RunConfig, build_trainer, json_schema, load_config, reference_page
 
 if TYPE_CHECKING:
     from composerlite.trainer import Trainer
 
-__all__ = ["run", "show", "show_origins"]
+__all__ = ["print_reference", "print_schema", "run", "show", "show_origins"]
 
 
 def show(config: Path, overrides: Sequence[str]) -> None:
@@ -69,3 +70,13 @@ def _summary(trainer: Trainer, *, trained: bool) -> str:
     results = [f"{name} {value:.4g}" for name, value in (state.total_loss_dict | state.eval_metric_values).items()]
     results += [f"last checkpoint {path}" for path in trainer.saved_checkpoints[-1:]]
     return f"run {state.run_name} ended at {place}: {', '.join(results)}"
+
+
+def print_reference() -> None:
+    """Print every key and name, as Markdown."""
+    typer.echo(reference_page(), nl=False)
+
+
+def print_schema() -> None:
+    """Print the JSON Schema of a run's YAML."""
+    typer.echo(json.dumps(json_schema(), indent=1, ensure_ascii=False))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composerlite.config.hyperparameters import hyperparameters
 from composerlite.config.origin import Origin, YamlPath, dotted
 from composerlite.config.registry import Family, find, import_attribute
 from composerlite.config.schema import Component, Loader, RunConfig
@@ -19,7 +18,28 @@ if TYPE_CHECKING:
     from composerlite.models import ComposerModel
     from composerlite.trainer import Trainer
 
-__all__ = ["build_trainer"]
+__all__ = ["build_trainer", "hyperparameters"]
+
+
+def hyperparameters(config: RunConfig) -> dict[str, Any]:
+    """Every setting by its name, such as ``'optimizer.lr'``, and the Trainer's own defaults.
+
+    What depends on the environment is as the file writes it, ``${oc.env:NAME}``: loggers send what they get to others.
+    """
+    defaults = {name: value for name, value in vars(config.trainer).items() if value is not None}
+    shown = {key: config.origin.shown((key,), value) for key, value in config.values.items() if key != "variables"}
+    return {**{name: value for name, value in defaults.items() if name not in shown}, **dict(_flat(shown, ()))}
+
+
+def _flat(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Values without parts of their own, and lists of such, by their dotted names."""
+    parts = value.items() if isinstance(value, dict) else ()
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        parts = enumerate(value)
+    if not parts:
+        yield dotted(path), value
+    for key, inner in parts:
+        yield from _flat(inner, (*path, str(key)))
 
 
 def build_trainer(config: RunConfig) -> Trainer:

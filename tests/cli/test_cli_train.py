@@ -13,7 +13,7 @@ import pytest
 from forked import run_forked
 
 from composerlite.cli import main
-from composerlite.cli.errors import readable_errors
+from composerlite.cli.output import readable_errors
 
 ROOT = Path(__file__).parents[2]
 COMPOSERLITE = str(Path(sysconfig.get_path("scripts")) / "composerlite")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 
-from composerlite.config.reference import (
+from composerlite.config.reference.settings import (
     NEEDED,
     Setting,
     evaluator_settings,

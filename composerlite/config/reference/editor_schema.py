@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from composerlite.config.reference import (
+from composerlite.config.reference.settings import (
     NEEDED,
     Named,
     Setting,
