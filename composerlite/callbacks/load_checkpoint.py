@@ -49,7 +49,7 @@ class LoadCheckpoint(Callback):
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         """Load if this is the event and nothing was loaded yet."""
         if event is self.event and not self._loaded:
-            load_checkpoint(
+            generators = load_checkpoint(
                 self.load_path,
                 state,
                 load_weights_only=self.load_weights_only,
@@ -57,3 +57,5 @@ class LoadCheckpoint(Callback):
                 ignore_keys=self.ignore_keys,
             )
             self._loaded = True
+            if generators is not None:
+                state.loaded_generators = generators

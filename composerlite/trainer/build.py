@@ -85,8 +85,8 @@ def in_a_store(uri: str, loggers: Iterable[LoggerDestination]) -> tuple[str, Obj
     return uri, None
 
 
-def resolve_run_name(run_name: str | None, *, autoresume: bool) -> str:
-    """The given name, that of the environment, or a new one.
+def resolve_run_name(run_name: str | None, *, autoresume: bool) -> tuple[str, bool]:
+    """The given name, that of the environment, or a new one; and whether somebody has given it.
 
     Of the environment: ``COMPOSER_RUN_NAME``, ``RUN_NAME``, and with ``autoresume`` the identity of the job, where the
     scheduler gives one that stays the same when the job is started again.
@@ -105,10 +105,10 @@ def resolve_run_name(run_name: str | None, *, autoresume: bool) -> str:
                 "autoresume=True needs a run_name that is the same at each launch: pass run_name='…' or set RUN_NAME. "
                 "This is no job of a scheduler that would give it one."
             )
-        return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}", False
     if "/" in name or name in (".", ".."):
         raise ConfigError(f"run_name={name!r} names folders: it cannot contain '/'.")
-    return name
+    return name, True
 
 
 def _job_name(environment: Mapping[str, str]) -> str | None:

@@ -47,7 +47,6 @@ class Loop:
         subset_num_batches: batches per epoch; -1 for all.
         step_schedulers_every_batch: when learning rates change; else once per epoch.
         spin_dataloaders: in the first epoch after a resume leave out what was seen of it.
-        rng_states: the generators' states to start from, one per rank; ``None`` to go on from where they are.
         company: the other ranks.
         data_ranks: into how many shares the data are dealt. weight_by_tokens: the batches of ranks count by tokens.
         asks: before each batch the ranks tell each other how much data they have. They do without where all know the
@@ -66,7 +65,6 @@ class Loop:
     subset_num_batches: int = -1
     step_schedulers_every_batch: bool = True
     spin_dataloaders: bool = True
-    rng_states: list[dict[str, object]] | None = None
     company: Company = field(default_factory=Alone)
     data_ranks: int = 1
     weight_by_tokens: bool = False
@@ -96,8 +94,9 @@ def run(loop: Loop) -> None:
     state, engine = loop.state, loop.engine
     state.model.train()
     engine.run_event(Event.FIT_START)
-    if loop.rng_states is not None:
-        rng.restore(loop.rng_states, state.rank)
+    if state.loaded_generators is not None:
+        rng.restore(state.loaded_generators, state.rank)
+        state.loaded_generators = None
 
     if state.interruption.evaluation is not None:
         _evaluate_what_was_interrupted(loop)

@@ -242,7 +242,6 @@ class Trainer:
         self.spin_dataloaders = spin_dataloaders
         self._fits = 0
         self._position: DataPosition | None = None
-        self._rng_states: list[dict[str, Any]] | None = None
 
         # Reproducibility first: whatever draws random numbers from here on does so from the seed.
         if deterministic_mode:
@@ -258,10 +257,11 @@ class Trainer:
             model = model.to(chosen_device)
         size, auto = checks.microbatch_size(device_train_microbatch_size)
         user_algorithms, user_callbacks, user_loggers = build.check_parts(algorithms, callbacks, loggers)
+        name, is_named = of_rank_zero(build.resolve_run_name(run_name, autoresume=autoresume))
         self.state = State(
             model,
             rank_zero_seed=seed,
-            run_name=of_rank_zero(build.resolve_run_name(run_name, autoresume=autoresume)),
+            run_name=name,
             device=chosen_device,
             max_duration=build.scaled_duration(max_duration, scale_schedule_ratio),
             optimizers=build.build_optimizer(optimizers, model),
@@ -274,6 +274,7 @@ class Trainer:
             parallelism=parallelism,
             deepspeed_config=zero_config,
         )
+        self.state.is_named = is_named
         self._set_precision(chosen_precision)
         user_loggers += build.output_loggers(arguments)
         if save_folder is not None:
@@ -330,7 +331,7 @@ class Trainer:
                     name, store = build.in_a_store(name, self.logger.destinations)
                 elif store is not None and not isinstance(store, ObjectStore):
                     name, store = store.object_name(name, self.state.run_name), store.object_store
-                self._rng_states = load_checkpoint(
+                loaded = load_checkpoint(
                     name,
                     self.state,
                     object_store=store,
@@ -344,6 +345,7 @@ class Trainer:
                     and parallelism.fsdp is not None
                     and parallelism.fsdp.load_monolith_rank0_only,
                 )
+                self.state.loaded_generators = self.state.loaded_generators if loaded is None else loaded
             if self._resumed and zero_config is None:
                 build.take_new_rates(self.state)
             self.state.lineage = (
@@ -449,7 +451,6 @@ class Trainer:
             self._build_schedulers(keep_rates=begun_before)
 
         self._use_train_data(self._train_spec)
-        rng_states, self._rng_states = self._rng_states, None
         loop = Loop(
             state=state,
             engine=self.engine,
@@ -468,7 +469,6 @@ class Trainer:
             subset_num_batches=self._train_subset,
             step_schedulers_every_batch=self._schedulers_step_every_batch(),
             spin_dataloaders=self.spin_dataloaders,
-            rng_states=rng_states,
             company=self._company,
             data_ranks=self._parallel.data_ranks,
             weight_by_tokens=self._accumulate_on_tokens,

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, Metric
 
 from composerlite import Callback, Evaluator, Event, Logger, State, Trainer
+from composerlite.callbacks import LoadCheckpoint, PreemptionHandler
 from composerlite.optim import DecoupledAdamW
 
 __all__ = ["main"]
@@ -33,6 +34,8 @@ class Order:
         at: ``[event, batch, label, count]``: at that event of that evaluator, when so many batches are done, the so
             many-th time, the process gets ``signal``. save: it saves before.
         interval: between evaluations. other: between those of the third evaluator. saves: between saves.
+        load: how it goes on: by ``autoresume``, from a ``load_path``, or by the ``callback`` LoadCheckpoint.
+        name: of the run. by_duration: ``fit`` is told how long to train, and not the trainer.
     """
 
     at: list[Any] = field(default_factory=list[Any])
@@ -41,6 +44,9 @@ class Order:
     interval: str = "4ba"
     other: str = "4ba"
     saves: str = "5ba"
+    load: str = "autoresume"
+    name: str | None = "run"
+    by_duration: bool = False
 
 
 class _Measured(Net):
@@ -84,6 +90,9 @@ def main(folder: str, given: str) -> None:
         )
 
     asked = _Asked(order)
+    latest = Path(folder) / "latest-rank0.pt"
+    loading: list[Callback] = [LoadCheckpoint(latest)] if order.load == "callback" and latest.exists() else []
+    loading += [] if order.load == "autoresume" else [PreemptionHandler()]
     with Trainer(
         model=model,
         train_dataloader=DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True),
@@ -95,21 +104,22 @@ def main(folder: str, given: str) -> None:
         ],
         eval_subset_num_batches=3,
         optimizers=DecoupledAdamW(model.parameters(), lr=0.01),
-        max_duration="3ep",
-        callbacks=[Say(), asked],
-        run_name="run",
+        max_duration=None if order.by_duration else "3ep",
+        callbacks=[Say(), asked, *loading],
+        run_name=order.name,
+        load_path=latest if order.load == "load_path" and latest.exists() else None,
         save_folder=folder,
         save_interval=order.saves,
         save_best_k=1,
         save_best_metric="a/mean",
         save_overwrite=True,
-        autoresume=True,
+        autoresume=order.load == "autoresume",
         seed=11,
         device="cpu",
         progress_bar=False,
     ) as trainer:
         asked.trainer = trainer
-        trainer.fit()
+        trainer.fit(duration="3ep" if order.by_duration else None)
     torch.save(final_state(trainer), Path(folder) / "final.pt")
 
 

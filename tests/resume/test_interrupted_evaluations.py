@@ -82,3 +82,35 @@ def test_each_evaluator_is_run_once_wherever_the_run_was_interrupted(
     assert differences(*parts) == []
     if kind.get("saves") == "4ba":  # what the first one measured before the end is what the checkpoint is judged by
         assert measured(tmp_path) == measured(folder)
+
+
+@pytest.mark.parametrize("load", ["load_path", "callback"])
+@pytest.mark.parametrize("name", ["run", None])
+@pytest.mark.parametrize("by_duration", [False, True], ids=["max_duration", "duration"])
+@pytest.mark.parametrize(
+    "at",
+    [["batch_end", 6, "train", 1], ["eval_batch_end", 8, "b", 2], ["eval_batch_end", 12, "b", 2]],
+    ids=["in training", "in an evaluation", "in the last evaluation"],
+)
+def test_a_run_that_goes_on_from_load_path_is_that_which_was_interrupted(
+    tmp_path: Path, whole: Any, at: list[Any], by_duration: bool, name: str | None, load: str
+) -> None:
+    """Whether somebody has named it or not, and whichever way its last checkpoint is loaded: the evaluation that it was
+    interrupted in is made up for, and ``fit(duration=…)`` ends where it would have ended."""
+    kind: dict[str, Any] = {"interval": "1ep", "other": "1ep", "load": load, "by_duration": by_duration}
+    folder, expected = whole(**kind)
+    code, before = launch(tmp_path, at=at, name=name, **kind)
+    assert code == 143
+    again, after = launch(tmp_path, name=name, **kind)
+    assert again == 0
+    assert before + after == expected
+    weights = [torch.load(where / "final.pt", weights_only=True)["model"] for where in (tmp_path, folder)]
+    assert differences(*weights) == []
+
+
+def test_a_run_that_had_ended_is_trained_further_where_nobody_says_that_it_is_the_same(tmp_path: Path) -> None:
+    """A checkpoint of a finished ``fit`` is where another one begins: three epochs more, as in one process."""
+    kind: dict[str, Any] = {"interval": "1ep", "other": "1ep", "load": "load_path", "by_duration": True, "name": None}
+    _, first = launch(tmp_path, **kind)
+    _, more = launch(tmp_path, **kind)
+    assert len(first) == len(more) == 12 + 9  # batches, evaluations

@@ -79,6 +79,9 @@ class RunState:
         noted_states: what checkpoints hold of callbacks and algorithms, by ``id``, in place of what they say now:
             that of before a batch that was given up.
         stop_requested: with several ranks, :meth:`stop_training` was called on this one and the others do not know yet.
+        is_named: somebody gave the run its name. Where nobody has, that in a checkpoint does not tell whose it is.
+        loaded_generators: states of the random generators, one for each rank, that the next ``fit`` begins with;
+            ``None``: as they are.
         stopped: the ``max_duration`` that the run had when it was stopped; ``None`` if it was not. In checkpoints.
     """
 
@@ -123,6 +126,8 @@ class RunState:
         self.model = model
         self.rank_zero_seed = rank_zero_seed
         self.run_name = run_name
+        self.is_named = True
+        self.loaded_generators: list[dict[str, Any]] | None = None
         self.device = device
         self.precision = precision
         self.optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)

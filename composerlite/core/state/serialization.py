@@ -164,6 +164,8 @@ def _metadata(state: RunState) -> StateDict:
     if state.interruption.evaluation is not None:
         event, labels = state.interruption.evaluation
         metadata["interrupted_evaluation"] = {"event": event.value, "labels": list(labels)}
+    if state.fit_starts and state.max_duration is not None:
+        metadata["max_duration"] = str(state.max_duration)
     if state.stopped is not None:
         metadata["stopped"] = str(state.stopped)
     batch_size = getattr(state.train_dataloader, "batch_size", None)
@@ -317,7 +319,7 @@ def _load_time(state: RunState, contents: StateDict) -> None:
     if "timestamp" in contents:
         state.timestamp = Timestamp.from_state_dict(contents["timestamp"]["Timestamp"])
         state.previous_timestamp = None
-    if contents.get("run_name") == state.run_name:  # the same run goes on: its calls of fit count from where they did
+    if _goes_on(state, contents):  # its calls of fit count from where they did
         starts = contents.get("metadata", {}).get("fit_starts", ())
         state.fit_starts = [Timestamp.from_state_dict(start) for start in starts]
         state.resumed_learning_rates = tuple(map(float, contents.get("metadata", {}).get("learning_rates", ())))
@@ -333,6 +335,22 @@ def _load_time(state: RunState, contents: StateDict) -> None:
         state.dataset_state = contents["dataset_state"]
     if state.auto_microbatching and (size := contents.get("metadata", {}).get("device_train_microbatch_size")):
         state.device_train_microbatch_size = size
+
+
+def _goes_on(state: RunState, contents: StateDict) -> bool:
+    """Tell whether the run is that of the checkpoint: by its name or, where nobody has named it, by its training.
+
+    A call of ``fit`` that was interrupted goes on; one that came to its end is followed by others.
+    """
+    if contents.get("run_name") == state.run_name:
+        return True
+    metadata = contents.get("metadata", {})
+    if state.is_named or "timestamp" not in contents or "stopped" in metadata:
+        return False
+    if metadata.get("interrupted_evaluation"):
+        return True
+    end = metadata.get("max_duration")
+    return end is not None and state.timestamp.get((until := Time.from_input(end)).unit) < until
 
 
 @contextlib.contextmanager
