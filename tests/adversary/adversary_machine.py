@@ -17,13 +17,14 @@ from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 from adversary_oracle import Entry, FoundError, History, Line, Planted, begun_in, entries_of, line_in, line_of
-from adversary_run import LONGEST, RUN, Order, as_json, live, live_alone
+from adversary_run import LONGEST, RUN, Order, as_json, live, live_alone, load_saved, save_alone
 from forked import run_forked
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from typer.testing import CliRunner
 
 from composerlite.checkpoint import FileRecord, Manifest
 from composerlite.cli.app import app
+from composerlite.errors import CheckpointNotFoundError
 
 __all__ = ["Adversary"]
 
@@ -99,6 +100,7 @@ class Adversary(RuleBasedStateMachine):
         self.owners: dict[int, Project] = {}
         self.damaged: dict[Path, int] = {}  # the attempt that they were of
         self.marks: dict[Path, tuple[int, int] | None] = {}
+        self.values: dict[tuple[Path, str], tuple[int, int]] = {}  # the least there, and the last tried
         self.launches = 0
         self.names = 0
         self.has_pipe = False
@@ -123,14 +125,19 @@ class Adversary(RuleBasedStateMachine):
         interval=st.sampled_from([1, 1, 2, 3]),
         suffix=st.sampled_from(["", "", "", ".gz"]),
         weights=st.booleans(),
+        sharded=st.sampled_from([False] * 7 + [True]),
     )
-    def launch(self, b: bool, more: int, memory: bool, suffix: str, **given: Any) -> None:
+    def launch(self, b: bool, more: int, memory: bool, suffix: str, sharded: bool, **given: Any) -> None:
         """The script is started, as by a scheduler; it goes on by itself."""
         project = self.projects[b]
         memory = memory and may("memory")(self)
         acceptable = self.acceptable(project, memory=memory)
         until = self.later(acceptable, more)
-        order = self.order(project, until=until, filename=f"ba{{batch}}.pt{suffix}", **given)
+        name = f"ba{{batch}}.pt{suffix}"
+        if sharded and may("sharded")(self):
+            given |= {"sharded": True, "weights": False}
+            name, memory = "ba{batch}", False
+        order = self.order(project, until=until, filename=name, **given)
         self.run(project, replace(order, memory=str(self.memory) if memory else ""), acceptable)
 
     @precondition(may("restart"))
@@ -205,7 +212,7 @@ class Adversary(RuleBasedStateMachine):
 
     def let_live(self, order: Order) -> None:
         """Here, or in a process of its own if it may end otherwise than well."""
-        if not (order.die_at or order.clock or self.has_pipe):
+        if not (order.die_at or order.clock or order.sharded or self.has_pipe):
             try:
                 live(order)
             except Exception as e:
@@ -228,6 +235,43 @@ class Adversary(RuleBasedStateMachine):
                     note["weights at start" if "started" in note else "weights at end"] = note.pop("weights")
                 found |= note
         return found
+
+    # ── functions ────────────────────────────────────────────────────────────────────────────────────────────────
+    @precondition(may("functions"))
+    @rule(
+        b=st.booleans(),
+        kind=st.sampled_from(["function", "step"]),
+        more=st.integers(1, 3),
+        die_at=st.one_of(st.just(0), st.integers(1, 40), st.integers(1, 120)),
+    )
+    def save_with_functions(self, b: bool, kind: str, more: int, die_at: int) -> None:
+        """A loop of somebody's own saves again and again to one name, and is killed; then it is started again."""
+        folder = self.projects[b].folder.with_name("functions")
+        least, most = self.values.get((folder, kind), (0, 0))
+        notes = self.root / f"saved{self.new_number()}"
+        given = [kind, str(folder), str(most + 1), str(most + more), str(die_at), str(notes)]
+        done = run_forked(save_alone, *given, cwd=self.root, timeout=SECONDS)
+        if done.returncode not in ((0, -signal.SIGKILL) if die_at else (0,)):
+            raise FoundError(f"[crash] {given} ended with {done.returncode}: {done.stderr[-3000:]}")
+        saved = [json.loads(line)["saved"] for line in notes.read_text().splitlines()] if notes.exists() else []
+        least = max([least, *saved])
+        most = max(least + 1, most) if done.returncode else least
+        if most:
+            self.values[folder, kind] = self.found_value(folder, kind, least, most + (most > least))
+
+    def found_value(self, folder: Path, kind: str, least: int, most: int) -> tuple[int, int]:
+        """The value that is there, which has to be one of these; 0: none."""
+        try:
+            found = load_saved(kind, str(folder))
+        except CheckpointNotFoundError as e:
+            if least:
+                raise FoundError(f"[gone] {kind} in {folder}: {least} was saved: {e}") from e
+            found = 0
+        except Exception as e:
+            raise FoundError(f"[content] {kind} in {folder} cannot be loaded: {e!r}") from e
+        if not least <= found <= most:
+            raise FoundError(f"[content] {kind} in {folder} has {found}, and not one of {least} to {most}")
+        return found, most
 
     # ── what has to be ───────────────────────────────────────────────────────────────────────────────────────────
     def entries(self, project: Project) -> list[Entry]:
@@ -315,7 +359,7 @@ class Adversary(RuleBasedStateMachine):
         if not saved and end not in [e.line for e in self.in_memory_of(project)]:
             raise FoundError(f"[gone] launch {order.launch} ended with {end}, which is nowhere")
         own = [e for e in saved if e.template == order.filename]
-        link = project.folder / "latest.pt"
+        link = project.folder / ("latest" if order.sharded else "latest.pt")
         acted = order.resume or len(end) > len(start)  # else it has saved nothing
         if own and acted and link.resolve() not in [(e.folder / e.name).resolve() for e in saved]:
             raise FoundError(f"[latest] {link} leads to {link.readlink()}, and not to {own[0].name}")
@@ -340,10 +384,10 @@ class Adversary(RuleBasedStateMachine):
         for project in self.projects:
             for entry in self.entries(project):
                 self.history.check(entry)
-            link = project.folder / "latest.pt"
-            set_aside = link.resolve().with_name(f"{link.resolve().name}.damaged").exists()
-            if link.is_symlink() and not link.exists() and not set_aside:
-                raise FoundError(f"[latest] {link} leads to {link.readlink()}, which is not there")
+            for link in (project.folder / "latest.pt", project.folder / "latest"):
+                set_aside = link.resolve().with_name(f"{link.resolve().name}.damaged").exists()
+                if link.is_symlink() and not link.exists() and not set_aside:
+                    raise FoundError(f"[latest] {link} leads to {link.readlink()}, which is not there")
 
     # ── the tools ────────────────────────────────────────────────────────────────────────────────────────────────
     def command(self, *arguments: object) -> None:
@@ -388,7 +432,8 @@ class Adversary(RuleBasedStateMachine):
     @rule(b=st.booleans(), which=numbers, suffix=st.sampled_from([".pt", ".pt.gz"]))
     def convert(self, b: bool, which: int, suffix: str) -> None:
         """The user takes a checkpoint elsewhere."""
-        if (entry := self.one_of(self.projects[b], which)) is not None:
+        entry = self.one_of(self.projects[b], which)
+        if entry is not None and not (entry.folder / entry.name).is_dir():  # which unshard makes a file of
             target = self.root / f"converted{self.new_number()}{suffix}"
             self.command("convert", entry.folder / entry.name, target)
             if line_in(target) != entry.line:
@@ -406,7 +451,11 @@ class Adversary(RuleBasedStateMachine):
     def copy_by_hand(self, b: bool, which: int, how: str) -> None:
         """The user keeps a checkpoint under another name."""
         entry = self.one_of(self.projects[b], which)
-        if entry is None or (how == "with its manifest" and not may("records")(self)):
+        if (
+            entry is None
+            or (entry.folder / entry.name).is_dir()
+            or (how == "with its manifest" and not may("records")(self))
+        ):
             return
         records, name = entry.folder / ".manifest", f"best{self.new_number()}.pt"
         if how == "in a folder":
@@ -459,9 +508,10 @@ class Adversary(RuleBasedStateMachine):
             return
         entry = living[which % len(living)]
         path = entry.folder / entry.name
-        data = bytearray(path.read_bytes())
+        part = path / "__0_0.distcp" if path.is_dir() else path
+        data = bytearray(part.read_bytes())
         data[len(data) // 2] ^= 1
-        path.write_bytes(data)
+        part.write_bytes(data)
         self.damaged[path], self.marks[path] = self.history.attempts[entry.launch], _mark(path)
 
     @precondition(may("remove"))

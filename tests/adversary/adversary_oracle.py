@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import stat
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from adversary_run import LONGEST
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 __all__ = ["Entry", "FoundError", "History", "Line", "Planted", "begun_in", "entries_of", "line_in", "line_of"]
 
@@ -80,7 +83,7 @@ def entries_of(folder: Path, damaged: set[Path]) -> list[Entry]:
         data = folder / manifest["name"]
         line: Line | None = None
         if data not in damaged:
-            if not data.is_file():
+            if not data.is_file() and not (data / ".metadata").is_file():
                 continue  # no checkpoint: somebody has planted the record, or removed the data
             line = line_in(data)
         found.append(Entry(folder, manifest["name"], manifest["template"], manifest["kind"], line))
@@ -92,7 +95,7 @@ def begun_in(folder: Path) -> list[Entry]:
     found: list[Entry] = []
     for path in sorted((folder / ".manifest").glob(".*.tmp-*")):
         manifest = _manifest(path)
-        if manifest is not None and (folder / manifest["name"]).is_file():
+        if manifest is not None and (folder / manifest["name"]).exists():
             data = folder / manifest["name"]
             found.append(Entry(folder, manifest["name"], manifest["template"], manifest["kind"], line_in(data)))
     return found
@@ -110,16 +113,28 @@ def _manifest(path: Path) -> dict[str, Any] | None:
 
 def line_in(data: Path) -> Line:
     """What the checkpoint ``data`` has in its weights."""
-    status = data.stat()
+    status = (data / ".metadata" if data.is_dir() else data).stat()
     key = str(data), status.st_ino, status.st_mtime_ns, status.st_size
     if key not in _read:
-        packed = data.read_bytes()
-        plain = gzip.decompress(packed) if data.suffix == ".gz" else packed
-        saved = torch.load(io.BytesIO(plain), weights_only=False)
-        _read[key] = line_of(saved["state"]["model"]["weights"].tolist())
+        _read[key] = line_of(_weights_in_directory(data) if data.is_dir() else _weights_in_file(data))
     line = _read[key]
     assert line is not None
     return line
+
+
+def _weights_in_file(data: Path) -> list[float]:
+    packed = data.read_bytes()
+    plain = gzip.decompress(packed) if data.suffix == ".gz" else packed
+    saved = torch.load(io.BytesIO(plain), weights_only=False)
+    return saved["state"]["model"]["weights"].tolist()
+
+
+def _weights_in_directory(data: Path) -> list[float]:
+    wanted = {"state.model.weights": torch.zeros(LONGEST + 1, dtype=torch.float64)}
+    with warnings.catch_warnings():  # that there is no process group
+        warnings.simplefilter("ignore")
+        load(wanted, storage_reader=FileSystemReader(data), no_dist=True)
+    return wanted["state.model.weights"].tolist()
 
 
 @dataclass

@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import Callback, ComposerModel, Event, Logger, State, Trainer
 from composerlite.callbacks import CheckpointSaver
+from composerlite.checkpoint import Checkpointer, load_state_dict, save_state_dict
 from composerlite.checkpoint.record import manifest
 
-__all__ = ["LONGEST", "RUN", "Order", "as_json", "live", "live_alone"]
+__all__ = ["LONGEST", "RUN", "Order", "as_json", "live", "live_alone", "load_saved", "save_alone"]
 
 RUN = "run"
 LONGEST = 24
@@ -51,6 +53,7 @@ class Order:
         saving: arguments of the saver: in the background or not.
         die_at: the process is killed at its so manieth event, of training or of its files.
         clock: hours that the clock is ahead.
+        sharded: with FSDP, in a process group of one rank: checkpoints are directories.
     """
 
     launch: int
@@ -67,6 +70,7 @@ class Order:
     saving: str = "default"
     die_at: int = 0
     clock: float = 0.0
+    sharded: bool = False
 
 
 SAVING: dict[str, dict[str, Any]] = {
@@ -96,7 +100,8 @@ class Net(ComposerModel):
     @property
     def trained_by(self) -> list[int]:
         """The launches."""
-        return [int(value) for value in self.weights.tolist()]
+        weights = self.weights.full_tensor() if isinstance(self.weights, DTensor) else self.weights
+        return [int(value) for value in weights.tolist()]
 
 
 class Notes:
@@ -154,6 +159,8 @@ def live(order: Order) -> None:
     arguments: dict[str, Any] = dict(SAVING[order.saving])
     if order.memory and order.resume:
         arguments |= {"save_memory_interval": "1ba", "save_memory_folder": order.memory}
+    if order.sharded:
+        arguments["parallelism_config"] = {"fsdp": {}}
     trainer = Trainer(
         model=net,
         train_dataloader=DataLoader(TensorDataset(torch.arange(1, LONGEST + 1)), batch_size=1),
@@ -190,6 +197,49 @@ def live_alone(given: str) -> None:
     if order.clock:
         manifest.datetime = ahead(order.clock)  # type: ignore[attr-defined]
     live(order)
+
+
+def save_alone(kind: str, folder: str, first: str, last: str, die_at: str, notes: str) -> None:
+    """Save the values ``first`` to ``last``, each in place of the one before, and tell of each that was saved."""
+    torch.set_num_threads(1)
+    told = Notes(notes)
+    save = {"function": save_function, "step": save_step}[kind]
+    if int(die_at):
+        Fuse(int(die_at), [folder])
+    for value in range(int(first), int(last) + 1):
+        save(folder, value)
+        told.tell(saved=value)
+    told.close()
+
+
+def save_function(folder: str, value: int) -> None:
+    """A loop of somebody's own."""
+    save_state_dict(f"{folder}/mine", {"x": torch.full((7,), value), "value": value}, save_overwrite=True)
+
+
+def save_step(folder: str, value: int) -> None:
+    """As OLMo-core's trainer does, if it gave one name to all."""
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, value)
+    Checkpointer(save_overwrite=True).save(f"{folder}/step1", model, {"value": value})
+
+
+def load_saved(kind: str, folder: str) -> int:
+    """What a program finds that goes on from there."""
+    if kind == "function":
+        state = {"x": torch.zeros(7, dtype=torch.int64), "value": 0}
+        load_state_dict(f"{folder}/mine", state)
+        weights, value = state["x"], state["value"]
+    else:
+        model = nn.Linear(1, 1)
+        found = Checkpointer().load(f"{folder}/step1", model)
+        assert found is not None
+        weights, value = model.weight.detach(), found["value"]
+    assert isinstance(weights, torch.Tensor)
+    assert isinstance(value, int)
+    if set(weights.flatten().tolist()) != {value}:
+        raise AssertionError(f"weights {weights.tolist()} with the value {value}")
+    return value
 
 
 def ahead(hours: float) -> type[datetime]:

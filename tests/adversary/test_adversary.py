@@ -16,7 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 STEPS = 50
 RULES = os.environ.get("ADVERSARY_RULES", "").split()
 """To look for one thing, some of: train restart older clock memory prune gc convert copy records plant links manifest
-damage remove reboot."""
+damage remove reboot sharded functions."""
 SECONDS = float(os.environ.get("ADVERSARY_SECONDS", "3600"))
 SEED = os.environ.get("ADVERSARY_SEED")
 

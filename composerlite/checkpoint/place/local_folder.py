@@ -177,7 +177,10 @@ class LocalFolder(CheckpointFolder):
         end_dead_saves(self._root, self.name)
         place = self.path.with_name(claim.place)
         place.mkdir()
-        self._lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # swept by another save, which saw it before it could be locked
+            return False
         with contextlib.suppress(OSError):  # a file system without locks: nothing is swept there
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         if place.is_dir():

@@ -1,0 +1,393 @@
+"""Replaces a checkpoint of the same name, and is killed or overtaken at each event: for test_replacing_matrix.py.
+
+An event is whatever python reports to audit hooks about a file of the place, or a request to an object store. Every
+attempt has a place of its own and runs in a process of its own; what was found after it is printed as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from composerlite import ComposerModel, Trainer
+from composerlite.checkpoint import Catalog, Checkpointer, load_state_dict, save_state_dict
+from composerlite.checkpoint.place.directory import LocalFolder
+from composerlite.storage import FileDigest, open_store, parse_uri
+
+__all__ = ["KINDS", "killed", "overtaken"]
+
+_EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "http.client.send")
+_MOST = 400
+_IMPORTED = (fully_shard,)  # before processes are forked, so that each need not
+ZERO = {"deepspeed_config": {"zero_optimization": {"stage": 1}}, "save_filename": "newest-rank{rank}"}
+
+
+class Kind(NamedTuple):
+    """A way to save.
+
+    Attributes:
+        save: the value at the place, in place of what is there if that is so wished.
+        value: what a start finds there, that is asked for nothing else.
+        own: a file of the user that lies beside the parts, below the place.
+        read: what somebody else finds there meanwhile, if that is looked up otherwise.
+    """
+
+    save: Callable[[str, int, bool], None]
+    value: Callable[[str], int]
+    own: str = ""
+    read: Callable[[str], int] | None = None
+
+
+# ── functions ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def save_function(place: str, value: int, overwrite: bool) -> None:
+    save_state_dict(f"{place}/c", {"x": torch.full((10,), value)}, save_overwrite=overwrite)
+
+
+def value_of_function(place: str) -> int:
+    assert got(place, ".manifest/c.json"), "it could not be verified"
+    state = {"x": torch.zeros(10, dtype=torch.int64)}
+    load_state_dict(f"{place}/c", state)
+    return _one(state["x"])
+
+
+def save_step(place: str, value: int, overwrite: bool) -> None:
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, value)
+    Checkpointer(save_overwrite=overwrite).save(f"{place}/step1", model, {"value": value})
+
+
+def value_of_step(place: str) -> int:
+    model = nn.Linear(1, 1)
+    found = Checkpointer().load(Checkpointer.latest_checkpoint(place), model)
+    assert found is not None
+    assert found["value"] == _one(model.weight.detach())
+    return int(found["value"])
+
+
+def _one(tensor: torch.Tensor) -> int:
+    (value,) = set(tensor.flatten().tolist())
+    return int(value)
+
+
+# ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Counting(ComposerModel):
+    """Its weight is the number of batches that it was trained with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = nn.Parameter(torch.zeros(4))
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.count.sum()
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        return -outputs
+
+
+def _trainer(place: str, until: int, overwrite: bool, save_filename: str = "newest", **arguments: Any) -> Trainer:
+    model = Counting()
+    return Trainer(
+        model=model,
+        train_dataloader=DataLoader(TensorDataset(torch.ones(100)), batch_size=1),
+        optimizers=torch.optim.SGD(model.parameters(), lr=1.0),
+        max_duration=f"{until}ba",
+        run_name="run",
+        autoresume=True,
+        autoresume_timeout=0.2,
+        save_folder=place,
+        save_filename=save_filename,
+        save_latest_filename="latest-rank{rank}",
+        save_interval="1ba",
+        save_overwrite=overwrite,
+        save_async=False,
+        progress_bar=False,
+        seed=1,
+        **arguments,
+    )
+
+
+def _train(place: str, until: int, overwrite: bool, **arguments: Any) -> None:
+    _in_a_folder_beside(place)
+    with _trainer(place, until, True, **arguments) as trainer:
+        trainer.fit()
+
+
+def _resumed(place: str, **arguments: Any) -> int:
+    _in_a_folder_beside(place)
+    with _trainer(place, 9, True, **arguments) as trainer:
+        batch = int(trainer.state.timestamp.batch)
+        count = trainer.state.model.state_dict()["count"]
+        assert _one(count.full_tensor() if isinstance(count, DTensor) else count) == batch
+        return batch
+
+
+def _loaded(place: str) -> int:
+    """By another run."""
+    model = Counting()
+    with Trainer(model=model, load_path=f"{place}/newest", load_weights_only=True, progress_bar=False):
+        return _one(model.count.detach())
+
+
+def _in_a_folder_beside(place: str) -> None:
+    """Staging of a bucket is below the current folder; each attempt has one of its own."""
+    if "://" in place:
+        folder = Path(tempfile.gettempdir(), "staging", place.partition("://")[2])
+        folder.mkdir(parents=True, exist_ok=True)
+        os.chdir(folder)
+
+
+# ── disks of nodes ───────────────────────────────────────────────────────────────────────────────────────────────────
+def save_on_disks(place: str, value: int, overwrite: bool) -> None:
+    """What the ranks of two nodes do, in that order."""
+    nodes = [LocalFolder(Path(place, f"node{number}", "c")) for number in (0, 1)]
+    claim = nodes[0].claim(overwrite=overwrite)
+    nodes[1].join(claim, overwrite=overwrite)
+    files: dict[str, FileDigest] = {}
+    for number, node in enumerate(nodes):
+        name = f"__{number}_0.distcp"
+        files[name] = node.write(claim, name, 100, lambda sink: sink.write(bytes([value]) * 100))
+    sealed = nodes[0].sealed(b"index", files, {}, {name: number for number, name in enumerate(files)})
+    for number, node in enumerate(nodes):
+        node.prepare(sealed, number)
+    for node in nodes:
+        node.complete()
+
+
+def value_on_disks(place: str) -> int:
+    """What the next start of both nodes finds."""
+    first, second = (Catalog(Path(place, f"node{number}")) for number in (0, 1))
+    first.recover()
+    second.recover({manifest.name: manifest.identity for manifest in first.manifests()})
+    found: set[int] = set()
+    for number, catalog in enumerate((first, second)):
+        (manifest,) = catalog.manifests()
+        catalog.verify(manifest)
+        found |= set((catalog.folder / "c" / f"__{number}_0.distcp").read_bytes())
+    (value,) = found
+    return value
+
+
+KINDS: dict[str, Kind] = {
+    "file": Kind(_train, _resumed, read=_loaded),
+    "sharded run": Kind(
+        lambda place, value, overwrite: _train(place, value, overwrite, parallelism_config={"fsdp": {}}),
+        lambda place: _resumed(place, parallelism_config={"fsdp": {}}),
+        "newest/config.json",
+    ),
+    "archive": Kind(
+        lambda place, value, overwrite: _train(place, value, overwrite, **ZERO),
+        lambda place: _resumed(place, **ZERO),
+    ),
+    "function": Kind(save_function, value_of_function, "c/config.json"),
+    "step": Kind(save_step, value_of_step, "step1/config.json"),
+    "disks": Kind(save_on_disks, value_on_disks, "node0/c/config.json"),
+}
+
+
+# ── kills ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def refuse_exchange() -> None:
+    """Have the kernel refuse to swap two names in this process from now on, as it does on NFS."""
+    number = {"x86_64": 316, "aarch64": 276}[platform.machine()]  # of renameat2
+    refused = 0x00050000 | 22  # EINVAL
+    steps = [
+        (32, 0, 0, 0),
+        (21, 0, 3, number),
+        (32, 0, 0, 48),
+        (69, 0, 1, 2),
+        (6, 0, 0, refused),
+        (6, 0, 0, 0x7FFF0000),
+    ]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    libc = ctypes.CDLL(None, use_errno=True)
+    filtered = struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(program))
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, filtered, 0, 0):
+        raise OSError(ctypes.get_errno(), "the system calls of this process cannot be filtered")
+
+
+def at_event(place: str, number: int, act: Callable[[], None]) -> None:
+    """Do it once, right before the event ``number`` of this process."""
+    left, root = number, parse_uri(place)[2]
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event not in _EVENTS or not (event == "http.client.send" or root in str(arguments[:2])):
+            return
+        left -= 1
+        if left == -1:
+            act()
+
+    sys.addaudithook(hook)
+
+
+def said_by(work: Callable[[], Any]) -> tuple[int, Callable[[], Any]]:
+    """Start it in a process of its own: its number, and what waits for its answer: ``None`` if it was killed."""
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            answer = work()
+        except BaseException as e:  # noqa: BLE001 - it is told
+            answer = f"{type(e).__name__}: {e}"
+        with os.fdopen(writing, "w") as pipe:
+            json.dump(answer, pipe)
+            pipe.flush()
+            os._exit(0)
+    os.close(writing)
+
+    def wait() -> Any:
+        with os.fdopen(reading) as pipe:
+            text = pipe.read()
+        os.waitpid(child, 0)
+        return json.loads(text) if text else None
+
+    return child, wait
+
+
+def alone(work: Callable[[], Any]) -> Any:
+    """What it says, in a process of its own."""
+    return said_by(work)[1]()
+
+
+def put(place: str, name: str, text: str) -> None:
+    """Write a file of the user."""
+    if "://" in place:
+        with open_store(place) as store:
+            store.put_bytes(f"{parse_uri(place)[2]}/{name}", text.encode())
+    else:
+        Path(place, name).write_text(text)
+
+
+def got(place: str, name: str) -> str | None:
+    """What is in a file of the user."""
+    try:
+        if "://" in place:
+            with open_store(place) as store:
+                return store.read_range(f"{parse_uri(place)[2]}/{name}", 0, 2).decode()
+        return Path(place, name).read_text()
+    except FileNotFoundError:
+        return None
+
+
+def killed(root: str, kind: str, exchange: str, stride: str) -> None:
+    """Be killed at each event of a replacing save, look what there is, and save again."""
+    torch.set_num_threads(1)
+    one = KINDS[kind]
+    if exchange == "no exchange":
+        refuse_exchange()
+
+    def begin(place: str) -> None:
+        one.save(place, 1, False)
+        if one.own:
+            put(place, one.own, "{}")
+
+    if "://" not in root and (error := alone(lambda: begin(f"{root}/begun"))) is not None:
+        raise SystemExit(f"it cannot begin: {error}")
+    for number in range(0, _MOST, int(stride)):
+        place = f"{root}/{number}"
+
+        def replace(place: str = place, number: int = number) -> str:
+            at_event(place, number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            one.save(place, 2, True)
+            return "saved"
+
+        if "://" in place:
+            alone(lambda place=place: begin(place))  # type: ignore[misc]
+        else:
+            shutil.copytree(f"{root}/begun", place, symlinks=True)
+        survived = alone(replace)
+        found = alone(lambda place=place: _found(one, place))  # type: ignore[misc]
+        sys.stdout.write(json.dumps({"at": number, **found}) + "\n")
+        if survived is not None:
+            break
+        if "://" not in place:
+            shutil.rmtree(place)
+
+
+def _found(one: Kind, place: str) -> dict[str, Any]:
+    """What is there after a kill, what comes of the next save, and what is left of the user's file then."""
+    told: dict[str, Any] = {}
+    for name, look in (("found", lambda: one.value(place)), ("then", lambda: _again(one, place))):
+        try:
+            told[name] = look()
+        except BaseException as e:  # noqa: BLE001 - it is told
+            told[name] = f"{type(e).__name__}: {e}"
+    told["own"] = got(place, one.own) if one.own else "{}"
+    return told
+
+
+def _again(one: Kind, place: str) -> int:
+    one.save(place, 3, True)
+    return one.value(place)
+
+
+# ── two at a time ────────────────────────────────────────────────────────────────────────────────────────────────────
+def overtaken(root: str, kind: str, what: str, exchange: str = "") -> None:
+    """Stop at each event, let another process do the whole of its work, and go on.
+
+    ``what``: "read while it is replaced", "replace while it is read", or "save twice": two that may not replace.
+    """
+    torch.set_num_threads(1)
+    one = KINDS[kind]
+    if exchange == "no exchange":
+        refuse_exchange()
+    for number in range(_MOST):
+        place = f"{root}/{number}"
+
+        def read(place: str = place) -> int:
+            return (one.read or one.value)(place)
+
+        def replace(place: str = place) -> str:
+            one.save(place, 2, True)
+            return "saved"
+
+        def create(value: int, place: str = place) -> str:
+            one.save(place, value, False)
+            return "saved"
+
+        first: Callable[[], Any]
+        second: Callable[[], Any]
+        if what == "save twice":
+            first, second = lambda: create(1), lambda: create(2)
+        else:
+            alone(lambda: one.save(place, 1, False))  # noqa: B023
+            first, second = (replace, read) if what == "read while it is replaced" else (read, replace)
+        here, go = os.pipe(), os.pipe()
+
+        def stopped(here: tuple[int, int] = here, go: tuple[int, int] = go, first: Any = first, n: int = number) -> Any:
+            def stop() -> None:
+                os.write(here[1], b"s")
+                os.read(go[0], 1)
+
+            at_event(place, n, stop)  # noqa: B023
+            answer = first()
+            os.write(here[1], b"e")
+            return answer
+
+        _, wait = said_by(stopped)
+        os.close(here[1])
+        came_to_it = os.read(here[0], 1) == b"s"
+        answer = alone(second) if came_to_it else None
+        os.write(go[1], b"g")
+        told = {"at": number, "first": wait(), "second": answer, "found": alone(read)}
+        for descriptor in (here[0], *go):
+            os.close(descriptor)
+        sys.stdout.write(json.dumps(told) + "\n")
+        if not came_to_it:
+            break
+        if "://" not in place:
+            shutil.rmtree(place)
