@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from composerlite.core import CheckpointNews, LoggerDestination
+from composerlite.core import CheckpointNews
 from composerlite.errors import ConfigError, checked_arguments
-from composerlite.loggers.run_file import RunFile
+from composerlite.loggers.run_file import FileOfRun
 from composerlite.loggers.values import plain
 from composerlite.storage import atomic_write
 
@@ -26,7 +26,7 @@ _SAME = ("time/batch", "time/epoch")
 
 
 @final
-class CSVLogger(LoggerDestination):
+class CSVLogger(FileOfRun):
     """Writes the metrics of a run as a CSV file: a row for each batch with metrics, a column for each metric.
 
     The first columns are ``batch`` and ``epoch``; what was not logged at a batch is empty there. A metric that appears
@@ -60,7 +60,7 @@ class CSVLogger(LoggerDestination):
     ) -> None:
         if not flush_seconds >= 0:
             raise ConfigError(f"CSVLogger(flush_seconds={flush_seconds!r}): want seconds, 0 or more.")
-        self._file = RunFile("CSVLogger", filename, remote_file_name, name="metrics.csv")
+        super().__init__(filename, remote_file_name, name="metrics.csv")
         self._flush_seconds = flush_seconds
         self._flushed_at = time.monotonic()
         self._state: State | None = None
@@ -69,22 +69,18 @@ class CSVLogger(LoggerDestination):
         self._rows: list[dict[str, Any]] = []  # not written, or not as they are now; the last may get more cells
         self._written_bytes = 0  # of the file, up to the first of these rows
 
-    @property
-    def place(self) -> str | None:
-        return str(self._file.path) if self._file.is_kept else None
-
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
     def init(self, state: State, logger: Logger) -> None:
+        super().init(state, logger)
         self._state = state
-        self._file.prepare(state, logger)
 
     def after_load(self, state: State, logger: Logger) -> None:
-        if not self._file.is_kept:
+        if not self.is_kept:
             return
         batch, early = int(state.timestamp.batch), self._rows
         self._rows = []
         if batch > 0:
-            self._file.fetch(state, logger)
+            self._fetch(state, logger)
         self._take_up(batch)
         self._is_ready = True
         for row in early:
@@ -98,23 +94,8 @@ class CSVLogger(LoggerDestination):
     def log_checkpoint(self, news: CheckpointNews) -> None:
         self._flush()
 
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        self._flush()
-        self._file.upload(state, logger)
-
-    def fit_end(self, state: State, logger: Logger) -> None:
-        self._flush()
-        self._file.upload(state, logger)
-
-    def close(self, state: State, logger: Logger) -> None:
-        self._flush()
-        self._file.upload(state, logger)
-
-    def post_close(self) -> None:
-        self._flush()  # what others logged while they closed
-
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        if self._file.is_kept:
+        if self.is_kept:
             self._add({name: plain(value) for name, value in metrics.items() if name not in _SAME}, step)
 
     # ── the table ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -138,27 +119,27 @@ class CSVLogger(LoggerDestination):
         if names or self._written_bytes == 0:
             self._write_anew([*self._columns, *names])
         done, last = (_text(self._columns, rows) for rows in (self._rows[:-1], self._rows[-1:]))
-        with self._file.path.open("r+b", buffering=0) as file:
+        with self.path.open("r+b", buffering=0) as file:
             file.seek(self._written_bytes)
             file.write(done + last)
             file.truncate()
         self._written_bytes += len(done)
         del self._rows[:-1]
-        self._file.changed()
+        self._uploaded = False
 
     def _write_anew(self, columns: list[str]) -> None:
         """Write the header and the rows that are done again, with ``columns``."""
-        header, rows = _read(self._file.path, self._written_bytes)
+        header, rows = _read(self.path, self._written_bytes)
         done = [dict(zip(header, row, strict=False)) for row in rows]
         self._columns = columns
         data = _text(columns, [dict(zip(columns, columns, strict=True)), *done])
-        with atomic_write(self._file.path) as file:
+        with atomic_write(self.path) as file:
             file.write(data)
         self._written_bytes = len(data)
 
     def _take_up(self, batch: int) -> None:
         """Go on with the table of an earlier launch, up to ``batch``. From the beginning of a run it is empty."""
-        path = self._file.path
+        path = self.path
         header, rows = _read(path, path.stat().st_size)
         if header and tuple(header[:2]) != _FIRST:
             raise ConfigError(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from composerlite.checkpoint import format_name_with_dist
-from composerlite.core import LoggerDestination
 from composerlite.errors import ConfigError, checked_arguments
+from composerlite.loggers.run_file import FileOfRun
 from composerlite.loggers.values import to_json
 
 if TYPE_CHECKING:
@@ -17,7 +15,7 @@ __all__ = ["FileLogger"]
 
 
 @final
-class FileLogger(LoggerDestination):
+class FileLogger(FileOfRun):
     """Writes a line for everything that is logged: ``[metric][batch=12] {"loss/train/total": 0.5}``.
 
     What follows the brackets is JSON. Each start of a run writes a line ``[start]``, or ``[resume]`` with the batch it
@@ -49,43 +47,21 @@ class FileLogger(LoggerDestination):
     ) -> None:
         if flush_interval < 1:
             raise ConfigError(f"FileLogger(flush_interval={flush_interval}): want a number of batches, 1 or more.")
-        for template in (filename, remote_file_name):
-            if template is not None:
-                format_name_with_dist(str(template), run_name="")  # a typo in a variable is an error now
-        self._filename = str(filename)
-        self._remote_file_name = remote_file_name
+        super().__init__(filename, remote_file_name, on_every_rank=True)
         self._with_traces = log_traces
         self._flush_interval = flush_interval
         self._overwrite = overwrite
-        self._path: Path | None = None
         self._unwritten: list[str] = []
-        self._uploaded = True
-
-    @property
-    def place(self) -> str | None:
-        return None if self._path is None else str(self._path)
+        self._is_ready = False
 
     def init(self, state: State, logger: Logger) -> None:
-        path = Path(format_name_with_dist(self._filename, state.run_name)).absolute()
-        if self._remote_file_name is not None and not logger.has_file_upload_destination():
-            raise ConfigError(
-                f"FileLogger(remote_file_name={self._remote_file_name!r}): no logger of this run keeps files. Add one "
-                "that does, or leave remote_file_name out."
-            )
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.open("a").close()
-        except OSError as e:
-            raise ConfigError(
-                f"FileLogger(filename={self._filename!r}): {str(path)!r} cannot be written: {e.strerror}. Give a path "
-                "that can."
-            ) from e
-        self._path = path
+        super().init(state, logger)
+        self._is_ready = True
 
     def after_load(self, state: State, logger: Logger) -> None:
         batch = int(state.timestamp.batch)
-        if self._overwrite and batch == 0 and self._path is not None:
-            self._path.write_text("")
+        if self._overwrite and batch == 0:
+            self.path.write_text("")
         self._unwritten.insert(0, f"[{'resume' if batch else 'start'}][batch={batch}] {to_json(state.run_name)}\n")
         self._flush()
 
@@ -112,36 +88,14 @@ class FileLogger(LoggerDestination):
     def eval_end(self, state: State, logger: Logger) -> None:
         self._flush()
 
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        self._flush()
-        self._upload(state, logger)
-
-    def fit_end(self, state: State, logger: Logger) -> None:
-        self._flush()
-        self._upload(state, logger)
-
-    def close(self, state: State, logger: Logger) -> None:
-        self._flush()
-        self._upload(state, logger)
-
-    def post_close(self) -> None:
-        self._flush()  # what others logged while they closed
-
     def _add(self, prefix: str, value: Any, step: int | None = None) -> None:
         batch = "" if step is None else f"[batch={step}]"
         self._unwritten.append(f"{prefix}{batch} {to_json(value)}\n")
 
     def _flush(self) -> None:
-        if self._path is None or not self._unwritten:
+        if not self._is_ready or not self._unwritten:
             return
-        with self._path.open("a", encoding="utf-8") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.writelines(self._unwritten)
         self._unwritten.clear()
         self._uploaded = False
-
-    def _upload(self, state: State, logger: Logger) -> None:
-        if self._path is None or self._remote_file_name is None or self._uploaded:
-            return
-        name = format_name_with_dist(self._remote_file_name, state.run_name)
-        logger.upload_file(name, self._path, overwrite=True)
-        self._uploaded = True

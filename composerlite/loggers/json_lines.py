@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, final
 
 from composerlite.checkpoint import versions
-from composerlite.core import CheckpointNews, LoggerDestination
+from composerlite.core import CheckpointNews
 from composerlite.errors import ConfigError, checked_arguments
-from composerlite.loggers.run_file import RunFile
+from composerlite.loggers.run_file import FileOfRun
 from composerlite.loggers.values import to_json
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _FORMAT = 1
 
 
 @final
-class JSONLLogger(LoggerDestination):
+class JSONLLogger(FileOfRun):
     """Keeps the record of a run: one line of JSON for all that is logged and all that happens, with the time of day.
 
     ``composerlite report`` makes a page of it. Each line has ``at`` (UTC), ``kind``, ``batch``, ``epoch``. Kinds are
@@ -79,7 +79,7 @@ class JSONLLogger(LoggerDestination):
     ) -> None:
         if not flush_seconds >= 0:
             raise ConfigError(f"JSONLLogger(flush_seconds={flush_seconds!r}): want seconds, 0 or more.")
-        self._file = RunFile("JSONLLogger", filename, remote_file_name, name="record.jsonl")
+        super().__init__(filename, remote_file_name, name="record.jsonl")
         self._flush_seconds = flush_seconds
         self._with_traces = log_traces
         self._overwrite = overwrite
@@ -92,23 +92,19 @@ class JSONLLogger(LoggerDestination):
         self._metrics_of: tuple[int | None, int, float] = (0, 0, 0.0)  # batch, epoch, time
         self._eval_began = 0.0
 
-    @property
-    def place(self) -> str | None:
-        return str(self._file.path) if self._file.is_kept else None
-
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
     def init(self, state: State, logger: Logger) -> None:
+        super().init(state, logger)
         self._state = state
-        self._file.prepare(state, logger)
 
     def after_load(self, state: State, logger: Logger) -> None:
-        if not self._file.is_kept:
+        if not self.is_kept:
             return
-        batch, path = int(state.timestamp.batch), self._file.path
+        batch, path = int(state.timestamp.batch), self.path
         if self._overwrite and batch == 0:
             path.write_bytes(b"")
         if batch > 0:
-            self._file.fetch(state, logger)
+            self._fetch(state, logger)
         early, self._lines = self._lines, ["\n"] if _is_torn(path) else []
         self._add(
             "resume" if batch else "start",
@@ -147,14 +143,9 @@ class JSONLLogger(LoggerDestination):
         self._add("evaluation", {"label": state.dataloader_label, "seconds": round(seconds, 6)})
         self._flush()
 
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        self._flush()
-        self._file.upload(state, logger)
-
     def fit_end(self, state: State, logger: Logger) -> None:
         self._add("fit_end", {})
-        self._flush()
-        self._file.upload(state, logger)
+        super().fit_end(state, logger)
 
     def close(self, state: State, logger: Logger) -> None:
         if self._knows_start:
@@ -166,16 +157,12 @@ class JSONLLogger(LoggerDestination):
                 how = "error"
                 self._add("error", {"error": f"{type(error).__name__}: {error}"})
             self._add("end", {"how": how, "exit_code": error.code if isinstance(error, SystemExit) else None})
-        self._flush()
-        self._file.upload(state, logger)
-
-    def post_close(self) -> None:
-        self._flush()  # what others logged while they closed
+        super().close(state, logger)
 
     # ── what is logged ───────────────────────────────────────────────────────────────────────────────────────────
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Metrics of one batch become one line, unless a name comes twice."""
-        if not metrics or not self._file.is_kept:
+        if not metrics or not self.is_kept:
             return
         if self._metrics and (step != self._metrics_of[0] or not self._metrics.keys().isdisjoint(metrics)):
             self._end_metrics()
@@ -218,7 +205,7 @@ class JSONLLogger(LoggerDestination):
             self._lines.append(_line({"at": _iso(at), "kind": "metrics", "batch": batch, "epoch": epoch}, metrics))
 
     def _add(self, kind: str, facts: Mapping[str, Any], *, batch: int | None = None, at: float | None = None) -> None:
-        if not self._file.is_kept:
+        if not self.is_kept:
             return
         self._end_metrics()
         now, epoch = self._now
@@ -231,10 +218,10 @@ class JSONLLogger(LoggerDestination):
         self._end_metrics()
         if not self._knows_start or not self._lines:
             return
-        with self._file.path.open("ab", buffering=0) as file:
+        with self.path.open("ab", buffering=0) as file:
             file.write("".join(self._lines).encode())
         self._lines.clear()
-        self._file.changed()
+        self._uploaded = False
 
 
 def _line(head: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:

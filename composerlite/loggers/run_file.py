@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from composerlite import dist
 from composerlite.checkpoint import format_name_with_dist
+from composerlite.core import LoggerDestination
 from composerlite.errors import ConfigError
 from composerlite.loggers.remote_uploader_downloader import RemoteUploaderDownloader
 
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["RunFile"]
+__all__ = ["FileOfRun"]
 
 
 @runtime_checkable
@@ -24,46 +26,57 @@ class _Saver(Protocol):
     in_memory: bool
 
 
-@final
-class RunFile:
-    """The file ``template`` of this run, on global rank 0.
+class FileOfRun(LoggerDestination):
+    """A logger that keeps what it gets in the file ``template`` of this run.
+
+    It is written and uploaded after each epoch and at the end; a subclass writes at other events, too.
 
     Args:
-        owner: the logger, for messages.
-        template: its name, with ``{run_name}`` and the variables of ranks; ``None``: ``name`` in the folder of the
-            checkpoints, or in one named after the run if there are none.
-        name: what the file is called where no other name is given.
+        template: the file's name, with ``{run_name}`` and the variables of ranks; ``None``: ``name`` in the folder of
+            the checkpoints, or in one named after the run if there are none.
         remote_template: the name under which other loggers keep it; ``None``: they do not.
+        name: what the file is called where no other name is given.
+        on_every_rank: every rank has a file of its own; else global rank 0 alone.
+
+    Attributes:
+        path: of the file, from ``INIT`` on.
+        is_kept: this rank has one.
 
     Raises:
-        ConfigError: an unknown variable.
+        ConfigError: an unknown variable; at ``INIT`` a file that cannot be written, or nobody who can take it.
     """
 
-    def __init__(self, owner: str, template: str | Path | None, remote_template: str | None, *, name: str) -> None:
+    def __init__(
+        self, template: str | Path | None, remote_template: str | None, *, name: str = "", on_every_rank: bool = False
+    ) -> None:
         template = None if template is None else str(template)
         for one in (template, remote_template):
             if one is not None:
                 format_name_with_dist(one, run_name="")  # a typo in a variable is an error now
-        self._owner = owner
         self._template = template
         self._name = name
         self._remote_template = remote_template
-        self._uploaded = True
-        self.is_kept = dist.get_global_rank() == 0
+        self._uploaded = True  # a subclass that writes says that it is not
+        self.is_kept = on_every_rank or dist.get_global_rank() == 0
         self.path = Path(name)
 
-    def prepare(self, state: State, logger: Logger) -> None:
-        """See that it can be written, and uploaded if it is to be.
+    @property
+    def place(self) -> str | None:
+        return str(self.path) if self.is_kept else None
 
-        Raises:
-            ConfigError: it cannot.
-        """
+    @abstractmethod
+    def _flush(self) -> None:
+        """Write what waits, if there is something and the file is known."""
+
+    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def init(self, state: State, logger: Logger) -> None:
+        owner = type(self).__name__
         template = self._beside_checkpoints(state) if self._template is None else self._template
         self.path = Path(format_name_with_dist(template, state.run_name)).absolute()
         if self._remote_template is not None and not logger.has_file_upload_destination():
             raise ConfigError(
-                f"{self._owner}(remote_file_name={self._remote_template!r}): no logger of this run keeps files. Add "
-                "one that does, or leave remote_file_name out."
+                f"{owner}(remote_file_name={self._remote_template!r}): no logger of this run keeps files. Add one that "
+                "does, or leave remote_file_name out."
             )
         if not self.is_kept:
             return
@@ -72,15 +85,31 @@ class RunFile:
             self.path.open("a").close()
         except OSError as e:
             raise ConfigError(
-                f"{self._owner}(filename={template!r}): {str(self.path)!r} cannot be written: {e.strerror}. Give "
-                "a path that can."
+                f"{owner}(filename={template!r}): {str(self.path)!r} cannot be written: {e.strerror}. Give a path that "
+                "can."
             ) from e
 
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        self._flush()
+        self._upload(state, logger)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self._flush()
+        self._upload(state, logger)
+
+    def close(self, state: State, logger: Logger) -> None:
+        self._flush()
+        self._upload(state, logger)
+
+    def post_close(self) -> None:
+        self._flush()  # what others logged while they closed
+
+    # ── on other machines ────────────────────────────────────────────────────────────────────────────────────────
     def _beside_checkpoints(self, state: State) -> str:
         folders = [one.folder for one in state.callbacks if isinstance(one, _Saver) and not one.in_memory]
         return f"{folders[0] if folders else '{run_name}'}/{self._name}"
 
-    def fetch(self, state: State, logger: Logger) -> None:
+    def _fetch(self, state: State, logger: Logger) -> None:
         """Where a run goes on on another machine and the file here is empty: get what was uploaded before."""
         if self._remote_template is None or not self.is_kept or self.path.stat().st_size > 0:
             return
@@ -93,12 +122,8 @@ class RunFile:
                     continue
                 return
 
-    def changed(self) -> None:
-        """It has something that is not uploaded."""
-        self._uploaded = False
-
-    def upload(self, state: State, logger: Logger) -> None:
-        """Hand it to the loggers that keep files, if it has changed."""
+    def _upload(self, state: State, logger: Logger) -> None:
+        """Hand the file to the loggers that keep files, if it has changed."""
         if self._remote_template is None or not self.is_kept or self._uploaded:
             return
         logger.upload_file(format_name_with_dist(self._remote_template, state.run_name), self.path, overwrite=True)
