@@ -7,17 +7,15 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
 
 from composerlite import dist
 from composerlite.checkpoint import format_name_with_dist, together
-from composerlite.core import LoggerDestination
 from composerlite.errors import ConfigError, checked_arguments
-from composerlite.loggers.services.background import Background, StagedFiles
 from composerlite.loggers.services.mlflow_run import MOST_METRICS, MlflowRun, Point, allowed, open_experiment
-from composerlite.loggers.services.service import exit_code, json_of, need_package, pictures, scalars
+from composerlite.loggers.services.service import ServiceLogger, exit_code, json_of, need_package, pictures, scalars
 from composerlite.loggers.values import to_json
 from composerlite.storage import check_name
 
@@ -31,12 +29,9 @@ __all__ = ["MLFlowLogger"]
 log = logging.getLogger(__name__)
 _EXPERIMENT = "Default"
 
-_Write: TypeAlias = Callable[[MlflowRun, int], object]
-"""Given the run and the batch."""
-
 
 @final
-class MLFlowLogger(LoggerDestination):
+class MLFlowLogger(ServiceLogger[MlflowRun]):
     """Logs to a run of MLflow, and goes on with it when the run is resumed.
 
     The id of the MLflow run is in each checkpoint. A resumed run of the same ``run_name`` continues that MLflow run;
@@ -94,29 +89,19 @@ class MLFlowLogger(LoggerDestination):
         self._name = run_name
         self._tags = {name: str(value) for name, value in (tags or {}).items()}
         self._uri = tracking_uri.absolute().as_uri() if isinstance(tracking_uri, Path) else tracking_uri
-        self._rank_zero_only = rank_zero_only
-        self._is_silent = rank_zero_only and dist.get_global_rank() != 0
+        super().__init__(rank_zero_only=rank_zero_only, timeout=timeout)
         self._flush_interval = float(flush_interval)
         self._renamed = dict(rename_metrics or {})
         self._ignored_metrics = tuple(ignore_metrics or ())
         self._ignored_parameters = tuple(ignore_hyperparameters or ())
         self._resume = resume
-        self._timeout = float(timeout)
-        self._run_name = ""
         self._ids: list[str | None] = []
         self._unsent: list[Point] = []
         self._client: MlflowClient | None = None
-        self._run: MlflowRun | None = None
         self._points: list[Point] = []
         self._sending: deque[list[Point]] = deque()
-        self._early: list[_Write] = []
-        self._batch = 0
         self._flushed_at = time.monotonic()
-        self._is_training = False
-        self._background = Background("MLFlowLogger")
-        self._files = StagedFiles()
         self.experiment_id: str | None = None
-        self.run_id: str | None = None
 
     @property
     def place(self) -> str | None:
@@ -141,9 +126,7 @@ class MLFlowLogger(LoggerDestination):
                 self._run = self._start(self._client, state.run_name)
                 self.run_id = self._run.id
         self._ids = dist.all_gather_object(self.run_id)
-        early, self._early = self._early, []
-        for write in early:
-            self._write(write, None)
+        self._write_early()
 
     def _start(self, client: MlflowClient, run_name: str) -> MlflowRun:
         rank = dist.get_global_rank()
@@ -205,15 +188,7 @@ class MLFlowLogger(LoggerDestination):
 
         self._write(write, step)
 
-    def _write(self, write: _Write, step: int | None) -> None:
-        if self._is_silent:
-            return
-        if self._run is None:  # before AFTER_LOAD it is not known which run it belongs to, and where that goes on
-            self._early.append(write)
-        else:
-            write(self._run, self._batch if step is None else step)
-
-    def _flush(self) -> None:
+    def _send(self) -> None:
         """Have the metrics sent."""
         self._flushed_at = time.monotonic()
         if (run := self._run) is None or not self._points:
@@ -243,45 +218,19 @@ class MLFlowLogger(LoggerDestination):
         """
         if self._is_silent:
             return
-        self._background.raise_failures()
         name = check_name(format_name_with_dist(remote_file_name, state.run_name))
-        staged = self._files.copy(file_path, PurePosixPath(name).name)
 
-        def write(run: MlflowRun, _: int) -> None:
-            self._background.submit(
-                f"keeping {name!r} as an artifact of MLflow",
-                lambda: send(run),
-                name=name,
-                dropped=lambda: self._files.give_back(staged),
-            )
+        def keep(run: MlflowRun, staged: Path, _: int) -> None:
+            run.send_file(name, staged, overwrite=overwrite)
 
-        def send(run: MlflowRun) -> None:
-            try:
-                run.send_file(name, staged, overwrite=overwrite)
-            finally:
-                self._files.give_back(staged)
-
-        self._write(write, None)
+        batch = int(state.timestamp.batch)
+        self._keep(f"keeping {name!r} as an artifact of MLflow", name, file_path, keep, batch)
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def fit_start(self, state: State, logger: Logger) -> None:
-        self._is_training = True
-
     def batch_end(self, state: State, logger: Logger) -> None:
         self._batch = int(state.timestamp.batch)
         if time.monotonic() - self._flushed_at >= self._flush_interval or len(self._points) >= MOST_METRICS:
-            self._flush()
-        self._background.raise_failures()
-
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        self._flush()
-
-    def eval_end(self, state: State, logger: Logger) -> None:
-        self._flush()
-
-    def fit_end(self, state: State, logger: Logger) -> None:
-        self._is_training = False
-        self._flush()
+            self._send()
         self._background.raise_failures()
 
     def post_close(self) -> None:
@@ -294,7 +243,7 @@ class MLFlowLogger(LoggerDestination):
         code = exit_code(training=self._is_training)
         try:
             if (run := self._run) is not None:
-                self._flush()
+                self._send()
                 status = "FINISHED" if code == 0 else "FAILED" if code == 1 else "KILLED"
                 self._background.submit("ending the run", lambda: run.end(status))
             self._background.close(self._timeout)

@@ -1,21 +1,118 @@
-"""What loggers to services share: packages that may be missing, values as services take them, how a run ends."""
+"""What loggers to services share: a run that is known late, files that are kept behind training, packages that may be
+missing, values as services take them, how a run ends.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
-from collections.abc import Mapping
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from composerlite import dist
+from composerlite.core import LoggerDestination
 from composerlite.errors import ConfigError
+from composerlite.loggers.services.background import Background, StagedFiles
 from composerlite.loggers.values import plain, to_json
 
-__all__ = ["exit_code", "json_of", "need_package", "pictures", "scalars"]
+if TYPE_CHECKING:
+    from composerlite.core import Logger, State
+
+__all__ = ["ServiceLogger", "exit_code", "json_of", "need_package", "pictures", "scalars"]
+
+R = TypeVar("R")
+
+
+class ServiceLogger(LoggerDestination, Generic[R]):
+    """Logs to a run ``R`` of a service, which is known from ``AFTER_LOAD`` on: a resumed run goes on with its own.
+
+    Args:
+        rank_zero_only: only global rank 0 logs and keeps files; else each rank has a run.
+        timeout: seconds to wait at the end.
+    """
+
+    def __init__(self, *, rank_zero_only: bool, timeout: float) -> None:
+        self._rank_zero_only = rank_zero_only
+        self._is_silent = rank_zero_only and dist.get_global_rank() != 0
+        self._timeout = float(timeout)
+        self._run_name = ""
+        self._run: R | None = None
+        self._early: list[Callable[[R, int], object]] = []
+        self._batch = 0
+        self._is_training = False
+        self._background = Background(type(self).__name__)
+        self._files = StagedFiles()
+        self.run_id: str | None = None
+
+    @abstractmethod
+    def _send(self) -> None:
+        """Hand what waits to the service."""
+
+    def _reaching(self, run: R) -> contextlib.AbstractContextManager[object]:
+        """Around whatever is told to the service."""
+        return contextlib.nullcontext()
+
+    def _write(self, write: Callable[[R, int], object], step: int | None) -> None:
+        """Call ``write`` with the run and the batch."""
+        if self._is_silent:
+            return
+        if self._run is None:  # before AFTER_LOAD it is not known which run it belongs to, and where that goes on
+            self._early.append(write)
+        else:
+            with self._reaching(self._run):
+                write(self._run, self._batch if step is None else step)
+
+    def _write_early(self) -> None:
+        """Log what came before the run was known."""
+        early, self._early = self._early, []
+        for write in early:
+            self._write(write, None)
+
+    def _keep(self, what: str, name: str, file: Path, keep: Callable[[R, Path, int], object], batch: int) -> None:
+        """Have a copy of ``file`` kept under ``name``, behind training.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            Exception: what went wrong with something earlier.
+        """
+        self._background.raise_failures()
+        staged = self._files.copy(file, Path(name).name)
+
+        def work(run: R, batch: int) -> None:
+            try:
+                keep(run, staged, batch)
+            finally:
+                self._files.give_back(staged)
+
+        def write(run: R, batch: int) -> None:
+            self._background.submit(
+                what, lambda: work(run, batch), name=name, dropped=lambda: self._files.give_back(staged)
+            )
+
+        self._write(write, batch)
+
+    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self._is_training = True
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        self._send()
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        self._send()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self._is_training = False
+        self._send()
+        self._background.raise_failures()
 
 
 def need_package(package: str, *, who: str, extra: str) -> None:

@@ -7,16 +7,14 @@ import copy
 import logging
 import re
 import secrets
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, final
 
 from composerlite import dist
 from composerlite.checkpoint import format_name_with_dist, from_first_rank, together
-from composerlite.core import LoggerDestination
 from composerlite.errors import ConfigError, checked_arguments
-from composerlite.loggers.services.background import Background, StagedFiles
-from composerlite.loggers.services.service import exit_code, json_of, need_package, pictures
+from composerlite.loggers.services.service import ServiceLogger, exit_code, json_of, need_package, pictures
 from composerlite.loggers.values import plain
 from composerlite.storage import draw_apart
 
@@ -33,12 +31,9 @@ _BATCH = "trainer/batch"
 _LONGEST_NAME = 128
 _FLUSH_SECONDS = 1.0
 
-_Write: TypeAlias = "Callable[[wandb.Run, int], object]"
-"""Given the run and the batch."""
-
 
 @final
-class WandBLogger(LoggerDestination):
+class WandBLogger(ServiceLogger["wandb.Run"]):
     """Logs to a run of Weights & Biases, and goes on with it when the run is resumed.
 
     The id of the W&B run is in each checkpoint. A resumed run of the same ``run_name`` continues that W&B run, also
@@ -96,21 +91,12 @@ class WandBLogger(LoggerDestination):
             )
         self._init_kwargs = {**given, **own}
         self._log_artifacts = log_artifacts
-        self._rank_zero_only = rank_zero_only
-        self._is_silent = rank_zero_only and dist.get_global_rank() != 0
-        self._timeout = float(timeout)
-        self._run_name = ""
+        super().__init__(rank_zero_only=rank_zero_only, timeout=timeout)
         self._id: str | None = None
         self._is_resumed = False
-        self._run: wandb.Run | None = None
         self._finishes = True
-        self._early: list[_Write] = []
-        self._batch = 0
         self._row: dict[str, Any] = {}
-        self._is_training = self._is_broken = False
-        self._background = Background("WandBLogger")
-        self._files = StagedFiles()
-        self.run_id: str | None = None
+        self._is_broken = False
 
     @property
     def place(self) -> str | None:
@@ -130,9 +116,7 @@ class WandBLogger(LoggerDestination):
         with together("starting the run of W&B"):
             if not self._is_silent and self._run is None:
                 self._start(state.run_name)
-        early, self._early = self._early, []
-        for write in early:
-            self._write(write, None)
+        self._write_early()
 
     def _choose_id(self) -> tuple[str, bool]:
         """The id of the run, and whether there may be one of that id."""
@@ -216,17 +200,8 @@ class WandBLogger(LoggerDestination):
 
         self._write(write, step)
 
-    def _write(self, write: _Write, step: int | None) -> None:
-        if self._is_silent:
-            return
-        if self._run is None:  # before AFTER_LOAD it is not known which run it belongs to, and where that goes on
-            self._early.append(write)
-        else:
-            with self._reaching_service(self._run):
-                write(self._run, self._batch if step is None else step)
-
     @contextlib.contextmanager
-    def _reaching_service(self, run: wandb.Run) -> Generator[None]:
+    def _reaching(self, run: wandb.Run) -> Generator[None]:
         """W&B hands everything to a process of its own, which may have been killed."""
         try:
             yield
@@ -242,14 +217,14 @@ class WandBLogger(LoggerDestination):
     def _add(self, values: dict[str, Any], step: int) -> None:
         """Put values into the row of their batch; those of one batch are one row of W&B."""
         if step != self._batch:
-            self._log_row()
+            self._send()
             self._batch = step
         self._row.update(values)
 
-    def _log_row(self) -> None:
+    def _send(self) -> None:
         row, self._row = self._row, {}
         if row and self._run is not None:
-            with self._reaching_service(self._run):
+            with self._reaching(self._run):
                 self._run.log({**row, _BATCH: self._batch})
 
     # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -266,49 +241,23 @@ class WandBLogger(LoggerDestination):
         """
         if self._is_silent or not self._log_artifacts:
             return
-        self._background.raise_failures()
         name = format_name_with_dist(remote_file_name, state.run_name)
-        staged = self._files.copy(file_path, Path(name).name)
 
-        def upload(run: wandb.Run, batch: int) -> None:
-            self._background.submit(
-                f"keeping {name!r} as an artifact of W&B",
-                lambda: self._upload(run, name, staged, batch),
-                name=name,
-                dropped=lambda: self._files.give_back(staged),
-            )
+        def keep(run: wandb.Run, staged: Path, batch: int) -> None:
+            import wandb
 
-        self._write(upload, int(state.timestamp.batch))
-
-    def _upload(self, run: wandb.Run, name: str, staged: Path, batch: int) -> None:
-        import wandb
-
-        try:
             artifact = wandb.Artifact(_artifact_name(name), type="file", metadata={"name": name, "batch": batch})
             artifact.add_file(str(staged), name=staged.name, skip_cache=True)
             logged = run.log_artifact(artifact, aliases=["latest", f"ba{batch}"])
             if not run.offline:
                 logged.wait(timeout=int(max(1.0, self._timeout)))
-        finally:
-            self._files.give_back(staged)
+
+        batch = int(state.timestamp.batch)
+        self._keep(f"keeping {name!r} as an artifact of W&B", name, file_path, keep, batch)
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def fit_start(self, state: State, logger: Logger) -> None:
-        self._is_training = True
-
     def batch_end(self, state: State, logger: Logger) -> None:
-        self._log_row()
-        self._background.raise_failures()
-
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        self._log_row()
-
-    def eval_end(self, state: State, logger: Logger) -> None:
-        self._log_row()
-
-    def fit_end(self, state: State, logger: Logger) -> None:
-        self._is_training = False
-        self._log_row()
+        self._send()
         self._background.raise_failures()
 
     def post_close(self) -> None:
@@ -326,7 +275,7 @@ class WandBLogger(LoggerDestination):
             stack.callback(self._files.remove)
             stack.callback(self._background.close, self._timeout)
             if not self._is_broken:
-                self._log_row()
+                self._send()
 
     def _finish(self, run: wandb.Run, code: int) -> None:
         self._run = None
@@ -348,7 +297,7 @@ class WandBLogger(LoggerDestination):
     # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────
     def state_dict(self) -> dict[str, Any]:
         """Which W&B run this is. What is logged up to here is not held back any longer: it is not logged again."""
-        self._log_row()
+        self._send()
         return {"run_name": self._run_name, "id": self._id}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
