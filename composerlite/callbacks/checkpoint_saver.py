@@ -57,14 +57,12 @@ from composerlite.checkpoint import (
     ensure_no_conflict,
     format_name_with_dist,
     format_name_with_dist_and_time,
-    from_first_rank,
     in_line,
     may_be_replaced,
     names_of_ranks,
     prepared_folder,
     retention_policy,
     take_leases,
-    together,
 )
 from composerlite.core import (
     AutoInterval,
@@ -271,7 +269,7 @@ class CheckpointSaver(Callback):
             self._save_directories(state)
         elif state.sharding == "deepspeed":
             self._save_archives()
-        with together("preparing the folder of checkpoints"):
+        with dist.get_group().all_or_none("preparing the folder of checkpoints"):
             if self._is_first:
                 self._prepare_folder()
                 self._publishing.open(state, logger)
@@ -285,11 +283,12 @@ class CheckpointSaver(Callback):
 
     def _prepare_memory(self, state: State) -> None:
         """Name the folder after the one that the run saves to, too, and make it on each node for this user alone."""
+        group = dist.get_group()
         savers = [one for one in state.callbacks if isinstance(one, CheckpointSaver) and not one.in_memory]
         saver = next((one for one in savers if not one.weights_only), savers[0])
-        key = from_first_rank("telling the folder in memory from others", saver.key_of_folder)
+        key = group.from_first("telling the folder in memory from others", saver.key_of_folder)
         self.folder = f"{self.folder}-{key}"
-        with together("preparing the folder in memory"):
+        with group.all_or_none("preparing the folder in memory"):
             if dist.get_local_rank() == 0:
                 folder = Path(self.folder)
                 make_private(folder, levels=len(Path(state.run_name).parts) + 1)
@@ -366,11 +365,12 @@ class CheckpointSaver(Callback):
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Know the checkpoints of this run that are behind it."""
-        self.saved_checkpoints, self._deletes, behind = from_first_rank(
+        group = dist.get_group()
+        self.saved_checkpoints, self._deletes, behind = group.from_first(
             "finding the checkpoints of this run", lambda: self._take_up(state)
         )
         shares = [self._publishing.shares(name) for _, name in behind]
-        with together("taking up the checkpoints of this run"):
+        with group.all_or_none("taking up the checkpoints of this run"):
             if self._disks.is_keeper and not self._is_first:
                 self._follow(state)
             for (number, name), its in zip(behind, shares, strict=True):
@@ -430,11 +430,12 @@ class CheckpointSaver(Callback):
         Raises:
             RunInUseError: see :meth:`take_leases`.
         """
+        group = dist.get_group()
         self._check_kinds(state, weights_only=True)
-        with together("taking the lease of the run"):
+        with group.all_or_none("taking the lease of the run"):
             if self._is_first:
                 self.take_leases(state.run_name, _LEASE_SECONDS)
-        with together("looking for checkpoints that this run would overwrite"):
+        with group.all_or_none("looking for checkpoints that this run would overwrite"):
             if self._disks.is_keeper and not self.overwrite:
                 self._ensure_no_conflict(state)
         if is_never(self.save_interval) and is_never(self.ephemeral_interval) and self._is_first:
@@ -453,7 +454,7 @@ class CheckpointSaver(Callback):
             self.last_checkpoint_batch = None  # time was reset: what was saved then says nothing about now
 
     def _check_kinds(self, state: State, *, weights_only: bool) -> None:
-        with together("looking at what checkpoints are to hold"):
+        with dist.get_group().all_or_none("looking at what checkpoints are to hold"):
             check_kinds(state, weights_only=weights_only, ignore_keys=self.ignore_keys)
 
     def _ensure_no_conflict(self, state: State) -> None:
@@ -765,9 +766,10 @@ class CheckpointSaver(Callback):
 
         They count apart from saves: the newest checkpoint is there, whatever becomes of older ones.
         """
+        group = dist.SingleProcess() if alone or not self._deletes else dist.get_group()
         error, pending.deletion_error = pending.deletion_error, None
         try:
-            with contextlib.nullcontext() if alone or not self._deletes else together("deleting older checkpoints"):
+            with group.all_or_none("deleting older checkpoints"):
                 if error is not None:
                     raise error
         except (*FAILURES, RankError) as e:

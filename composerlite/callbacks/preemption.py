@@ -16,7 +16,6 @@ from typing import Any, final
 
 from composerlite import dist
 from composerlite.callbacks.checkpoint_saver import CheckpointSaver
-from composerlite.checkpoint import from_first_rank
 from composerlite.core import Callback, Logger, State, Time, TimeUnit
 from composerlite.errors import ConfigError, Preempted, checked_arguments, did_you_mean
 
@@ -201,9 +200,10 @@ class PreemptionHandler(Callback):
 
     def _keep(self, saver: CheckpointSaver, state: State) -> str:
         """Save where the run stands if there is time; what was kept, for the log."""
+        group = dist.get_group()
         if not saver.has_saved(state) and int(state.timestamp.batch) > 0:
-            needed = from_first_rank("deciding what to save", lambda: (saver.expected_seconds or 0.0) * _SAFETY)
-            left = from_first_rank("deciding what to save", lambda: self._left)
+            needed = group.from_first("deciding what to save", lambda: (saver.expected_seconds or 0.0) * _SAFETY)
+            left = group.from_first("deciding what to save", lambda: self._left)
             if needed > left:
                 return (
                     f"no checkpoint of batch {int(state.timestamp.batch)} was begun: it takes {needed:.1f} s and "

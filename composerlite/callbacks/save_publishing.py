@@ -19,8 +19,6 @@ from composerlite.checkpoint import (
     Publisher,
     RemoteSaving,
     Shares,
-    from_first_rank,
-    together,
 )
 from composerlite.core import Logger, State
 from composerlite.errors import CheckpointError, ConfigError
@@ -83,16 +81,17 @@ class SavePublishing:
     def begin(self, folder: str, state: State, logger: Logger) -> None:
         """Publish what is in ``folder``, as the user wrote it; on every rank."""
         self._folder, self._logger = folder, logger
-        self._has_places = from_first_rank("finding buckets", lambda: bool(self.publishers))
+        self._has_places = dist.get_group().from_first("finding buckets", lambda: bool(self.publishers))
         state.riders.add(self._ranks_with_news)
 
     def use_disks(self, disks: Disks, state: State, logger: Logger) -> None:
         """Have a rank of each node upload what is on its disk, where they are several."""
+        group = dist.get_group()
         self._disks = disks
         if disks.are_several:
-            self._roots = from_first_rank("finding buckets", lambda: self._remote.roots)
-            with together("finding buckets"):
-                if disks.is_keeper and dist.get_global_rank() != 0:
+            self._roots = group.from_first("finding buckets", lambda: self._remote.roots)
+            with group.all_or_none("finding buckets"):
+                if disks.is_keeper and not group.is_first:
                     self._remote.follow(state, logger, self._roots)
 
     @property

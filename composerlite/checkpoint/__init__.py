@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.place.remote import RemoteCatalog
     from composerlite.checkpoint.place.several_disks import prepared_folder
     from composerlite.checkpoint.place.shared_folder import ONE_DISK, Disks, check_one_disk, disks_of
-    from composerlite.checkpoint.ranks_together import from_first_rank, together
     from composerlite.checkpoint.record import rng
     from composerlite.checkpoint.record.contents import (
         IgnoreKeys,
@@ -115,7 +114,6 @@ __all__ = [
     "ensure_no_conflict",
     "format_name_with_dist",
     "format_name_with_dist_and_time",
-    "from_first_rank",
     "get_checkpoint_metadata",
     "get_save_filename",
     "glob_filter",
@@ -141,7 +139,6 @@ __all__ = [
     "save_state_dict",
     "swap_param_keys",
     "take_leases",
-    "together",
     "unshard_checkpoint",
     "unshard_zero",
     "versions",
@@ -199,7 +196,6 @@ _HOMES = {
         "save_state_dict",
     ),
     "composerlite.checkpoint.load.sharded.state_keys": ("merge_state_dicts", "prune_state_dict", "swap_param_keys"),
-    "composerlite.checkpoint.ranks_together": ("from_first_rank", "together"),
     "composerlite.checkpoint.api.unshard": ("UnshardStrategy", "UnshardStrategyType", "unshard_checkpoint"),
     "composerlite.checkpoint.api.deepspeed_unsharding": ("unshard_zero",),
 }

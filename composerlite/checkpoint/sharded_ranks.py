@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from composerlite._torch_compat import dcp_ranks
-from composerlite.checkpoint.ranks_together import SEEN_BY
 from composerlite.dist import CommitRound, barrier, get_control, initialize_dist
 
+SEEN_BY = "Seen by rank"
 __all__ = ["Ranks", "is_distributed"]
 
 T = TypeVar("T")

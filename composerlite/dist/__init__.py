@@ -31,12 +31,12 @@ if TYPE_CHECKING:
         broadcast_object,
         broadcast_object_list,
         cause_elsewhere,
-        gather_outcomes,
         leave_with,
         run_local_rank_zero_first,
     )
     from composerlite.dist.commit_barrier import CommitBarrier, CommitRound
     from composerlite.dist.exchanging import Transfer, exchange
+    from composerlite.dist.group import AllRanks, Group, SingleProcess, get_group
     from composerlite.dist.moving import Move, move
     from composerlite.dist.riders import Rider, Riders
     from composerlite.dist.sampling import get_sampler
@@ -53,13 +53,16 @@ if TYPE_CHECKING:
     from composerlite.dist.tensors import any_distributed, full_tensor, total_norm
 
 __all__ = [
+    "AllRanks",
     "CommitBarrier",
     "CommitRound",
     "Control",
+    "Group",
     "Move",
     "Part",
     "Rider",
     "Riders",
+    "SingleProcess",
     "Spread",
     "Transfer",
     "all_gather",
@@ -77,10 +80,10 @@ __all__ = [
     "exchange",
     "finalize_dist",
     "full_tensor",
-    "gather_outcomes",
     "get_control",
     "get_device",
     "get_global_rank",
+    "get_group",
     "get_local_rank",
     "get_local_world_size",
     "get_node_rank",
@@ -106,6 +109,7 @@ _HOMES = {
     "get_sampler": "sampling",
     **dict.fromkeys(("Move", "move"), "moving"),
     **dict.fromkeys(("Transfer", "exchange"), "exchanging"),
+    **dict.fromkeys(("AllRanks", "Group", "SingleProcess", "get_group"), "group"),
     **dict.fromkeys(("Rider", "Riders"), "riders"),
     **dict.fromkeys(("any_distributed", "full_tensor", "total_norm"), "tensors"),
     **dict.fromkeys(
@@ -132,7 +136,6 @@ _HOMES = {
             "broadcast_object",
             "broadcast_object_list",
             "cause_elsewhere",
-            "gather_outcomes",
             "leave_with",
             "run_local_rank_zero_first",
         ),

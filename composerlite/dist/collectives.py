@@ -38,7 +38,6 @@ __all__ = [
     "broadcast_object",
     "broadcast_object_list",
     "cause_elsewhere",
-    "gather_outcomes",
     "leave_with",
     "run_local_rank_zero_first",
 ]
@@ -87,24 +86,6 @@ def all_succeed(what: str, timeout: timedelta | None = None) -> Generator[None]:
         leave_with(e)
         raise
     _meet(what, timeout, None)
-
-
-def gather_outcomes(what: str, error: Exception | None, timeout: timedelta | None = None) -> dict[int, BaseException]:
-    """The exceptions of the ranks that failed in ``what``, by rank: the same on every rank, and empty if none did.
-
-    For those who go on after a failure, all in the same way. An exception that cannot be pickled comes as a
-    :class:`~composerlite.errors.RankError` of the same text.
-
-    Raises:
-        LateRankError: not every rank came in ``timeout``.
-    """
-    control = get_control()
-    if get_world_size() == 1:
-        return {} if error is None else {0: error}
-    failures = control.meetings.meet(what, _limit(timeout), error)
-    if any(failure.late for failure in failures):
-        raise rank_error(what, failures)
-    return {f.rank: error if error is not None and f.rank == control.meetings.rank else f.exception() for f in failures}
 
 
 def leave_with(error: BaseException) -> None:

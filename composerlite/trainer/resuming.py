@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint import Choice, begin_attempt, choose, download_bar, together
+from composerlite.checkpoint import Choice, begin_attempt, choose, download_bar
 from composerlite.core import State
 from composerlite.errors import ConfigError
 from composerlite.types import Lineage
@@ -37,7 +38,7 @@ def newest_checkpoint(state: State, savers: Sequence[CheckpointSaver], *, progre
             "autoresume=True needs checkpoints to resume from: pass save_folder, or a CheckpointSaver that saves "
             "more than weights."
         )
-    with together("taking the lease of the run"):
+    with dist.get_group().all_or_none("taking the lease of the run"):
         if state.rank == 0:
             for saver in savers:
                 saver.take_leases(state.run_name, timeout)

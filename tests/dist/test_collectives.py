@@ -85,9 +85,9 @@ def test_one_process_tells_itself() -> None:
     assert dist.broadcast_object("object") == "object"
     assert box == ["list"]
     assert dist.all_gather(tensor)[0] is tensor
-    assert dist.gather_outcomes("test", None) == {}
+    assert dist.get_group().outcomes("test", None) == {}
     error = ValueError("mine")
-    assert dist.gather_outcomes("test", error) == {0: error}
+    assert dist.get_group().outcomes("test", error) == {0: error}
     with dist.run_local_rank_zero_first():
         pass
 
@@ -180,15 +180,15 @@ class _OwnError(Exception):
         super().__init__(f"{one} and {two}")
 
 
-def _gather_outcomes() -> dict[int, tuple[type, str]]:
+def _outcomes() -> dict[int, tuple[type, str]]:
     errors: list[Exception | None] = [None, FileNotFoundError(2, "gone"), _OwnError(1, 2)]
-    outcomes = dist.gather_outcomes("verifying", errors[dist.get_global_rank()])
+    outcomes = dist.get_group().outcomes("verifying", errors[dist.get_global_rank()])
     return {rank: (type(error), str(error)) for rank, error in outcomes.items()}
 
 
 def test_outcomes_are_gathered_with_their_types() -> None:
     """For those who go on after a failure; one that cannot be rebuilt elsewhere comes as text."""
-    zero, one, two = run_ranks(_gather_outcomes, 3)
+    zero, one, two = run_ranks(_outcomes, 3)
     assert zero[1] == one[1] == two[1] == (FileNotFoundError, "[Errno 2] gone")
     assert zero[2] == one[2] == (RankError, "test_collectives._OwnError: 1 and 2")
     assert two[2] == (_OwnError, "1 and 2")

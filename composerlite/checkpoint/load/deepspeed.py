@@ -26,7 +26,6 @@ from composerlite.checkpoint.load.download import fetched
 from composerlite.checkpoint.load.reading import RawFile, opened, readable
 from composerlite.checkpoint.load.restoring import Restoring, check_kind, half_loaded
 from composerlite.checkpoint.load.shared_file import spread_file
-from composerlite.checkpoint.ranks_together import from_first_rank, together
 from composerlite.checkpoint.record.contents import EngineFiles, IgnoreKeys, TrainingState
 from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.errors import ConfigError
@@ -52,17 +51,18 @@ def load_archives(
     Raises:
         CheckpointError: as :func:`composerlite.checkpoint.load_checkpoint`, on every rank.
     """
+    group = dist.get_group()
     engine = _engine_of(state)
-    archives = from_first_rank(
+    archives = group.from_first(
         "looking for the checkpoint",
         lambda: find_archives(template, state.run_name, object_store, argument="load_path"),
     )
     with contextlib.ExitStack() as stack:
-        if len(archives.names) == dist.get_world_size():
+        if len(archives.names) == group.size:
             wanted = _load_own(stack, archives, engine, restoring, object_store, trust=trust)
         else:
             wanted = _load_converted(stack, archives, engine, restoring, object_store, trust=trust)
-    with together("restoring the run"):
+    with group.all_or_none("restoring the run"):
         return restoring.load(wanted)
 
 
@@ -85,7 +85,7 @@ def load_weights(
         CheckpointError: as :func:`composerlite.checkpoint.load_checkpoint`, on every rank.
     """
     weights: dict[str, Tensor] | None = None
-    with together(f"reading {restoring.source}"):
+    with dist.get_group().all_or_none(f"reading {restoring.source}"):
         if dist.get_global_rank() == 0:
             weights = _weights(template, state.run_name, object_store, trust=trust)
     _engine_of(state).load_weights(weights, strict=strict, source=restoring.source)
@@ -122,11 +122,12 @@ def _load_own(
     trust: bool,
 ) -> StateDict:
     """Load model and optimizer; what of the rest is wanted."""
-    with together(f"opening {restoring.source}"):
-        own = stack.enter_context(archives.opened(dist.get_global_rank(), object_store))
+    group = dist.get_group()
+    with group.all_or_none(f"opening {restoring.source}"):
+        own = stack.enter_context(archives.opened(group.rank, object_store))
     wanted = _states(own, restoring, trust=trust)
     files = _files(own, restoring.source, engine.types, trust=trust)
-    with together("restoring the run"), half_loaded(True):
+    with group.all_or_none("restoring the run"), half_loaded(True):
         engine.load(files, source=restoring.source)
     return wanted
 
@@ -136,7 +137,7 @@ def _files(archive: RankFiles, source: str, types: dict[str, type], *, trust: bo
     everywhere = [archive.names] if dist.get_world_size() == 1 else dist.all_gather_object(archive.names)
     shared = [name for name in everywhere[0] if name.startswith("mp_rank_") and len(everywhere) > 1]
     files = {name: _of_rank_0(archive, name, source, trust=trust) for name in shared}
-    with together(f"reading {source}"), readable(archive.path):
+    with dist.get_group().all_or_none(f"reading {source}"), readable(archive.path):
         for name in archive.names:
             if name not in files:
                 files[name] = archive.contents(name, types, trust=trust)
@@ -164,32 +165,33 @@ def _load_converted(
     trust: bool,
 ) -> StateDict:
     """As :func:`_load_own`. The first rank of each node converts, for all that it has."""
+    group = dist.get_group()
     source = restoring.source
     is_first = dist.get_local_rank() == 0
     every: list[RankFiles] = []
-    with together(f"opening {source}"):
+    with group.all_or_none(f"opening {source}"):
         if is_first:
             every = stack.enter_context(archives.all_opened(object_store))
     wanted = _states(every[0] if every else None, restoring, trust=trust)
     first = every[0] if every else None
-    name = dist.broadcast_object("" if first is None else model_file(first))
+    name = group.broadcast("" if first is None else model_file(first))
     model = {name: _of_rank_0(first, name, source, trust=trust)}
-    with together("comparing the checkpoint with the run"):
+    with group.all_or_none("comparing the checkpoint with the run"):
         engine.check_fits(model[name], source=source)
-    log.info("%s was saved by %d ranks: converting it for %d", source, len(archives.names), dist.get_world_size())
+    log.info("%s was saved by %d ranks: converting it for %d", source, len(archives.names), group.size)
     folder: str | None = None
-    with together(f"converting {source}"):
+    with group.all_or_none(f"converting {source}"):
         if is_first:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="composerlite-"))
             _save_files(every, Path(folder), engine.types, trust=trust)
             engine.convert(Path(folder), source=source)
-    folders = dist.all_gather_object((dist.get_node_rank(), folder))
+    folders = group.gather((dist.get_node_rank(), folder))
     mine = next(path for node, path in folders if node == dist.get_node_rank() and path is not None)
-    with together("restoring the run"), half_loaded(True):
+    with group.all_or_none("restoring the run"), half_loaded(True):
         engine.load_converted(Path(mine), model, source=source)
     rest: dict[str, Tensor] | None = None
-    with together(f"reading {source}"):
-        if dist.get_global_rank() == 0:
+    with group.all_or_none(f"reading {source}"):
+        if group.is_first:
             rest = untrained(every)
     engine.load_weights(rest, strict=False, source=source)
     return wanted
@@ -224,6 +226,8 @@ def _weights(template: str, run_name: str, object_store: ObjectStore | None, *, 
 def _states(archive: RankFiles | None, restoring: Restoring, *, trust: bool) -> StateDict:
     """What of ``composer_states.pt`` is wanted; read by rank 0, which has the ``archive``."""
 
+    group = dist.get_group()
+
     def packed() -> bytes:
         assert archive is not None
         with readable(archive.path):
@@ -231,9 +235,9 @@ def _states(archive: RankFiles | None, restoring: Restoring, *, trust: bool) -> 
             torch.save(archive.states(trust=trust), buffer)
             return buffer.getvalue()
 
-    data = from_first_rank(f"reading {restoring.source}", packed)
+    data = group.from_first(f"reading {restoring.source}", packed)
     contents = torch.load(io.BytesIO(data), weights_only=False) if trust else item_contents(data)
-    with together("comparing the checkpoint with the run"):
+    with group.all_or_none("comparing the checkpoint with the run"):
         wanted = restoring.wanted(contents)
         restoring.places(wanted)
     return wanted

@@ -14,7 +14,6 @@ from composerlite.checkpoint.load.locating import Located, located
 from composerlite.checkpoint.load.progress import Progress
 from composerlite.checkpoint.load.reading import opened, readable
 from composerlite.checkpoint.load.restoring import Restoring, check_kind, half_loaded
-from composerlite.checkpoint.ranks_together import from_first_rank, together
 from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, check_ignore_keys, without
 from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.storage import ObjectStore
@@ -101,8 +100,9 @@ def load_checkpoint(
     Raises:
         CheckpointError: see :func:`read_checkpoint`; or the checkpoint does not fit, with all that differs.
     """
+    group = dist.get_group()
     ignore_keys = check_ignore_keys(ignore_keys, argument="load_ignore_keys")
-    name = from_first_rank("naming the checkpoint", lambda: format_name_with_dist(str(path), state.run_name))
+    name = group.from_first("naming the checkpoint", lambda: format_name_with_dist(str(path), state.run_name))
     restoring = Restoring(
         state,
         weights_only=load_weights_only,
@@ -134,13 +134,14 @@ def load_checkpoint(
 def _load_file(
     place: Located, restoring: Restoring, *, progress_bar: bool, trust: bool, rank0_only: bool
 ) -> list[dict[str, Any]] | None:
+    group = dist.get_group()
     with _opened(place, progress_bar=progress_bar, trust=trust, rank0_only=rank0_only) as (file, progress):
-        with together("comparing the checkpoint with the run"):
+        with group.all_or_none("comparing the checkpoint with the run"):
             file.contents = restoring.wanted(file.contents)
             live = restoring.places(file.contents)
         _read_in_place(file, live, progress, place.path)
         contents = file.contents
-    with together("restoring the run"):
+    with group.all_or_none("restoring the run"):
         return restoring.load(contents)
 
 

@@ -13,7 +13,6 @@ from typing import final
 from composerlite import dist
 from composerlite.checkpoint.load.download import fetched, followed, resolved, transferring
 from composerlite.checkpoint.place.directory import INDEX, CheckpointFolder, LocalFolder, RemoteFolder, folder_of
-from composerlite.checkpoint.ranks_together import together
 from composerlite.errors import CheckpointNotFoundError
 from composerlite.storage import ObjectStore, is_uri, parse_uri
 
@@ -67,7 +66,7 @@ def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool) 
     is_here = object_store is None and not is_uri(name)
     with contextlib.ExitStack() as stack:
         found: Located | None = None
-        with together("looking for the checkpoint"):
+        with dist.get_group().all_or_none("looking for the checkpoint"):
             if dist.get_global_rank() == 0:
                 found = _on_this_machine(name) if is_here else _elsewhere(stack, name, object_store, progress_bar)
         told = dist.broadcast_object(found)

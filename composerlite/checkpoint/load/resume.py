@@ -17,7 +17,6 @@ from composerlite.checkpoint.load.unlisted import check_unlisted, unlisted
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ON_ALL_NODES
 from composerlite.checkpoint.place.remote import RemoteCatalog
-from composerlite.checkpoint.ranks_together import first_of, together
 from composerlite.checkpoint.record.lineage import RESUMABLE, continued, highest_attempt, living_line, new_attempt
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.checkpoint.record.naming import name_pattern
@@ -172,6 +171,7 @@ def choose(
             there are checkpoints, and none that every rank can read.
         ObjectStoreError: a bucket does not answer. PermissionError: it does not let us read. Neither means "nothing".
     """
+    group = dist.get_group()
     its_links = {
         catalog.folder: _Links(name_pattern(link, run_name), name_pattern(template, run_name))
         for catalog, link, template in zip(catalogs, links, templates, strict=False)
@@ -179,20 +179,20 @@ def choose(
     }
     search: _Search | None = None
     damaged: list[Manifest] = []
-    with together("looking for checkpoints"):
-        if dist.get_global_rank() == 0:
+    with group.all_or_none("looking for checkpoints"):
+        if group.is_first:
             search = _Search(catalogs, run_name, templates, its_links, buckets)
     while True:
         candidate: _Candidate | None = None
-        with together("looking for checkpoints"):
+        with group.all_or_none("looking for checkpoints"):
             if search is not None:
                 candidate = search.next()
-        offer = dist.broadcast_object(None if candidate is None else _offer(candidate))
+        offer = group.broadcast(None if candidate is None else _offer(candidate))
         if offer is None:
             return Choice(None, _of_first_rank(None if search is None else search.new_attempt()))
         error = _checked(candidate, offer, progress)
         lineage: Lineage | None = None
-        with together("looking for checkpoints"):
+        with group.all_or_none("looking for checkpoints"):
             if search is not None and candidate is not None:
                 if error is None:
                     lineage = search.accept(candidate)
@@ -214,7 +214,7 @@ def begin_attempt(
             was saved until then belongs to the new attempt, too.
     """
     lineage: Lineage | None = None
-    with together("looking for earlier attempts"):
+    with dist.get_group().all_or_none("looking for earlier attempts"):
         if dist.get_global_rank() == 0:
             known = [m for catalog in catalogs for m in catalog.manifests() if m.run_name == run_name]
             for bucket in buckets:
@@ -397,7 +397,8 @@ def _checked(
     candidate: _Candidate | None, offer: Offer, progress: Callable[[int, int], object] | None
 ) -> CorruptCheckpointError | OSError | None:
     """What is wrong with it, the same on every rank. One process raises what is not damage."""
-    if dist.get_world_size() == 1:
+    group = dist.get_group()
+    if group.size == 1:
         assert candidate is not None
         try:
             candidate.check(progress)
@@ -414,7 +415,7 @@ def _checked(
         raise  # the ranks cannot meet any more
     except Exception as e:  # noqa: BLE001 - goes to every rank
         error = e
-    outcomes = dist.gather_outcomes(f"verifying checkpoint {offer.manifest.name!r}", error)
+    outcomes = group.outcomes(f"verifying checkpoint {offer.manifest.name!r}", error)
     return _verdict(outcomes, error, is_here=offer.folder is not None)
 
 
@@ -426,13 +427,14 @@ def _verdict(
     Raises:
         Exception: it says nothing of the checkpoint.
     """
+    group = dist.get_group()
     if not outcomes:
         return None
     verdicts = (CorruptCheckpointError, OSError) if is_here else (CorruptCheckpointError,)
     if others := {rank: error for rank, error in outcomes.items() if not isinstance(error, verdicts)}:
-        raise first_of(others, own)
+        raise group.first_error(others, own)
     damages = {rank: e for rank, e in outcomes.items() if isinstance(e, CorruptCheckpointError)}
-    found = first_of(damages or outcomes, own)
+    found = group.first_error(damages or outcomes, own)
     assert isinstance(found, CorruptCheckpointError | OSError)
     return found
 

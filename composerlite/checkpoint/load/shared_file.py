@@ -15,7 +15,6 @@ from composerlite.checkpoint.format.torch_reader import Piece, TorchFile
 from composerlite.checkpoint.format.zip_directory import entries
 from composerlite.checkpoint.load.progress import Progress, progress_of
 from composerlite.checkpoint.load.reading import RawFile, opened_as
-from composerlite.checkpoint.ranks_together import together
 from composerlite.errors import CheckpointError
 
 __all__ = ["opened_together", "spread_file"]
@@ -44,11 +43,12 @@ def opened_together(
     Raises:
         CheckpointError: as :func:`~composerlite.checkpoint.load.reading.opened`, on every rank.
     """
-    rank = dist.get_global_rank()
+    group = dist.get_group()
+    rank = group.rank
     with contextlib.ExitStack() as stack:
         mine: _Primed | None = None
         progress: Progress | None = None
-        with together(f"opening {name}"):
+        with group.all_or_none(f"opening {name}"):
             if rank == 0:
                 assert path is not None
                 mine, progress = stack.enter_context(
@@ -62,7 +62,7 @@ def opened_together(
         spread = stack.enter_context(dist.spreading(f"reading {name}", sources))
         raw, known = spread.object(lambda: _shared(mine))
         source = _SpreadSource(spread, mine.raw if spread.is_source and mine is not None else None, known)
-        with together(f"reading {name}"):
+        with group.all_or_none(f"reading {name}"):
             yield RawFile(source, raw[0], source.read, raw[1] and spread.is_source).torch_file(trust=trust), progress
 
 
@@ -77,7 +77,7 @@ def spread_file(raw: RawFile | None, what: str, *, trust: bool = False) -> Any:
         CheckpointError: it cannot be read, on every rank.
     """
     mine: _Primed | None = None
-    with together(f"opening {what}"):
+    with dist.get_group().all_or_none(f"opening {what}"):
         if raw is not None:
             mine = _Primed.of(raw, trust=trust)
     with dist.spreading(f"reading {what}", [0] * dist.get_world_size()) as spread:

@@ -17,7 +17,6 @@ from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import Sealed
 from composerlite.checkpoint.place.shared_folder import Disks, disks_of
-from composerlite.checkpoint.ranks_together import from_first_rank, together
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.errors import CorruptCheckpointError
 
@@ -123,15 +122,16 @@ def prepared_folder(catalog: Catalog) -> Disks:
     Raises:
         ConfigError: see :func:`~composerlite.checkpoint.place.shared_folder.disks_of`.
     """
+    group = dist.get_group()
     disks = disks_of(catalog.folder)
     if not disks.are_several:
         return disks
     log.info("%s: nodes have folders of their own, and each keeps what its ranks write", catalog.folder)
-    committed = from_first_rank(
+    committed = group.from_first(
         "finding the checkpoints of all nodes",
         lambda: {manifest.name: manifest.identity for manifest in catalog.manifests() if manifest.node is not None},
     )
-    with together("preparing the folders of all nodes"):
-        if disks.is_keeper and dist.get_global_rank() != 0:
+    with group.all_or_none("preparing the folders of all nodes"):
+        if disks.is_keeper and not group.is_first:
             catalog.recover(committed)
     return disks

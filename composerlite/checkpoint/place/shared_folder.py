@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import final
 
 from composerlite import dist
-from composerlite.checkpoint.ranks_together import from_first_rank, together
 from composerlite.errors import ConfigError
 from composerlite.storage import make_folder
 
@@ -80,9 +79,10 @@ def disks_of(folder: Path) -> Disks:
     Raises:
         ConfigError: a rank sees the folder of none of them, or it cannot be written to; on every rank.
     """
-    mark = folder / f".seen-by-all.tmp-{from_first_rank('naming a file', lambda: secrets.token_hex(8))}"
+    group = dist.get_group()
+    mark = folder / f".seen-by-all.tmp-{group.from_first('naming a file', lambda: secrets.token_hex(8))}"
     with contextlib.ExitStack() as stack:
-        with together("writing to the folder of checkpoints"):
+        with group.all_or_none("writing to the folder of checkpoints"):
             if dist.get_local_rank() == 0:
                 try:
                     make_folder(folder)
@@ -92,7 +92,7 @@ def disks_of(folder: Path) -> Disks:
                         f"the folder of checkpoints {str(folder)!r} cannot be written to on node "
                         f"{dist.get_node_rank()}: {e}. Choose another folder."
                     ) from e
-        keepers = dist.all_gather_object(_keeper(mark))
+        keepers = group.gather(_keeper(mark))
     if blind := [rank for rank, keeper in enumerate(keepers) if keeper is None]:
         raise ConfigError(
             f"the folder of checkpoints {str(folder)!r} of rank 0 is not that of the ranks {blind}, nor that of the "

@@ -28,7 +28,6 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import LocalFolder
 from composerlite.checkpoint.place.several_disks import DiskCommit
 from composerlite.checkpoint.place.shared_folder import ONE_DISK, Disks, check_one_disk, disks_of
-from composerlite.checkpoint.ranks_together import together
 from composerlite.checkpoint.record import rng
 from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, gather
 from composerlite.checkpoint.record.manifest import Manifest, plain_timestamp, versions
@@ -217,6 +216,7 @@ class Pipeline:
             OSError: no space, no permission, and the like. What goes wrong in the background, and all that goes wrong
                 after the snapshot, comes out of :meth:`PendingSave.wait`.
         """
+        group = dist.get_group()
         self.wait_for_previous()
         waiting, self._waited = self._waited, 0.0
         started = time.perf_counter() - waiting
@@ -232,12 +232,13 @@ class Pipeline:
             previous.wait_until_tidy()  # one of this name is about to go
         vote = _vote(f"checkpoint {name!r}")
         more_votes = [_vote(f"checkpoint {name!r}") for _ in range(2)] if disks.are_several else []
-        with together(f"checkpoint {name!r}"):  # before the ranks meet to gather: a name that is taken is told as that
+        # Before the ranks meet to gather: a name that is taken is told as that.
+        with group.all_or_none(f"checkpoint {name!r}"):
             for one in names if disks.is_keeper else ():
                 catalog.reserve(one, overwrite=overwrite)
         body: Body
         on_disks: DiskCommit | None = None
-        with together(f"checkpoint {name!r}"):
+        with group.all_or_none(f"checkpoint {name!r}"):
             gathered = functools.partial(gather, state, weights_only=weights_only, ignore_keys=ignore_keys)
             if state.sharding == "sharded":
                 folder = LocalFolder(catalog.folder / name, catalog.folder)
@@ -257,7 +258,7 @@ class Pipeline:
                 run_name=state.run_name,
                 timestamp=plain_timestamp(state.timestamp.state_dict()),
                 fit_calls=len(state.fit_starts),
-                world_size=dist.get_world_size(),
+                world_size=group.size,
                 files=(),
                 left_out=("<function>",) if callable(ignore_keys) else tuple(ignore_keys or ()),
                 metrics={name: value for name, value in (metrics or {}).items() if math.isfinite(value)},

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Protocol, final
 from composerlite import dist, storage
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.remote import RemoteCatalog
-from composerlite.checkpoint.ranks_together import together, wait_together
 from composerlite.checkpoint.record.lineage import in_line
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.record.naming import (
@@ -460,15 +459,16 @@ class RemoteSaving:
             ObjectStoreError: on every rank.
             RankError: a rank failed or was lost meanwhile.
         """
-        wait_together(self._published, timedelta(seconds=self._timeout))
-        with together("waiting for uploads"):
+        group = dist.get_group()
+        group.wait_for_all(self._published, timedelta(seconds=self._timeout))
+        with group.all_or_none("waiting for uploads"):
             for publisher in self.publishers:
                 if not publisher.published(0):
                     raise publisher.late()
 
     def published_together(self, seconds: float) -> bool:
         """Whether everything is published on every rank, within so many seconds."""
-        return wait_together(self._published, timedelta(seconds=max(seconds, 0.001)))
+        return dist.get_group().wait_for_all(self._published, timedelta(seconds=max(seconds, 0.001)))
 
     def _published(self, seconds: float) -> bool:
         until = time.monotonic() + seconds

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from composerlite import dist
-from composerlite.checkpoint import format_name_with_dist, together
+from composerlite.checkpoint import format_name_with_dist
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.loggers.services.mlflow_run import MOST_METRICS, MlflowRun, Point, allowed, open_experiment
 from composerlite.loggers.services.service import ServiceLogger, exit_code, json_of, need_package, pictures, scalars
@@ -113,7 +113,7 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
         """Find or make the experiment."""
         if self._run_name != state.run_name:
             self._run_name, self._ids, self._unsent = state.run_name, [], []
-        with together("opening MLflow"):
+        with dist.get_group().all_or_none("opening MLflow"):
             if not self._is_silent:
                 name = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or _EXPERIMENT
                 self._client, self.experiment_id = open_experiment(self._uri, name)
@@ -121,7 +121,7 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
     def after_load(self, state: State, logger: Logger) -> None:
         """Start the MLflow run, or go on with that of the checkpoint."""
         self._batch = int(state.timestamp.batch)
-        with together("starting the run of MLflow"):
+        with dist.get_group().all_or_none("starting the run of MLflow"):
             if self._client is not None and self._run is None:
                 self._run = self._start(self._client, state.run_name)
                 self.run_id = self._run.id

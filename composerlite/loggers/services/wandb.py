@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from composerlite import dist
-from composerlite.checkpoint import format_name_with_dist, from_first_rank, together
+from composerlite.checkpoint import format_name_with_dist
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.loggers.services.service import ServiceLogger, exit_code, json_of, need_package, pictures
 from composerlite.loggers.values import plain
@@ -111,9 +111,10 @@ class WandBLogger(ServiceLogger["wandb.Run"]):
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Start the W&B run, or go on with that of the checkpoint."""
+        group = dist.get_group()
         self._batch = int(state.timestamp.batch)
-        self._id, self._is_resumed = from_first_rank("naming the run of W&B", self._choose_id)
-        with together("starting the run of W&B"):
+        self._id, self._is_resumed = group.from_first("naming the run of W&B", self._choose_id)
+        with group.all_or_none("starting the run of W&B"):
             if not self._is_silent and self._run is None:
                 self._start(state.run_name)
         self._write_early()

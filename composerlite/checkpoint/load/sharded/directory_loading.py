@@ -18,7 +18,6 @@ from composerlite.checkpoint.load.sharded import reader as sharded
 from composerlite.checkpoint.load.sharded.elsewhere import Elsewhere
 from composerlite.checkpoint.load.sharded.state_keys import nested
 from composerlite.checkpoint.place.directory import CheckpointFolder
-from composerlite.checkpoint.ranks_together import from_first_rank, together
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict, items_of, with_items
 
@@ -35,12 +34,13 @@ def load_directory(folder: CheckpointFolder, restoring: Restoring) -> list[dict[
     Raises:
         CheckpointError: as :func:`composerlite.checkpoint.load_checkpoint`, on every rank.
     """
+    group = dist.get_group()
     with sharded.RemoteFileSystemReader(folder) as reader, Elsewhere(folder, reader, restoring.source) as elsewhere:
-        with together(f"reading the index of {restoring.source}"):
+        with group.all_or_none(f"reading the index of {restoring.source}"):
             metadata = reader.read_metadata()
         values = _plain_values(reader, elsewhere, restoring.source)
         tensors = _unread_tensors(metadata)
-        with together("comparing the checkpoint with the run"):
+        with group.all_or_none("comparing the checkpoint with the run"):
             held = nested(metadata, "", list(metadata.state_dict_metadata), {**values, **tensors})
             wanted = restoring.wanted(_as_of_a_run(held, restoring))
             live = restoring.places(wanted)
@@ -48,7 +48,7 @@ def load_directory(folder: CheckpointFolder, restoring: Restoring) -> list[dict[
         targets: dict[str, Tensor] = {}
         wanted = _with_targets(wanted, live, key_of, targets, set())
         _read(reader, elsewhere, targets)
-    with together("restoring the run"):
+    with group.all_or_none("restoring the run"):
         return restoring.load(wanted)
 
 
@@ -72,7 +72,7 @@ def _plain_values(reader: sharded.RemoteFileSystemReader, elsewhere: Elsewhere, 
         torch.save(sharded.load_flat(reader, keys), buffer)
         return buffer.getvalue()
 
-    return item_contents(from_first_rank(f"reading the small parts of {source}", packed))
+    return item_contents(dist.get_group().from_first(f"reading the small parts of {source}", packed))
 
 
 def _unread_tensors(metadata: sharded.Metadata) -> dict[str, Tensor]:

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from composerlite import dist
 from composerlite.checkpoint.load.sharded import reader as sharded
 from composerlite.checkpoint.place.directory import ON_ALL_NODES, CheckpointFolder, LocalFolder
-from composerlite.checkpoint.ranks_together import from_first_rank, together
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.checkpoint.trust.validation import validate
 from composerlite.errors import CheckpointNotFoundError, IncompatibleCheckpointError
@@ -77,9 +76,10 @@ class Elsewhere:
         self.are_apart = False
 
     def __enter__(self) -> Elsewhere:
-        if dist.get_world_size() > 1 and self._folder is not None:
+        group = dist.get_group()
+        if group.size > 1 and self._folder is not None:
             folder = self._folder
-            self.are_apart = from_first_rank(f"finding the disks of {self._source}", lambda: _is_apart(folder))
+            self.are_apart = group.from_first(f"finding the disks of {self._source}", lambda: _is_apart(folder))
         return self
 
     def __exit__(
@@ -99,21 +99,22 @@ class Elsewhere:
         self._bring(dict(targets))
 
     def _bring(self, wanted: StateDict) -> None:
+        group = dist.get_group()
         if not self.are_apart:
             return
         assert self._folder is not None
-        with together(f"looking for the parts of {self._source}"):
+        with group.all_or_none(f"looking for the parts of {self._source}"):
             told = self._told(wanted)
-        everyone = dist.all_gather_object(told)
-        with together(f"looking for the parts of {self._source}"):
+        everyone = group.gather(told)
+        with group.all_or_none(f"looking for the parts of {self._source}"):
             moves = self._moves(everyone)
-            for name in {one.name for one in moves if one.source == dist.get_global_rank()}:
+            for name in {one.name for one in moves if one.source == group.rank}:
                 validate(self._folder.path / name)
-        with together(f"bringing parts of {self._source} to the nodes that need them"), self._files() as files:
+        with group.all_or_none(f"bringing parts of {self._source} to the nodes that need them"), self._files() as files:
             dist.move(f"bringing parts of {self._source}", moves, files.read, files.write)
         first = _first_of_node(everyone, told.node)
         self._folder.brought = everyone[first].place
-        if size := sum(one.size_bytes for one in moves if one.target == dist.get_global_rank()):
+        if size := sum(one.size_bytes for one in moves if one.target == group.rank):
             log.info("brought %.1f MB of %s from the disks of other nodes", size / 1e6, self._source)
 
     def _told(self, wanted: StateDict) -> _Told:
