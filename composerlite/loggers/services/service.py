@@ -39,7 +39,7 @@ class ServiceLogger(LoggerDestination, Generic[R]):
         timeout: seconds to wait at the end.
     """
 
-    def __init__(self, *, rank_zero_only: bool, timeout: float) -> None:
+    def __init__(self, *, rank_zero_only: bool, timeout: float = 600.0) -> None:
         self._rank_zero_only = rank_zero_only
         self._is_silent = rank_zero_only and dist.get_global_rank() != 0
         self._timeout = float(timeout)

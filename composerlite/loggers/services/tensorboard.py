@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, final
 
-from composerlite import dist
 from composerlite.checkpoint import format_name_with_dist
-from composerlite.core import LoggerDestination
 from composerlite.errors import ConfigError, checked_arguments
+from composerlite.loggers.services.service import ServiceLogger, need_package
 from composerlite.loggers.values import plain, to_json
 
 if TYPE_CHECKING:
@@ -21,11 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TensorboardLogger"]
 
-_Write: TypeAlias = "Callable[[SummaryWriter, int | None], None]"
-
 
 @final
-class TensorboardLogger(LoggerDestination):
+class TensorboardLogger(ServiceLogger["SummaryWriter"]):
     """Writes metrics for TensorBoard, one folder per run.
 
     A resumed run goes on in the folder of the interrupted one. TensorBoard then drops the steps that were logged after
@@ -51,20 +46,14 @@ class TensorboardLogger(LoggerDestination):
             raise ConfigError(
                 f"TensorboardLogger(flush_interval={flush_interval}): want a number of batches, 1 or more."
             )
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ConfigError(
-                "TensorboardLogger needs the package tensorboard, which is not installed: "
-                "pip install 'composerlite[tensorboard]'"
-            )
+        need_package("tensorboard", who="TensorboardLogger", extra="tensorboard")
+        super().__init__(rank_zero_only=rank_zero_only)
         folder = "tensorboard_logs" if log_dir is None else str(log_dir)
         if "{run_name}" not in folder:
             folder = f"{folder}/{{run_name}}"
         self._folder = folder if rank_zero_only else f"{folder}/rank{{rank}}"
         format_name_with_dist(self._folder, run_name="")  # a typo in a variable is an error now
         self._flush_interval = flush_interval
-        self._is_silent = rank_zero_only and dist.get_global_rank() != 0
-        self._writer: SummaryWriter | None = None
-        self._early: list[_Write] = []
         self._place: str | None = None
 
     @property
@@ -83,17 +72,15 @@ class TensorboardLogger(LoggerDestination):
             ) from e
 
     def after_load(self, state: State, logger: Logger) -> None:
-        if self._is_silent or self._writer is not None:
+        if self._is_silent or self._run is not None:
             return
         from torch.utils.tensorboard import SummaryWriter  # imports slowly
 
         # What was logged at the batch of the checkpoint itself was logged before it was saved, and stays.
-        batch = int(state.timestamp.batch)
+        batch = self._batch = int(state.timestamp.batch)
         folder = format_name_with_dist(self._folder, state.run_name)
-        self._writer = SummaryWriter(folder, purge_step=batch + 1 if batch else 0)
-        for write in self._early:
-            write(self._writer, batch)
-        self._early.clear()
+        self._run = SummaryWriter(folder, purge_step=batch + 1 if batch else 0)
+        self._write_early()
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self._write(functools.partial(_write_metrics, metrics), step)
@@ -115,38 +102,21 @@ class TensorboardLogger(LoggerDestination):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if int(state.timestamp.batch) % self._flush_interval == 0:
-            self._flush()
-
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        self._flush()
-
-    def eval_end(self, state: State, logger: Logger) -> None:
-        self._flush()
-
-    def fit_end(self, state: State, logger: Logger) -> None:
-        self._flush()
+            self._send()
 
     def close(self, state: State, logger: Logger) -> None:
-        self._flush()
+        self._send()
 
     def post_close(self) -> None:
-        if self._writer is not None:  # not in close(): other callbacks may log while they close
-            self._writer.close()
+        if self._run is not None:  # not in close(): other callbacks may log while they close
+            self._run.close()
 
-    def _write(self, write: _Write, step: int | None) -> None:
-        if self._is_silent:
-            return
-        if self._writer is None:  # before AFTER_LOAD it is not known at which step the run goes on
-            self._early.append(write)
-        else:
-            write(self._writer, step)
-
-    def _flush(self) -> None:
-        if self._writer is not None:
-            self._writer.flush()
+    def _send(self) -> None:
+        if self._run is not None:
+            self._run.flush()
 
 
-def _write_metrics(metrics: dict[str, Any], writer: SummaryWriter, step: int | None) -> None:
+def _write_metrics(metrics: dict[str, Any], writer: SummaryWriter, step: int) -> None:
     for name, value in metrics.items():
         value = plain(value)
         if isinstance(value, int | float):
