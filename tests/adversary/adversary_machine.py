@@ -508,7 +508,7 @@ class Adversary(RuleBasedStateMachine):
             return
         entry = living[which % len(living)]
         path = entry.folder / entry.name
-        part = path / "__0_0.distcp" if path.is_dir() else path
+        part = next(path.glob("*.distcp")) if path.is_dir() else path
         data = bytearray(part.read_bytes())
         data[len(data) // 2] ^= 1
         part.write_bytes(data)
