@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = [
     "dcp_memory_format_class",
     "dcp_plan_errors",
-    "dcp_ranks",
     "dcp_storage_info_class",
     "default_store",
     "forget_workers",
@@ -167,10 +166,3 @@ def dcp_plan_errors(plans: Any, metadata: Any) -> list[str]:
     if isinstance(found, bool):
         return [] if found else ["the parts of a tensor overlap, or leave some of it out"]
     return found
-
-
-def dcp_ranks(group: Any, *, are_several: bool) -> Any:
-    """The ranks of ``group`` as DCP lets them act together: what one raises all raise. Rank 0 decides."""
-    from torch.distributed.checkpoint.utils import _DistWrapper
-
-    return _DistWrapper(group, are_several, 0)

@@ -265,22 +265,6 @@ def test_dcp_plan_errors_says_what_is_wrong() -> None:
     assert all(isinstance(one, str) for one in errors(0))
 
 
-@seen_with("dcp_ranks", "2.11", "2.12", "2.13", "2.15")
-def test_dcp_ranks_act_together(process_group: Any) -> None:
-    """What each gives is what the first one gets; what one raises all raise, with its words."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    def fail() -> None:
-        raise ValueError("no disk")
-
-    for ranks in (compat.dcp_ranks(None, are_several=True), compat.dcp_ranks(None, are_several=False)):
-        assert (ranks.rank, ranks.get_world_size(), ranks.is_coordinator) == (0, 1, True)
-        assert ranks.reduce_scatter("step", lambda: 1, lambda all_given: [sum(all_given) + 1]) == 2
-        assert ranks.all_reduce("step", lambda: 1, lambda all_given: all_given) == [1]
-        with pytest.raises(CheckpointException, match="no disk"):
-            ranks.all_reduce("step", fail, lambda _: None)
-
-
 def test_each_name_has_a_test_that_says_with_which_releases() -> None:
     """A name that is added here gets one."""
     assert sorted(SEEN) == sorted(compat.__all__)
@@ -316,7 +300,7 @@ def test_private_names_of_torch_are_in_one_module() -> None:
     """Else a release of torch that changes one breaks something that nobody looks at."""
     here = PACKAGE / "_torch_compat.py"
     known = private_names(ast.parse(here.read_text()))
-    assert {"_cdata", "_opt_called", "_iterator", "_DistWrapper"} <= known
+    assert {"_cdata", "_opt_called", "_iterator"} <= known
     strays: list[str] = []
     for path in PACKAGE.rglob("*.py"):
         if path != here:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
     from composerlite.dist.commit_barrier import CommitBarrier, CommitRound
     from composerlite.dist.exchanging import Transfer, exchange
-    from composerlite.dist.group import AllRanks, Group, SingleProcess, get_group
+    from composerlite.dist.group import AllRanks, Group, RanksOf, SingleProcess, Vote, get_group, group_of
     from composerlite.dist.moving import Move, move
     from composerlite.dist.riders import Rider, Riders
     from composerlite.dist.sampling import get_sampler
@@ -60,11 +60,13 @@ __all__ = [
     "Group",
     "Move",
     "Part",
+    "RanksOf",
     "Rider",
     "Riders",
     "SingleProcess",
     "Spread",
     "Transfer",
+    "Vote",
     "all_gather",
     "all_gather_object",
     "all_reduce",
@@ -89,6 +91,7 @@ __all__ = [
     "get_node_rank",
     "get_sampler",
     "get_world_size",
+    "group_of",
     "has_copies",
     "initialize_dist",
     "is_available",
@@ -109,7 +112,7 @@ _HOMES = {
     "get_sampler": "sampling",
     **dict.fromkeys(("Move", "move"), "moving"),
     **dict.fromkeys(("Transfer", "exchange"), "exchanging"),
-    **dict.fromkeys(("AllRanks", "Group", "SingleProcess", "get_group"), "group"),
+    **dict.fromkeys(("AllRanks", "Group", "RanksOf", "SingleProcess", "Vote", "get_group", "group_of"), "group"),
     **dict.fromkeys(("Rider", "Riders"), "riders"),
     **dict.fromkeys(("any_distributed", "full_tensor", "total_norm"), "tensors"),
     **dict.fromkeys(

@@ -7,33 +7,44 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 
-from composerlite.dist.env import Control, get_control, get_world_size
+from composerlite.dist.env import Control, get_control, get_world_size, initialize_dist, is_initialized
 from composerlite.errors import CheckpointError, RankError
 
-__all__ = ["AllRanks", "Group", "SingleProcess", "get_group"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from composerlite.dist.commit_barrier import CommitRound
+
+__all__ = ["AllRanks", "Group", "RanksOf", "SingleProcess", "Vote", "get_group", "group_of"]
 
 T = TypeVar("T")
+R = TypeVar("R")
+Outcomes = Mapping[int, BaseException]
 
 _SEEN_BY = "Seen by rank"
 
 
 class Group(ABC):
-    """Ranks, all of which call the same methods in the same order, in the main thread.
+    """Ranks, all of which call the same methods in the same order, in the main thread, with the same ``what``.
 
     Every wait has a timeout, and its error names the ranks that are late.
 
     Attributes:
         rank: of this process in the group.
         size: number of ranks.
+        exchanges: whether they can :func:`~composerlite.dist.exchange` tensors: all ranks of a run of several.
     """
 
     rank: int
     size: int
+    exchanges: bool = False
+    _turn = timedelta(minutes=1)
 
     @property
     def is_first(self) -> bool:
@@ -64,6 +75,39 @@ class Group(ABC):
         """The ``value`` of rank 0."""
 
     @abstractmethod
+    def _through_first(
+        self, what: str, each: Callable[[], T], first: Callable[[list[T]], Any], *, scatter: bool
+    ) -> tuple[Outcomes, Any]:
+        """Who failed, and what this rank gets of what ``first`` made on rank 0 of what ``each`` gave on every rank."""
+
+    def all_reduce(self, what: str, each: Callable[[], T], first: Callable[[list[T]], R]) -> R:
+        """What ``first`` makes on rank 0 of what ``each`` gave on every rank, on every rank. All raise what one raises."""
+        return self._made(*self._through_first(what, each, first, scatter=False))
+
+    def reduce_scatter(self, what: str, each: Callable[[], T], first: Callable[[list[T]], list[R]]) -> R:
+        """As :meth:`all_reduce`, where ``first`` makes something for each rank."""
+        return self._made(*self._through_first(what, each, first, scatter=True))
+
+    def agree(self, what: str, each: Callable[[], T]) -> T:
+        """What ``each`` gave on this rank, once it has succeeded on every rank. All raise what one raises."""
+        own: list[T] = []
+        self.all_reduce(what, lambda: own.append(each()), lambda _: None)
+        return own[0]
+
+    def vote(self, what: str, *, patience: int = 1) -> Vote:
+        """A vote over ``what``, which errors name. To be called in the same order on every rank; it waits for nobody.
+
+        Args:
+            what: is voted on.
+            patience: how many times the usual timeout the ranks wait for each other.
+        """
+        return _VoteAtOnce(self, what)
+
+    def _made(self, outcomes: Outcomes, value: Any) -> Any:
+        if outcomes:
+            raise self.first_error(outcomes, None)
+        return value
+
     def wait_for_all(self, wait: Callable[[float], bool], timeout: timedelta) -> bool:
         """Wait until ``wait`` is true on every rank, or for ``timeout``; whether it is, the same on every rank.
 
@@ -77,6 +121,8 @@ class Group(ABC):
         Raises:
             RankError: a rank failed or did not come.
         """
+        turn = min(timeout, self._turn)
+        return any(all(self.gather(wait(turn.total_seconds()))) for _ in range(math.ceil(timeout / turn)))
 
     @contextlib.contextmanager
     def all_or_none(self, what: str, timeout: timedelta | None = None) -> Generator[None]:
@@ -109,7 +155,7 @@ class Group(ABC):
                 value = make()
         return self.broadcast(value)  # type: ignore[return-value] - that of rank 0 is one
 
-    def first_error(self, outcomes: Mapping[int, BaseException], own: BaseException | None) -> BaseException:
+    def first_error(self, outcomes: Outcomes, own: BaseException | None) -> BaseException:
         """The error of the lowest rank that failed, to be raised on every rank: the same text everywhere.
 
         Args:
@@ -143,6 +189,15 @@ class SingleProcess(Group):
     def broadcast(self, value: T) -> T:
         return value
 
+    def _through_first(
+        self, what: str, each: Callable[[], T], first: Callable[[list[T]], Any], *, scatter: bool
+    ) -> tuple[Outcomes, Any]:
+        try:
+            made = first([each()])
+        except BaseException as e:  # noqa: BLE001 - raised by who asked for it
+            return {0: e}, None
+        return {}, made[0] if scatter else made
+
     def wait_for_all(self, wait: Callable[[float], bool], timeout: timedelta) -> bool:
         return wait(timeout.total_seconds())
 
@@ -150,18 +205,107 @@ class SingleProcess(Group):
     def all_or_none(self, what: str, timeout: timedelta | None = None) -> Generator[None]:
         yield
 
-    def first_error(self, outcomes: Mapping[int, BaseException], own: BaseException | None) -> BaseException:
+    def first_error(self, outcomes: Outcomes, own: BaseException | None) -> BaseException:
         return outcomes[0]
 
 
+class _Several(Group):
+    """Ranks that talk through a process group."""
+
+    def __init__(self, process_group: ProcessGroup) -> None:
+        import torch.distributed
+
+        self.rank = torch.distributed.get_rank(process_group)
+        self.size = torch.distributed.get_world_size(process_group)
+        self._process_group = process_group
+
+    def _through_first(
+        self, what: str, each: Callable[[], T], first: Callable[[list[T]], Any], *, scatter: bool
+    ) -> tuple[Outcomes, Any]:
+        from composerlite.dist.meetings import Failure
+
+        own: BaseException | None = None
+        try:
+            pickled = pickle.dumps((True, each()))
+        except BaseException as e:  # noqa: BLE001 - raised by all; an exit is told as well, since others wait
+            own, pickled = e, pickle.dumps((False, [Failure.of(e, self.rank)]))
+        told = self._tell_first(pickled)
+        replies = None if told is None else self._replies(told, first, scatter=scatter)
+        good, value = pickle.loads(self._hear_first(replies, scatter=scatter))
+        if good:
+            return {}, value
+        return {f.rank: own if own is not None and f.rank == self.rank else f.exception() for f in value}, None
+
+    def _replies(self, told: Sequence[bytes], first: Callable[[list[Any]], Any], *, scatter: bool) -> list[bytes]:
+        """For each rank, or one for all: what ``first`` made, or who failed."""
+        from composerlite.dist.meetings import Failure
+
+        outcomes = [pickle.loads(one) for one in told]
+        failures = [failure for good, failed in outcomes if not good for failure in failed]
+        if not failures:
+            try:
+                made = first([value for _, value in outcomes])
+                return [pickle.dumps((True, one)) for one in (made if scatter else [made])]
+            except BaseException as e:  # noqa: BLE001 - raised by all
+                failures = [Failure.of(e, self.rank)]
+        return [pickle.dumps((False, failures))] * (self.size if scatter else 1)
+
+    def _tell_first(self, pickled: bytes) -> list[bytes] | None:
+        from torch.distributed import gather_object
+
+        told: list[bytes] | None = [b""] * self.size if self.is_first else None
+        gather_object(pickled, told, group_dst=0, group=self._process_group)
+        return told
+
+    def _hear_first(self, replies: list[bytes] | None, *, scatter: bool) -> bytes:
+        from torch.distributed import broadcast_object_list, scatter_object_list
+
+        box = [b""] if replies is None else replies[:1]
+        if scatter:
+            scatter_object_list(box, replies, group_src=0, group=self._process_group)
+        else:
+            broadcast_object_list(box, group_src=0, group=self._process_group)
+        return box[0]
+
+
 @final
-class AllRanks(Group):
+class RanksOf(_Several):
+    """The ranks of a process group that somebody else has made. Its own timeout and its own errors hold."""
+
+    def outcomes(self, what: str, error: Exception | None, timeout: timedelta | None = None) -> dict[int, BaseException]:
+        from composerlite.dist.meetings import Failure
+
+        failures = self.gather(None if error is None else Failure.of(error, self.rank))
+        return {f.rank: error if error is not None and f.rank == self.rank else f.exception() for f in failures if f}
+
+    def gather(self, value: T) -> list[T]:
+        return self.all_reduce("gathering", lambda: value, list)
+
+    def broadcast(self, value: T) -> T:
+        return self.all_reduce("broadcasting", lambda: value if self.is_first else None, lambda all_of: all_of[0])  # type: ignore[return-value]
+
+
+@final
+class AllRanks(_Several):
     """All ranks of the run. They talk over a store and a gloo group of their own, apart from the group of training."""
 
     def __init__(self, control: Control) -> None:
-        self.rank = control.meetings.rank
-        self.size = control.meetings.world_size
+        super().__init__(cast("ProcessGroup", control.group))
+        self.exchanges = True
         self._control = control
+        self._turn = control.timeout / 4
+
+    def _through_first(
+        self, what: str, each: Callable[[], T], first: Callable[[list[T]], Any], *, scatter: bool
+    ) -> tuple[Outcomes, Any]:
+        from composerlite.dist.collectives import barrier
+
+        barrier(what)  # names those that are late
+        return super()._through_first(what, each, first, scatter=scatter)
+
+    def vote(self, what: str, *, patience: int = 1) -> Vote:
+        commits = self._control.commits
+        return _VoteOfAll(commits.round(commits.ticket(), what), self._control.timeout * patience)
 
     def outcomes(self, what: str, error: Exception | None, timeout: timedelta | None = None) -> dict[int, BaseException]:
         from composerlite.dist.meetings import rank_error  # a run of one process has none
@@ -181,18 +325,58 @@ class AllRanks(Group):
 
         return broadcast_object(value)
 
-    def wait_for_all(self, wait: Callable[[float], bool], timeout: timedelta) -> bool:
-        turn = min(timeout, self._control.timeout / 4)
-        return any(self._is_over(wait, turn) for _ in range(math.ceil(timeout / turn)))
 
-    def _is_over(self, wait: Callable[[float], bool], turn: timedelta) -> bool:
-        import torch
+class Vote(ABC):
+    """A vote over a commit, in any thread, once.
 
-        from composerlite.dist.collectives import all_reduce
+    Attributes:
+        may_be_committed: what was voted on is committed, or it is not known that it is not: it must stay.
+    """
 
-        done = torch.tensor(int(wait(turn.total_seconds())))
-        all_reduce(done, "MIN")
-        return bool(done)
+    may_be_committed: bool
+
+    @abstractmethod
+    def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
+        """Write on every rank, commit on the first one when all have; every rank returns what ``commit`` returned.
+
+        Raises:
+            RankError: a rank failed, or is late: names it. Nothing is committed unless ``may_be_committed``. In one
+                process, and in a process group of somebody else's: what a rank failed with.
+        """
+
+
+@final
+class _VoteAtOnce(Vote):
+    """A vote in the thread that calls it, with what the group has."""
+
+    def __init__(self, group: Group, what: str) -> None:
+        self.may_be_committed = False
+        self._group = group
+        self._what = what
+
+    def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
+        self.may_be_committed = True  # if a rank is lost on the way, nobody here knows
+        outcomes, value = self._group._through_first(self._what, write, commit, scatter=False)  # pyright: ignore[reportPrivateUsage] - of its class
+        self.may_be_committed = not outcomes
+        if outcomes:
+            raise self._group.first_error(outcomes, None)
+        return value
+
+
+@final
+class _VoteOfAll(Vote):
+    """A vote through the store, which may be behind training."""
+
+    def __init__(self, commit_round: CommitRound[Any], timeout: timedelta) -> None:
+        self.may_be_committed = False
+        self._round = commit_round
+        self._timeout = timeout
+
+    def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
+        try:
+            return self._round.run(write, commit, self._timeout)
+        finally:
+            self.may_be_committed = self._round.may_be_committed
 
 
 _SINGLE = SingleProcess()
@@ -205,3 +389,17 @@ def get_group() -> Group:
         ConfigError: there are several, and :func:`~composerlite.dist.initialize_dist` was not called.
     """
     return _SINGLE if get_world_size() == 1 else AllRanks(get_control())
+
+
+def group_of(process_group: ProcessGroup | None = None) -> Group:
+    """The ranks of a process group, or all that there are; a process without ``torch.distributed`` is by itself.
+
+    Every rank of it calls this. All ranks talk apart from the group of training: they are connected if they are not yet.
+    """
+    if not is_initialized():
+        return _SINGLE
+    if process_group is not None:
+        return RanksOf(process_group)
+    if get_world_size() > 1:
+        initialize_dist()
+    return get_group()

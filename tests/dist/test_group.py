@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed
 
 from composerlite import dist
 from composerlite.errors import CheckpointNotFoundError, ConfigError, LateRankError, RankError
@@ -147,3 +149,132 @@ def _fail_with_error_of_ranks() -> tuple[type, str, list[str]]:
 def test_an_error_of_ranks_is_not_told_again() -> None:
     """All have it: a second meeting over it would wait for nobody who comes."""
     assert run_ranks(_fail_with_error_of_ranks, 2) == [(RankError, "rank 1 was lost", [])] * 2
+
+
+# ── through the first rank ───────────────────────────────────────────────────────────────────────────────────────────
+def _group(kind: str) -> dist.Group:
+    """All ranks, or a process group that somebody else has made."""
+    if kind == "all":
+        return dist.group_of()
+    return dist.group_of(torch.distributed.new_group())
+
+
+def _kinds(size: int) -> list[str]:
+    return ["all"] if size == 1 else ["all", "made by hand"]
+
+
+GROUPS = [pytest.param(size, kind, id=f"{size}-{kind}") for size in SIZES for kind in _kinds(size)]
+
+
+def _reduce(kind: str) -> dict[str, Any]:
+    group = _group(kind)
+    vote = group.vote("saving")
+    return {
+        "reduced": group.all_reduce("adding", lambda: group.rank + 1, sum),
+        "scattered": group.reduce_scatter("dealing", lambda: group.rank, lambda ranks: [f"for {r}" for r in ranks]),
+        "agreed": group.agree("looking", lambda: f"seen by {group.rank}"),
+        "voted": vote.run(lambda: group.rank, lambda written: f"committed {written}"),
+        "stays": vote.may_be_committed,
+    }
+
+
+@pytest.mark.parametrize(("size", "kind"), GROUPS)
+def test_the_first_rank_makes_one_thing_of_what_all_have(size: int, kind: str) -> None:
+    """The same on a group of any kind and size."""
+    for rank, told in enumerate(on(size, functools.partial(_reduce, kind))):
+        assert told == {
+            "reduced": sum(range(size + 1)),
+            "scattered": f"for {rank}",
+            "agreed": f"seen by {rank}",
+            "voted": f"committed {list(range(size))}",
+            "stays": True,
+        }
+
+
+class Unpicklable(Exception):
+    """An exception that does not travel."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not me")
+
+
+def _fail_at(kind: str, where: str, error: type[BaseException]) -> list[tuple[str, str]]:
+    group = _group(kind)
+    last = group.size - 1
+
+    def each() -> int:
+        if where == "each" and group.rank == last:
+            raise error("no space")
+        return group.rank
+
+    def first(values: list[int]) -> list[int]:
+        if where == "first":
+            raise error("no space")
+        return values
+
+    found: list[tuple[str, str]] = []
+    vote = group.vote("saving")
+    for act in (
+        lambda: group.all_reduce("adding", each, first),
+        lambda: group.reduce_scatter("dealing", each, first),
+        lambda: vote.run(each, first),
+    ):
+        try:
+            act()
+        except BaseException as e:  # noqa: BLE001 - it is the outcome
+            cause = e.__cause__ if isinstance(e, RankError) and e.__cause__ is not None else e
+            found.append((type(cause).__name__, str(cause)))
+    assert not vote.may_be_committed
+    assert group.all_reduce("going on", lambda: 1, sum) == group.size
+    return found
+
+
+@pytest.mark.parametrize("where", ["each", "first"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize(("size", "kind"), GROUPS)
+def test_what_fails_on_the_way_all_raise(size: int, kind: str, error: type[BaseException], where: str) -> None:
+    """No rank waits, or has the value, when another failed; nothing that was voted down may be committed."""
+    outcomes = on(size, functools.partial(_fail_at, kind, where, error))
+    assert outcomes == [[(error.__name__, "no space")] * 3] * size
+
+
+@pytest.mark.parametrize("where", ["each", "first"])
+@pytest.mark.parametrize("kind", ["all", "made by hand"])
+def test_an_error_that_does_not_travel_is_told_in_words(kind: str, where: str) -> None:
+    """The text arrives where the exception cannot."""
+    for found in run_ranks(functools.partial(_fail_at, kind, where, Unpicklable), 2):
+        assert len(found) == 3
+        assert all("no space" in text for _, text in found)
+
+
+def _give_what_cannot_be_sent(kind: str) -> tuple[type, str, list[str]]:
+    group = _group(kind)
+    return caught(lambda: group.all_reduce("gathering", lambda: threading.Lock() if group.rank else None, list))
+
+
+@pytest.mark.parametrize("kind", ["all", "made by hand"])
+def test_a_value_that_cannot_be_pickled_is_an_error_on_all(kind: str) -> None:
+    """It is found before the ranks send anything, so that none waits for it."""
+    outcomes = run_ranks(functools.partial(_give_what_cannot_be_sent, kind), 2)
+    assert all(raised is TypeError and "pickle" in text for raised, text, _ in outcomes)
+
+
+def _all_of_a_group_made_by_hand() -> dict[str, Any]:
+    group = _group("made by hand")
+    told: dict[str, Any] = {"gathered": group.gather(group.rank), "broadcast": group.broadcast(group.rank)}
+    told["in vain"] = group.wait_for_all(lambda _: group.rank != 1, timedelta(seconds=0.1))
+
+    def act() -> None:
+        with group.all_or_none("looking"):
+            if group.rank == 1:
+                raise CheckpointNotFoundError("nothing")
+
+    told["raised"] = caught(act)[:2]
+    return told
+
+
+def test_a_group_made_by_hand_has_all_methods() -> None:
+    """Who is given a group need not know who made it."""
+    expected = {"gathered": [0, 1], "broadcast": 0, "in vain": False}
+    raised = (CheckpointNotFoundError, "nothing (Seen by rank 1.)")
+    assert run_ranks(_all_of_a_group_made_by_hand, 2) == [{**expected, "raised": raised}] * 2

@@ -35,11 +35,11 @@ from composerlite.checkpoint.api.step_metadata import (
 )
 from composerlite.checkpoint.api.train_module import TrainModule, TrainModuleLike, state_to_load, state_to_save
 from composerlite.checkpoint.format.torch_file import TorchImage
-from composerlite.checkpoint.load.sharded import reader as sharded
 from composerlite.checkpoint.place.step_folder import MARKER, MODEL, TRAIN, StepFolder, step_folder_of
 from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.checkpoint.save.sharded.copy import Staged
 from composerlite.checkpoint.save.sharded.planned import PlannedSave, plan_save
+from composerlite.dist import Group, group_of
 from composerlite.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -182,7 +182,7 @@ class Checkpointer:
         """Claim the directory and plan the save, with all ranks."""
         if self._last is not None:
             concurrent.futures.wait([self._last])  # its error is its own future's
-        ranks = sharded.Ranks(self.process_group)
+        group = group_of(self.process_group)
         folder = resources.enter_context(step_folder_of(place))
         images: list[TorchImage] = []
 
@@ -191,12 +191,14 @@ class Checkpointer:
             images.append(TorchImage(whole["train"]))
             return whole["model"]
 
-        staging = ranks.gather("claim", lambda: None, lambda _: folder.claim(overwrite=self.save_overwrite))
+        staging = group.all_reduce(
+            "claiming a directory", lambda: None, lambda _: folder.claim(overwrite=self.save_overwrite)
+        )
         try:
             planned = plan_save(
                 resources.enter_context(folder.model(staging)),
                 state,
-                ranks=ranks,
+                group=group,
                 overwrite=False,
                 threads=self.save_thread_count,
                 throttle=self.throttle_uploads,
@@ -260,19 +262,21 @@ class Checkpointer:
             CorruptCheckpointError: the bytes are not those that were saved.
             UntrustedCheckpointError: it names what is not known to be safe to load.
         """
-        ranks = sharded.Ranks(self.process_group)
+        group = group_of(self.process_group)
         with step_folder_of(dir) as folder:
-            found = ranks.gather("find", lambda: None, lambda _: find_step(folder, load_trainer_state))
+            found = group.all_reduce(
+                "looking for a checkpoint", lambda: None, lambda _: find_step(folder, load_trainer_state)
+            )
             train_state = None
             if found.rank_files:
-                train_state = ranks.agree("train state", lambda: read_train_state(folder, found, ranks))
-            self._load_model(folder, found, ranks, train_module, load_optim_state)
+                train_state = group.agree("reading the train state", lambda: read_train_state(folder, found, group))
+            self._load_model(folder, found, group, train_module, load_optim_state)
         return train_state
 
     def _load_model(
-        self, folder: StepFolder, found: Found, ranks: sharded.Ranks, module: TrainModuleLike, optim: bool | None
+        self, folder: StepFolder, found: Found, group: Group, module: TrainModuleLike, optim: bool | None
     ) -> None:
-        metadata = ranks.agree("index", lambda: get_checkpoint_metadata(folder.model(bare=found.is_bare)))
+        metadata = group.agree("reading the index", lambda: get_checkpoint_metadata(folder.model(bare=found.is_bare)))
         has_optim = any(key.startswith("optim.") for key in metadata.state_dict_metadata)
         if optim and not has_optim:
             raise IncompatibleCheckpointError(
@@ -361,8 +365,8 @@ class _StepSave:
 
     def run(self) -> None:
         """Write and commit, together with the other ranks, in any thread."""
-        ranks = self.planned.ranks
-        name = f"{TRAIN}/rank{ranks.rank}.pt"
+        group, vote = self.planned.group, self.planned.vote
+        name = f"{TRAIN}/rank{group.rank}.pt"
 
         def write() -> tuple[FileRecord, Any]:
             digest = self._folder.write(self._staging, name, self._image)
@@ -372,13 +376,13 @@ class _StepSave:
         def commit(written: list[tuple[FileRecord, Any]]) -> None:
             self.planned.commit([results for _, results in written])
             files = tuple(record for record, _ in written)
-            metadata = CheckpointMetadata(ephemeral=self._ephemeral, world_size=ranks.count, train=files)
+            metadata = CheckpointMetadata(ephemeral=self._ephemeral, world_size=group.size, train=files)
             self._folder.commit(self._staging, metadata.to_json())
 
         try:
-            ranks.vote(f"saving {self._folder.uri}", write, commit)
+            vote.run(write, commit)
         except BaseException:
-            if not ranks.may_be_committed:
+            if not vote.may_be_committed:
                 self.planned.abandon()
                 self._folder.abandon()
             raise

@@ -34,6 +34,7 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import CheckpointFolder, LocalFolder, PathOrUri, folder_of
 from composerlite.checkpoint.save.sharded.copy import Staged
 from composerlite.checkpoint.save.sharded.planned import PlannedSave, plan_save
+from composerlite.dist import group_of, is_initialized
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.storage import number_of, start_threads
 from composerlite.types import StateDict, Stateful
@@ -193,13 +194,13 @@ class _SaveSettings:
         number_of(self.processes, 1, "process_count")
 
     def plan(self, folder: CheckpointFolder, state: Callable[[], StateDict]) -> PlannedSave:
-        ranks = sharded.Ranks(self.group)
-        if ranks.is_first and isinstance(folder, LocalFolder):
+        group = group_of(self.group)
+        if group.is_first and isinstance(folder, LocalFolder):
             Catalog(folder.path.parent).tidy()
         return plan_save(
             folder,
             state,
-            ranks=ranks,
+            group=group,
             overwrite=self.overwrite,
             threads=self.threads,
             throttle=self.throttle,
@@ -215,7 +216,7 @@ def _save(place: PathOrUri, state: Callable[[], StateDict], settings: _SaveSetti
 def _save_behind(place: PathOrUri, state: Callable[[], StateDict], settings: _SaveSettings) -> Future[None]:
     with contextlib.ExitStack() as resources:
         folder = resources.enter_context(folder_of(place, threads=settings.threads))
-        if not sharded.is_distributed():  # else all ranks must hear of it: when the save is planned
+        if not is_initialized():  # else all ranks must hear of it: when the save is planned
             folder.check_free(overwrite=settings.overwrite)
         staged = Staged(may_be_live=not settings.throttle)  # else it waits for its turn
         planned = settings.plan(folder, lambda: staged.take(state()))
@@ -290,14 +291,14 @@ def load_state_dict(
     """
     with _reader(dir, pre_download, work_dir, thread_count) as reader:
         wanted = _plain(state_dict)
-        ranks = sharded.Ranks(process_group)
+        group = group_of(process_group)
 
         def check() -> None:
             _fill_in(wanted, reader.read_metadata())
             check_fit(reader, sharded.flat(wanted), strict=True, owned=())
 
-        ranks.agree("check", check)
-        sharded.load(reader, wanted, ranks=ranks)
+        group.agree("looking into a checkpoint", check)
+        sharded.load(reader, wanted, group=group)
     for key, value in state_dict.items():
         if isinstance(value, Stateful):
             value.load_state_dict(wanted[key])
@@ -339,15 +340,16 @@ def load_model_and_optim_state(
     """
     mapping = key_mapping or {}
     with _reader(dir, pre_download, work_dir, thread_count) as reader:
-        ranks = sharded.Ranks(process_group)
-        state, flatten = ranks.agree(
-            "check", lambda: _checked_state(reader, model, optim, mapping, strict, flatten_optimizer_state)
+        group = group_of(process_group)
+        state, flatten = group.agree(
+            "looking into a checkpoint",
+            lambda: _checked_state(reader, model, optim, mapping, strict, flatten_optimizer_state),
         )
         metadata = reader.read_metadata()
         complete = _containers(state)
         if not strict:
             prune_state_dict(state, set(metadata.state_dict_metadata))
-        sharded.load(reader, state, ranks=ranks)
+        sharded.load(reader, state, group=group)
         merge_state_dicts(state, complete)
     swap_param_keys(state, mapping, metadata, reverse=True, quiet=True)
     sharded.set_model_state(model, state["model"], strict=strict)
@@ -395,7 +397,7 @@ def load_keys(
         IncompatibleCheckpointError: the checkpoint does not have a key.
         CheckpointNotFoundError, CorruptCheckpointError, UntrustedCheckpointError: as :func:`load_state_dict`.
     """
-    if sharded.is_distributed():
+    if is_initialized():
         raise RuntimeError("load_keys reads whole tensors in one process: call it where torch.distributed is not used.")
     wanted = list(keys)
     with _reader(dir, pre_download, work_dir, None) as reader:

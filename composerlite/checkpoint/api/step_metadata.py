@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import cast, final
 
 from composerlite.checkpoint.load.reading import safe_torch_load
-from composerlite.checkpoint.load.sharded import reader as sharded
 from composerlite.checkpoint.place.directory import INDEX
 from composerlite.checkpoint.place.step_folder import MARKER, MODEL, TRAIN, StepFolder
 from composerlite.checkpoint.record.step_marker import CheckpointMetadata
+from composerlite.dist import Group
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
 from composerlite.storage import verify_file
 from composerlite.types import StateDict
@@ -68,20 +68,20 @@ def metadata_of(folder: StepFolder) -> CheckpointMetadata:
     return CheckpointMetadata.from_json(folder.read(MARKER), f"{folder.uri}/{MARKER}")
 
 
-def read_train_state(folder: StepFolder, found: Found, ranks: sharded.Ranks) -> StateDict:
+def read_train_state(folder: StepFolder, found: Found, group: Group) -> StateDict:
     """What this rank remembered, or rank 0 where this one has not."""
     saved = found.metadata.world_size or len(found.rank_files)
-    rank = ranks.rank if ranks.rank in found.rank_files else 0
-    if ranks.is_first and ranks.count != saved:
+    rank = group.rank if group.rank in found.rank_files else 0
+    if group.is_first and group.size != saved:
         what = f"ranks from {saved} on take the train state of rank 0"
-        if ranks.count < saved:
-            what = f"the train state of ranks from {ranks.count} on is not used"
+        if group.size < saved:
+            what = f"the train state of ranks from {group.size} on is not used"
         log.warning(
             "checkpoint %s was saved by %d ranks and is loaded by %d: %s. What is of each rank, such as random "
             "numbers, does not go on as it would have.",
             folder.uri,
             saved,
-            ranks.count,
+            group.size,
             what,
         )
     name = f"{TRAIN}/rank{rank}.pt"

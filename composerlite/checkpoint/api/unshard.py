@@ -19,6 +19,7 @@ from composerlite.checkpoint.load.sharded import reader as sharded
 from composerlite.checkpoint.load.sharded.state_keys import nested
 from composerlite.checkpoint.place.directory import PathOrUri
 from composerlite.checkpoint.save.plain_files import file_writer, write_torch
+from composerlite.dist import is_initialized
 from composerlite.errors import CheckpointExistsError, ConfigError, IncompatibleCheckpointError
 from composerlite.storage import atomic_write, is_uri, make_folder, parse_uri
 
@@ -124,7 +125,7 @@ def unshard_checkpoint(
         IncompatibleCheckpointError: the checkpoint has no model, or no optimizer.
         CheckpointNotFoundError, CorruptCheckpointError, UntrustedCheckpointError: as :func:`load_state_dict`.
     """
-    if sharded.is_distributed():
+    if is_initialized():
         raise RuntimeError("unshard_checkpoint works in one process: call it where torch.distributed is not used.")
     if use_safetensors and optim:
         raise ConfigError(

@@ -56,7 +56,7 @@ def _read(reader: sharded.RemoteFileSystemReader, elsewhere: Elsewhere, targets:
     """Fill ``targets``, on every rank. What several ranks want of the files that they see one of them reads."""
     elsewhere.bring_tensors(targets)
     with half_loaded(bool(targets)):
-        sharded.load_leaves(reader, targets, ranks=sharded.Ranks(alone=dist.get_world_size() == 1))
+        sharded.load_leaves(reader, targets, group=dist.get_group())
 
 
 def _plain_values(reader: sharded.RemoteFileSystemReader, elsewhere: Elsewhere, source: str) -> dict[str, Any]:

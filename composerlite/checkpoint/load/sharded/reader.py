@@ -1,6 +1,6 @@
 """Sharded checkpoints: directories that plain ``torch.distributed.checkpoint`` (DCP) reads and writes.
 
-What ranks tell each other while they save and load goes through :class:`~.sharded_ranks.Ranks`, and nowhere else.
+What ranks tell each other while they save and load goes through :class:`composerlite.dist.Group`, and nowhere else.
 """
 
 from __future__ import annotations
@@ -58,10 +58,9 @@ from composerlite.checkpoint.place.directory import (
 )
 from composerlite.checkpoint.place.turns import turn_at
 from composerlite.checkpoint.record.manifest import Manifest
-from composerlite.checkpoint.sharded_ranks import Ranks, is_distributed
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.checkpoint.trust.validation import validate
-from composerlite.dist import empty_shard_like, exchange
+from composerlite.dist import Group, SingleProcess, empty_shard_like, exchange, group_of
 from composerlite.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
@@ -72,11 +71,9 @@ from composerlite.types import StateDict
 __all__ = [
     "BytesStorageMetadata",
     "Metadata",
-    "Ranks",
     "RemoteFileSystemReader",
     "TensorStorageMetadata",
     "flat",
-    "is_distributed",
     "key_path",
     "load",
     "load_flat",
@@ -92,7 +89,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def load(reader: RemoteFileSystemReader, state: StateDict, *, ranks: Ranks | None = None) -> None:
+def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | None = None) -> None:
     """Fill ``state``, of nested dicts, in place: tensors are filled, values replaced. See :func:`load_leaves`.
 
     Sparse and quantized tensors, and those of classes of their own, are replaced by others of their kind.
@@ -104,7 +101,7 @@ def load(reader: RemoteFileSystemReader, state: StateDict, *, ranks: Ranks | Non
     for owner, key, steps in inner_tensors(metadata, list(found.values)):
         inner.setdefault(owner, {})[steps] = key
         wanted[key] = _target(metadata.state_dict_metadata[key], tensor_at(found.values[owner], steps))
-    load_leaves(reader, wanted, ranks=ranks)
+    load_leaves(reader, wanted, group=group or group_of())
     for key, place in found.places.items():
         value = wanted[key]
         if key in inner:
@@ -136,9 +133,7 @@ def _target(stored: Any, live: Tensor | None) -> Tensor:
     return live if live.dtype is dtype else empty_shard_like(live, dtype)
 
 
-def load_leaves(
-    reader: RemoteFileSystemReader, state: StateDict, *, group: Any = None, ranks: Ranks | None = None
-) -> None:
+def load_leaves(reader: RemoteFileSystemReader, state: StateDict, *, group: Group) -> None:
     """Fill ``state`` in place. What it has must be in the checkpoint, in the same shape.
 
     What several ranks want one of them reads, and sends it to the others. With a group of one's own each reads all.
@@ -147,22 +142,20 @@ def load_leaves(
         reader: of the checkpoint.
         state: tensors to be filled, and values to be replaced, by the keys of the index.
         group: the ranks that load together.
-        ranks: the same, where they have been made already.
     """
-    ranks = ranks or Ranks(group)
     planner = _LoadPlanner(reader.uri)
 
     def plan() -> LoadPlan:
         metadata = reader.read_metadata()
-        planner.set_up_planner(state, metadata, ranks.is_first)
+        planner.set_up_planner(state, metadata, group.is_first)
         return planner.create_local_plan()
 
     def read(plan: LoadPlan) -> None:
         reader.read_data(planner.finish_plan(plan), planner).wait()
 
-    if not ranks.talk_apart:
-        own = ranks.agree("plan", plan)
-        ranks.agree("read", lambda: read(own))
+    if not group.exchanges:
+        own = group.agree("planning a load", plan)
+        group.agree("reading a sharded checkpoint", lambda: read(own))
         return
     wishes: list[Wishes] = []
 
@@ -170,9 +163,9 @@ def load_leaves(
         wishes.append(Wishes(plan(), planner, reader.place))
         return wishes[0].told
 
-    told = ranks.gather("plan", wish, list)
-    own, transfers = wishes[0].divided(ranks, told)
-    ranks.agree("read", lambda: read(own))
+    told = group.all_reduce("planning a load", wish, list)
+    own, transfers = wishes[0].divided(group, told)
+    group.agree("reading a sharded checkpoint", lambda: read(own))
     exchange(f"checkpoint {reader.uri!r}", transfers)
 
 
@@ -185,7 +178,7 @@ def load_flat(reader: RemoteFileSystemReader, keys: Iterable[str]) -> dict[str, 
         is_tensor = isinstance(stored, TensorStorageMetadata)
         state[key] = torch.empty(stored.size, dtype=stored.properties.dtype) if is_tensor else None
     if state:
-        load_leaves(reader, state, ranks=Ranks(alone=True))
+        load_leaves(reader, state, group=SingleProcess())
     return state
 
 

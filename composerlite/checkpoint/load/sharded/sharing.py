@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from composerlite import dist
-from composerlite.checkpoint.sharded_ranks import Ranks
 
 __all__ = ["Told", "Wishes"]
 
@@ -78,20 +77,20 @@ class Wishes:
         digest = xxhash.xxh3_128_digest(self._names) if self._parts else b""
         self.told = Told(digest, self._names if len(self._parts) <= _FEW_NAMES else b"")
 
-    def divided(self, ranks: Ranks, told: Sequence[Told]) -> tuple[LoadPlan, Sequence[dist.Transfer]]:
-        """What this rank reads, and what it sends then to others and gets from them. All ``ranks`` call it.
+    def divided(self, group: dist.Group, told: Sequence[Told]) -> tuple[LoadPlan, Sequence[dist.Transfer]]:
+        """What this rank reads, and what it sends then to others and gets from them. All of ``group`` call it.
 
         Args:
-            ranks: that load together.
+            group: the ranks that load together.
             told: by each of them.
         """
         names = {one.digest: one.names for one in told if one.digest}
         if not all(names.values()):
-            is_first = [one.digest for one in told].index(self.told.digest) == ranks.rank
-            every = ranks.gather("comparing plans", lambda: self._names if is_first else b"", list)  # one for all alike
+            is_first = [one.digest for one in told].index(self.told.digest) == group.rank
+            every = group.gather(self._names if is_first else b"")  # one for all alike
             names |= {one.digest: theirs for one, theirs in zip(told, every, strict=True) if theirs}
         groups = _groups(self._parts, [names.get(one.digest, b"") for one in told])
-        items, transfers = _dealt(groups, self._parts, ranks.rank)
+        items, transfers = _dealt(groups, self._parts, group.rank)
         common = {id(self._parts[name].item) for members in groups.values() for name in members}
         own = [item for item in self._plan.items if id(item) not in common]
         return dataclasses.replace(self._plan, items=[*own, *items]), transfers

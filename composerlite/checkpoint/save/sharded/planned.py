@@ -21,8 +21,7 @@ from composerlite.checkpoint.place.directory import CheckpointFolder
 from composerlite.checkpoint.save.sharded.copy import Staged
 from composerlite.checkpoint.save.sharded.plan_merge import PackedPlan, Share, merge_plans
 from composerlite.checkpoint.save.sharded.writing import Order, RemoteFileSystemWriter
-from composerlite.checkpoint.sharded_ranks import Ranks
-from composerlite.dist import get_local_world_size
+from composerlite.dist import Group, Vote, get_local_world_size
 from composerlite.storage import FileDigest
 from composerlite.types import StateDict
 
@@ -60,18 +59,26 @@ _known_lock = threading.Lock()
 class PlannedSave:
     """A save that every rank has the plan of. Nothing is written yet.
 
-    :meth:`run` is the whole of what is left. Who commits more than the directory votes on :meth:`write` and
-    :meth:`commit` with ``ranks`` himself, and calls :meth:`abandon` after an error.
+    :meth:`run` is the whole of what is left. Who commits more than the directory has :attr:`vote` run :meth:`write` and
+    :meth:`commit` as parts of that, and calls :meth:`abandon` after an error.
 
     Attributes:
-        ranks: that save together.
+        group: the ranks that save together.
+        vote: theirs over this save.
         claim: of the directory.
     """
 
     def __init__(
-        self, writer: RemoteFileSystemWriter, planner: DefaultSavePlanner, known: _KnownPlan, order: Order, ranks: Ranks
+        self,
+        writer: RemoteFileSystemWriter,
+        planner: DefaultSavePlanner,
+        known: _KnownPlan,
+        order: Order,
+        group: Group,
+        vote: Vote,
     ) -> None:
-        self.ranks = ranks
+        self.group = group
+        self.vote = vote
         self._writer = writer
         self._planner = planner
         self._plan = planner.finish_plan(dataclasses.replace(known.final, storage_data=order))
@@ -81,7 +88,7 @@ class PlannedSave:
     def run(self) -> None:
         """Write and commit, together with the other ranks. It is there whole or not at all."""
         try:
-            self.ranks.vote(f"saving {self._writer.checkpoint_id}", self.write, self.commit)
+            self.vote.run(self.write, self.commit)
         except BaseException:
             self.abandon()
             raise
@@ -116,7 +123,7 @@ class PlannedSave:
 
     def abandon(self) -> None:
         """After an error, when no rank writes any more: remove what was written, unless it may be committed."""
-        if not self.ranks.may_be_committed:
+        if not self.vote.may_be_committed:
             self._writer.abandon()
 
 
@@ -144,7 +151,7 @@ def plan_save(
     folder: CheckpointFolder,
     state: Callable[[], StateDict],
     *,
-    ranks: Ranks,
+    group: Group,
     overwrite: bool,
     threads: int | None = None,
     throttle: bool = False,
@@ -156,7 +163,7 @@ def plan_save(
     Args:
         folder: the directory.
         state: makes what is saved. If it fails on a rank, all raise that.
-        ranks: that save together.
+        group: the ranks that save together.
         overwrite: replace what is there.
         threads: files that a rank writes at the same time.
         throttle: only one rank of a node uploads at a time.
@@ -167,24 +174,24 @@ def plan_save(
     planner = planner or _Planner()
 
     def local_plan() -> SavePlan:
-        planner.set_up_planner(state(), writer.storage_meta(), ranks.is_first)
+        planner.set_up_planner(state(), writer.storage_meta(), group.is_first)
         return planner.create_local_plan()
 
     try:
-        made = _plan_again(ranks, writer, local_plan) if reuse_plan else None
+        made = _plan_again(group, writer, local_plan) if reuse_plan else None
         if made is None:
-            made = _plan(ranks, writer, planner, local_plan if not reuse_plan else lambda: planner.plan)
+            made = _plan(group, writer, planner, local_plan if not reuse_plan else lambda: planner.plan)
             if reuse_plan:
                 _remember(made[0])
-        ranks.plan_vote(f"saving {folder.uri}", patience=get_local_world_size() if throttle else 1)
-        return PlannedSave(writer, planner, *made, ranks)
+        vote = group.vote(f"saving {folder.uri}", patience=get_local_world_size() if throttle else 1)
+        return PlannedSave(writer, planner, *made, group, vote)
     except BaseException:
         writer.abandon()
         raise
 
 
 def _plan(
-    ranks: Ranks, writer: RemoteFileSystemWriter, planner: DefaultSavePlanner, local_plan: Callable[[], SavePlan]
+    group: Group, writer: RemoteFileSystemWriter, planner: DefaultSavePlanner, local_plan: Callable[[], SavePlan]
 ) -> tuple[_KnownPlan, Order]:
     """Make a plan with all ranks, and claim the directory."""
     found: list[Metadata] = []
@@ -200,13 +207,13 @@ def _plan(
         name = secrets.token_hex(8)
         return [(name, share, order) for share, order in zip(shares, writer.orders(len(plans)), strict=True)]
 
-    name, share, order = ranks.deal("plan", each, first)
-    known = _KnownPlan(name, ranks.count, local[0], share.of(local[0]), found[0] if found else None)
+    name, share, order = group.reduce_scatter("planning a save", each, first)
+    known = _KnownPlan(name, group.size, local[0], share.of(local[0]), found[0] if found else None)
     return known, order
 
 
 def _plan_again(
-    ranks: Ranks, writer: RemoteFileSystemWriter, local_plan: Callable[[], SavePlan]
+    group: Group, writer: RemoteFileSystemWriter, local_plan: Callable[[], SavePlan]
 ) -> tuple[_KnownPlan, Order] | None:
     """The plan that all ranks know already for what they want to write; ``None`` if there is none."""
     matching: dict[str, _KnownPlan] = {}
@@ -214,8 +221,8 @@ def _plan_again(
     def each() -> set[str]:
         plan = local_plan()
         with _known_lock:
-            candidates = [known for known in _known if known.count == ranks.count and known.local == plan]
-        matching.update({known.name: known for known in candidates if known.metadata is not None or not ranks.is_first})
+            candidates = [known for known in _known if known.count == group.size and known.local == plan]
+        matching.update({known.name: known for known in candidates if known.metadata is not None or not group.is_first})
         return set(matching)
 
     def first(names: list[set[str]]) -> list[tuple[str, Order] | None]:
@@ -224,7 +231,7 @@ def _plan_again(
             return [None] * len(names)
         return [(name, order) for order in writer.orders(len(names))]
 
-    if (dealt := ranks.deal("plan again", each, first)) is None:
+    if (dealt := group.reduce_scatter("comparing a save with the one before", each, first)) is None:
         return None
     name, order = dealt
     log.debug("plan %s is used again", name)

@@ -23,7 +23,6 @@ from composerlite.checkpoint.place.directory import LocalFolder, Sealed
 from composerlite.checkpoint.place.shared_folder import ONE_DISK, Disks
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.save.sharded.planned import PlannedSave, plan_save
-from composerlite.checkpoint.sharded_ranks import Ranks
 from composerlite.storage import HostMemory
 from composerlite.types import StateDict
 
@@ -74,7 +73,7 @@ class Shards:
         self._disks = disks
         self._planner = _Planner()
         self._save: PlannedSave = plan_save(
-            folder, contents, ranks=Ranks(), overwrite=overwrite, reuse_plan=True, planner=self._planner
+            folder, contents, group=dist.get_group(), overwrite=overwrite, reuse_plan=True, planner=self._planner
         )
         if disks.are_several:
             self._join(overwrite=overwrite)
@@ -88,11 +87,11 @@ class Shards:
         """Make the directory on the disks that rank 0 does not see. All of them or none, and all ranks know."""
 
         def each() -> None:
-            if self._disks.is_keeper and dist.get_global_rank() != 0:
+            if self._disks.is_keeper and not self._save.group.is_first:
                 self._folder.join(self._save.claim, overwrite=overwrite)
 
         try:
-            self._save.ranks.agree("directories", each)
+            self._save.group.agree("making the directory on other disks", each)
         except BaseException:
             self._folder.abandon(self._save.claim)
             raise
