@@ -35,9 +35,8 @@ if TYPE_CHECKING:
         run_local_rank_zero_first,
     )
     from composerlite.dist.commit_barrier import CommitBarrier, CommitRound
-    from composerlite.dist.exchanging import Transfer, exchange
+    from composerlite.dist.exchanging import Move, Transfer, exchange, move
     from composerlite.dist.group import AllRanks, Group, RanksOf, SingleProcess, Vote, get_group, group_of
-    from composerlite.dist.moving import Move, move
     from composerlite.dist.riders import Rider, Riders
     from composerlite.dist.sampling import get_sampler
     from composerlite.dist.shards import (
@@ -110,8 +109,7 @@ _HOMES = {
     "CommitBarrier": "commit_barrier",
     "CommitRound": "commit_barrier",
     "get_sampler": "sampling",
-    **dict.fromkeys(("Move", "move"), "moving"),
-    **dict.fromkeys(("Transfer", "exchange"), "exchanging"),
+    **dict.fromkeys(("Move", "Transfer", "exchange", "move"), "exchanging"),
     **dict.fromkeys(("AllRanks", "Group", "RanksOf", "SingleProcess", "Vote", "get_group", "group_of"), "group"),
     **dict.fromkeys(("Rider", "Riders"), "riders"),
     **dict.fromkeys(("any_distributed", "full_tensor", "total_norm"), "tensors"),

@@ -1,8 +1,9 @@
-"""Numbers that one rank has in memory and others need."""
+"""What one rank has and others need: tensors in memory, and parts of files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
 from typing import TYPE_CHECKING, NamedTuple, cast, final
 
 import torch
@@ -14,10 +15,12 @@ from composerlite.dist.env import get_control
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["Transfer", "exchange"]
+__all__ = ["Move", "Transfer", "exchange", "move"]
 
 _WINDOW_BYTES = 64 << 20
 """What is on its way at a time."""
+_PIECE_BYTES = 8 << 20
+"""How much of a file is one transfer."""
 
 
 @final
@@ -28,11 +31,13 @@ class Transfer(NamedTuple):
         source: the rank that has the numbers.
         ranks: all that have a part in it, the source among them.
         tensors: this rank's; of the same shapes and dtypes on all of ``ranks``, on any device.
+        then: called where they have arrived.
     """
 
     source: int
     ranks: tuple[int, ...]
     tensors: Sequence[torch.Tensor]
+    then: Callable[[], object] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -62,6 +67,72 @@ def exchange(what: str, transfers: Iterable[Transfer]) -> None:
                 work.wait(control.timeout)
         for parcel in parcels:
             parcel.unpack()
+
+
+@final
+class Move(NamedTuple):
+    """A part of a file that goes from one rank to another."""
+
+    source: int
+    target: int
+    name: str
+    offset: int
+    size_bytes: int
+
+
+def move(
+    what: str,
+    moves: Sequence[Move],
+    read: Callable[[str, int, int], bytes | bytearray],
+    write: Callable[[str, int, memoryview], object],
+) -> None:
+    """Make all ``moves``, in order. Every rank calls it with the same ones.
+
+    Args:
+        what: is moved, for messages.
+        moves: of which parts.
+        read: on the source: so many bytes of a file, from an offset.
+        write: on the target: takes them.
+
+    Raises:
+        RankError: a rank was lost.
+        Exception: what ``read`` or ``write`` raised on this rank, when all moves are made: others are not kept waiting.
+    """
+    rank = get_control().meetings.rank
+    failures: list[Exception] = []
+
+    def attempt(act: Callable[[], object]) -> None:
+        if not failures:
+            try:
+                act()
+            except Exception as e:  # noqa: BLE001 - raised below; zeros are sent, and nobody uses them
+                failures.append(e)
+
+    def transfers() -> Iterator[Transfer]:
+        for piece in _pieces(moves):
+            if rank not in (piece.source, piece.target):
+                continue
+            memory = bytearray(piece.size_bytes)
+            if rank == piece.source:
+                attempt(lambda p=piece, m=memory: _fill(m, read(p.name, p.offset, p.size_bytes)))
+            arrived = functools.partial(write, piece.name, piece.offset, memoryview(memory))
+            tensors = [torch.frombuffer(memory, dtype=torch.uint8)]
+            yield Transfer(piece.source, (piece.source, piece.target), tensors, functools.partial(attempt, arrived))
+
+    exchange(what, transfers())
+    if failures:
+        raise failures[0]
+
+
+def _fill(memory: bytearray, data: bytes | bytearray) -> None:
+    memoryview(memory)[:] = data  # of another size: raises
+
+
+def _pieces(moves: Sequence[Move]) -> Iterator[Move]:
+    for one in moves:
+        for start in range(0, one.size_bytes, _PIECE_BYTES):
+            size = min(_PIECE_BYTES, one.size_bytes - start)
+            yield one._replace(offset=one.offset + start, size_bytes=size)
 
 
 def _windows(transfers: Iterable[Transfer]) -> Iterator[list[Transfer]]:
@@ -108,9 +179,15 @@ class _Parcel:
                 yield cast("Work", torch.distributed.isend(self._bytes, rank, group=group))
 
     def unpack(self) -> None:
-        """Put what came into the tensors."""
-        if self._rank == self._transfer.source or not self._is_copy:
+        """Put what came into the tensors, and say that it is there."""
+        if self._rank == self._transfer.source:
             return
+        if self._is_copy:
+            self._fill()
+        if self._transfer.then is not None:
+            self._transfer.then()
+
+    def _fill(self) -> None:
         parts = self._bytes.split([tensor.nbytes for tensor in self._transfer.tensors])
         for tensor, part in zip(self._transfer.tensors, parts, strict=True):
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a clone begins where its dtype may
