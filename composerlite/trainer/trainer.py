@@ -51,7 +51,7 @@ from composerlite.trainer import build, checks
 from composerlite.trainer.data.dataloading import DataPosition, Share, batches_per_epoch, is_same_data, position_in
 from composerlite.trainer.evaluate import EvaluationSchedule, Ranks, evaluate, predict
 from composerlite.trainer.loop import Loop, run
-from composerlite.trainer.ranks.company import Membership, company, connected, failing_together, of_rank_zero
+from composerlite.trainer.ranks.company import Membership, company, connected, failing_together
 from composerlite.trainer.ranks.parallel import check_sync_strategy, copy_model, shard_model
 from composerlite.trainer.resuming import new_lineage, newest_checkpoint
 from composerlite.trainer.step import TrainStep
@@ -246,7 +246,7 @@ class Trainer:
         # Reproducibility first: whatever draws random numbers from here on does so from the seed.
         if deterministic_mode:
             configure_deterministic_mode()
-        seed = of_rank_zero(get_random_seed() if seed is None else checks.check_seed(seed))
+        seed = dist.get_group().broadcast(get_random_seed() if seed is None else checks.check_seed(seed))
         seed_all(seed)
 
         # The parts of the run.
@@ -257,7 +257,7 @@ class Trainer:
             model = model.to(chosen_device)
         size, auto = checks.microbatch_size(device_train_microbatch_size)
         user_algorithms, user_callbacks, user_loggers = build.check_parts(algorithms, callbacks, loggers)
-        name, is_named = of_rank_zero(build.resolve_run_name(run_name, autoresume=autoresume))
+        name, is_named = dist.get_group().broadcast(build.resolve_run_name(run_name, autoresume=autoresume))
         self.state = State(
             model,
             rank_zero_seed=seed,

@@ -26,7 +26,6 @@ __all__ = [
     "connected",
     "end_now",
     "failing_together",
-    "of_rank_zero",
 ]
 
 log = logging.getLogger(__name__)
@@ -312,8 +311,3 @@ def connected(construct: Callable[Concatenate[M, P], None]) -> Callable[Concaten
 
 def _succeeding_together(what: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if dist.get_world_size() == 1 else dist.all_succeed(what)
-
-
-def of_rank_zero(value: T) -> T:
-    """The ``value`` of rank 0."""
-    return value if dist.get_world_size() == 1 else dist.broadcast_object(value)
