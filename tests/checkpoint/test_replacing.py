@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from forked import run_forked
 from replacing_kills import OF_THE_USER, SAVES, value_of
 
-from composerlite.checkpoint import Catalog, RemoteCatalog, load_keys, save_state_dict
+from composerlite.checkpoint import Catalog, RemoteCatalog, load_keys, load_state_dict, save_state_dict
 from composerlite.checkpoint.place.remote_folder import RemoteFolder
 from composerlite.errors import CheckpointExistsError, CheckpointNotFoundError
 from composerlite.storage import ObjectStore, Transfer
@@ -53,6 +54,45 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new(
         assert not names, f"{name}: {names} are left behind"
     assert values == {1, 2}
     assert len(done.stdout.split()) > 8
+
+
+@pytest.mark.parametrize("place", ["folder", "folder without exchange", "bucket"])
+def test_who_reads_while_a_checkpoint_is_replaced_gets_the_old_one_or_the_new_one(tmp_path: Path, place: str) -> None:
+    """Another process replaces it again and again: no load is told of damage, and none gets a part of each."""
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "go on").touch()
+    _replace(tmp_path, place, 1)
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(run_forked, _replace_again_and_again, str(tmp_path), place, cwd=tmp_path)
+        seen: set[float] = set()
+        try:
+            deadline, loads = time.monotonic() + 60, 0
+            while (loads := loads + 1) <= 300 or (len(seen) < 20 and time.monotonic() < deadline):
+                state = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
+                load_state_dict(_place(tmp_path, place), state)
+                (value,) = torch.cat([state["a"], state["b"]]).unique().tolist()
+                seen.add(value)
+        finally:
+            (tmp_path / "go on").unlink()
+        assert done.result().returncode == 0, done.result().stderr
+    assert len(seen) >= 20
+
+
+def _place(root: Path, place: str) -> Any:
+    return RemoteFolder(LocalObjectStore(root / "bucket"), "run/c") if place == "bucket" else root / "folder" / "c"
+
+
+def _replace(root: Path, place: str, value: int) -> None:
+    state = {name: torch.full((1000,), float(value)) for name in ("a", "b")}
+    save_state_dict(_place(root, place), state, save_overwrite=True, thread_count=2)
+
+
+def _replace_again_and_again(root: str, place: str) -> None:
+    if place == "folder without exchange":
+        replacing_kills.without_exchange()
+    value = 1
+    while (Path(root) / "go on").exists():
+        _replace(Path(root), place, value := value + 1)
 
 
 # ── buckets ──────────────────────────────────────────────────────────────────────────────────────────────────────────

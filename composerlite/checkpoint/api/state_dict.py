@@ -34,7 +34,7 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import CheckpointFolder, LocalFolder, PathOrUri, folder_of
 from composerlite.checkpoint.save.sharded.copy import Staged
 from composerlite.checkpoint.save.sharded.planned import PlannedSave, plan_save
-from composerlite.dist import group_of, is_initialized
+from composerlite.dist import SingleProcess, group_of, is_initialized
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.storage import number_of, start_threads
 from composerlite.types import StateDict, Stateful
@@ -289,9 +289,10 @@ def load_state_dict(
         CorruptCheckpointError: the bytes are not those that were saved. Tensors may have been filled.
         UntrustedCheckpointError: it names what is not known to be safe to load.
     """
-    with _reader(dir, pre_download, work_dir, thread_count) as reader:
+    group = group_of(process_group)
+
+    def read(reader: sharded.RemoteFileSystemReader) -> StateDict:
         wanted = _plain(state_dict)
-        group = group_of(process_group)
 
         def check() -> None:
             _fill_in(wanted, reader.read_metadata())
@@ -299,6 +300,10 @@ def load_state_dict(
 
         group.agree("looking into a checkpoint", check)
         sharded.load(reader, wanted, group=group)
+        return wanted
+
+    with _reader(dir, pre_download, work_dir, thread_count) as reader:
+        wanted = sharded.read_whole(reader, group, read)
     for key, value in state_dict.items():
         if isinstance(value, Stateful):
             value.load_state_dict(wanted[key])
@@ -339,8 +344,9 @@ def load_model_and_optim_state(
         CheckpointNotFoundError, CorruptCheckpointError, UntrustedCheckpointError: as :func:`load_state_dict`.
     """
     mapping = key_mapping or {}
-    with _reader(dir, pre_download, work_dir, thread_count) as reader:
-        group = group_of(process_group)
+    group = group_of(process_group)
+
+    def read(reader: sharded.RemoteFileSystemReader) -> tuple[StateDict, bool, Metadata]:
         state, flatten = group.agree(
             "looking into a checkpoint",
             lambda: _checked_state(reader, model, optim, mapping, strict, flatten_optimizer_state),
@@ -351,6 +357,10 @@ def load_model_and_optim_state(
             prune_state_dict(state, set(metadata.state_dict_metadata))
         sharded.load(reader, state, group=group)
         merge_state_dicts(state, complete)
+        return state, flatten, metadata
+
+    with _reader(dir, pre_download, work_dir, thread_count) as reader:
+        state, flatten, metadata = sharded.read_whole(reader, group, read)
     swap_param_keys(state, mapping, metadata, reverse=True, quiet=True)
     sharded.set_model_state(model, state["model"], strict=strict)
     if optim is not None:
@@ -400,14 +410,19 @@ def load_keys(
     if is_initialized():
         raise RuntimeError("load_keys reads whole tensors in one process: call it where torch.distributed is not used.")
     wanted = list(keys)
-    with _reader(dir, pre_download, work_dir, None) as reader:
+
+    def read(reader: sharded.RemoteFileSystemReader) -> tuple[Metadata, dict[str, list[str]], dict[str, Any]]:
         metadata = reader.read_metadata()
         leaves = {key: leaves_of(metadata, key) for key in wanted}
         if missing := [key for key, found in leaves.items() if not found]:
             raise IncompatibleCheckpointError(
                 f"checkpoint {reader.uri!r} has no key {missing[0]!r}.{near(missing[0], metadata.state_dict_metadata)}"
             )
-        values = sharded.load_flat(reader, dict.fromkeys(leaf for found in leaves.values() for leaf in found))
+        found = sharded.load_flat(reader, dict.fromkeys(leaf for found in leaves.values() for leaf in found))
+        return metadata, leaves, found
+
+    with _reader(dir, pre_download, work_dir, None) as reader:
+        metadata, leaves, values = sharded.read_whole(reader, SingleProcess(), read)
 
     def each() -> Generator[Any]:
         for key in wanted:

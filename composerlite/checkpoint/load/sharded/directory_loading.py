@@ -34,22 +34,32 @@ def load_directory(folder: CheckpointFolder, restoring: Restoring) -> list[dict[
     Raises:
         CheckpointError: as :func:`composerlite.checkpoint.load_checkpoint`, on every rank.
     """
-    group = dist.get_group()
-    with sharded.RemoteFileSystemReader(folder) as reader, Elsewhere(folder, reader, restoring.source) as elsewhere:
-        with group.all_or_none(f"reading the index of {restoring.source}"):
-            metadata = reader.read_metadata()
-        values = _plain_values(reader, elsewhere, restoring.source)
-        tensors = _unread_tensors(metadata)
-        with group.all_or_none("comparing the checkpoint with the run"):
-            held = nested(metadata, "", list(metadata.state_dict_metadata), {**values, **tensors})
-            wanted = restoring.wanted(_as_of_a_run(held, restoring))
-            live = restoring.places(wanted)
-        key_of = {id(tensor): key for key, tensor in tensors.items()}
-        targets: dict[str, Tensor] = {}
-        wanted = _with_targets(wanted, live, key_of, targets, set())
-        _read(reader, elsewhere, targets)
-    with group.all_or_none("restoring the run"):
+
+    def read(reader: sharded.RemoteFileSystemReader) -> Any:
+        with Elsewhere(folder, reader, restoring.source) as elsewhere:
+            return _read_state(reader, elsewhere, restoring)
+
+    with sharded.RemoteFileSystemReader(folder) as reader:
+        wanted = sharded.read_whole(reader, dist.get_group(), read)
+    with dist.get_group().all_or_none("restoring the run"):
         return restoring.load(wanted)
+
+
+def _read_state(reader: sharded.RemoteFileSystemReader, elsewhere: Elsewhere, restoring: Restoring) -> Any:
+    """What is to be restored, with its tensors, those that can in the live ones."""
+    with dist.get_group().all_or_none(f"reading the index of {restoring.source}"):
+        metadata = reader.read_metadata()
+    values = _plain_values(reader, elsewhere, restoring.source)
+    tensors = _unread_tensors(metadata)
+    with dist.get_group().all_or_none("comparing the checkpoint with the run"):
+        held = nested(metadata, "", list(metadata.state_dict_metadata), {**values, **tensors})
+        wanted = restoring.wanted(_as_of_a_run(held, restoring))
+        live = restoring.places(wanted)
+    key_of = {id(tensor): key for key, tensor in tensors.items()}
+    targets: dict[str, Tensor] = {}
+    wanted = _with_targets(wanted, live, key_of, targets, set())
+    _read(reader, elsewhere, targets)
+    return wanted
 
 
 def _read(reader: sharded.RemoteFileSystemReader, elsewhere: Elsewhere, targets: dict[str, Tensor]) -> None:

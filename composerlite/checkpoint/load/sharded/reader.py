@@ -12,9 +12,10 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 import xxhash
@@ -62,8 +63,10 @@ from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.checkpoint.trust.validation import validate
 from composerlite.dist import Group, SingleProcess, empty_shard_like, exchange, group_of
 from composerlite.errors import (
+    CheckpointError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
+    RankError,
 )
 from composerlite.storage import FileDigest, Helpers, make_folder, number_of
 from composerlite.types import StateDict
@@ -80,15 +83,42 @@ __all__ = [
     "load_leaves",
     "model_state",
     "optimizer_state",
+    "read_whole",
     "set_model_state",
     "set_optimizer_state",
 ]
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
+_ATTEMPTS = 20
+_PAUSE_SECONDS = 0.02
+
+
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def read_whole(reader: RemoteFileSystemReader, group: Group, read: Callable[[RemoteFileSystemReader], T]) -> T:
+    """What ``read`` makes of one checkpoint, the same on all ranks: the old one or the new one, if it is replaced.
+
+    Every rank calls it. ``read`` may be called several times, and fails on all ranks if it does on one.
+    """
+    for attempt in range(_ATTEMPTS):
+        is_last = attempt == _ATTEMPTS - 1
+        try:
+            if group.all_reduce("version", reader.version, lambda versions: len(set(versions)) == 1) or is_last:
+                return read(reader)
+        except (CheckpointError, RankError, FileNotFoundError) as e:
+            if is_last or (isinstance(e, RankError) and not e.everywhere):
+                raise
+            if not group.all_reduce("what is there now", reader.was_replaced, any):
+                raise
+        log.info("%s was replaced while it was read: it is read again", reader.uri)
+        reader.reset()
+        time.sleep(_PAUSE_SECONDS * attempt)
+    raise AssertionError("unreachable")
+
+
 def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | None = None) -> None:
     """Fill ``state``, of nested dicts, in place: tensors are filled, values replaced. See :func:`load_leaves`.
 
@@ -305,6 +335,21 @@ class RemoteFileSystemReader(StorageReader):
                 )
             self._metadata = read_index(data, self.uri)
         return self._metadata
+
+    def version(self) -> str:
+        """What tells this checkpoint from another in its place. Raises as :meth:`read_metadata`."""
+        self.read_metadata()
+        return self._index_digest
+
+    def was_replaced(self) -> bool:
+        """Whether another checkpoint has come to its place since it was opened, or is about to."""
+        try:
+            if any(True for _ in self._folder.begun()):
+                return True
+            index = xxhash.xxh3_128_hexdigest(self._folder.index())
+            return index != self._index_digest or self._folder.manifest() != self._manifest
+        except (FileNotFoundError, CorruptCheckpointError):
+            return bool(self._index_digest)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing is needed: the index is this reader's own."""
