@@ -10,7 +10,7 @@ from typing import Any, final
 import typer
 
 from composerlite.checkpoint import RetentionPolicy, deletions
-from composerlite.checkpoint.tools import Found, Leftover, Place, abandoned, place_at, survey
+from composerlite.checkpoint.tools import Found, Leftover, Place, abandoned, place_at, survey, vouched_from_above
 from composerlite.cli.output import bytes_text, print_json
 
 __all__ = ["Sweep", "collect", "prune"]
@@ -93,8 +93,11 @@ def collect(places: Sequence[str], *, orphans: bool, older_than: timedelta, swee
             removed += [_leftover(one) for one in place.leftovers(older_than)]
             if not sweep.dry_run:
                 place.sweep(older_than)
+            is_vouched = vouched_from_above(place) if orphans else bool
             for found in survey(place) if orphans else ():
-                if found.manifest is None and not found.commits and _is_old(found, older_than):
+                if found.manifest is not None or found.commits or is_vouched(found):
+                    continue
+                if _is_old(found, older_than):
                     if not sweep.dry_run:
                         _remove(place, found)
                     removed.append(_told(place, found, "data without a manifest"))

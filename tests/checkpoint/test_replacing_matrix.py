@@ -79,8 +79,8 @@ def _after_kills(kind: str, where: str, s3: Any) -> Told:
         ("step", "folder"),
         ("disks", "folder"),
         pytest.param("sharded run", "no exchange", marks=pytest.mark.soak),
-        fails("function", "no exchange", reason=TWO_RENAMES),
-        fails("step", "no exchange", reason=TWO_RENAMES),
+        ("function", "no exchange"),
+        ("step", "no exchange"),
         ("disks", "no exchange"),
         pytest.param("file", "bucket", marks=pytest.mark.soak),
         pytest.param("sharded run", "bucket", marks=pytest.mark.soak),
@@ -123,17 +123,17 @@ def test_a_kill_keeps_the_users_files_in_a_directory_that_is_replaced(kind: str,
         ("file", "folder", "read while it is replaced"),
         pytest.param("file", "folder", "replaced while it is read", marks=pytest.mark.xfail(reason=RESIZED)),
         ("function", "folder", "read while it is replaced"),
-        fails("function", "folder", "replaced while it is read", reason=MIXED),
+        ("function", "folder", "replaced while it is read"),
         ("step", "folder", "read while it is replaced"),
-        fails("step", "folder", "replaced while it is read", reason=MIXED),
-        fails("function", "no exchange", "read while it is replaced", reason=MIXED),
-        fails("function", "no exchange", "replaced while it is read", reason=MIXED),
-        fails("step", "no exchange", "read while it is replaced", reason=MIXED),
-        fails("step", "no exchange", "replaced while it is read", reason=MIXED),
+        ("step", "folder", "replaced while it is read"),
+        ("function", "no exchange", "read while it is replaced"),
+        ("function", "no exchange", "replaced while it is read"),
+        ("step", "no exchange", "read while it is replaced"),
+        ("step", "no exchange", "replaced while it is read"),
         ("function", "bucket", "read while it is replaced"),
-        fails("function", "bucket", "replaced while it is read", reason=MIXED),
-        fails("step", "bucket", "read while it is replaced", reason=MIXED),
-        fails("step", "bucket", "replaced while it is read", reason=MIXED),
+        ("function", "bucket", "replaced while it is read"),
+        ("step", "bucket", "read while it is replaced"),
+        ("step", "bucket", "replaced while it is read"),
     ],
 )
 def test_a_reader_sees_the_old_or_the_new(kind: str, where: str, what: str, s3_server: Any) -> None:
@@ -148,10 +148,10 @@ def test_a_reader_sees_the_old_or_the_new(kind: str, where: str, what: str, s3_s
 @pytest.mark.parametrize(
     ("kind", "where"),
     [
-        fails("function", "folder", reason=NO_CREATION),
-        fails("step", "folder", reason=NO_CREATION),
-        fails("function", "no exchange", reason=NO_CREATION),
-        fails("step", "no exchange", reason=NO_CREATION),
+        ("function", "folder"),
+        ("step", "folder"),
+        ("function", "no exchange"),
+        ("step", "no exchange"),
     ],
 )
 def test_of_two_savers_of_one_name_one_is_told_that_it_was_late(kind: str, where: str) -> None:
@@ -185,7 +185,6 @@ def uploaded(folder: Path, place: str) -> None:
             store.put_bytes(f"run/{path.relative_to(folder)}", path.read_bytes())
 
 
-@pytest.mark.xfail(strict=True, reason="records above the folder are not looked for")
 @pytest.mark.parametrize("where", ["folder", "bucket"])
 def test_gc_of_orphans_below_a_run_removes_no_file(where: str, place: str, tmp_path: Path) -> None:
     """``gc --orphans`` is given a folder of the run's: what is committed is so by a record above it."""
@@ -208,7 +207,7 @@ def test_gc_of_orphans_removes_no_sharded_checkpoint(where: str, below: str, pla
 
 
 @pytest.mark.parametrize("where", ["folder", "bucket"])
-@pytest.mark.parametrize("below", ["", *(fails(one, reason="a step's parts have no record") for one in STEP_PARTS)])
+@pytest.mark.parametrize("below", ["", *STEP_PARTS])
 def test_gc_of_orphans_removes_no_part_of_a_step(where: str, below: str, place: str) -> None:
     """``train/rank0.pt`` has no record of its own and is a part of the step."""
     model = torch.nn.Linear(1, 1)
@@ -217,7 +216,6 @@ def test_gc_of_orphans_removes_no_part_of_a_step(where: str, below: str, place: 
     assert Checkpointer().load(f"{place}/step1", model, load_trainer_state=True) == {"value": 5}
 
 
-@pytest.mark.xfail(strict=True, reason="its record says that it is of the run, and its template that of the source")
 @pytest.mark.parametrize("sweep", ["retention", "prune"])
 @pytest.mark.parametrize("name", ["export.pt", "export.pt.gz", "ba1-copy.pt", "export"])
 def test_what_is_converted_into_the_folder_of_a_run_is_kept(name: str, sweep: str, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from composerlite.checkpoint.save.sharded.copy import Staged
 from composerlite.checkpoint.save.sharded.planned import PlannedSave, plan_save
 from composerlite.dist import Group, group_of
 from composerlite.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
     IncompatibleCheckpointError,
@@ -52,6 +53,7 @@ from composerlite.types import StateDict
 __all__ = ["CheckpointMetadata", "Checkpointer", "CheckpointerConfig"]
 
 log = logging.getLogger(__name__)
+_ATTEMPTS = 20
 _STEP = re.compile(r"step(0|[1-9]\d*)")
 
 
@@ -264,13 +266,37 @@ class Checkpointer:
         """
         group = group_of(self.process_group)
         with step_folder_of(dir) as folder:
-            found = group.all_reduce(
-                "looking for a checkpoint", lambda: None, lambda _: find_step(folder, load_trainer_state)
-            )
-            train_state = None
-            if found.rank_files:
-                train_state = group.agree("reading the train state", lambda: read_train_state(folder, found, group))
-            self._load_model(folder, found, group, train_module, load_optim_state)
+            for attempt in range(_ATTEMPTS):  # what is replaced while it is read is read again
+                is_last = attempt == _ATTEMPTS - 1
+                versions: set[str] = group.all_reduce("comparing versions", folder.version, set)
+                try:
+                    train_state = self._load(folder, group, train_module, load_trainer_state, load_optim_state)
+                except (CheckpointError, FileNotFoundError):
+                    if is_last or group.all_reduce("comparing versions", folder.version, set) == versions:
+                        raise
+                else:
+                    if is_last or (
+                        len(versions) == 1 and group.all_reduce("comparing versions", folder.version, set) == versions
+                    ):
+                        return train_state
+                log.info("%s was replaced while it was read: it is read again", folder.uri)
+        raise AssertionError("unreachable")
+
+    def _load(
+        self,
+        folder: StepFolder,
+        group: Group,
+        train_module: TrainModuleLike,
+        load_trainer_state: bool | None,
+        load_optim_state: bool | None,
+    ) -> StateDict | None:
+        found = group.all_reduce(
+            "looking for a checkpoint", lambda: None, lambda _: find_step(folder, load_trainer_state)
+        )
+        train_state = None
+        if found.rank_files:
+            train_state = group.agree("reading the train state", lambda: read_train_state(folder, found, group))
+        self._load_model(folder, found, group, train_module, load_optim_state)
         return train_state
 
     def _load_model(

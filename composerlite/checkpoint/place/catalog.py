@@ -161,7 +161,7 @@ class Catalog:
                 "give each run a folder of its own."
             )
 
-    def commit(self, manifest: Manifest, temporaries: Mapping[str, Path]) -> None:
+    def commit(self, manifest: Manifest, temporaries: Mapping[str, Path], *, overwrite: bool = True) -> None:
         """Make a checkpoint exist, each file of which is durable under a temporary name beside its own.
 
         In place of an older checkpoint of the same name there is at every moment the old one or the new one: see
@@ -170,9 +170,13 @@ class Catalog:
         Args:
             manifest: names the files.
             temporaries: where each of them is, by name.
+            overwrite: replace a checkpoint of that name.
+
+        Raises:
+            CheckpointExistsError: another process was first.
         """
         parts = {self.folder / name: temporary for name, temporary in temporaries.items()}
-        with FolderCommit(parts, self.record_path(manifest.name)) as commit:
+        with FolderCommit(parts, self.record_path(manifest.name), overwrite=overwrite) as commit:
             commit.prepare(manifest)
             commit.commit()
 

@@ -28,7 +28,7 @@ from typing import final
 
 from composerlite.checkpoint.format import INDEX, SUFFIX
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
-from composerlite.errors import CorruptCheckpointError
+from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 from composerlite.storage import (
     StagedFile,
     abandoned_temporaries,
@@ -45,6 +45,7 @@ __all__ = [
     "MARKER",
     "SAVING",
     "FolderCommit",
+    "between_names",
     "dead_saves",
     "end_dead_saves",
     "intentions",
@@ -65,7 +66,7 @@ _PART = re.compile(
     r"|(?:.*/)?\.[^/]+\.tmp-[0-9a-f]{16}|\.model_and_optim\.saving-[0-9a-f]{16}(?:-old|-failed)?/.*"
 )
 """A file of a checkpoint that is a directory; all others in it are the user's."""
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
 
 
 def record_path(root: Path, name: str) -> Path:
@@ -80,9 +81,11 @@ class FolderCommit:
     Args:
         parts: where each file or directory of it lies now, durable, by the path that it will have.
         record: the path of its manifest; ``None`` where a file among the parts makes it a checkpoint.
+        overwrite: replace what has these names.
     """
 
-    def __init__(self, parts: Mapping[Path, Path], record: Path | None) -> None:
+    def __init__(self, parts: Mapping[Path, Path], record: Path | None, *, overwrite: bool) -> None:
+        self._overwrite = overwrite
         self._parts = dict(parts)
         self._record = record
         self._intention: StagedFile | None = None
@@ -104,6 +107,7 @@ class FolderCommit:
         """Make the checkpoint exist.
 
         Raises:
+            CheckpointExistsError: there is one by now, and it is not to be replaced.
             OSError: it does not, and what was there before has its names again.
         """
         intention, before = self._intention, _bytes_of(self._record)
@@ -124,7 +128,7 @@ class FolderCommit:
     def _take_names(self, held: contextlib.ExitStack) -> None:
         for path, temporary in self._parts.items():
             held.enter_context(_held(path))  # what is replaced is not swept before the commit has ended
-            self._taken[path] = _take_name(temporary, path)
+            self._taken[path] = (_take_name if self._overwrite else _take_new_name)(temporary, path)
         for folder in {path.parent for path in self._parts}:
             fsync_folder(folder)
 
@@ -160,13 +164,16 @@ class FolderCommit:
 # ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _take_name(place: Path, path: Path) -> Path | None:
     """Rename the file or directory ``place`` to ``path``; where what was there is now, unless there was nothing."""
-    if not os.path.lexists(path):
-        place.rename(path)
-        return None
     if place.is_dir():
-        with contextlib.suppress(OSError):
+        try:
             place.rename(path)  # an empty directory is replaced
             return None
+        except OSError as e:
+            if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    elif not os.path.lexists(path):
+        place.rename(path)
+        return None
     if _exchange(place, path):
         return place
     if not place.is_dir():
@@ -178,13 +185,41 @@ def _take_name(place: Path, path: Path) -> Path | None:
     return old
 
 
+def _take_new_name(place: Path, path: Path) -> Path | None:
+    """Do so where there is no checkpoint: nothing, or a directory with files of the user or of a save that did not end.
+
+    Raises:
+        CheckpointExistsError: there is one: another process was first.
+    """
+    try:
+        if place.is_dir():
+            old = _take_name(place, path)
+            if old is not None and any((old / name).exists() for name in (INDEX, MARKER)):
+                back = _take_name(old, path)
+                if back is not None and back != place:
+                    back.rename(place)
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+            return old
+        if not _rename(place, path, _RENAME_NOREPLACE):
+            os.link(place, path)
+            place.unlink()
+    except FileExistsError as e:
+        raise CheckpointExistsError(f"checkpoint {str(path)!r} was saved by another process meanwhile.") from e
+    return None
+
+
 def _exchange(a: Path, b: Path) -> bool:
     """Swap two names at one instant; whether the system can."""
+    return _rename(a, b, _RENAME_EXCHANGE)
+
+
+def _rename(a: Path, b: Path, how: int) -> bool:
+    """Rename ``a`` to ``b`` in a way that not all file systems have; whether this one has."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
     sys.audit("os.rename", str(a), str(b), -1, -1)
-    if rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+    if rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), how) == 0:
         return True
     code = ctypes.get_errno()
     if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
@@ -249,6 +284,14 @@ def intentions(root: Path, name: str) -> Iterator[Manifest]:
     for path in record.parent.glob(f".{glob.escape(record.name)}.tmp-*"):
         if (manifest := _announced(path)) is not None and manifest.name == name:
             yield manifest
+
+
+def between_names(path: Path) -> Iterator[Path]:
+    """Where the directory ``path`` is while, on a disk that exchanges no names, it has none: whole, and committed."""
+    for place in sorted(path.parent.glob(f".{glob.escape(path.name)}.saving-*-old")):
+        new = place.with_name(place.name.removesuffix("-old"))
+        if SAVING.fullmatch(place.name) is not None and new.is_dir():
+            yield new
 
 
 def recover(

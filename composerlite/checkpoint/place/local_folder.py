@@ -22,7 +22,7 @@ from composerlite.checkpoint.place.checkpoint_folder import (
     checked_record,
     write_file,
 )
-from composerlite.checkpoint.place.commit import FolderCommit, end_dead_saves, intentions, record_path
+from composerlite.checkpoint.place.commit import FolderCommit, between_names, end_dead_saves, intentions, record_path
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.storage import (
@@ -69,7 +69,7 @@ class LocalFolder(CheckpointFolder):
     """
 
     def __init__(self, path: Path, root: Path | None = None) -> None:
-        self.path = Path(os.path.realpath(path))
+        self.path = self._shown = Path(os.path.realpath(path))
         self._root = self.path.parent if root is None else Path(os.path.realpath(root))
         self.name = str(self.path.relative_to(self._root)) if root is not None else self.path.name
         self.record: Manifest | None = None
@@ -86,7 +86,7 @@ class LocalFolder(CheckpointFolder):
         return str(self.path)
 
     def identity(self) -> str:
-        seen = [(self.path / name).stat() for name in ("", INDEX)]  # a network file system shows all machines the same
+        seen = [(self._shown / name).stat() for name in ("", INDEX)]  # NFS shows all machines the same
         return repr([(found.st_ino, found.st_mtime_ns, found.st_ctime_ns) for found in seen])
 
     def names(self) -> list[str]:
@@ -112,11 +112,16 @@ class LocalFolder(CheckpointFolder):
         return intentions(self._root, self.name)
 
     def index(self) -> bytes:
-        return (self.path / INDEX).read_bytes()
+        for place in (self.path, *between_names(self.path)):
+            with contextlib.suppress(FileNotFoundError):
+                index = (place / INDEX).read_bytes()
+                self._shown = place
+                return index
+        raise FileNotFoundError(errno.ENOENT, "there is no such file", str(self.path / INDEX))
 
     def has(self, name: str) -> bool:
         """Whether the file ``name`` is on this disk."""
-        return (self.path / name).exists()
+        return (self._shown / name).exists()
 
     @contextlib.contextmanager
     def opened(self, name: str, digest: FileDigest | None, *, threads: int) -> Generator[ByteSource]:
@@ -126,7 +131,7 @@ class LocalFolder(CheckpointFolder):
     def _place_of(self, name: str) -> Path:
         """The folder that has the file ``name``."""
         if self.has(name):
-            return self.path
+            return self._shown
         if self.brought is not None:
             return self.brought
         records = () if (manifest := self.manifest()) is None else manifest.files
@@ -139,7 +144,7 @@ class LocalFolder(CheckpointFolder):
         return self.path
 
     def fetch(self, name: str, digest: FileDigest | None, target: Path) -> None:
-        shutil.copyfile(self.path / name, target)
+        shutil.copyfile(self._shown / name, target)
         if digest is not None:
             verify_file(target, digest)
 
@@ -234,7 +239,8 @@ class LocalFolder(CheckpointFolder):
             os.fsync(file.fileno())
         fsync_folder(place)
         with contextlib.ExitStack() as stack:
-            commit = stack.enter_context(FolderCommit({self.path: place}, self._manifest_path))
+            commit = FolderCommit({self.path: place}, self._manifest_path, overwrite=self._overwrite)
+            stack.enter_context(commit)
             commit.prepare(manifest)
             stack.pop_all()
             return commit

@@ -47,6 +47,14 @@ class LocalPlace(Place):
     def files(self) -> Mapping[str, StoredFile]:
         return {file.path: file for file in _below(self.folder, "")}
 
+    def inside(self, path: str) -> LocalPlace:
+        return LocalPlace(self.folder / path)
+
+    def above(self) -> Iterator[tuple[LocalPlace, str]]:
+        folder = self.folder.resolve()
+        for parent in folder.parents:
+            yield LocalPlace(parent), f"{folder.relative_to(parent)}/"
+
     def exists(self, path: str) -> bool:
         return (self.folder / path).is_file()
 

@@ -72,6 +72,14 @@ class Place(ABC):
         """Every file, hidden ones too, links not, by path and in order. Of a place that is not there: none."""
 
     @abstractmethod
+    def inside(self, path: str) -> Place:
+        """What is below ``path``, until this place is closed."""
+
+    @abstractmethod
+    def above(self) -> Iterator[tuple[Place, str]]:
+        """The places that this one is in, and what stands there before its paths; until this one is closed."""
+
+    @abstractmethod
     def exists(self, path: str) -> bool:
         """Whether there is a file ``path``."""
 

@@ -66,6 +66,14 @@ class RemotePlace(Place):
             if (path := info.name.removeprefix(prefix))
         }
 
+    def inside(self, path: str) -> RemotePlace:
+        return self.at(self.name_of(path))
+
+    def above(self) -> Iterator[tuple[RemotePlace, str]]:
+        for parent in PurePosixPath(self.root).parents if self.root else ():
+            root = "" if str(parent) == "." else str(parent)
+            yield self.at(root), self.root.removeprefix(root).strip("/") + "/"
+
     def exists(self, path: str) -> bool:
         return self.transfer.exists(self.name_of(path))
 

@@ -16,8 +16,10 @@ from collections.abc import Generator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar, final
 
+import xxhash
+
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.commit import MANIFESTS, MARKER, FolderCommit
+from composerlite.checkpoint.place.commit import MANIFESTS, MARKER, SAVING, FolderCommit, between_names
 from composerlite.checkpoint.place.directory import (
     INDEX,
     CheckpointFolder,
@@ -99,6 +101,14 @@ class StepFolder(ABC):
         """Whether there is all that a checkpoint has, or that of a model alone."""
         return self.has(INDEX) or all(self.has(name) for name in (MARKER, f"{MODEL}/{INDEX}", f"{TRAIN}/rank0.pt"))
 
+    def version(self) -> str:
+        """Return what tells this checkpoint from another in its place; the same wherever it is seen."""
+        digest = xxhash.xxh3_128()
+        for name in (MARKER, f"{MODEL}/{INDEX}", INDEX):
+            with contextlib.suppress(FileNotFoundError):
+                digest.update(self.read(name))
+        return digest.hexdigest()
+
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def check_free(self, *, overwrite: bool) -> None:
         """See that a checkpoint may be saved here. What a save has left that did not end is nothing.
@@ -170,30 +180,36 @@ class _LocalStep(StepFolder):
         self._claim: Claim | None = None
         self._overwrite = False
 
+    @property
+    def _shown(self) -> Path:
+        """Where it is to be read."""
+        return self._path if self._path.exists() else next(between_names(self._path), self._path)
+
     def has(self, name: str) -> bool:
-        return (self._path / name).is_file()
+        return (self._shown / name).is_file()
 
     def names(self, folder: str) -> list[str]:
         try:
-            return sorted(path.name for path in (self._path / folder).iterdir())
+            return sorted(path.name for path in (self._shown / folder).iterdir())
         except FileNotFoundError:
             return []
 
     def read(self, name: str) -> bytes:
-        return (self._path / name).read_bytes()
+        return (self._shown / name).read_bytes()
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Generator[Path]:
-        yield self._path / name
+        yield self._shown / name
 
     def model(self, place: str | None = None, *, bare: bool = False) -> CheckpointFolder:
-        return LocalFolder(self._path if bare else Path(place or self._path) / MODEL)
+        return LocalFolder(self._shown if bare else Path(place or self._shown) / MODEL)
 
     def steps(self) -> list[str]:
-        return [name for name in self.names(".") if self.has(f"{name}/{MARKER}")]
+        hidden = (match[1] for name in self.names(".") if (match := SAVING.fullmatch(name)) and match[2] == "-old")
+        return sorted({name for name in (*self.names("."), *hidden) if self.step(name).has(MARKER)})
 
     def step(self, name: str) -> _LocalStep:
-        return _LocalStep(self._path / name)
+        return _LocalStep(self._shown / name)
 
     def claim(self, *, overwrite: bool) -> str:
         self.check_free(overwrite=overwrite)
@@ -229,7 +245,7 @@ class _LocalStep(StepFolder):
             file.write(marker)
         fsync_folder(staged / TRAIN)
         self.check_free(overwrite=self._overwrite)  # another process may have saved here meanwhile
-        with FolderCommit({self._path: staged}, None) as commit:
+        with FolderCommit({self._path: staged}, None, overwrite=self._overwrite) as commit:
             commit.commit()
         self.abandon()
 

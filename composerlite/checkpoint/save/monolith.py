@@ -110,9 +110,7 @@ class Monolith:
         manifest = dataclasses.replace(manifest, files=(record,), unpacked_bytes=self.size_bytes)
         assert self._data is not None
         try:
-            if not self._overwrite:
-                self._catalog.check_free(manifest.name)  # another run may have saved here meanwhile
-            self._catalog.commit(manifest, {manifest.name: self._data.temporary})
+            self._catalog.commit(manifest, {manifest.name: self._data.temporary}, overwrite=self._overwrite)
             self._data.leave_behind()  # it has its name
         except BaseException as e:
             self._leave(e)

@@ -120,11 +120,8 @@ class RankArchive:
         manifest = dataclasses.replace(
             manifest, files=records, unpacked_bytes=max(one.unpacked_bytes for one in written)
         )
-        if not self._overwrite:
-            for name in self._names:  # another run may have saved here meanwhile
-                self._catalog.check_free(name)
         assert self._data is not None
-        self._catalog.commit(manifest, {one.name: one.temporary for one in written})
+        self._catalog.commit(manifest, {one.name: one.temporary for one in written}, overwrite=self._overwrite)
         self._data.leave_behind()  # it has its name
         return manifest
 

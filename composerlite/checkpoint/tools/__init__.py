@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from composerlite.checkpoint.tools.inspecting import Leaf, contents_of, leaves_of_contents, model_directory
     from composerlite.checkpoint.tools.pointing import Pointed, place_at, pointed, target_at
-    from composerlite.checkpoint.tools.surveying import UNLISTED, Found, abandoned, newest, survey
+    from composerlite.checkpoint.tools.surveying import UNLISTED, Found, abandoned, newest, survey, vouched_from_above
     from composerlite.checkpoint.tools.whole import model_and_integrations, weights_of, whole_contents
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "pointed",
     "survey",
     "target_at",
+    "vouched_from_above",
     "weights_of",
     "whole_contents",
     "write_directory",
@@ -72,7 +73,14 @@ _HOMES = {
     "composerlite.checkpoint.tools.inspecting": ("Leaf", "contents_of", "leaves_of_contents", "model_directory"),
     "composerlite.checkpoint.place.places": ("MANIFESTS", "Leftover", "Place", "StoredFile"),
     "composerlite.checkpoint.tools.pointing": ("Pointed", "place_at", "pointed", "target_at"),
-    "composerlite.checkpoint.tools.surveying": ("UNLISTED", "Found", "abandoned", "newest", "survey"),
+    "composerlite.checkpoint.tools.surveying": (
+        "UNLISTED",
+        "Found",
+        "abandoned",
+        "newest",
+        "survey",
+        "vouched_from_above",
+    ),
     "composerlite.checkpoint.tools.whole": ("model_and_integrations", "weights_of", "whole_contents"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

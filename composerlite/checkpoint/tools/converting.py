@@ -51,7 +51,7 @@ def write_file(contents: Any, path: Path, manifest: Manifest | None, *, overwrit
         record = FileRecord(path.name, digest.size_bytes, digest.xxh3_128, digest.chunk_bytes, digest.chunks)
         facts = _record(manifest, path.name, "weights" if _is_model(contents) else "monolithic")
         facts = dataclasses.replace(facts, files=(record,), unpacked_bytes=image.size_bytes)
-        catalog.commit(facts, {path.name: staged.temporary})
+        catalog.commit(facts, {path.name: staged.temporary}, overwrite=overwrite)
         staged.leave_behind()  # it has its name
 
 
@@ -108,10 +108,13 @@ def _is_model(contents: Any) -> bool:
 
 
 def _record(manifest: Manifest | None, name: str, kind: str) -> Manifest:
-    """What is known of a checkpoint, under another name; without its files."""
+    """What is known of a checkpoint, under another name; without its files.
+
+    The name is the user's, of no template: in the folder of a run no retention counts or deletes it.
+    """
     if manifest is None or manifest.kind == "step":
         return Manifest(
             name=name, kind=kind, template=name, run_name="", timestamp={"batch": 0}, files=(), versions=versions()
         )
     kind = "weights" if manifest.kind == "weights" else kind
-    return dataclasses.replace(manifest, name=name, kind=kind, files=(), node=None, unpacked_bytes=0)
+    return dataclasses.replace(manifest, name=name, template=name, kind=kind, files=(), node=None, unpacked_bytes=0)

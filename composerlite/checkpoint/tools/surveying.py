@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -14,7 +14,7 @@ from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.checkpoint.record.step_marker import CheckpointMetadata
 from composerlite.errors import CheckpointError
 
-__all__ = ["UNLISTED", "Found", "abandoned", "newest", "survey"]
+__all__ = ["UNLISTED", "Found", "abandoned", "newest", "survey", "vouched_from_above"]
 
 UNLISTED = "it has no manifest: its save did not end, or another program wrote it"
 _INDEX = ".metadata"
@@ -99,6 +99,27 @@ def abandoned(listed: Iterable[Found]) -> set[str]:
         line = {one.name for one, _ in living_line(pairs, lambda pair: pair[1])}
         left |= {one.name for one, _ in pairs} - line
     return left
+
+
+def vouched_from_above(place: Place) -> Callable[[Found], bool]:
+    """Return whether what is found in ``place`` is of a checkpoint whose record lies in a place that this one is in.
+
+    Raises:
+        OSError, ObjectStoreError: that cannot be seen. What is not seen is not absent.
+    """
+    if place.exists(MARKER) or any(up.exists(MARKER) for up, _ in place.above()):
+        return lambda _: True  # in the directory of a step, all is a part of it
+    taken: set[str] = set()
+    for up, prefix in place.above():
+        records = up.inside(MANIFESTS)
+        paths = [path for path in records.files() if path.endswith(".json")]
+        for path, data in zip(paths, records.read_all(paths), strict=True):
+            try:
+                files = () if data is None else Manifest.from_json(data, records.uri(path)).files
+            except CheckpointError:
+                return lambda _: True  # nobody knows what it vouches for
+            taken |= {file.path.removeprefix(prefix) for file in files if file.path.startswith(prefix)}
+    return lambda found: any(file.path in taken for file in found.files)
 
 
 def survey(place: Place) -> list[Found]:
