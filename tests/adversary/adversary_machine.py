@@ -193,7 +193,8 @@ class Adversary(RuleBasedStateMachine):
         """Let it live, and compare what it did with what it had to do. ``acceptable``: what it may start from."""
         before = self.entries(project)
         others = [e for other in self.projects if other is not project for e in self.entries(other)]
-        self.let_live(order)
+        none_good = order.resume and bool(before) and not any(e.line for e in before if e.kind != "weights")
+        self.let_live(order, may_refuse=none_good)
         self.look_for_mended()
         told = self.told(order)
         if (started := told.get("started")) is not None:
@@ -210,9 +211,12 @@ class Adversary(RuleBasedStateMachine):
         if "closed" in told:
             self.check_end(project, order, line_of(told["weights at end"]), after)
 
-    def let_live(self, order: Order) -> None:
-        """Here, or in a process of its own if it may end otherwise than well."""
-        if not (order.die_at or order.clock or order.sharded or self.has_pipe):
+    def let_live(self, order: Order, *, may_refuse: bool) -> None:
+        """Here, or in a process of its own if it may end otherwise than well.
+
+        ``may_refuse``: what is left is damaged, as where the good ones were pruned: it may say so and not start.
+        """
+        if not (order.die_at or order.clock or order.sharded or self.has_pipe or may_refuse):
             try:
                 live(order)
             except Exception as e:
@@ -222,6 +226,8 @@ class Adversary(RuleBasedStateMachine):
             done = run_forked(live_alone, as_json(order), cwd=self.root, timeout=SECONDS)
         except subprocess.TimeoutExpired as e:
             raise FoundError(f"[hang] launch {order.launch} does not end: {e.stderr!r}") from e
+        if may_refuse and "none of them is good, so it does not start over" in done.stderr:
+            return
         if done.returncode not in ((0, -signal.SIGKILL) if order.die_at else (0,)):
             raise FoundError(f"[crash] launch {order.launch} ended with {done.returncode}: {done.stderr[-3000:]}")
 
