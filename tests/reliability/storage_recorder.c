@@ -326,7 +326,7 @@ static int rename_common(int from, const char *old, int to, const char *new, uns
     if (!first && !second) return syscall(SYS_renameat2, from, old, to, new, flags);
     pthread_mutex_lock(&lock);
     int result = fails(OTHER) ? -1 : (int)syscall(SYS_renameat2, from, old, to, new, flags);
-    if (!result) record(first && second && !flags ? RENAME : first && second && flags == RENAME_EXCHANGE ? EXCHANGE : UNKNOWN, 0, 0, 0, one, two, 0, 0);
+    if (!result) record(first && second && (!flags || flags == RENAME_NOREPLACE) ? RENAME : first && second && flags == RENAME_EXCHANGE ? EXCHANGE : UNKNOWN, 0, 0, 0, one, two, 0, 0);
     pthread_mutex_unlock(&lock);
     return result;
 }
