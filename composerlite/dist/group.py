@@ -94,12 +94,14 @@ class Group(ABC):
         self.all_reduce(what, lambda: own.append(each()), lambda _: None)
         return own[0]
 
-    def vote(self, what: str, *, patience: int = 1) -> Vote:
+    def vote(self, what: str, *, patience: int = 1, longest_work: timedelta = timedelta()) -> Vote:
         """A vote over ``what``, which errors name. To be called in the same order on every rank; it waits for nobody.
 
         Args:
             what: is voted on.
             patience: how many times the usual timeout the ranks wait for each other.
+            longest_work: so long a rank of a run shows that it is alive and at work: for those who wait for it the
+                timeout counts from the last time it did.
         """
         return _VoteAtOnce(self, what)
 
@@ -303,9 +305,9 @@ class AllRanks(_Several):
         barrier(what)  # names those that are late
         return super()._through_first(what, each, first, scatter=scatter)
 
-    def vote(self, what: str, *, patience: int = 1) -> Vote:
+    def vote(self, what: str, *, patience: int = 1, longest_work: timedelta = timedelta()) -> Vote:
         commits = self._control.commits
-        return _VoteOfAll(commits.round(commits.ticket(), what), self._control.timeout * patience)
+        return _VoteOfAll(commits.round(commits.ticket(), what), self._control.timeout * patience, longest_work)
 
     def outcomes(self, what: str, error: Exception | None, timeout: timedelta | None = None) -> dict[int, BaseException]:
         from composerlite.dist.meetings import rank_error  # a run of one process has none
@@ -344,6 +346,16 @@ class Vote(ABC):
                 process, and in a process group of somebody else's: what a rank failed with.
         """
 
+    def pass_by(self) -> None:
+        """Vote for it, instead of :meth:`run`, on a rank other than 0 that need not know how it ends.
+
+        Where ranks vote through a store it does not wait.
+
+        Raises:
+            RankError: the store is gone.
+        """
+        self.run(lambda: None, lambda _: None)
+
 
 @final
 class _VoteAtOnce(Vote):
@@ -358,8 +370,11 @@ class _VoteAtOnce(Vote):
         self.may_be_committed = True  # if a rank is lost on the way, nobody here knows
         outcomes, value = self._group._through_first(self._what, write, commit, scatter=False)  # pyright: ignore[reportPrivateUsage] - of its class
         self.may_be_committed = not outcomes
-        if outcomes:
-            raise self._group.first_error(outcomes, None)
+        try:
+            if outcomes:
+                raise self._group.first_error(outcomes, None)
+        finally:
+            del outcomes  # it would keep the frames of the error, and what they hold, in a cycle
         return value
 
 
@@ -367,16 +382,20 @@ class _VoteAtOnce(Vote):
 class _VoteOfAll(Vote):
     """A vote through the store, which may be behind training."""
 
-    def __init__(self, commit_round: CommitRound[Any], timeout: timedelta) -> None:
+    def __init__(self, commit_round: CommitRound[Any], timeout: timedelta, longest_work: timedelta) -> None:
         self.may_be_committed = False
         self._round = commit_round
         self._timeout = timeout
+        self._longest_work = longest_work
 
     def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
         try:
-            return self._round.run(write, commit, self._timeout)
+            return self._round.run(write, commit, self._timeout, longest_work=self._longest_work)
         finally:
             self.may_be_committed = self._round.may_be_committed
+
+    def pass_by(self) -> None:
+        self._round.pass_by()
 
 
 _SINGLE = SingleProcess()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol, TypeVar, final
 
 from composerlite import dist
@@ -24,7 +23,6 @@ __all__ = ["DiskBody", "DiskCommit", "delete_named", "prepared_folder"]
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
-_VOTES = 3
 
 
 class DiskBody(Protocol):
@@ -54,13 +52,7 @@ class DiskCommit:
     """
 
     body: DiskBody
-    votes: Sequence[dist.CommitRound[Any]]
-
-    @classmethod
-    def of(cls, body: DiskBody, votes: Sequence[dist.CommitRound[Any] | None]) -> DiskCommit | None:
-        """The commit with ``votes``; ``None`` if there are fewer: then there is one disk."""
-        given = [vote for vote in votes if vote is not None]
-        return cls(body=body, votes=given) if len(given) == _VOTES else None
+    votes: Sequence[dist.Vote]
 
     @property
     def may_be_committed(self) -> bool:
@@ -73,8 +65,6 @@ class DiskCommit:
         manifest: Callable[[], Manifest],
         complete: Callable[[], object],
         conclude: Callable[[Manifest], R],
-        timeout: timedelta,
-        longest_work: timedelta,
     ) -> R:
         """Commit on all disks; what ``conclude`` gave on rank 0, on every rank.
 
@@ -83,25 +73,20 @@ class DiskCommit:
             manifest: what will be committed, but for its files. On rank 0.
             complete: what else belongs to it on a rank whose disk is complete.
             conclude: what is left when all disks are. On rank 0.
-            timeout: of each vote. longest_work: see :meth:`composerlite.dist.CommitRound.run`.
 
         Raises:
             RankError: a rank failed. Nothing is committed unless :attr:`may_be_committed`.
         """
         written, prepared, completed = self.votes
-        sealed: Sealed = written.run(
-            finish, lambda parts: self.body.seal(manifest(), parts), timeout, longest_work=longest_work
-        )
+        sealed: Sealed = written.run(finish, lambda parts: self.body.seal(manifest(), parts))
 
         def follow() -> None:
             if dist.get_global_rank() != 0:
                 self.body.complete()
             complete()
 
-        prepared.run(
-            lambda: self.body.prepare(sealed), lambda _: self.body.complete(), timeout, longest_work=longest_work
-        )
-        return completed.run(follow, lambda _: conclude(sealed.manifest), timeout, longest_work=longest_work)
+        prepared.run(lambda: self.body.prepare(sealed), lambda _: self.body.complete())
+        return completed.run(follow, lambda _: conclude(sealed.manifest))
 
 
 def delete_named(catalog: Catalog, names: Iterable[str]) -> None:

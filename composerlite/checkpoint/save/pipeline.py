@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -40,7 +39,7 @@ from composerlite.checkpoint.record.naming import (
     names_of_ranks,
 )
 from composerlite.checkpoint.save.monolith import Monolith, NothingToWrite
-from composerlite.checkpoint.save.save_job import Body, SaveJob, SaveReport
+from composerlite.checkpoint.save.save_job import LONGEST_WORK, Body, SaveJob, SaveReport
 from composerlite.checkpoint.save.snapshot import Snapshot, Staging
 from composerlite.errors import ConfigError, SaveError
 from composerlite.storage import start_threads
@@ -230,8 +229,9 @@ class Pipeline:
         previous = self._pending
         if previous is not None and not self._given_up.isdisjoint(names):
             previous.wait_until_tidy()  # one of this name is about to go
-        vote = _vote(f"checkpoint {name!r}")
-        more_votes = [_vote(f"checkpoint {name!r}") for _ in range(2)] if disks.are_several else []
+        # First of all: votes are counted on each rank.
+        several = disks.are_several
+        votes = [group.vote(f"checkpoint {name!r}", longest_work=LONGEST_WORK) for _ in range(3 if several else 1)]
         # Before the ranks meet to gather: a name that is taken is told as that.
         with group.all_or_none(f"checkpoint {name!r}"):
             for one in names if disks.is_keeper else ():
@@ -243,7 +243,7 @@ class Pipeline:
             if state.sharding == "sharded":
                 folder = LocalFolder(catalog.folder / name, catalog.folder)
                 shards = _shards(gathered, folder, overwrite=overwrite, disks=disks)
-                body, on_disks = shards, DiskCommit.of(shards, [vote, *more_votes])
+                body, on_disks = shards, DiskCommit(body=shards, votes=votes) if several else None
             elif state.sharding == "deepspeed":
                 contents = gathered(generators=_generators(weights_only))
                 body = _archive(state, contents, catalog, names, overwrite=overwrite)
@@ -274,10 +274,9 @@ class Pipeline:
             latest={} if latest is None else dict(zip(_names(latest, state), names, strict=True)),
             publish=publish,
             give_up=give_up,
-            vote=vote,
+            vote=votes[0],
             on_disks=on_disks,
             disks=disks,
-            timeout=_vote_timeout(),
             blocking=not asynchronous,
         )
         if asynchronous:
@@ -310,7 +309,7 @@ class Pipeline:
                 job.write()
         except BaseException as e:
             job.body.close(may_be_committed=False)
-            if job.vote is None:
+            if job.manifest.world_size == 1:
                 raise
             job.failure = e
 
@@ -429,18 +428,6 @@ def _kind(state: TrainingState, *, weights_only: bool) -> str:
     if weights_only:
         return "weights"
     return state.sharding if state.sharding in ("sharded", "deepspeed") else "monolithic"
-
-
-def _vote(what: str) -> dist.CommitRound[Any] | None:
-    """The vote of all ranks over a save. To be called first of all: tickets are counted on each rank."""
-    if dist.get_world_size() == 1:
-        return None
-    commits = dist.get_control().commits
-    return commits.round(commits.ticket(), what)
-
-
-def _vote_timeout() -> timedelta:
-    return timedelta() if dist.get_world_size() == 1 else dist.get_control().timeout
 
 
 def _generators(weights_only: bool) -> list[dict[str, Any]] | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from composerlite import dist
 from composerlite.checkpoint.place.remote import RemoteCatalog
@@ -26,16 +26,14 @@ class Shares:
     Every rank calls :meth:`planned`, and then :meth:`publish` or :meth:`stay_out`.
     """
 
-    begin: dist.CommitRound[Any]
-    end: dist.CommitRound[Any]
-    timeout: timedelta
+    begin: dist.Vote
+    end: dist.Vote
 
     @classmethod
     def planned(cls, what: str) -> Shares:
         """The votes of all ranks over ``what``; in the main thread, in the same order on all."""
-        control = dist.get_control()
-        begin, end = (control.commits.round(control.commits.ticket(), f"publishing {what}") for _ in range(2))
-        return cls(begin, end, control.timeout)
+        group = dist.get_group()
+        return cls(*(group.vote(f"publishing {what}", longest_work=_LONGEST_UPLOAD) for _ in range(2)))
 
     def stay_out(self) -> None:
         """On a rank that has nothing to send and need not know how it ends."""
@@ -60,14 +58,10 @@ class Shares:
             is_there: bool = self.begin.run(
                 lambda: None,
                 lambda _: remote.begin(manifest, overwrite=overwrite),
-                self.timeout,
-                longest_work=_LONGEST_UPLOAD,
             )
             self.end.run(
                 lambda: None if is_there else remote.send(files),
                 lambda _: remote.finish(manifest, link=link, is_there=is_there),
-                self.timeout,
-                longest_work=_LONGEST_UPLOAD,
             )
         finally:
             remote.end(manifest.name)

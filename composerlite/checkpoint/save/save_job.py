@@ -20,10 +20,10 @@ from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.save.snapshot import Snapshot, Stageable
 from composerlite.storage import RING_BYTES, HostMemory
 
-__all__ = ["Body", "SaveJob", "SaveReport"]
+__all__ = ["LONGEST_WORK", "Body", "SaveJob", "SaveReport"]
 
 log = logging.getLogger(__name__)
-_LONGEST_WORK = timedelta(hours=1)
+LONGEST_WORK = timedelta(hours=1)
 """A rank that writes for longer than that does not count as alive any more: its disk hangs."""
 
 
@@ -110,10 +110,9 @@ class SaveJob:
         publish: is given the manifest after the commit, before anything is given up. On rank 0; where there are
             several disks on all, and on others without files.
         give_up: which checkpoints to delete after that. On rank 0.
-        vote: of all ranks over the commit; ``None`` where there is one rank.
-        on_disks: the commit where nodes have disks of their own, which has votes of its own; else ``None``.
+        vote: of all ranks over the commit.
+        on_disks: the commit where nodes have disks of their own, which begins with ``vote``; else ``None``.
         disks: which ranks see the same folder: one of each points ``latest`` and deletes checkpoints there.
-        timeout: of the vote.
         started: when the save was called for. waiting_seconds: how long it waited for the one before it.
         stall_seconds: how long it has kept training besides the snapshot. blocking: training waits until the end.
     """
@@ -121,6 +120,7 @@ class SaveJob:
     manifest: Manifest
     catalog: Catalog
     body: Body
+    vote: dist.Vote
     started: float
     waiting_seconds: float
     memory: HostMemory | None = None
@@ -130,10 +130,8 @@ class SaveJob:
     latest: Mapping[str, str] = field(default_factory=dict[str, str])
     publish: Callable[[Manifest], object] | None = None
     give_up: Callable[[], Sequence[Manifest]] | None = None
-    vote: dist.CommitRound[Any] | None = None
     on_disks: DiskCommit | None = None
     disks: Disks = ONE_DISK
-    timeout: timedelta = timedelta(seconds=300)
     stall_seconds: float = 0.0
     blocking: bool = False
 
@@ -168,15 +166,12 @@ class SaveJob:
             RankError: the same where there are several ranks; its cause is what one of them raised.
         """
         try:
-            if self.vote is None:
-                report = self._commit([self._finish()])
-            elif self.on_disks is not None:
+            if self.on_disks is not None:
                 report = self._commit_on_disks(self.on_disks)
             else:
-                report = self.vote.run(self._finish, self._commit, self.timeout, longest_work=_LONGEST_WORK)
+                report = self.vote.run(self._finish, self._commit)
         finally:
-            vote = self.vote if self.on_disks is None else self.on_disks
-            self.body.close(may_be_committed=vote is not None and vote.may_be_committed)
+            self.body.close(may_be_committed=(self.on_disks or self.vote).may_be_committed)
         return self._as_seen_here(report)
 
     def _commit_on_disks(self, commit: DiskCommit) -> SaveReport:
@@ -185,8 +180,6 @@ class SaveJob:
             lambda: dataclasses.replace(self.manifest, timings=self._seconds()),
             self._point_latest,
             lambda manifest: self._conclude(dataclasses.replace(manifest, node=0), time.perf_counter()),
-            self.timeout,
-            _LONGEST_WORK,
         )
         if dist.get_global_rank() != 0:
             if self.publish is not None:
@@ -250,9 +243,10 @@ class SaveJob:
 
     def _as_seen_here(self, report: SaveReport) -> SaveReport:
         """What rank 0 reports, with this rank's name for the folder and how long it was kept from training."""
+        several = self.manifest.world_size > 1
         if self.blocking:
-            stall = time.perf_counter() - self.started if self.vote is not None else report.seconds["total"]
-        elif self.vote is not None:
+            stall = time.perf_counter() - self.started if several else report.seconds["total"]
+        elif several:
             stall = self._stall_seconds()
         else:
             return report
