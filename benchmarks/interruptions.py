@@ -30,7 +30,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import Callback, ComposerModel, Logger, State, Trainer
-from composerlite.checkpoint import Catalog, newest_good
+from composerlite.checkpoint import Catalog
+from composerlite.checkpoint.load.resume import newest_good
 
 MEMORY = "/dev/shm"
 INTERVALS = (1, 2, 5, 10, 20, 50)

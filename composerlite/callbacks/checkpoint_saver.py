@@ -29,41 +29,29 @@ from composerlite.callbacks.save_arguments import (
 from composerlite.callbacks.save_failures import FAILURES, FailuresInARow
 from composerlite.callbacks.save_news import SaveNews
 from composerlite.callbacks.save_publishing import SavePublishing
-from composerlite.checkpoint import (
+from composerlite.checkpoint import Catalog, IgnoreKeys, Manifest, PendingSave, Pipeline, SaveReport
+from composerlite.checkpoint.load.resume import Bucket
+from composerlite.checkpoint.place.lease import FolderLease, Lease, take_leases
+from composerlite.checkpoint.place.remote import RemoteCatalog
+from composerlite.checkpoint.place.several_disks import prepared_folder
+from composerlite.checkpoint.place.shared_folder import ONE_DISK, check_one_disk, disks_of
+from composerlite.checkpoint.record.contents import check_ignore_keys, check_kinds
+from composerlite.checkpoint.record.lineage import in_line, may_be_replaced
+from composerlite.checkpoint.record.naming import (
     FIRST_RANK,
-    ONE_DISK,
-    Bucket,
-    Catalog,
-    FolderLease,
-    IgnoreKeys,
-    Lease,
-    Manifest,
     PartialFilePath,
-    PendingSave,
-    Pipeline,
-    RemoteCatalog,
-    RemoteSaving,
-    SaveReport,
-    Shares,
     archive_template,
-    check_ignore_keys,
-    check_kinds,
     check_name_of_run,
-    check_one_disk,
     check_template,
-    deletions,
     directory_template,
-    disks_of,
     ensure_no_conflict,
     format_name_with_dist,
     format_name_with_dist_and_time,
-    in_line,
-    may_be_replaced,
     names_of_ranks,
-    prepared_folder,
-    retention_policy,
-    take_leases,
 )
+from composerlite.checkpoint.record.retention import deletions, retention_policy
+from composerlite.checkpoint.save.publishing import RemoteSaving
+from composerlite.checkpoint.save.publishing_together import Shares
 from composerlite.core import (
     AutoInterval,
     Callback,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import final
 
-from composerlite.checkpoint import IgnoreKeys, check_ignore_keys, load_checkpoint
+from composerlite.checkpoint import IgnoreKeys, load_checkpoint
+from composerlite.checkpoint.record.contents import check_ignore_keys
 from composerlite.core import Callback, Event, Logger, State
 from composerlite.errors import checked_arguments
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import final
 
 from composerlite import dist
-from composerlite.checkpoint import Publication, SaveReport
+from composerlite.checkpoint import SaveReport
+from composerlite.checkpoint.save.publishing import Publication
 from composerlite.core import CheckpointNews, CheckpointStep, Logger
 
 __all__ = ["SaveNews"]

@@ -10,16 +10,10 @@ from typing import final
 from composerlite import dist
 from composerlite.callbacks.save_failures import FailuresInARow
 from composerlite.callbacks.save_news import SaveNews
-from composerlite.checkpoint import (
-    ONE_DISK,
-    Catalog,
-    Disks,
-    Manifest,
-    Publication,
-    Publisher,
-    RemoteSaving,
-    Shares,
-)
+from composerlite.checkpoint import Catalog, Manifest
+from composerlite.checkpoint.place.shared_folder import ONE_DISK, Disks
+from composerlite.checkpoint.save.publishing import Publication, Publisher, RemoteSaving
+from composerlite.checkpoint.save.publishing_together import Shares
 from composerlite.core import Logger, State
 from composerlite.errors import CheckpointError, ConfigError
 

@@ -121,7 +121,7 @@ def prune(
     attempt before: they count for nothing, and stay without --abandoned. Ephemeral checkpoints go, but for the newest.
     """
     with one_line_errors():
-        from composerlite.checkpoint import retention_policy
+        from composerlite.checkpoint.record.retention import retention_policy
         from composerlite.cli.sweeping import Sweep
         from composerlite.cli.sweeping import prune as remove
         from composerlite.core import Time

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import typer
 
-from composerlite.checkpoint import progress_of
+from composerlite.checkpoint.load.progress import progress_of
 from composerlite.checkpoint.tools import Found, Place, copy, newest, place_at, pointed, survey, target_at
 from composerlite.cli.output import bytes_text, print_json
 from composerlite.errors import CheckpointNotFoundError, ConfigError

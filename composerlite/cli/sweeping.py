@@ -9,7 +9,7 @@ from typing import Any, final
 
 import typer
 
-from composerlite.checkpoint import RetentionPolicy, deletions
+from composerlite.checkpoint.record.retention import RetentionPolicy, deletions
 from composerlite.checkpoint.tools import Found, Leftover, Place, abandoned, place_at, survey, vouched_from_above
 from composerlite.cli.output import bytes_text, print_json
 

@@ -8,7 +8,7 @@ from typing import final
 
 import typer
 
-from composerlite.checkpoint import progress_of
+from composerlite.checkpoint.load.progress import progress_of
 from composerlite.checkpoint.tools import Found, Place, pointed
 from composerlite.cli.output import bytes_text, print_json, print_table
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, final
 
-from composerlite.checkpoint import versions
+from composerlite.checkpoint.record.manifest import versions
 from composerlite.core import CheckpointNews
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.loggers.run_file import FileOfRun

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from composerlite import dist
-from composerlite.checkpoint import format_name_with_dist
+from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.core import LoggerDestination
 from composerlite.errors import ConfigError
 from composerlite.loggers.remote_uploader_downloader import RemoteUploaderDownloader

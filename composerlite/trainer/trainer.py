@@ -13,12 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from composerlite import dist
 from composerlite._torch_compat import mark_as_stepped
 from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint import (
-    IgnoreKeys,
-    check_ignore_keys,
-    load_checkpoint,
-    save_checkpoint,
-)
+from composerlite.checkpoint import IgnoreKeys, load_checkpoint, save_checkpoint
+from composerlite.checkpoint.record.contents import check_ignore_keys
 from composerlite.core import (
     Algorithm,
     AlgorithmPass,

@@ -6,18 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from composerlite.checkpoint import (
+    from composerlite.checkpoint import load_checkpoint, safe_torch_load, save_checkpoint
+    from composerlite.checkpoint.format.packing import KNOWN_COMPRESSORS, get_compressor, is_compressed_pt, is_tar
+    from composerlite.checkpoint.load.download import download_checkpoint, get_file
+    from composerlite.checkpoint.record.contents import glob_filter
+    from composerlite.checkpoint.record.naming import (
         PartialFilePath,
         format_name_with_dist,
         format_name_with_dist_and_time,
         get_save_filename,
-        glob_filter,
-        load_checkpoint,
-        safe_torch_load,
-        save_checkpoint,
     )
-    from composerlite.checkpoint.format.packing import KNOWN_COMPRESSORS, get_compressor, is_compressed_pt, is_tar
-    from composerlite.checkpoint.load.download import download_checkpoint, get_file
     from composerlite.core import FSDPConfig, ParallelismConfig, TPConfig, create_interval_scheduler
     from composerlite.errors import ObjectStoreTransientError
     from composerlite.storage import ObjectStore, maybe_create_object_store_from_uri, parse_uri, retry
@@ -66,6 +64,11 @@ __all__ = [
 _MODULES = ("checkpoint", "dist", "object_store", "reproducibility")
 _HOMES = {
     **dict.fromkeys(("FSDPConfig", "ParallelismConfig", "TPConfig", "create_interval_scheduler"), "composerlite.core"),
+    **dict.fromkeys(
+        ("PartialFilePath", "format_name_with_dist", "format_name_with_dist_and_time", "get_save_filename"),
+        "composerlite.checkpoint.record.naming",
+    ),
+    "glob_filter": "composerlite.checkpoint.record.contents",
     "ObjectStoreTransientError": "composerlite.errors",
     "S3ObjectStore": "composerlite.storage.s3",
     "GCSObjectStore": "composerlite.storage.gcs",

@@ -3,15 +3,10 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from composerlite.checkpoint import (
-    PartialFilePath,
-    get_save_filename,
-    glob_filter,
-    load_checkpoint,
-    safe_torch_load,
-    save_checkpoint,
-)
+from composerlite.checkpoint import load_checkpoint, safe_torch_load, save_checkpoint
 from composerlite.checkpoint.load.download import download_checkpoint
+from composerlite.checkpoint.record.contents import glob_filter
+from composerlite.checkpoint.record.naming import PartialFilePath, get_save_filename
 
 if TYPE_CHECKING:
     from composerlite.checkpoint.load.sharded.readers_of_stores import (

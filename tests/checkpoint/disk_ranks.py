@@ -16,7 +16,8 @@ from checkpoint.saving_ranks import die_in, ready, sharded_state, step, whole
 
 from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint import Catalog, load_checkpoint, newest_good, rng, save_checkpoint
+from composerlite.checkpoint import Catalog, load_checkpoint, rng, save_checkpoint
+from composerlite.checkpoint.load.resume import newest_good
 from composerlite.checkpoint.place.directory import LocalFolder
 from composerlite.core import Logger, State
 from composerlite.errors import RankError

@@ -24,9 +24,9 @@ from composerlite.checkpoint import (
     Catalog,
     load_checkpoint,
     load_model_and_optim_state,
-    newest_good,
     save_model_and_optim_state,
 )
+from composerlite.checkpoint.load.resume import newest_good
 from composerlite.checkpoint.load.sharded import reader as sharded
 from composerlite.checkpoint.place.directory import RemoteFolder
 from composerlite.core import State

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from composerlite import Event, State, Trainer
 from composerlite.algorithms import EMA
 from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint import get_save_filename, save_checkpoint
+from composerlite.checkpoint import save_checkpoint
+from composerlite.checkpoint.record.naming import get_save_filename
 from composerlite.loggers import InMemoryLogger
 
 CHECKPOINTS = Path("path/to/checkpoints")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from parts import Remember, new_state
 
-from composerlite.checkpoint import IgnoreKeys, check_ignore_keys, glob_filter
-from composerlite.checkpoint.record.contents import gather, without
+from composerlite.checkpoint import IgnoreKeys
+from composerlite.checkpoint.record.contents import check_ignore_keys, gather, glob_filter, without
 from composerlite.errors import ConfigError
 
 WEIGHT = torch.ones(2)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from parts import Remember, new_state, save_directory
 
-from composerlite.checkpoint import load_checkpoint, newest_good, save_model_and_optim_state
+from composerlite.checkpoint import load_checkpoint, save_model_and_optim_state
 from composerlite.checkpoint.api.state_dict import save_state_dict
+from composerlite.checkpoint.load.resume import newest_good
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import RemoteFolder
 from composerlite.checkpoint.save.pipeline import save

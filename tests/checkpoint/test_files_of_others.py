@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from test_newest_good import TEMPLATE, save_batch
 
-from composerlite.checkpoint import Catalog, newest_good
+from composerlite.checkpoint import Catalog
+from composerlite.checkpoint.load.resume import newest_good
 from composerlite.checkpoint.tools import place_at, survey
 from composerlite.errors import CheckpointError
 

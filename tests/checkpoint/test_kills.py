@@ -10,7 +10,8 @@ import pytest
 from forked import run_forked
 from parts import save_batch, temporaries, tree, value_in
 
-from composerlite.checkpoint import Catalog, newest_good, read_checkpoint
+from composerlite.checkpoint import Catalog, read_checkpoint
+from composerlite.checkpoint.load.resume import newest_good
 from composerlite.storage import StagedFile
 
 Attempts = list[tuple[Path, str]]

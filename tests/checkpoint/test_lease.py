@@ -17,14 +17,15 @@ from typing import Any
 import pytest
 from tiny_training import trainer
 
-from composerlite.checkpoint import FolderLease, RemoteCatalog, take_leases
-from composerlite.checkpoint.place.lease import _own_name, _started
+from composerlite.checkpoint.place.lease import FolderLease, _own_name, _started, take_leases
+from composerlite.checkpoint.place.remote import RemoteCatalog
 from composerlite.errors import RunInUseError
 from composerlite.storage import Transfer, open_store
 
 HOLD = """
 import os, sys, time
-from composerlite.checkpoint import BucketLease, FolderLease, RemoteCatalog, take_leases
+from composerlite.checkpoint.place.lease import BucketLease, FolderLease, take_leases
+from composerlite.checkpoint.place.remote import RemoteCatalog
 from composerlite.storage import Transfer, open_store
 kind, place = sys.argv[1:]
 if kind == "folder":
@@ -128,7 +129,7 @@ def test_runs_of_different_names_do_not_wait_for_each_other(tmp_path: Path) -> N
 
 TRY = """
 import sys
-from composerlite.checkpoint import FolderLease
+from composerlite.checkpoint.place.lease import FolderLease
 holder = FolderLease(sys.argv[1], "run").try_to_take()
 print(holder or "free")
 """
@@ -185,7 +186,7 @@ def test_nothing_that_a_process_does_beside_loses_its_lease(act: Callable[[Path]
 
 OUTLIVED = """
 import os, signal, sys
-from composerlite.checkpoint import FolderLease, take_leases
+from composerlite.checkpoint.place.lease import FolderLease, take_leases
 take_leases([FolderLease(sys.argv[1], "run")], "run 'run'", 0)
 if (worker := os.fork()) == 0:
     sys.stdin.read()
@@ -210,7 +211,8 @@ def test_a_worker_that_outlives_its_killed_parent_holds_no_lease(tmp_path: Path)
 # ── other machines, and what looks like this one ─────────────────────────────────────────────────────────────────────
 TRY_BUCKET = """
 import sys
-from composerlite.checkpoint import BucketLease, RemoteCatalog
+from composerlite.checkpoint.place.lease import BucketLease
+from composerlite.checkpoint.place.remote import RemoteCatalog
 from composerlite.storage import Transfer, open_store
 with Transfer(open_store(sys.argv[1])) as transfer:
     lease = RemoteCatalog(transfer, "saves").lease("run")

@@ -15,7 +15,8 @@ import pytest
 from tiny_training import saved_batches, train, trainer
 
 from composerlite import Callback, Logger, State
-from composerlite.checkpoint import Catalog, FolderLease
+from composerlite.checkpoint import Catalog
+from composerlite.checkpoint.place.lease import FolderLease
 from composerlite.errors import RunInUseError
 
 HOLD = """
@@ -132,7 +133,7 @@ def test_a_folder_that_is_removed_under_a_run_is_reported_and_made_again(
 
 WANT = """
 import sys
-from composerlite.checkpoint import FolderLease
+from composerlite.checkpoint.place.lease import FolderLease
 print(FolderLease(sys.argv[1], "run").try_to_take() or "")
 """
 

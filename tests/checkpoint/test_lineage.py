@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parts import save_batch
 
-from composerlite.checkpoint import Catalog, Manifest, choose, in_line, living_line
-from composerlite.checkpoint.record.lineage import continued, highest_attempt, new_attempt
+from composerlite.checkpoint import Catalog, Manifest
+from composerlite.checkpoint.load.resume import choose
+from composerlite.checkpoint.record.lineage import continued, highest_attempt, in_line, living_line, new_attempt
 from composerlite.checkpoint.record.manifest import SCHEMA, FileRecord
 from composerlite.types import Lineage
 

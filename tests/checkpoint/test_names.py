@@ -11,8 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from parts import new_state
 
-from composerlite.checkpoint import (
-    Catalog,
+from composerlite.checkpoint import Catalog
+from composerlite.checkpoint.record.naming import (
     PartialFilePath,
     check_template,
     ensure_no_conflict,

@@ -10,7 +10,8 @@ import pytest
 import torch
 from parts import save_batch
 
-from composerlite.checkpoint import Catalog, newest_good
+from composerlite.checkpoint import Catalog
+from composerlite.checkpoint.load.resume import newest_good
 from composerlite.errors import CheckpointError
 
 

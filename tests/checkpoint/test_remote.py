@@ -10,15 +10,11 @@ from pathlib import Path
 import pytest
 from parts import save_batch
 
-from composerlite.checkpoint import (
-    Bucket,
-    Catalog,
-    Manifest,
-    Publisher,
-    RemoteCatalog,
-    newest_good,
-    retention_policy,
-)
+from composerlite.checkpoint import Catalog, Manifest
+from composerlite.checkpoint.load.resume import Bucket, newest_good
+from composerlite.checkpoint.place.remote import RemoteCatalog
+from composerlite.checkpoint.record.retention import retention_policy
+from composerlite.checkpoint.save.publishing import Publisher
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, ObjectStoreTransientError
 from composerlite.storage import RetryPolicy, Transfer, Uploader
 from composerlite.storage.local import LocalObjectStore

@@ -18,7 +18,8 @@ import torch
 from forked import run_forked
 from replacing_kills import OF_THE_USER, SAVES, value_of
 
-from composerlite.checkpoint import Catalog, RemoteCatalog, load_keys, load_state_dict, save_state_dict
+from composerlite.checkpoint import Catalog, load_keys, load_state_dict, save_state_dict
+from composerlite.checkpoint.place.remote import RemoteCatalog
 from composerlite.checkpoint.place.remote_folder import RemoteFolder
 from composerlite.errors import CheckpointExistsError, CheckpointNotFoundError
 from composerlite.storage import ObjectStore, Transfer

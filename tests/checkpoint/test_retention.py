@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composerlite.checkpoint import Manifest, RetentionPolicy, deletions, retention_policy
+from composerlite.checkpoint import Manifest
+from composerlite.checkpoint.record.retention import RetentionPolicy, deletions, retention_policy
 from composerlite.core import Time, TimeUnit
 from composerlite.errors import ConfigError
 

@@ -13,7 +13,8 @@ from forked import run_forked
 from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import Trainer
-from composerlite.checkpoint import Catalog, RemoteCatalog
+from composerlite.checkpoint import Catalog
+from composerlite.checkpoint.place.remote import RemoteCatalog
 from composerlite.cli import main
 from composerlite.models import ComposerClassifier
 from composerlite.storage import Transfer, open_store

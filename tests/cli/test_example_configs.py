@@ -17,7 +17,8 @@ import pytest
 from forked import Launcher
 from torch.distributed.run import main as torchrun
 
-from composerlite.checkpoint import Catalog, RemoteCatalog
+from composerlite.checkpoint import Catalog
+from composerlite.checkpoint.place.remote import RemoteCatalog
 from composerlite.cli import main
 from composerlite.storage import Transfer, open_store
 

@@ -20,7 +20,8 @@ from recorded_runs import leave_remains
 from storage_recorder import OTHER, SHORT_WRITE, TAKES_SPACE, Recorder
 from twelve_batches import RUN, WIDE, Digests, build, digest
 
-from composerlite.checkpoint import Catalog, newest_good, read_checkpoint
+from composerlite.checkpoint import Catalog, read_checkpoint
+from composerlite.checkpoint.load.resume import newest_good
 from composerlite.errors import ComposerliteError
 
 FAILURES: dict[str, tuple[int, bool, int]] = {

@@ -14,7 +14,8 @@ import damage
 import pytest
 from twelve_batches import RUN, Digests, batch_in, build, digest
 
-from composerlite.checkpoint import Catalog, newest_good, read_checkpoint
+from composerlite.checkpoint import Catalog, read_checkpoint
+from composerlite.checkpoint.load.resume import newest_good
 from composerlite.errors import CheckpointError, CheckpointExistsError
 
 KINDS = [*damage.DATA, *damage.MANIFEST]

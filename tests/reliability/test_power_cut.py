@@ -32,7 +32,8 @@ from recorded_runs import SCENARIOS
 from storage_recorder import Call, Kind, compile_recorder, read_log, run_recorded
 from twelve_batches import RUN, SAVING, digest
 
-from composerlite.checkpoint import Catalog, newest_good, read_checkpoint
+from composerlite.checkpoint import Catalog, read_checkpoint
+from composerlite.checkpoint.load.resume import newest_good
 
 PROGRAM = Path(__file__).with_name("recorded_runs.py")
 LARGE = "large"

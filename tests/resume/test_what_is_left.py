@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from test_preemption import launch
 
-from composerlite.checkpoint import Catalog, RemoteCatalog
+from composerlite.checkpoint import Catalog
+from composerlite.checkpoint.place.remote import RemoteCatalog
 from composerlite.storage import Transfer, open_store
 
 

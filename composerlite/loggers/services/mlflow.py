@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from composerlite import dist
-from composerlite.checkpoint import format_name_with_dist
+from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.loggers.services.mlflow_run import MOST_METRICS, MlflowRun, Point, allowed, open_experiment
 from composerlite.loggers.services.service import ServiceLogger, exit_code, json_of, need_package, pictures, scalars

@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from composerlite.checkpoint import format_name_with_dist
+from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.loggers.services.service import ServiceLogger, need_package
 from composerlite.loggers.values import plain, to_json

@@ -29,7 +29,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from composerlite import dist
-from composerlite.checkpoint import DEEPSPEED_TYPES
+from composerlite.checkpoint.format.deepspeed import DEEPSPEED_TYPES
 from composerlite.core import Precision, State
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.trainer.ranks.parallel import Parallel, saved_buffers, send_tensors
