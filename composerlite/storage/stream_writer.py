@@ -62,10 +62,10 @@ class StreamWriter:
         ring_bytes: size of the ring, where there is no ``memory``.
         chunk_bytes: what each digest of a part is of; ``None``: as :func:`chunk_bytes_for` says.
         writers: threads that write; 0: the caller does. ``None``: four, and the caller where that is said above.
+        may_grow: rather than wait for a window of the ring, take new memory for one: whoever fills the ring has done so
+            after the shorter of writing the file and copying it into new memory. May be set later, too.
 
     Attributes:
-        may_grow: rather than wait for a window of the ring, take new memory for one: whoever fills the ring has done so
-            after the shorter of writing the file and copying it into new memory.
         size_bytes: taken so far.
         seconds: by name. ``hash``: the caller summed. ``wait``: the caller waited for a window of the ring. ``write``:
             what the threads took to write, together. ``flush``: from the last write until the file was durable.
@@ -83,10 +83,11 @@ class StreamWriter:
         ring_bytes: int = RING_BYTES,
         chunk_bytes: int | None = None,
         writers: int | None = None,
+        may_grow: bool = False,
     ) -> None:
         if memory is not None and memory.size_bytes < size_bytes:
             raise ValueError(f"memory={memory.size_bytes} bytes for a file of {size_bytes}: want at least as many")
-        self.may_grow = False
+        self.may_grow = may_grow
         self.size_bytes = 0
         self.seconds = {"hash": 0.0, "write": 0.0, "wait": 0.0, "flush": 0.0}
         self._path = path

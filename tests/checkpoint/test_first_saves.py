@@ -15,14 +15,19 @@ from typing import Any
 import pytest
 import torch
 from forked import run_forked
+from parts import new_state, temporaries
 from torch import nn
 
 from composerlite.checkpoint import (
+    Catalog,
     Checkpointer,
+    Pipeline,
     async_save_model_and_optim_state,
     load_keys,
     load_model_and_optim_state,
+    read_checkpoint,
 )
+from composerlite.core import State
 from composerlite.storage import StreamWriter, verify_file
 from composerlite.storage.addresses import address_of
 
@@ -33,17 +38,17 @@ Save = Callable[[Path, nn.Module, torch.optim.Optimizer], Future[None]]
 class Layers(nn.Module):
     """Weights in storages of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.rand(SIZE)) for _ in range(LAYERS)])
+        self.weights = nn.ParameterList([nn.Parameter(torch.rand(size)) for _ in range(LAYERS)])
 
 
-def trained() -> tuple[Layers, torch.optim.Optimizer]:
+def trained(size: int = SIZE) -> tuple[Layers, torch.optim.Optimizer]:
     """A model and its optimizer, which has its momentum."""
-    model = Layers()
+    model = Layers(size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     for weight in model.parameters():
-        weight.grad = torch.ones(1).expand(SIZE)
+        weight.grad = torch.ones(1).expand(size)
     optimizer.step()
     return model, optimizer
 
@@ -143,3 +148,93 @@ def an_interrupted_save(where: str) -> None:
             assert last <= before
             now = model.weights[0].detach()
             assert abs((float(now[0]) - first) - (float(now[-1]) - last)) < 1e-3  # one moment
+
+
+class Sharded(State):
+    """One rank of FSDP, as far as its checkpoints are concerned."""
+
+    sharding = "sharded"
+
+
+TEMPLATES = {"file": "ba{batch}.pt", "tar": "ba{batch}.tar", "sharded": "ba{batch}"}
+
+
+def training(form: str, size: int) -> State:
+    """The state of a run that saves checkpoints of such a form."""
+    state = new_state(1)
+    if form == "sharded":
+        state.__class__ = Sharded
+    state.model, optimizer = trained(size)
+    state.optimizers = [optimizer]
+    return state
+
+
+def change(state: State) -> None:
+    """Write to everything that a checkpoint holds, as the optimizer's step does, and at once."""
+    for kept in (*state.model.parameters(), *(one["momentum_buffer"] for one in state.optimizers[0].state.values())):
+        kept.data.add_(1.0)
+    state.timestamp = state.timestamp.to_next_batch(4)
+
+
+def assert_holds(path: Path, state: State, value: float) -> None:
+    """Fail unless the weights in ``path`` are those of ``state``, at the moment at which the last one was ``value``."""
+    names = [name for name, _ in state.model.named_parameters()]
+    if path.is_dir():
+        found = [*load_keys(path, [f"state.model.{name}" for name in names])]
+    else:
+        found = [read_checkpoint(path)["state"]["model"][name] for name in names]
+    assert float(found[-1][-1]) == value
+    for saved, weight in zip(found, state.model.parameters(), strict=True):
+        difference = weight.detach() - saved
+        assert float(difference.max() - difference.min()) < 1e-3  # the same everywhere: one moment
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+@pytest.mark.parametrize("prepares", [False, True], ids=["unprepared", "being prepared"])
+def test_the_first_save_of_a_run_waits_for_no_memory(tmp_path: Path, form: str, prepares: bool) -> None:
+    """It is written as it is, also while memory is being prepared; the next ones are copied, and all are of one moment."""
+    state, pipeline = training(form, SIZE // 8), Pipeline()
+    expected: dict[Path, float] = {}
+    copied: list[bool] = []
+    try:
+        if prepares:
+            pipeline.prepare(state)
+        for _ in range(3):
+            value = float([*state.model.parameters()][-1].detach()[-1])
+            pending = pipeline.save(state, catalog=Catalog(tmp_path), template=TEMPLATES[form])
+            change(state)
+            report = pending.wait(100)
+            expected[report.path] = value
+            copied.append(report.seconds["snapshot"] > 0)
+            assert pipeline.prepared()
+    finally:
+        pipeline.close()
+    assert copied == [False, True, True]
+    for path, value in expected.items():
+        assert_holds(path, state, value)
+    assert temporaries(tmp_path) == []
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+def test_an_interrupted_first_save_of_a_run_commits_one_moment_or_nothing(tmp_path: Path, form: str) -> None:
+    """Ctrl-C while training waits for its first save, at some point of it; another run goes on in the same process."""
+    done = run_forked(interrupted_saves_of_runs, str(tmp_path), form, cwd=tmp_path, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def interrupted_saves_of_runs(where: str, form: str) -> None:
+    torch.set_num_threads(1)
+    for number, seconds in enumerate((0.02, 0.05, 0.1, 0.2)):
+        state, pipeline = training(form, SIZE // 2), Pipeline()
+        folder = Path(where) / f"run{number}"
+        value = float([*state.model.parameters()][-1].detach()[-1])
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        with contextlib.suppress(KeyboardInterrupt):
+            pipeline.save(state, catalog=Catalog(folder), template=TEMPLATES[form])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        change(state)
+        pipeline.close()
+        for found in Catalog(folder).manifests():
+            assert_holds(folder / found.name, state, value)
+        assert temporaries(folder) == []

@@ -197,6 +197,8 @@ def test_metrics_and_what_is_ephemeral_are_in_the_manifest(pipeline: Pipeline, t
 def test_a_lazy_save_of_weights_that_others_change_fails(pipeline: Pipeline, tmp_path: Path) -> None:
     """It was promised that only the optimizer does; a file of two moments must not become a checkpoint."""
     failed = 0
+    pipeline.prepare(new_state(0, width=4 * WIDE))  # else the first is no copy
+    assert pipeline.prepared()
     for batch in range(31):  # where everything was copied before the change, the save is good
         state = new_state(batch, width=4 * WIDE)
         pending = save(pipeline, state, tmp_path, lazy=True)

@@ -45,6 +45,7 @@ class Monolith:
     ) -> None:
         self.gathers = gathering is not None
         self.size_bytes = image.size_bytes
+        self.is_plain = format_of(template).compressor is None
         self.seconds: dict[str, float] = {}
         self.weights_crc: Sequence[int] = ()
         self._image = image
@@ -73,13 +74,15 @@ class Monolith:
                         torch.frombuffer(memory.view(offset, whole.nbytes()), dtype=torch.uint8).copy_(_bytes_of(whole))
         self._image.staged_in(memory)
 
-    def write(self, memory: HostMemory | None, ring_bytes: int) -> None:
+    def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
         """Hand all bytes to the file's writer. What is spread over ranks is gathered as it comes, if it is not yet."""
         self._image.stand_in = self._gathered
         with ExitStack() as stack:
             self._data = stack.enter_context(StagedFile(self._path))
             self._sink = stack.enter_context(
-                self._format.open_sink(self._data.temporary, self.size_bytes, memory=memory, ring_bytes=ring_bytes)
+                self._format.open_sink(
+                    self._data.temporary, self.size_bytes, memory=memory, ring_bytes=ring_bytes, may_grow=may_grow
+                )
             )
             with self._named():
                 crcs = self._image.write(self._sink)
@@ -143,6 +146,7 @@ class NothingToWrite:
 
     def __init__(self, gathering: Gathering | None = None) -> None:
         self.gathers = gathering is not None
+        self.is_plain = True
         self._gathering = gathering
         self.size_bytes = 0
         self.seconds: dict[str, float] = {}
@@ -156,7 +160,7 @@ class NothingToWrite:
         """The other ranks' part of gathering."""
         self._gather()
 
-    def write(self, memory: HostMemory | None, ring_bytes: int) -> None:
+    def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
         """The same, where it is gathered as it is written."""
         self._gather()
 

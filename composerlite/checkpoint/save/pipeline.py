@@ -103,6 +103,11 @@ class PendingSave:
             return self._future.done()
         return True
 
+    @property
+    def is_tidy(self) -> bool:
+        """Whether older checkpoints are deleted."""
+        return self._tidied.is_set()
+
     def settle(self, run: Callable[[], SaveReport]) -> None:
         """Run what is left of the save, and keep what comes of it for who waits."""
         try:
@@ -151,10 +156,13 @@ class Pipeline:
     def prepare(self, state: TrainingState, *, weights_only: bool = False, ignore_keys: IgnoreKeys = None) -> None:
         """Get the memory for checkpoints of ``state`` ready, in the background, so that the first costs no more.
 
+        One that comes before that is written as it is, as :class:`HandOver` says, and memory is got ready at its end.
+
         Raises:
             SaveError: the contents of its checkpoints cannot be pickled.
         """
-        self.wait_for_previous()
+        if self._pending is not None:
+            return  # it found memory, or gets some for the next at its end
         if state.sharding == "sharded":
             from composerlite.checkpoint.save.sharded.saving import expected_bytes  # slow to import
 
@@ -300,13 +308,21 @@ class Pipeline:
     def _stage(self, job: SaveJob, lazy: Sequence[Optimizer]) -> None:
         """Copy what ``job`` writes, or have it written now. With several ranks, what fails is for the vote."""
         try:
-            fits = self._staging.reserve(job.body.size_bytes)
-            if dist.broadcast_object(fits) if job.body.gathers else fits:
+            # While older checkpoints are being deleted, there may be no room for the file yet.
+            is_tidy = self._pending is None or self._pending.is_tidy
+            streams = job.body.is_plain and is_tidy and self._staging.would_be_new(job.body)
+            copies = not streams and self._staging.reserve(job.body.size_bytes)
+            if job.body.gathers:
+                streams, copies = dist.broadcast_object((streams, copies))
+            if copies:
                 job.memory, job.snapshot = self._staging.take(job.body, lazy)
-            else:
+                return
+            if not streams:
                 log.info("no memory for a copy of %s: training waits while it is written", job.path)
                 self.wait_until_tidy()
-                job.write()
+            with self._staging.paused():
+                job.write(may_grow=streams)
+            job.streamed = streams
         except BaseException as e:
             job.body.close(may_be_committed=False)
             if job.manifest.world_size == 1:
@@ -322,7 +338,11 @@ class Pipeline:
     def _finish(self, job: SaveJob, previous: PendingSave | None) -> SaveReport:
         if previous is not None:
             previous.wait_until_tidy()  # the disk has room for no more than one checkpoint too many
-        report = job.run()
+        try:
+            report = job.run()
+        finally:
+            if job.streamed:
+                self._staging.prepare(job.body.size_bytes)
         self._given_up = set(report.deleted)
         before = self._previous.get(job.manifest.template)
         if (

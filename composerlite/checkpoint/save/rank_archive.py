@@ -55,6 +55,7 @@ class RankArchive:
         overwrite: bool,
     ) -> None:
         self.gathers = False
+        self.is_plain = format_of(names[rank]).compressor is None
         self.seconds: dict[str, float] = {}
         self.weights_crc: Sequence[int] = ()
         self._images = {STATES: TorchImage(contents)}
@@ -85,13 +86,15 @@ class RankArchive:
         for name, image in self._images.items():
             image.staged_in(memory, self._starts[name])
 
-    def write(self, memory: HostMemory | None, ring_bytes: int) -> None:
+    def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
         """Hand all bytes to the file's writer."""
         members = [(name, image.size_bytes) for name, image in self._images.items()]
         with ExitStack() as stack:
             self._data = stack.enter_context(StagedFile(self._catalog.folder / self._name))
             self._sink = stack.enter_context(
-                format_of(self._name).open_archive(self._data.temporary, members, ring_bytes=ring_bytes)
+                format_of(self._name).open_archive(
+                    self._data.temporary, members, ring_bytes=ring_bytes, may_grow=may_grow
+                )
             )
             for image in self._images.values():
                 image.write(self._sink)

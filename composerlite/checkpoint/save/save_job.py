@@ -57,20 +57,23 @@ class Body(Stageable, Protocol):
 
     Attributes:
         gathers: the ranks need each other for :meth:`staged_in` and :meth:`write`, which are called on all, or none.
+        is_plain: the bytes are written as they are, not compressed, which takes longer than to copy them.
         seconds: spent by name, complete after :meth:`finish`.
         weights_crc: CRC-32 of each storage of the model, after :meth:`write`.
     """
 
     gathers: bool
+    is_plain: bool
     seconds: dict[str, float]
     weights_crc: Sequence[int]
 
-    def write(self, memory: HostMemory | None, ring_bytes: int) -> None:
+    def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
         """Hand all bytes to those who write them, and who may still be writing when this returns.
 
         Args:
             memory: what :meth:`staged_in` was given; ``None`` to read from the tensors themselves.
             ring_bytes: memory to write with in that case.
+            may_grow: take more in that case, rather than wait for the disk.
 
         Raises:
             OSError: no space, no permission, and the like.
@@ -104,6 +107,7 @@ class SaveJob:
         body: what this rank writes.
         memory: where the snapshot is; ``None`` to read from the tensors themselves.
         snapshot: the copy.
+        streamed: there was memory for a copy, but new: what is written was read when it was handed over.
         failure: why this rank cannot do its part: it votes against the checkpoint.
         ring_bytes: memory to write with where there is no snapshot.
         latest: links to point to it: their names, and the file that each leads to.
@@ -125,6 +129,7 @@ class SaveJob:
     waiting_seconds: float
     memory: HostMemory | None = None
     snapshot: Snapshot | None = None
+    streamed: bool = False
     failure: BaseException | None = None
     ring_bytes: int = RING_BYTES
     latest: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -144,14 +149,17 @@ class SaveJob:
         """Where the checkpoint will be."""
         return self.catalog.folder / self.manifest.name
 
-    def write(self) -> None:
+    def write(self, *, may_grow: bool = False) -> None:
         """Hand all bytes to those who write them, and who may still be writing when this returns.
+
+        Args:
+            may_grow: where there is no copy of them, take new memory for them rather than wait for the disk.
 
         Raises:
             OSError: no space, no permission, and the like. Nothing is left behind.
         """
         try:
-            self.body.write(self.memory, self.ring_bytes)
+            self.body.write(self.memory, self.ring_bytes, may_grow=may_grow)
         except BaseException:
             self.body.close(may_be_committed=False)
             raise

@@ -6,11 +6,12 @@ are moved by two threads without the interpreter's lock; from a GPU by a side st
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Protocol, final
 from weakref import WeakSet
 
@@ -38,6 +39,7 @@ __all__ = ["Snapshot", "Stageable", "Staging", "StepFence"]
 log = logging.getLogger(__name__)
 _GRANULE_BYTES = 4 << 20  # what a checkpoint may grow by before it needs new memory
 _LEAST_RING_BYTES = 16 << 20
+_LITTLE_BYTES = 8 << 20  # as new memory that costs nothing
 _LEAST_WATCHED_BYTES = 64 << 10  # less is copied before anybody could be asked to watch it
 _WAIT_SECONDS = 600.0
 
@@ -173,6 +175,8 @@ class Staging:
         self._memory: HostMemory | None = None
         self._copier: Copier | None = None
         self._preparing: threading.Thread | None = None
+        self._go = threading.Event()  # set: memory may be prepared, which takes the machine's time
+        self._go.set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._pinned: HostMemory | None = None
         self._fence = StepFence()
@@ -193,6 +197,28 @@ class Staging:
             return True
         limit = (available_memory() + have) // 2 if self._limit_bytes is None else self._limit_bytes
         return size_bytes <= limit
+
+    def would_be_new(self, image: Stageable) -> bool:
+        """Whether memory for a copy of ``image`` is still to be touched, and what is there allows for more beside it.
+
+        Then the image is better written as it is than copied: see ``may_grow`` of :class:`StreamWriter`.
+        """
+        size_bytes = image.size_bytes
+        have = 0 if self._memory is None else self._memory.size_bytes
+        if size_bytes <= _LITTLE_BYTES or (self.prepared(0) and size_bytes <= have):
+            return False
+        if any(copy.storage.device.type != "cpu" for copy in image.storages()):
+            return False  # from there copies are made by the device, and only into memory that is pinned
+        return self.fits(size_bytes + max(have, size_bytes))
+
+    @contextlib.contextmanager
+    def paused(self) -> Generator[None]:
+        """Let :meth:`prepare` wait."""
+        self._go.clear()
+        try:
+            yield
+        finally:
+            self._go.set()
 
     def reserve(self, size_bytes: int) -> bool:
         """Get memory for a snapshot of ``size_bytes``; false where that is too much, or the system gives no more."""
@@ -230,7 +256,7 @@ class Staging:
 
     def _fault_in(self, memory: HostMemory) -> None:
         try:
-            memory.fault_in()
+            memory.fault_in(self._go)
         except OSError as e:  # whoever needs it meets that again
             log.info("memory for checkpoints could not be prepared: %s", e)
 
@@ -324,6 +350,8 @@ class Staging:
 
     def close(self) -> None:
         """Give the memory back."""
+        if self._preparing is not None and self._memory is not None:
+            self._memory.close()  # which ends that
         self.prepared()
         self._end_trial()
         if self._copier is not None:

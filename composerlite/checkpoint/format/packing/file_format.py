@@ -56,7 +56,13 @@ class Format:
             self.compressor.check_exists()
 
     def open_sink(
-        self, path: Path, size_bytes: int, *, memory: HostMemory | None = None, ring_bytes: int = RING_BYTES
+        self,
+        path: Path,
+        size_bytes: int,
+        *,
+        memory: HostMemory | None = None,
+        ring_bytes: int = RING_BYTES,
+        may_grow: bool = False,
     ) -> Sink:
         """What takes the bytes of a ``.pt`` file and writes ``path``.
 
@@ -65,31 +71,35 @@ class Format:
             size_bytes: of the ``.pt`` file to come, exactly.
             memory: where the bytes are already, at their offsets in the ``.pt`` file.
             ring_bytes: memory to write with where they are not.
+            may_grow: take more rather than wait for the disk; of no effect where the file is compressed.
 
         Raises:
             ConfigError: see :meth:`check`.
             OSError: no space, which is known at once where the file is not compressed.
         """
         if self.archive:
-            return self.open_archive(path, [(STATES, size_bytes)], ring_bytes=ring_bytes)
+            return self.open_archive(path, [(STATES, size_bytes)], ring_bytes=ring_bytes, may_grow=may_grow)
         if self.compressor is None:
-            return StreamWriter(path, size_bytes, memory=memory, ring_bytes=ring_bytes)
+            return StreamWriter(path, size_bytes, memory=memory, ring_bytes=ring_bytes, may_grow=may_grow)
         return PackedSink(path, self.compressor.encoder(size_bytes), most_bytes=size_bytes)
 
-    def open_archive(self, path: Path, members: Sequence[tuple[str, int]], *, ring_bytes: int = RING_BYTES) -> Sink:
+    def open_archive(
+        self, path: Path, members: Sequence[tuple[str, int]], *, ring_bytes: int = RING_BYTES, may_grow: bool = False
+    ) -> Sink:
         """What takes the bytes of several files, one after the other, and writes the archive ``path``.
 
         Args:
             path: an existing file, empty.
             members: names and sizes of the files.
             ring_bytes: memory to write with.
+            may_grow: as :meth:`open_sink`.
 
         Raises:
             ConfigError, OSError: as :meth:`open_sink`.
         """
         size_bytes = tar_bytes(*(size for _, size in members))
         if self.compressor is None:
-            return TarSink(StreamWriter(path, size_bytes, ring_bytes=ring_bytes), members)
+            return TarSink(StreamWriter(path, size_bytes, ring_bytes=ring_bytes, may_grow=may_grow), members)
         return TarSink(PackedSink(path, self.compressor.encoder(size_bytes), most_bytes=size_bytes), members)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composerlite.checkpoint.format.tensor_kinds import is_dense
-from composerlite.errors import SaveError
+from composerlite.checkpoint.save.hand_over import HandOver
 from composerlite.storage import Copier, HostMemory, available_memory, start_threads
 from composerlite.types import StateDict, with_items
 
@@ -23,7 +23,6 @@ __all__ = ["Staged", "copied"]
 
 log = logging.getLogger(__name__)
 _ALIGNMENT = 64
-_WAIT_SECONDS = 3600.0
 _LEAST_BYTES = 1 << 20  # below that new memory costs nothing
 
 
@@ -57,8 +56,7 @@ class Staged:
     def __init__(self, *, may_be_live: bool) -> None:
         self.is_live = False
         self.may_grow = False
-        self._may_change = threading.Event()
-        self._is_waited_for = True
+        self._moment = HandOver()
         self._may_be_live = may_be_live
         self._bytes = 0
 
@@ -79,11 +77,7 @@ class Staged:
             return
         _pool.go.clear()
         try:
-            if not self._may_change.wait(_WAIT_SECONDS):
-                raise SaveError(f"the state is not written after {_WAIT_SECONDS:g} s: does the disk hang?")
-        except BaseException:  # an interrupt, too: the state changes from now on, and is still being read
-            self._is_waited_for = False
-            raise
+            self._moment.wait()
         finally:
             _pool.go.set()
 
@@ -93,13 +87,11 @@ class Staged:
         Raises:
             SaveError: whoever saves did not wait for it.
         """
-        if not self._is_waited_for:
-            raise SaveError("the save was interrupted while its state was read: what was written is not of one moment.")
-        self._may_change.set()
+        self._moment.take_place()
 
     def end(self) -> None:
         """The save has ended, well or not."""
-        self._may_change.set()
+        self._moment.end()
 
     def prepare_next(self) -> None:
         """Get memory ready for the copy of the next save, after this one."""

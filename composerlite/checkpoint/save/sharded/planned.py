@@ -95,12 +95,16 @@ class PlannedSave:
 
     def run_with(self, staged: Staged, run: Callable[[], object]) -> None:
         """:meth:`run`, or ``run`` which has it as a part, with ``staged`` told what may change, and at its end."""
-        self._writer.hand_over, self._writer.may_grow = staged.hand_over, staged.may_grow
+        self.tell_when_read(staged.hand_over, may_grow=staged.may_grow)
         try:
             run()
         finally:
             staged.end()
         staged.prepare_next()
+
+    def tell_when_read(self, tell: Callable[[], object], *, may_grow: bool) -> None:
+        """Have :meth:`write` call ``tell`` as soon as what it writes may change, and take memory for that if it may."""
+        self._writer.hand_over, self._writer.may_grow = tell, may_grow
 
     @property
     def items(self) -> Sequence[WriteItem]:

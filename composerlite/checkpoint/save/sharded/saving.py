@@ -6,6 +6,7 @@ import dataclasses
 import io
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, final
 
 import torch
@@ -22,8 +23,9 @@ from composerlite.checkpoint.format.torch_file import StorageCopy
 from composerlite.checkpoint.place.directory import LocalFolder, Sealed
 from composerlite.checkpoint.place.shared_folder import ONE_DISK, Disks
 from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.save.hand_over import HandOver
 from composerlite.checkpoint.save.sharded.planned import PlannedSave, plan_save
-from composerlite.storage import HostMemory
+from composerlite.storage import Helpers, HostMemory
 from composerlite.types import StateDict
 
 __all__ = ["Shards", "expected_bytes"]
@@ -67,6 +69,7 @@ class Shards:
         self, contents: Callable[[], StateDict], folder: LocalFolder, *, overwrite: bool, disks: Disks = ONE_DISK
     ) -> None:
         self.gathers = False
+        self.is_plain = True
         self.seconds: dict[str, float] = {}
         self.weights_crc: Sequence[int] = ()
         self._folder = folder
@@ -82,6 +85,8 @@ class Shards:
         last = self._copies[-1] if self._copies else None
         self.size_bytes = 0 if last is None else last.offset + last.storage.nbytes()
         self._results: Any = None
+        self._helper: Helpers | None = None
+        self._writing: Future[None] | None = None
 
     def _join(self, *, overwrite: bool) -> None:
         """Make the directory on the disks that rank 0 does not see. All of them or none, and all ranks know."""
@@ -125,13 +130,26 @@ class Shards:
                 self._planner.tensors[index] = copy.set_(storage, *place)  # pyright: ignore[reportArgumentType]
         self._copies = []
 
-    def write(self, memory: HostMemory | None, ring_bytes: int) -> None:
-        """Write the files of this rank; they are durable when this returns."""
+    def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
+        """Write the files of this rank: until they are durable, or with ``may_grow`` until they may change."""
+        if not may_grow:
+            self._write()
+            return
+        moment = HandOver()
+        self._save.tell_when_read(moment.take_place, may_grow=True)
+        self._helper = Helpers(1, name="checkpoint-shards")
+        self._writing = self._helper.submit(self._write)
+        self._writing.add_done_callback(lambda _: moment.end())
+        moment.wait()
+
+    def _write(self) -> None:
         self._results = self._save.write()
         self._let_go()
 
     def finish(self) -> Any:
-        """What rank 0 needs to know of the files."""
+        """Wait until the files are durable; what rank 0 needs to know of them."""
+        if self._writing is not None:
+            self._writing.result()
         return self._results
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
@@ -162,6 +180,8 @@ class Shards:
 
     def close(self, *, may_be_committed: bool) -> None:
         """Remove the directory unless it has its name, or may have."""
+        if self._helper is not None:  # it writes to the end, also what nobody waits for
+            self._helper.close()
         self._let_go()
         if not may_be_committed:
             self._save.abandon()
