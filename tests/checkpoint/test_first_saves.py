@@ -192,7 +192,7 @@ def assert_holds(path: Path, state: State, value: float) -> None:
 @pytest.mark.parametrize("form", TEMPLATES)
 @pytest.mark.parametrize("prepares", [False, True], ids=["unprepared", "being prepared"])
 def test_the_first_save_of_a_run_waits_for_no_memory(tmp_path: Path, form: str, prepares: bool) -> None:
-    """It is written as it is, also while memory is being prepared; the next ones are copied, and all are of one moment."""
+    """It is written as it is, also while memory is being prepared; the next are copied, all are of one moment."""
     state, pipeline = training(form, SIZE // 8), Pipeline()
     expected: dict[Path, float] = {}
     copied: list[bool] = []
