@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from composerlite.errors import ConfigError, checked_arguments
-from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name
+from composerlite.storage.object_store import ObjectStore, check_name
 
 __all__ = ["GCSObjectStore"]
 
 _XML_API = "https://storage.googleapis.com"
 
+if TYPE_CHECKING:  # the verbs come with the protocol, whose SDK is imported when a store is opened
+    from composerlite.storage.gcs_json import GCSJSONObjectStore as _Verbs
+else:
+    _Verbs = ObjectStore
+
 
 @final
-class GCSObjectStore(ObjectStore):
+class GCSObjectStore(_Verbs):
     """Objects in a bucket of Google Cloud Storage. Needs ``composerlite[gcs]``.
 
     With an HMAC key in the environment, ``GCS_KEY`` and ``GCS_SECRET``, the service is spoken to by its S3 protocol
@@ -43,6 +47,9 @@ class GCSObjectStore(ObjectStore):
         PermissionError: there are no credentials.
     """
 
+    def __new__(cls, *_: Any, **__: Any) -> GCSObjectStore:
+        return object.__new__(_by_s3() if _hmac_key() else _by_google())
+
     @checked_arguments
     def __init__(
         self,
@@ -58,65 +65,51 @@ class GCSObjectStore(ObjectStore):
         self.prefix = f"{check_name(prefix.strip('/'))}/" if prefix.strip("/") else ""
         endpoint_url = _checked_url(endpoint_url or os.environ.get("GCS_ENDPOINT_URL") or None)
         timeout = (connect_timeout_seconds, read_timeout_seconds)
-        if (key := _hmac_key()) is None:
-            self._store = _open_json(bucket, self.prefix, endpoint_url, project, timeout)
-        else:
-            self._store = _open_xml(bucket, self.prefix, endpoint_url, key, timeout)
+        arguments: dict[str, Any] = {"endpoint_url": endpoint_url, "project": project, "timeout": timeout}
+        if key := _hmac_key():
+            arguments = _s3_arguments(endpoint_url, key, timeout)
+        super().__init__(bucket, self.prefix, **arguments)
 
     @classmethod
     def at(cls, bucket: str, **backend_kwargs: Any) -> GCSObjectStore:
         """As :class:`GCSObjectStore`."""
-        return cls(bucket, **backend_kwargs)
+        return GCSObjectStore(bucket, **backend_kwargs)
 
-    def get_uri(self, name: str) -> str:
-        return f"gs://{self.bucket}/{self.prefix}{name}"
 
-    def upload_object(self, name: str, filename: str | Path, callback: Progress | None = None) -> None:
-        self._store.upload_object(name, filename, callback)
+@functools.cache
+def _by_google() -> type[GCSObjectStore]:
+    """The class of the stores that speak Google's own protocol."""
+    from composerlite.storage.gcs_json import GCSJSONObjectStore
 
-    def put_bytes(self, name: str, data: bytes, *, create_only: bool = False) -> None:
-        self._store.put_bytes(name, data, create_only=create_only)
+    return type("GCSObjectStore", (GCSObjectStore, GCSJSONObjectStore), {})
 
-    def download_object(
-        self, name: str, filename: str | Path, overwrite: bool = False, callback: Progress | None = None
-    ) -> None:
-        self._store.download_object(name, filename, overwrite, callback)
 
-    def read_range(self, name: str, offset: int, size: int) -> bytes:
-        return self._store.read_range(name, offset, size)
+@functools.cache
+def _by_s3() -> type[GCSObjectStore]:
+    """The class of the stores that speak the S3 protocol."""
+    from composerlite.storage.s3 import S3ObjectStore
 
-    def get_object_size(self, name: str) -> int:
-        return self._store.get_object_size(name)
+    return type("GCSObjectStore", (GCSObjectStore, S3ObjectStore), {})
 
-    def list_objects(self, prefix: str = "", *, start_after: str = "") -> Sequence[ObjectInfo]:
-        return self._store.list_objects(prefix, start_after=start_after)
 
-    def delete_object(self, name: str) -> None:
-        self._store.delete_object(name)
-
-    def check_writable(self, prefix: str) -> None:
-        self._store.check_writable(prefix)
-
-    def close(self) -> None:
-        self._store.close()
-
-    @property
-    def creates_atomically(self) -> bool:
-        return self._store.creates_atomically
-
-    def start_parts(self, name: str) -> PartUpload | None:
-        return self._store.start_parts(name)
-
-    def unfinished_parts(self, prefix: str) -> Sequence[PartUpload]:
-        return self._store.unfinished_parts(prefix)
-
-    @property
-    def least_part_bytes(self) -> int:
-        return self._store.least_part_bytes
-
-    @property
-    def most_parts(self) -> int:
-        return self._store.most_parts
+def _s3_arguments(endpoint_url: str | None, key: tuple[str, str], timeout: tuple[float, float]) -> dict[str, Any]:
+    """The arguments of ``S3ObjectStore`` for this service."""
+    return {
+        "endpoint_url": endpoint_url or _XML_API,
+        "region_name": "auto",
+        "aws_access_key_id": key[0],
+        "aws_secret_access_key": key[1],
+        "canned_acl": "",
+        "client_config": {
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+        },
+        "checksum": "md5",
+        "conditional_writes": False,
+        "scheme": "gs",
+        "connect_timeout_seconds": timeout[0],
+        "read_timeout_seconds": timeout[1],
+    }
 
 
 def _hmac_key() -> tuple[str, str] | None:
@@ -131,36 +124,3 @@ def _checked_url(endpoint_url: str | None) -> str | None:
     if endpoint_url is not None and not re.fullmatch(r"https?://[^\s/?#]+/?", endpoint_url):
         raise ConfigError(f"GCS: endpoint_url={endpoint_url!r}: want scheme and host, as in 'https://host'.")
     return endpoint_url
-
-
-def _open_xml(
-    bucket: str, prefix: str, endpoint_url: str | None, key: tuple[str, str], timeout: tuple[float, float]
-) -> ObjectStore:
-    """The bucket by the S3 protocol."""
-    from composerlite.storage.s3 import S3ObjectStore
-
-    when_required = {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
-    return S3ObjectStore(
-        bucket,
-        prefix,
-        endpoint_url=endpoint_url or _XML_API,
-        region_name="auto",
-        aws_access_key_id=key[0],
-        aws_secret_access_key=key[1],
-        canned_acl="",
-        client_config=when_required,
-        checksum="md5",
-        conditional_writes=False,
-        scheme="gs",
-        connect_timeout_seconds=timeout[0],
-        read_timeout_seconds=timeout[1],
-    )
-
-
-def _open_json(
-    bucket: str, prefix: str, endpoint_url: str | None, project: str | None, timeout: tuple[float, float]
-) -> ObjectStore:
-    """The bucket by Google's own protocol."""
-    from composerlite.storage.gcs_json import GCSJSONObjectStore
-
-    return GCSJSONObjectStore(bucket, prefix, endpoint_url=endpoint_url, project=project, timeout=timeout)

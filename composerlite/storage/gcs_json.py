@@ -45,7 +45,6 @@ _WAY_OUT = (
 )
 
 
-@final
 class GCSJSONObjectStore(ObjectStore):
     """A bucket, with application default credentials. Arguments are those of ``GCSObjectStore``.
 

@@ -16,7 +16,7 @@ from composerlite.storage.memory import HostMemory
 from composerlite.storage.object_store import ObjectStore, PartUpload, Progress
 from composerlite.storage.retry import RetryPolicy
 
-__all__ = ["Buffers", "FileSource", "MemorySource", "PartSender", "Source", "part_bytes_for"]
+__all__ = ["Buffers", "FileSource", "MemorySource", "PartSender", "Source", "part_bytes_for", "send_once"]
 
 _MiB = 1 << 20
 _LEAST_PART_BYTES, _MOST_PART_BYTES = 8 * _MiB, 16 * _MiB
@@ -144,6 +144,8 @@ class PartSender:
         crew: sends them.
         buffers: memory for them.
         retry: for every operation.
+        resumable: go on with an unfinished upload of this name, and leave for the next one what may pass; else an
+            upload that fails is aborted, whatever the reason.
     """
 
     def __init__(
@@ -156,6 +158,7 @@ class PartSender:
         crew: Crew,
         buffers: Buffers,
         retry: RetryPolicy,
+        resumable: bool = True,
     ) -> None:
         self._store = store
         self._name = name
@@ -165,6 +168,7 @@ class PartSender:
         self._crew = crew
         self._buffers = buffers
         self._retry = retry
+        self._resumable = resumable
 
     def run(self, callback: Progress | None) -> bool:
         """Send all parts and complete the object; ``False``, and nothing done, if the store takes no parts.
@@ -179,7 +183,7 @@ class PartSender:
             ObjectStoreTransientError: an operation failed too often.
             ObjectStoreError, PermissionError, OSError: as the verbs raise them.
         """
-        found = self._unfinished()
+        found = self._unfinished() if self._resumable else None
         if found is not None:
             try:
                 self._send(found, callback, resumed=True)
@@ -251,10 +255,11 @@ class PartSender:
         try:
             self._crew.run(batch, progress)
             self._complete(upload)
-        except (ObjectStoreTransientError, FileNotFoundError) as e:
-            _log.warning("upload of %r: failed; its parts are left for another try: %s", self._name, e)
-            raise
-        except Exception:
+        except BaseException as e:
+            passing = isinstance(e, ObjectStoreTransientError | FileNotFoundError) or not isinstance(e, Exception)
+            if self._resumable and passing:
+                _log.warning("upload of %r: failed; its parts are left for another try: %s", self._name, e)
+                raise
             # A part that arrives after the abort would stay for ever.
             if not batch.drain(_DRAIN_SECONDS):
                 _log.warning("upload of %r: a part is still on its way while the upload is aborted", self._name)
@@ -345,6 +350,20 @@ class PartSender:
 
     def _what(self, step: str) -> str:
         return f"upload of {self._name!r}, {step}"
+
+
+def send_once(
+    store: ObjectStore, name: str, source: Source, callback: Progress | None, *, part_bytes: int, threads: int
+) -> None:
+    """Send one object in parts, several at once and none a second time: a store's own upload of a large file."""
+    crew, buffers = Crew(threads), Buffers()
+    size = part_bytes_for(source.size_bytes, store, part_bytes)
+    retry = RetryPolicy(attempts=1)
+    try:
+        PartSender(store, name, source, size, crew=crew, buffers=buffers, retry=retry, resumable=False).run(callback)
+    finally:
+        crew.close()
+        buffers.clear()
 
 
 class _DifferentError(Exception):

@@ -10,8 +10,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import as_completed
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,8 +22,8 @@ from isal import isal_zlib
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError, checked_arguments
 from composerlite.storage.chance import draw_apart
 from composerlite.storage.disk import atomic_write
-from composerlite.storage.helpers import Helpers
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name
+from composerlite.storage.part_uploads import FileSource, send_once
 
 try:
     import boto3
@@ -89,7 +88,6 @@ _LOST = (
 """Connections that broke, answers that were cut short or changed, and credentials whose source did not answer."""
 
 
-@final
 class S3ObjectStore(ObjectStore):
     """Objects in a bucket of S3, or of a service that speaks its protocol. Needs ``composerlite[s3]``.
 
@@ -185,38 +183,16 @@ class S3ObjectStore(ObjectStore):
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def upload_object(self, name: str, filename: str | Path, callback: Progress | None = None) -> None:
-        tell = callback or _tell_nobody
-        with Path(filename).open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size <= _SINGLE_BYTES:
-                data = _read_at(file.fileno(), 0, size, filename)
-                self._put("upload", name, memoryview(data))
-                tell(size, size)
-            else:
-                self._upload_in_parts(name, file.fileno(), size, filename, tell)
-
-    def _upload_in_parts(self, name: str, file: int, size: int, filename: str | Path, tell: Progress) -> None:
-        part_bytes = max(_PART_BYTES, -(-size // self.most_parts))
-        count = -(-size // part_bytes)
-        upload = self.start_parts(name)
-        lock = threading.Lock()
-        done = 0
-
-        def send(number: int) -> None:
-            nonlocal done
-            start = (number - 1) * part_bytes
-            data = _read_at(file, start, min(part_bytes, size - start), filename)
-            upload.send(number, memoryview(data))
-            with lock:
-                done += len(data)
-                tell(done, size)
-
-        try:
-            _for_each(send, range(1, count + 1))
-            upload.complete(count=count)
-        except BaseException:
-            _abort_quietly(upload)
-            raise
+        with FileSource(filename) as source:
+            size = source.size_bytes
+            if size > _SINGLE_BYTES:
+                send_once(self, name, source, callback, part_bytes=_PART_BYTES, threads=_PART_THREADS)
+                return
+            data = memoryview(bytearray(size))
+            source.read_into(data, 0)
+            self._put("upload", name, data)
+        if callback is not None:
+            callback(size, size)
 
     def put_bytes(self, name: str, data: bytes, *, create_only: bool = False) -> None:
         if not create_only:
@@ -561,14 +537,6 @@ def _range_of_all(answer: Mapping[str, Any], body: Any, offset: int, size: int) 
     return data[offset:]
 
 
-def _abort_quietly(upload: PartUpload) -> None:
-    """For an upload that has failed: its own error is the one to raise."""
-    try:
-        upload.abort()
-    except (ObjectStoreError, PermissionError, FileNotFoundError) as e:
-        log.warning("%s", e)
-
-
 # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def _sdk_session() -> Any:
     """A session of the SDK that reads what describes the service once in a process: that takes a tenth of a second."""
@@ -656,31 +624,6 @@ def _crc32(data: memoryview) -> str:
 def _md5(data: memoryview) -> str:
     """In hexadecimal."""
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
-
-
-def _read_at(file: int, offset: int, size: int, filename: str | Path) -> bytearray:
-    data = bytearray(size)
-    view = memoryview(data)
-    done = 0
-    while done < size:
-        count = os.preadv(file, [view[done:]], offset + done)
-        if not count:
-            raise OSError(f"{filename} became shorter while it was sent.")
-        done += count
-    return data
-
-
-def _for_each(do: Callable[[int], None], numbers: Sequence[int]) -> None:
-    """``do`` each, some at once. The first failure ends it."""
-    with Helpers(_PART_THREADS, name="s3") as pool:
-        running = [pool.submit(functools.partial(do, number)) for number in numbers]
-        try:
-            for future in as_completed(running):
-                future.result()
-        except BaseException:
-            for future in running:
-                future.cancel()
-            raise
 
 
 def _tell_nobody(done: int, total: int) -> None:

@@ -97,6 +97,20 @@ def _opened_with(environment: dict[str, str], bucket: str, **kwargs: Any) -> GCS
         return GCSObjectStore(bucket, **kwargs)
 
 
+@pytest.mark.parametrize("opener", ["opened", "hmac_store"])
+def test_a_store_is_one_of_this_class_by_either_protocol(
+    opener: str, request: pytest.FixtureRequest, s3_server: Any
+) -> None:
+    """What a user opened is a ``GCSObjectStore`` with its bucket; a store of S3 is none."""
+    store: Any = request.getfixturevalue(opener)
+    assert isinstance(store, GCSObjectStore)
+    assert store.get_uri("a") == f"gs://{store.bucket}/{store.prefix}a"
+    with pytest.raises(ConfigError, match="no argument 'projct'"):
+        GCSObjectStore("b", projct="x")  # pyright: ignore[reportCallIssue]
+    with open_store("s3://b", **s3_server.store_kwargs) as other:
+        assert not isinstance(other, GCSObjectStore)
+
+
 # ── by Google's protocol ─────────────────────────────────────────────────────────────────────────────────────────
 def test_names_are_below_the_prefix(opened: GCSObjectStore, bucket: str) -> None:
     """With a prefix every verb means the names below it, and none returns it."""

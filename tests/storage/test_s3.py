@@ -419,12 +419,18 @@ def test_a_part_that_was_not_sent_is_missed(script: ScriptedServer, scripted: S3
         upload.complete(count=2)
 
 
-def test_a_large_upload_that_fails_is_aborted(script: ScriptedServer, scripted: S3ObjectStore, tmp_path: Path) -> None:
-    """The first part that is refused ends the upload, and its parts do not stay."""
+@pytest.mark.parametrize(
+    ("status", "code", "error"),
+    [(403, "AccessDenied", PermissionError), (503, "SlowDown", ObjectStoreTransientError)],
+)
+def test_a_large_upload_that_fails_is_aborted(
+    script: ScriptedServer, scripted: S3ObjectStore, tmp_path: Path, status: int, code: str, error: type[Exception]
+) -> None:
+    """The first part that fails ends the upload, and its parts do not stay: this verb tries nothing again."""
     with (tmp_path / "source").open("wb") as file:
         file.truncate(65 << 20)
-    script.script(_STARTED, _refused(403, "AccessDenied"))
-    with pytest.raises(PermissionError, match="send part"):
+    script.script(_STARTED, _refused(status, code))
+    with pytest.raises(error, match="send part"):
         scripted.upload_object("a", tmp_path / "source")
     assert script.requests[-1].method == "DELETE"
 
