@@ -5,10 +5,21 @@ from __future__ import annotations
 import collections
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, cast, final, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias, cast, final, runtime_checkable
 
-__all__ = ["JSON", "Ancestor", "Batch", "Lineage", "StateDict", "Stateful", "items_of", "with_items"]
+__all__ = [
+    "JSON",
+    "Ancestor",
+    "Batch",
+    "CheckpointNews",
+    "CheckpointStep",
+    "Lineage",
+    "StateDict",
+    "Stateful",
+    "items_of",
+    "with_items",
+]
 
 JSON: TypeAlias = "str | int | float | bool | Sequence[JSON] | Mapping[str, JSON] | None"
 """What ``json.dumps`` takes."""
@@ -102,3 +113,35 @@ class Lineage:
     id: str = ""
     ancestors: tuple[Ancestor, ...] = ()
     origin: str = ""
+
+
+CheckpointStep: TypeAlias = Literal["begun", "committed", "uploaded", "deleted", "failed", "upload failed"]
+"""``begun``: training has handed it over. ``committed``: it exists, in the folder. ``uploaded``: in a bucket, too."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointNews:
+    """Something became of a checkpoint. It is told on rank 0, on the training thread, perhaps some batches later.
+
+    Attributes:
+        what: became of it.
+        name: of the checkpoint, below ``where``.
+        where: the folder, or the URI.
+        batch: optimizer steps done when it was saved; ``None`` where that is not at hand.
+        at: when that was, in seconds since 1970.
+        size_bytes: of its data; ``None``: not known (yet).
+        seconds: what it cost, by name: of ``'committed'`` as in ``SaveReport``; ``'upload'``.
+        ephemeral: it goes as soon as a newer one is committed.
+        error: why it failed.
+    """
+
+    what: CheckpointStep
+    name: str
+    where: str
+    batch: int | None
+    at: float
+    size_bytes: int | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    ephemeral: bool = False
+    error: str | None = None

@@ -17,7 +17,6 @@ import torch
 
 from composerlite import dist
 from composerlite.callbacks.load_checkpoint import LoadCheckpoint
-from composerlite.callbacks.memory_folder import folder_key, make_private, warn_of_others
 from composerlite.callbacks.save_arguments import (
     ends_with_this_batch,
     interval_of,
@@ -26,12 +25,10 @@ from composerlite.callbacks.save_arguments import (
     time_of,
     whole_number,
 )
-from composerlite.callbacks.save_failures import FAILURES, FailuresInARow
-from composerlite.callbacks.save_news import SaveNews
-from composerlite.callbacks.save_publishing import SavePublishing
 from composerlite.checkpoint import Catalog, IgnoreKeys, Manifest, PendingSave, Pipeline, SaveReport
 from composerlite.checkpoint.load.resume import Bucket
 from composerlite.checkpoint.place.lease import FolderLease, Lease, take_leases
+from composerlite.checkpoint.place.memory_folder import folder_key, make_private, warn_of_others
 from composerlite.checkpoint.place.remote import RemoteCatalog
 from composerlite.checkpoint.place.several_disks import prepared_folder
 from composerlite.checkpoint.place.shared_folder import ONE_DISK, check_one_disk, disks_of
@@ -52,6 +49,8 @@ from composerlite.checkpoint.record.naming import (
 from composerlite.checkpoint.record.retention import deletions, retention_policy
 from composerlite.checkpoint.save.publishing import RemoteSaving
 from composerlite.checkpoint.save.publishing_together import Shares
+from composerlite.checkpoint.save.saver_buckets import SavePublishing
+from composerlite.checkpoint.save.saver_outcomes import FAILURES, FailuresInARow, SaveNews
 from composerlite.core import (
     AutoInterval,
     Callback,
@@ -262,7 +261,8 @@ class CheckpointSaver(Callback):
                 self._prepare_folder()
                 self._publishing.open(state, logger)
         state.riders.add(self._saves_done)
-        self._publishing.begin(str(self._root), state, logger)
+        self._publishing.begin(str(self._root), logger)
+        state.riders.add(self._publishing.ranks_with_news)
         if state.sharding == "deepspeed" and dist.get_world_size() > 1:
             check_one_disk(disks_of(self._root), self._root)
         if state.sharding == "sharded" and dist.get_world_size() > 1:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composerlite.core.algorithm import Algorithm
-    from composerlite.core.callback import Callback, CheckpointNews, CheckpointStep, Logger, LoggerDestination
+    from composerlite.core.callback import Callback, Logger, LoggerDestination
     from composerlite.core.data import (
         DataSpec,
         Evaluator,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from composerlite.core.state.run_state import RunState
     from composerlite.core.state.state import State
     from composerlite.core.time import Time, TimeInput, Timestamp, TimeUnit, ensure_time
-    from composerlite.types import JSON, Batch
+    from composerlite.types import JSON, Batch, CheckpointNews, CheckpointStep
     from composerlite.types import Stateful as Serializable
 
 __all__ = [
@@ -109,7 +109,7 @@ __all__ = [
 
 _HOMES = {
     "composerlite.core.algorithm": ("Algorithm",),
-    "composerlite.core.callback": ("Callback", "CheckpointNews", "CheckpointStep", "Logger", "LoggerDestination"),
+    "composerlite.core.callback": ("Callback", "Logger", "LoggerDestination"),
     "composerlite.core.data": (
         "DataSpec",
         "Evaluator",
@@ -147,7 +147,7 @@ _HOMES = {
     "composerlite.core.state.run_state": ("RunState",),
     "composerlite.core.state.state": ("State",),
     "composerlite.core.time": ("Time", "TimeInput", "TimeUnit", "Timestamp", "ensure_time"),
-    "composerlite.types": ("Batch", "JSON"),
+    "composerlite.types": ("Batch", "CheckpointNews", "CheckpointStep", "JSON"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

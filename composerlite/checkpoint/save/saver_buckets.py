@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from composerlite import dist
-from composerlite.callbacks.save_failures import FailuresInARow
-from composerlite.callbacks.save_news import SaveNews
-from composerlite.checkpoint import Catalog, Manifest
+from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.shared_folder import ONE_DISK, Disks
+from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.record.naming import NamedState
 from composerlite.checkpoint.save.publishing import Publication, Publisher, RemoteSaving
 from composerlite.checkpoint.save.publishing_together import Shares
-from composerlite.core import Logger, State
+from composerlite.checkpoint.save.saver_outcomes import FailuresInARow, RunLogger, SaveNews
 from composerlite.errors import CheckpointError, ConfigError
 
 __all__ = ["SavePublishing"]
@@ -52,13 +52,13 @@ class SavePublishing:
         self._disks = ONE_DISK
         self._roots: list[str] = []
         self._folder = ""
-        self._logger: Logger | None = None
+        self._logger: RunLogger | None = None
         self._gone: deque[str] = deque()
         self._outcomes: list[Publication] = []
         # What the ranks tell each other rides on what they reduce in a batch.
-        self._ranks_with_news = dist.Rider(lambda: int(self._has_news()))
+        self.ranks_with_news = dist.Rider(lambda: int(self._has_news()))
 
-    def open(self, state: State, logger: Logger) -> None:
+    def open(self, state: NamedState, logger: RunLogger) -> None:
         """Find the buckets; on rank 0, before :meth:`begin`.
 
         Raises:
@@ -72,13 +72,12 @@ class SavePublishing:
                 "save_folder a URI, or the Trainer a RemoteUploaderDownloader, or keep 1 or more."
             )
 
-    def begin(self, folder: str, state: State, logger: Logger) -> None:
+    def begin(self, folder: str, logger: RunLogger) -> None:
         """Publish what is in ``folder``, as the user wrote it; on every rank."""
         self._folder, self._logger = folder, logger
         self._has_places = dist.get_group().from_first("finding buckets", lambda: bool(self.publishers))
-        state.riders.add(self._ranks_with_news)
 
-    def use_disks(self, disks: Disks, state: State, logger: Logger) -> None:
+    def use_disks(self, disks: Disks, state: NamedState, logger: RunLogger) -> None:
         """Have a rank of each node upload what is on its disk, where they are several."""
         group = dist.get_group()
         self._disks = disks
@@ -166,7 +165,7 @@ class SavePublishing:
     @property
     def has_news(self) -> bool:
         """Whether uploads had ended on any rank when the ranks last reduced something; the same on every rank."""
-        return bool(self._ranks_with_news.total)
+        return bool(self.ranks_with_news.total)
 
     def take_note_together(self) -> None:
         """:meth:`take_note` on every rank, of the uploads of all."""

@@ -1,18 +1,77 @@
-"""What becomes of a saver's checkpoints, told to the loggers of the run."""
+"""How saves and uploads went: counted where they may fail, and told to the loggers of the run."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, final
 
 from composerlite import dist
-from composerlite.checkpoint import SaveReport
-from composerlite.checkpoint.save.publishing import Publication
-from composerlite.core import CheckpointNews, CheckpointStep, Logger
+from composerlite.checkpoint.save.publishing import Destinations, Publication
+from composerlite.checkpoint.save.save_job import SaveReport
+from composerlite.errors import CheckpointError, ObjectStoreError, RankError
+from composerlite.types import CheckpointNews, CheckpointStep
 
-__all__ = ["SaveNews"]
+__all__ = ["FAILURES", "FailuresInARow", "RunLogger", "SaveNews"]
+
+log = logging.getLogger(__name__)
+FAILURES = (OSError, CheckpointError, ObjectStoreError)
+"""What makes a save fail and is not our own error."""
+
+
+class RunLogger(Destinations, Protocol):
+    """What the loggers of a run are told."""
+
+    def log_metrics(self, metrics: Mapping[str, Any]) -> None: ...
+
+    def log_checkpoint(self, news: CheckpointNews) -> None: ...
+
+
+@final
+class FailuresInARow:
+    """Counts failures since the last success, the same on every rank: rank 0 warns for all.
+
+    Args:
+        limit: so many in a row are tolerated, with a warning each.
+        what: could not be done to a checkpoint: ``'saved'``.
+    """
+
+    def __init__(self, limit: int, what: str) -> None:
+        self._limit = limit
+        self._what = what
+        self._count = 0
+
+    @property
+    def last_failed(self) -> bool:
+        """Whether the last one could not be."""
+        return self._count > 0
+
+    def succeeded(self) -> None:
+        """Begin to count anew."""
+        self._count = 0
+
+    def failed(self, error: Exception, logger: RunLogger | None) -> None:
+        """Go on with a warning, as long as it is not too often.
+
+        Raises:
+            Exception: ``error``, if it is, or if it is none of those that may be tolerated.
+        """
+        self._count += 1
+        if self._count > self._limit or not _may_be_tolerated(error):
+            raise error
+        warn = log.warning if dist.get_global_rank() == 0 else log.debug
+        warn(
+            "a checkpoint could not be %s (%d in a row, save_failure_limit=%d): %s: %s",
+            self._what,
+            self._count,
+            self._limit,
+            type(error).__name__,
+            error,
+        )
+        if logger is not None:
+            logger.log_metrics({"checkpoint/failures_in_a_row": self._count})
 
 
 @final
@@ -23,11 +82,11 @@ class SaveNews:
     """
 
     def __init__(self) -> None:
-        self._logger: Logger | None = None
+        self._logger: RunLogger | None = None
         # One save is in flight at a time.
         self._begun = CheckpointNews(what="begun", name="", where="", batch=0, at=0.0)
 
-    def tell_to(self, logger: Logger) -> None:
+    def tell_to(self, logger: RunLogger) -> None:
         """Whom to tell."""
         self._logger = logger
 
@@ -89,6 +148,13 @@ class SaveNews:
         """To every logger of the run; docs/logging.md names them all."""
         if self._logger is not None:
             self._logger.log_metrics({f"checkpoint/{name}": value for name, value in metrics.items()})
+
+
+def _may_be_tolerated(error: Exception) -> bool:
+    """Whether it is no error of our own, and no rank that is gone."""
+    if isinstance(error, RankError):
+        return bool(error.causes) and all(isinstance(cause, FAILURES) for cause in error.causes)
+    return isinstance(error, FAILURES)
 
 
 def _text(error: Exception) -> str:
