@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from composerlite.storage.chance import draw_apart
-from composerlite.storage.digests import Digester, FileDigest, chunk_bytes_for
-from composerlite.storage.disk import (
+from composerlite.storage.disk.digests import Digester, FileDigest, chunk_bytes_for
+from composerlite.storage.disk.files import (
     SecondName,
     StagedFile,
     StagedLink,
@@ -23,18 +23,19 @@ from composerlite.storage.disk import (
     read_small_file,
     replace_symlink,
 )
+from composerlite.storage.disk.memory import Copier, Copying, HostMemory, available_memory
+from composerlite.storage.disk.page_watch import PageWatch, whole_pages
+from composerlite.storage.disk.reader import ParallelReader, verify_file
+from composerlite.storage.disk.sink import Sink
+from composerlite.storage.disk.stream_writer import RING_BYTES, StreamWriter
 from composerlite.storage.helpers import Helpers, number_of, start_threads
-from composerlite.storage.memory import Copier, Copying, HostMemory, available_memory
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name
-from composerlite.storage.page_watch import PageWatch, whole_pages
-from composerlite.storage.reader import ParallelReader, verify_file
 from composerlite.storage.retry import RetryPolicy, retry
-from composerlite.storage.sink import Sink
-from composerlite.storage.stream_writer import RING_BYTES, StreamWriter
 from composerlite.storage.uri import is_uri, maybe_create_object_store_from_uri, open_store, parse_uri
 
 if TYPE_CHECKING:
     from composerlite.storage.http import download_url
+    from composerlite.storage.stores.local import LocalObjectStore
     from composerlite.storage.transfer import Transfer
     from composerlite.storage.uploader import Uploader
 
@@ -46,6 +47,7 @@ __all__ = [
     "FileDigest",
     "Helpers",
     "HostMemory",
+    "LocalObjectStore",
     "ObjectInfo",
     "ObjectStore",
     "PageWatch",
@@ -84,7 +86,7 @@ __all__ = [
     "whole_pages",
 ]
 
-_HOMES = {"Transfer": "transfer", "Uploader": "uploader", "download_url": "http"}
+_HOMES = {"LocalObjectStore": "stores.local", "Transfer": "transfer", "Uploader": "uploader", "download_url": "http"}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ import urllib.request
 from pathlib import Path
 
 from composerlite.errors import ObjectStoreError, ObjectStoreTransientError
-from composerlite.storage.disk import atomic_write
+from composerlite.storage.disk.files import atomic_write
 from composerlite.storage.object_store import Progress
 
 __all__ = ["download_url"]

@@ -12,7 +12,7 @@ from typing import Protocol, final
 
 from composerlite.errors import ObjectStoreError, ObjectStoreTransientError
 from composerlite.storage.crew import Batch, Crew
-from composerlite.storage.memory import HostMemory
+from composerlite.storage.disk.memory import HostMemory
 from composerlite.storage.object_store import ObjectStore, PartUpload, Progress
 from composerlite.storage.retry import RetryPolicy
 

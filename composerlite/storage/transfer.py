@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import final
 
 from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStoreError, ObjectStoreTransientError
-from composerlite.storage.addresses import address_of, memory_at
 from composerlite.storage.crew import Batch, Crew
-from composerlite.storage.disk import StagedFile
+from composerlite.storage.disk.addresses import address_of, memory_at
+from composerlite.storage.disk.files import StagedFile
+from composerlite.storage.disk.read_plan import Places, Target, Unit, apart, cut, runs
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress
 from composerlite.storage.part_uploads import Buffers, FileSource, MemorySource, PartSender, Source, part_bytes_for
-from composerlite.storage.read_plan import Places, Target, Unit, apart, cut, runs
 from composerlite.storage.retry import RetryPolicy
 
 __all__ = ["Transfer"]

@@ -14,11 +14,11 @@ __all__ = ["is_uri", "maybe_create_object_store_from_uri", "open_store", "parse_
 
 _URI = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<bucket>[^/]*)/?(?P<path>.*)", re.DOTALL)
 _STORES = {
-    "s3": ("composerlite.storage.s3", "S3ObjectStore"),
-    "gs": ("composerlite.storage.gcs", "GCSObjectStore"),
-    "oci": ("composerlite.storage.oci", "OCIObjectStore"),
-    "libcloud": ("composerlite.storage.libcloud", "LibcloudObjectStore"),
-    "sftp": ("composerlite.storage.sftp", "SFTPObjectStore"),
+    "s3": ("composerlite.storage.stores.s3", "S3ObjectStore"),
+    "gs": ("composerlite.storage.stores.gcs", "GCSObjectStore"),
+    "oci": ("composerlite.storage.stores.oci", "OCIObjectStore"),
+    "libcloud": ("composerlite.storage.stores.libcloud", "LibcloudObjectStore"),
+    "sftp": ("composerlite.storage.stores.sftp", "SFTPObjectStore"),
 }
 """Module and class of the store of each scheme. The module imports the SDK; it is imported when a store is opened."""
 _DOWNLOADS = ("http", "https")

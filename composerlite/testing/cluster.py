@@ -33,7 +33,7 @@ __all__ = ["RankOutcome", "quick_processes", "run_ranks", "run_ranks_to_the_end"
 # opens a process group when it is imported; torch._dynamo is imported by the first optimizer.
 _processes = multiprocessing.get_context("forkserver")
 _PRELOAD = [
-    "composerlite.storage.s3",
+    "composerlite.storage.stores.s3",
     "composerlite.testing.cluster",
     "composerlite.trainer",
     "torch._dynamo",

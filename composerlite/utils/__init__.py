@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from composerlite.core import FSDPConfig, ParallelismConfig, TPConfig, create_interval_scheduler
     from composerlite.errors import ObjectStoreTransientError
     from composerlite.storage import ObjectStore, maybe_create_object_store_from_uri, parse_uri, retry
-    from composerlite.storage.gcs import GCSObjectStore
-    from composerlite.storage.libcloud import LibcloudObjectStore
-    from composerlite.storage.oci import OCIObjectStore
-    from composerlite.storage.s3 import S3ObjectStore
-    from composerlite.storage.sftp import SFTPObjectStore
+    from composerlite.storage.stores.gcs import GCSObjectStore
+    from composerlite.storage.stores.libcloud import LibcloudObjectStore
+    from composerlite.storage.stores.oci import OCIObjectStore
+    from composerlite.storage.stores.s3 import S3ObjectStore
+    from composerlite.storage.stores.sftp import SFTPObjectStore
     from composerlite.utils import checkpoint, dist, object_store, reproducibility
 
 __all__ = [
@@ -70,11 +70,11 @@ _HOMES = {
     ),
     "glob_filter": "composerlite.checkpoint.record.contents",
     "ObjectStoreTransientError": "composerlite.errors",
-    "S3ObjectStore": "composerlite.storage.s3",
-    "GCSObjectStore": "composerlite.storage.gcs",
-    "OCIObjectStore": "composerlite.storage.oci",
-    "LibcloudObjectStore": "composerlite.storage.libcloud",
-    "SFTPObjectStore": "composerlite.storage.sftp",
+    "S3ObjectStore": "composerlite.storage.stores.s3",
+    "GCSObjectStore": "composerlite.storage.stores.gcs",
+    "OCIObjectStore": "composerlite.storage.stores.oci",
+    "LibcloudObjectStore": "composerlite.storage.stores.libcloud",
+    "SFTPObjectStore": "composerlite.storage.stores.sftp",
     **dict.fromkeys(
         ("ObjectStore", "maybe_create_object_store_from_uri", "parse_uri", "retry"), "composerlite.storage"
     ),

@@ -8,11 +8,11 @@ from composerlite.errors import ObjectStoreTransientError
 from composerlite.storage import ObjectStore
 
 if TYPE_CHECKING:
-    from composerlite.storage.gcs import GCSObjectStore
-    from composerlite.storage.libcloud import LibcloudObjectStore
-    from composerlite.storage.oci import OCIObjectStore
-    from composerlite.storage.s3 import S3ObjectStore
-    from composerlite.storage.sftp import SFTPObjectStore
+    from composerlite.storage.stores.gcs import GCSObjectStore
+    from composerlite.storage.stores.libcloud import LibcloudObjectStore
+    from composerlite.storage.stores.oci import OCIObjectStore
+    from composerlite.storage.stores.s3 import S3ObjectStore
+    from composerlite.storage.stores.sftp import SFTPObjectStore
 
 __all__ = [
     "GCSObjectStore",

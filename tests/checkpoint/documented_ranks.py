@@ -20,7 +20,7 @@ from composerlite.checkpoint import (
 )
 from composerlite.checkpoint.place.directory import RemoteFolder
 from composerlite.errors import IncompatibleCheckpointError
-from composerlite.storage.local import LocalObjectStore
+from composerlite.storage.stores.local import LocalObjectStore
 
 
 class _SlowStore(LocalObjectStore):  # type: ignore[misc]  # final, but for a test that looks at the clock

@@ -33,7 +33,7 @@ from composerlite.core import State
 from composerlite.dist.exchanging import _Parcel  # pyright: ignore[reportPrivateUsage] - to end in its place
 from composerlite.dist.spread import Spread
 from composerlite.errors import RankError
-from composerlite.storage.local import LocalObjectStore
+from composerlite.storage.stores.local import LocalObjectStore
 
 
 def weights(state: State) -> float:

@@ -30,7 +30,7 @@ from composerlite.checkpoint.format.packing import format_of, is_packed, unpacke
 from composerlite.checkpoint.record.naming import check_template
 from composerlite.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import StagedFile, digest_file
-from composerlite.storage.local import LocalObjectStore
+from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.utils import (
     KNOWN_COMPRESSORS,
     download_checkpoint,

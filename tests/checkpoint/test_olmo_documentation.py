@@ -28,7 +28,7 @@ from composerlite.checkpoint import (
     save_state_dict,
     unshard_checkpoint,
 )
-from composerlite.storage.local import LocalObjectStore
+from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import run_ranks
 from composerlite.utils.checkpoint import DistCPObjectStoreReader, FileSystemReaderWithValidation
 

@@ -17,7 +17,7 @@ from composerlite.checkpoint.record.retention import retention_policy
 from composerlite.checkpoint.save.publishing import Publisher
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, ObjectStoreTransientError
 from composerlite.storage import RetryPolicy, Transfer, Uploader
-from composerlite.storage.local import LocalObjectStore
+from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import Fault, FaultyStore
 
 LINK = "run/latest.pt"

@@ -23,7 +23,7 @@ from composerlite.checkpoint.place.remote import RemoteCatalog
 from composerlite.checkpoint.place.remote_folder import RemoteFolder
 from composerlite.errors import CheckpointExistsError, CheckpointNotFoundError
 from composerlite.storage import ObjectStore, Transfer
-from composerlite.storage.local import LocalObjectStore
+from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import Fault, FaultyStore
 
 

@@ -49,7 +49,7 @@ from composerlite.errors import (
     UntrustedCheckpointError,
 )
 from composerlite.storage import ObjectStore
-from composerlite.storage.local import LocalObjectStore
+from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import run_ranks
 from composerlite.testing.faulty_store import Fault, FaultyStore
 

@@ -15,7 +15,7 @@ import pytest
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError
 from composerlite.storage import ObjectStore, open_store
-from composerlite.storage.gcs import GCSObjectStore
+from composerlite.storage.stores.gcs import GCSObjectStore
 from composerlite.testing.contracts import ObjectStoreContract
 
 pytest.importorskip("google.cloud.storage", reason="the package google-cloud-storage is not installed")

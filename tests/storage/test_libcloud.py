@@ -15,7 +15,7 @@ from storage.servers.seaweedfs import S3Server
 
 from composerlite.errors import ConfigError, ObjectStoreTransientError
 from composerlite.storage import ObjectStore, open_store
-from composerlite.storage.libcloud import LibcloudObjectStore
+from composerlite.storage.stores.libcloud import LibcloudObjectStore
 from composerlite.testing.contracts import ObjectStoreContract
 
 pytest.importorskip("libcloud", reason="the package apache-libcloud is not installed: pip install apache-libcloud")

@@ -10,7 +10,7 @@ import pytest
 
 from composerlite.errors import ConfigError, ObjectStoreError
 from composerlite.storage import StagedFile, parse_uri
-from composerlite.storage.local import LocalObjectStore
+from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing.contracts import ObjectStoreContract
 
 

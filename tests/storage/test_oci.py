@@ -17,7 +17,7 @@ from composerlite.testing.contracts import ObjectStoreContract
 
 pytest.importorskip("oci", reason="the package oci is not installed: pip install oci")
 
-from composerlite.storage.oci import OCIObjectStore
+from composerlite.storage.stores.oci import OCIObjectStore
 
 
 @pytest.fixture

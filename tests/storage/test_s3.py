@@ -22,7 +22,7 @@ pytest.importorskip("boto3", reason="the package boto3 is not installed: pip ins
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError
 from composerlite.storage import Transfer, open_store
-from composerlite.storage.s3 import S3ObjectStore
+from composerlite.storage.stores.s3 import S3ObjectStore
 from composerlite.testing.contracts import ObjectStoreContract
 
 _KEYS = {"aws_access_key_id": "AKIATEST", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
@@ -532,7 +532,7 @@ def test_the_sdk_is_imported_when_a_store_is_opened() -> None:
     code = (
         "import sys, composerlite, composerlite.storage;"
         "assert not {'boto3', 'botocore'} & set(sys.modules);"
-        "import composerlite.storage.s3;"
+        "import composerlite.storage.stores.s3;"
         "assert 'boto3' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -15,7 +15,7 @@ from storage.servers.sftp import SFTPServer, running_sftp
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError
 from composerlite.storage import ObjectStore, open_store
-from composerlite.storage.sftp import SFTPObjectStore
+from composerlite.storage.stores.sftp import SFTPObjectStore
 from composerlite.testing.contracts import ObjectStoreContract
 
 

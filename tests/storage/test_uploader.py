@@ -11,7 +11,7 @@ import pytest
 
 from composerlite.errors import ObjectStoreError
 from composerlite.storage import Transfer, Uploader
-from composerlite.storage.local import LocalObjectStore
+from composerlite.storage.stores.local import LocalObjectStore
 
 WAIT = 20.0
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, final
 
-from composerlite.storage.addresses import move, move_small
+from composerlite.storage.disk.addresses import move, move_small
 from composerlite.storage.helpers import start_threads
 
 __all__ = ["Copier", "Copying", "HostMemory", "available_memory"]

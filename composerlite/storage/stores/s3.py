@@ -21,7 +21,7 @@ from isal import isal_zlib
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError, checked_arguments
 from composerlite.storage.chance import draw_apart
-from composerlite.storage.disk import atomic_write
+from composerlite.storage.disk.files import atomic_write
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name
 from composerlite.storage.part_uploads import FileSource, send_once
 

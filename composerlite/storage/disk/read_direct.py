@@ -11,9 +11,9 @@ from typing import NamedTuple, final
 
 import xxhash
 
-from composerlite.storage.read_plan import UNIT_BYTES, Places, Unit
-from composerlite.storage.read_work import OpenFile, Tally, cached_share, ends_at, pieces, put, verify
-from composerlite.storage.working_memory import borrow_memory, give_memory_back
+from composerlite.storage.disk.read_plan import UNIT_BYTES, Places, Unit
+from composerlite.storage.disk.read_work import OpenFile, Tally, cached_share, ends_at, pieces, put, verify
+from composerlite.storage.disk.working_memory import borrow_memory, give_memory_back
 
 __all__ = ["DirectWork", "Lead", "far_lead", "loose_lead", "near_lead"]
 

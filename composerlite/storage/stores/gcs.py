@@ -15,7 +15,7 @@ __all__ = ["GCSObjectStore"]
 _XML_API = "https://storage.googleapis.com"
 
 if TYPE_CHECKING:  # the verbs come with the protocol, whose SDK is imported when a store is opened
-    from composerlite.storage.gcs_json import GCSJSONObjectStore as _Verbs
+    from composerlite.storage.stores.gcs_json import GCSJSONObjectStore as _Verbs
 else:
     _Verbs = ObjectStore
 
@@ -79,7 +79,7 @@ class GCSObjectStore(_Verbs):
 @functools.cache
 def _by_google() -> type[GCSObjectStore]:
     """The class of the stores that speak Google's own protocol."""
-    from composerlite.storage.gcs_json import GCSJSONObjectStore
+    from composerlite.storage.stores.gcs_json import GCSJSONObjectStore
 
     return type("GCSObjectStore", (GCSObjectStore, GCSJSONObjectStore), {})
 
@@ -87,7 +87,7 @@ def _by_google() -> type[GCSObjectStore]:
 @functools.cache
 def _by_s3() -> type[GCSObjectStore]:
     """The class of the stores that speak the S3 protocol."""
-    from composerlite.storage.s3 import S3ObjectStore
+    from composerlite.storage.stores.s3 import S3ObjectStore
 
     return type("GCSObjectStore", (GCSObjectStore, S3ObjectStore), {})
 

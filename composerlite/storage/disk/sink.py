@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from composerlite.storage.digests import FileDigest
+from composerlite.storage.disk.digests import FileDigest
 
 __all__ = ["Sink"]
 

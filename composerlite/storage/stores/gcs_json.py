@@ -13,7 +13,7 @@ from typing import IO, Any, final
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError
 from composerlite.storage.chance import draw_apart
-from composerlite.storage.disk import atomic_write
+from composerlite.storage.disk.files import atomic_write
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, Progress, check_name
 
 try:

@@ -13,11 +13,11 @@ from typing import NamedTuple, final
 
 from isal import isal_zlib
 
-from composerlite.storage.addresses import move
-from composerlite.storage.digests import Digester, FileDigest, chunk_bytes_for
+from composerlite.storage.disk.addresses import move
+from composerlite.storage.disk.digests import Digester, FileDigest, chunk_bytes_for
+from composerlite.storage.disk.memory import HostMemory
+from composerlite.storage.disk.working_memory import borrow_memory, give_memory_back
 from composerlite.storage.helpers import start_threads
-from composerlite.storage.memory import HostMemory
-from composerlite.storage.working_memory import borrow_memory, give_memory_back
 
 __all__ = ["RING_BYTES", "StreamWriter"]
 

@@ -13,8 +13,8 @@ from typing import NamedTuple, final
 import xxhash
 
 from composerlite.errors import CorruptCheckpointError
-from composerlite.storage.addresses import address_of, memory_at, move, move_small
-from composerlite.storage.read_plan import UNIT_BYTES, Places, Unit, cut
+from composerlite.storage.disk.addresses import address_of, memory_at, move, move_small
+from composerlite.storage.disk.read_plan import UNIT_BYTES, Places, Unit, cut
 
 __all__ = ["OpenFile", "Tally", "Work", "cached_share", "ends_at", "pieces", "put", "verify"]
 

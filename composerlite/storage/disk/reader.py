@@ -14,11 +14,20 @@ from typing import NamedTuple, final
 import xxhash
 
 from composerlite.errors import CorruptCheckpointError
-from composerlite.storage.addresses import address_of
-from composerlite.storage.digests import FileDigest
-from composerlite.storage.read_direct import DirectWork, Lead, far_lead, loose_lead, near_lead
-from composerlite.storage.read_plan import UNIT_BYTES, Places, Target, Unit, all_chunks, apart, runs, touched_chunks
-from composerlite.storage.read_work import OpenFile, Work, cached_share
+from composerlite.storage.disk.addresses import address_of
+from composerlite.storage.disk.digests import FileDigest
+from composerlite.storage.disk.read_direct import DirectWork, Lead, far_lead, loose_lead, near_lead
+from composerlite.storage.disk.read_plan import (
+    UNIT_BYTES,
+    Places,
+    Target,
+    Unit,
+    all_chunks,
+    apart,
+    runs,
+    touched_chunks,
+)
+from composerlite.storage.disk.read_work import OpenFile, Work, cached_share
 
 __all__ = ["ParallelReader", "verify_file"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import final
 
-from composerlite.storage.memory import HostMemory
+from composerlite.storage.disk.memory import HostMemory
 
 __all__ = ["borrow_memory", "give_memory_back"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, final
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError, checked_arguments
-from composerlite.storage.disk import StagedFile, abandoned_temporaries, atomic_write, fsync_folder, make_folder
+from composerlite.storage.disk.files import StagedFile, abandoned_temporaries, atomic_write, fsync_folder, make_folder
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name
 
 __all__ = ["LocalObjectStore"]

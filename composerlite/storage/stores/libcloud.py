@@ -21,7 +21,7 @@ from composerlite.errors import (
     did_you_mean,
 )
 from composerlite.storage.chance import draw_apart
-from composerlite.storage.disk import atomic_write
+from composerlite.storage.disk.files import atomic_write
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, Progress, check_name
 
 try:
@@ -59,7 +59,7 @@ class LibcloudObjectStore(ObjectStore):
 
     What is promised is what the provider's driver does. Those of services make objects appear as a whole; that of
     provider ``local`` writes files in place, so that a reader may see the beginning of one, and reads a whole file for
-    each range of it: :class:`~composerlite.storage.local.LocalObjectStore` is for folders. ``create_only`` is a check
+    each range of it: :class:`~composerlite.storage.LocalObjectStore` is for folders. ``create_only`` is a check
     followed by a write. Uploads report their progress once, at the end.
 
     Args:

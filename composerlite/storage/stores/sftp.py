@@ -23,9 +23,9 @@ from composerlite.errors import (
     checked_arguments,
     did_you_mean,
 )
-from composerlite.storage.disk import atomic_write
+from composerlite.storage.disk.files import atomic_write
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, Progress, check_name
-from composerlite.storage.sftp_connection import LOST, Connection, Connector, SFTPChannel
+from composerlite.storage.stores.sftp_connection import LOST, Connection, Connector, SFTPChannel
 
 try:
     import paramiko
