@@ -129,8 +129,8 @@ def test_a_large_file_is_sent_in_parts(store: S3ObjectStore, tmp_path: Path) -> 
     (tmp_path / "source").write_bytes(data)
     told: list[tuple[int, int]] = []
     store.upload_object("large", tmp_path / "source", lambda done, total: told.append((done, total)))
-    assert len(told) == 5
-    assert told == sorted(told)
+    assert 1 <= len(told) <= 5  # parts that arrive together are told of at once
+    assert told == sorted(set(told))
     assert told[-1] == (len(data), len(data))
     store.download_object("large", tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == data
