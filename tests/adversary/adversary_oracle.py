@@ -35,6 +35,7 @@ class Entry:
         folder: where it is. name: below that.
         template: it was named by.
         kind: of its manifest.
+        data: where its bytes are.
         line: in its weights; ``None``: its data are not what was saved.
     """
 
@@ -42,6 +43,7 @@ class Entry:
     name: str
     template: str
     kind: str
+    data: Path
     line: Line | None
 
     @property
@@ -81,12 +83,14 @@ def entries_of(folder: Path, damaged: set[Path]) -> list[Entry]:
         if f"{manifest['name']}.json" != str(path.relative_to(records)):
             continue
         data = folder / manifest["name"]
+        if not data.is_dir() and len(manifest["files"]) == 1:  # one that replaced another in a bucket has its own name
+            data = folder / manifest["files"][0]["path"]
         line: Line | None = None
         if data not in damaged:
             if not data.is_file() and not (data / ".metadata").is_file():
                 continue  # no checkpoint: somebody has planted the record, or removed the data
             line = line_in(data)
-        found.append(Entry(folder, manifest["name"], manifest["template"], manifest["kind"], line))
+        found.append(Entry(folder, manifest["name"], manifest["template"], manifest["kind"], data, line))
     return found
 
 
@@ -97,7 +101,7 @@ def begun_in(folder: Path) -> list[Entry]:
         manifest = _manifest(path)
         if manifest is not None and (folder / manifest["name"]).exists():
             data = folder / manifest["name"]
-            found.append(Entry(folder, manifest["name"], manifest["template"], manifest["kind"], line_in(data)))
+            found.append(Entry(folder, manifest["name"], manifest["template"], manifest["kind"], data, line_in(data)))
     return found
 
 

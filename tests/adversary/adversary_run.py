@@ -33,6 +33,7 @@ LONGEST = 24
 """Batches that a run has at most."""
 
 _CHANGES = ("os.rename", "os.remove", "os.link", "os.symlink", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
+_SENDS = "http.client.send"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,8 @@ class Order:
 
     Attributes:
         launch: its number, 1 for the first.
-        folder: of the checkpoints.
+        folder: of the checkpoints; may be a URI.
+        staging: folder on this machine for checkpoints of a bucket.
         until: batches of the whole run.
         notes: file for what it tells.
         filename: of the checkpoints.
@@ -51,7 +53,8 @@ class Order:
         memory: folder of a memory generation of each batch; empty for none.
         weights: save the weights alone, too, after each batch.
         saving: arguments of the saver: in the background or not.
-        die_at: the process is killed at its so manieth event, of training or of its files.
+        die_at: the process is killed at its so manieth event, of training, of its files or of what it sends.
+        dies_sending: the same, where only what it sends counts.
         clock: hours that the clock is ahead.
         sharded: with FSDP, in a process group of one rank: checkpoints are directories.
     """
@@ -69,8 +72,10 @@ class Order:
     weights: bool = False
     saving: str = "default"
     die_at: int = 0
+    dies_sending: bool = False
     clock: float = 0.0
     sharded: bool = False
+    staging: str = ""
 
 
 SAVING: dict[str, dict[str, Any]] = {
@@ -122,18 +127,23 @@ class Notes:
 class Fuse(Callback):
     """Kills the process at an event of training, or of its files, whichever thread comes to it."""
 
-    def __init__(self, number: int, roots: list[str]) -> None:
-        self.left, self.roots, self.lock = number, tuple(roots), threading.Lock()
+    def __init__(self, number: int, roots: list[str], *, sending: bool = False) -> None:
+        self.left, self.roots, self.lock, self.sending = number, tuple(roots), threading.Lock(), sending
         sys.addaudithook(self.look)
 
     def look(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Of the interpreter."""
+        if event == _SENDS:
+            self.burn()
+        if self.sending:
+            return
         changes = event in _CHANGES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & 3)
         if changes and isinstance(arguments[0], str | os.PathLike) and os.fspath(arguments[0]).startswith(self.roots):
             self.burn()
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        self.burn()
+        if not self.sending:
+            self.burn()
 
     def burn(self) -> None:
         """One event less."""
@@ -149,7 +159,8 @@ def live(order: Order) -> None:
     net = Net(order.launch)
     callbacks: list[Callback] = []
     if order.die_at:
-        callbacks.append(Fuse(order.die_at, [root for root in (order.folder, order.memory) if root]))
+        roots = [root for root in (order.folder, order.memory, order.staging) if root]
+        callbacks.append(Fuse(order.die_at, roots, sending=order.dies_sending))
     if order.weights:
         name = f"weights-{order.filename}"
         saver = CheckpointSaver(
@@ -159,6 +170,8 @@ def live(order: Order) -> None:
     arguments: dict[str, Any] = dict(SAVING[order.saving])
     if order.memory and order.resume:
         arguments |= {"save_memory_interval": "1ba", "save_memory_folder": order.memory}
+    if order.staging:
+        arguments |= {"save_staging_folder": order.staging, "save_num_remote_checkpoints_to_keep": order.keep}
     if order.sharded:
         arguments["parallelism_config"] = {"fsdp": {}}
     trainer = Trainer(
@@ -175,7 +188,7 @@ def live(order: Order) -> None:
         save_filename=order.filename,
         save_latest_filename="latest.pt",
         save_interval=f"{order.interval}ba",
-        save_num_checkpoints_to_keep=order.keep,
+        save_num_checkpoints_to_keep=-1 if order.staging else order.keep,
         save_overwrite=True,
         progress_bar=False,
         seed=1,

@@ -7,9 +7,12 @@ import os
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import hypothesis
 import pytest
+from adversary_bucket import BucketAdversary, Server
+from adversary_checks import Machine
 from adversary_machine import Adversary
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -21,15 +24,12 @@ SECONDS = float(os.environ.get("ADVERSARY_SECONDS", "3600"))
 SEED = os.environ.get("ADVERSARY_SEED")
 
 
-def play(seed: int, steps: int) -> int:
-    """Play so many steps, drawn from ``seed``: how many there were."""
-
-    class Drawn(Adversary):
-        only = frozenset(RULES) or None
-
+def play(seed: int, steps: int, machine: type[Machine] = Adversary, *, at_once: int = STEPS) -> int:
+    """Play so many steps, drawn from ``seed``: how many there were. ``at_once``: with one history."""
+    Drawn = type("Drawn", (machine,), {"only": frozenset(RULES) or None, "steps": 0})
     settings = hypothesis.settings(
-        max_examples=-(-steps // STEPS),
-        stateful_step_count=STEPS,
+        max_examples=-(-steps // at_once),
+        stateful_step_count=at_once,
         deadline=None,
         database=None,
         derandomize=False,
@@ -58,14 +58,38 @@ def test_nothing_is_lost(seed: int, record_property: Callable[[str, object], Non
     assert steps >= 500
 
 
+@pytest.mark.timeout(1200)
+def test_nothing_is_lost_in_a_bucket(s3_server: Server, record_property: Callable[[str, object], None]) -> None:
+    """The same where machines come and go, two of them at once, too, and the bucket stays."""
+    steps = play(int(SEED or 0), 75, in_bucket(s3_server), at_once=15)
+    record_property("count", f"adversary in a bucket: {steps} steps")
+    assert steps >= 75
+
+
+def in_bucket(server: Server) -> type[Machine]:
+    """The machine for buckets of this server."""
+    return type("InBucket", (BucketAdversary,), {"server": server})
+
+
+@pytest.fixture
+def s3_server(s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """As programs find it."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return s3_server
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(int(SECONDS) + 1200)
-def test_nothing_is_lost_for_an_hour(record_property: Callable[[str, object], None]) -> None:
+def test_nothing_is_lost_for_an_hour(s3_server: Server, record_property: Callable[[str, object], None]) -> None:
     """With other steps each time; a failure names its seed."""
-    until, steps, seed = time.monotonic() + SECONDS, 0, int(SEED or random.SystemRandom().randrange(10**9))
+    until, seed = time.monotonic() + SECONDS, int(SEED or random.SystemRandom().randrange(10**9))
+    steps = in_buckets = 0
     record_property("count", f"adversary for {SECONDS:.0f} s: from seed {seed}")
     while time.monotonic() < until:
         steps += play(seed, 500)
+        in_buckets += play(seed, 30, in_bucket(s3_server), at_once=30)
         seed += 1
-    record_property("count", f"adversary for {SECONDS:.0f} s: {steps} steps")
+    record_property("count", f"adversary for {SECONDS:.0f} s: {steps} steps, {in_buckets} in buckets")
     assert steps
+    assert in_buckets

@@ -1,0 +1,276 @@
+"""A bucket as the oracle sees it, and as a user, a scheduler and an adversary treat it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import hypothesis.strategies as st
+from adversary_checks import SECONDS, Machine, Project
+from adversary_oracle import Entry, FoundError, Line, begun_in, entries_of, line_of
+from adversary_run import LONGEST, Order, as_json, live_alone
+from forked import run_forked
+from hypothesis.stateful import rule
+
+__all__ = ["BucketAdversary", "Server"]
+
+kills = st.one_of(
+    st.just((0, False)),
+    st.tuples(st.integers(1, 200), st.just(False)),  # at any event
+    st.tuples(st.integers(1, 60), st.just(True)),  # as it sends a request
+)
+
+
+class Server(Protocol):
+    """Of S3, on loopback; programs find it by their environment."""
+
+    def client(self) -> Any: ...
+    def new_bucket(self) -> str: ...
+
+
+@dataclass
+class BucketProject(Project):
+    """A run that saves to a bucket, from one machine after the other.
+
+    Attributes:
+        folder: what is in the bucket, as it was when it was looked at last.
+        staging: of the machine.
+    """
+
+    bucket: str
+    client: Any
+    staging: Path
+
+    @property
+    def uri(self) -> str:
+        """Where it saves."""
+        return f"s3://{self.bucket}/run"
+
+    def listed(self) -> dict[str, str]:
+        """The objects, and the tag of what each holds."""
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket)
+        return {item["Key"]: item["ETag"] for page in pages for item in page.get("Contents", ())}
+
+    def look(self) -> None:
+        """Make :attr:`folder` the same as the bucket."""
+        there = self.listed()
+        top = self.folder.parent
+        for path in [path for path in top.rglob("*") if path.is_file()]:
+            if str(path.relative_to(top)) not in there:
+                path.unlink()
+                self.tags.pop(path, None)
+        for key, tag in there.items():
+            path = top / key
+            if self.tags.get(path) != tag:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.unlink(missing_ok=True)  # the oracle knows files by their inodes
+                path.write_bytes(self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read())
+                self.tags[path] = tag
+
+    def __post_init__(self) -> None:
+        self.tags: dict[Path, str] = {}
+
+
+class BucketAdversary(Machine):
+    """A run in a bucket. Each launch is on the machine of the one before, or on another one, whose disk is empty."""
+
+    server: ClassVar[Server]
+
+    def __init__(self) -> None:
+        super().__init__()
+        client = self.server.client()
+        self.machines = 0
+        folder = self.root / "bucket" / "run"
+        folder.mkdir(parents=True)
+        self.project = BucketProject(folder, self.server.new_bucket(), client, self.root / "machine0")
+        self.projects: list[Project] = [self.project]
+        self.kept: dict[str, bytes] = {}
+
+    def teardown(self) -> None:
+        self.project.client.close()
+        super().teardown()
+
+    # ── what the oracle looks at ─────────────────────────────────────────────────────────────────────────────────
+    def entries(self, project: Project) -> list[Entry]:
+        """What is in the bucket."""
+        self.project.look()
+        return super().entries(project)
+
+    def look_for_mended(self) -> None:
+        """What was damaged may have been written over."""
+        self.project.look()
+        super().look_for_mended()
+
+    def on_disk(self) -> tuple[list[Entry], list[Entry]]:
+        """What the machine has on its disk: committed, and begun when a process was killed."""
+        folders = [path.parent for path in self.project.staging.rglob(".manifest")]
+        committed = [entry for folder in folders for entry in entries_of(folder, set())]
+        return committed, [entry for folder in folders for entry in begun_in(folder)]
+
+    def may_start_from(self) -> list[Line | None] | None:
+        """As :meth:`acceptable`, for a launch on this machine."""
+        entries = self.entries(self.project)
+        here, begun = self.on_disk()
+        good = [*here, *(entry for entry in entries if entry.line is not None)]
+        lost = [self.damaged[entry.data] for entry in entries if entry.line is None]
+        newest = max((self.history.attempts[entry.launch] for entry in good), default=0)
+        if not good:
+            return None if entries or begun else [None]
+        if max(lost, default=0) > newest:
+            return None
+        return [*self.newest_lines(good), *(line for one in begun for line in self.newest_lines([*good, one]))]
+
+    def check_link(self, project: Project, order: Order, saved: Sequence[Entry]) -> None:
+        """The object that names the newest does so."""
+        link = project.folder / "latest.pt.symlink"
+        names = {f"run/{entry.name}" for entry in saved}
+        if not link.exists() or link.read_text().strip() not in names:
+            raise FoundError(f"[latest] {link.name} says {link.exists() and link.read_text()!r}, and not {names}")
+
+    # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────
+    def change_machine(self, lost: bool) -> None:
+        """The next launch is on another one, if ``lost``."""
+        if lost:
+            self.machines += 1
+            self.project.staging = self.root / f"machine{self.machines}"
+
+    def bucket_order(self, *, dies: tuple[int, bool] = (0, False), **given: Any) -> Order:
+        """A launch on this machine."""
+        order = self.order(self.project, die_at=dies[0], dies_sending=dies[1], **given)
+        return replace(order, folder=self.project.uri, staging=str(self.project.staging))
+
+    @rule(
+        lost=st.booleans(),
+        more=st.integers(0, 4),
+        dies=kills,
+        saving=st.sampled_from(["default", "copied", "waits", "ring"]),
+        keep=st.sampled_from([-1, -1, 1, 2]),
+        interval=st.sampled_from([1, 1, 2]),
+        clock=st.sampled_from([0.0] * 6 + [-48.0, 5.0]),
+    )
+    def launch(self, lost: bool, more: int, **given: Any) -> None:
+        """The script is started, as by a scheduler; it goes on by itself."""
+        self.change_machine(lost)
+        acceptable = self.may_start_from()
+        self.run(self.project, self.bucket_order(until=self.later(acceptable, more), **given), acceptable)
+
+    @rule(lost=st.booleans(), until=st.integers(1, 5), dies=kills)
+    def start_from_scratch(self, lost: bool, **given: Any) -> None:
+        """The user wants none of what there was, and lets the run write over it."""
+        self.change_machine(lost)
+        self.run(self.project, self.bucket_order(resume=False, **given), [None])
+
+    @rule(
+        lost=st.booleans(),
+        which=st.integers(0, 30),
+        more=st.integers(1, 3),
+        dies=kills,
+    )
+    def go_on_from_an_older_one(self, lost: bool, which: int, more: int, dies: tuple[int, bool]) -> None:
+        """The user takes a checkpoint from before, out of the bucket."""
+        if (chosen := self.one_of(self.project, which)) is None:
+            return
+        self.change_machine(lost)
+        until = min(chosen.batch + more, LONGEST)
+        load = f"{self.project.uri}/{chosen.name}"
+        order = self.bucket_order(resume=False, load=load, until=until, dies=dies)
+        self.run(self.project, order, [chosen.line])
+
+    @rule(more=st.integers(2, 5))
+    def two_launches_at_once(self, more: int) -> None:
+        """The scheduler starts the run twice, on two machines: one trains it, the other is told, or comes after it."""
+        self.change_machine(lost=True)
+        acceptable = self.may_start_from()
+        before = self.entries(self.project)
+        if acceptable is None:
+            return
+        until = self.later(acceptable, more)
+        first = self.bucket_order(until=until)
+        self.change_machine(lost=True)
+        orders = [first, self.bucket_order(until=until)]
+        with ThreadPoolExecutor(2) as threads:
+            done = list(threads.map(self.live_with_others, orders))
+        if not any(one.returncode == 0 for one in done):
+            raise FoundError(f"[two] neither of {[order.launch for order in orders]} has trained: {done[0].stderr}")
+        told = [(order, found) for order in orders if "started" in (found := self.told(order))]
+        begins = {order.launch: line_of(found["weights at start"]) for order, found in told}
+        told.sort(key=lambda one: begins[one[0].launch] not in (*acceptable, (one[0].launch,)))
+        trained, last = 0, orders[0]
+        for order, found in told:
+            start = begins[order.launch]
+            if trained:  # it came when the other had ended, or was about to
+                ended = [line_of(other["weights at end"]) for _, other in told if "weights at end" in other]
+                self.check_start(order, start, [*ended, *acceptable])
+            else:
+                self.check_start(order, start, acceptable)
+            if "closed" in found and len(line_of(found["weights at end"])) > len(start):
+                trained, last = trained + 1, order
+        if trained > 1:
+            raise FoundError(f"[two] both of {[order.launch for order in orders]} have trained the run to {until}")
+        self.check_what_stays(last, before, self.entries(self.project))
+
+    def live_with_others(self, order: Order) -> subprocess.CompletedProcess[str]:
+        """In a process of its own; it may be told that another one trains the run."""
+        try:
+            done = run_forked(live_alone, as_json(order), cwd=self.root, timeout=SECONDS)
+        except subprocess.TimeoutExpired as e:
+            raise FoundError(f"[hang] launch {order.launch} does not end: {e.stderr!r}") from e
+        if done.returncode and "RunInUseError" not in done.stderr:
+            raise FoundError(f"[crash] launch {order.launch} ended with {done.returncode}: {done.stderr[-3000:]}")
+        return done
+
+    # ── the tools, and the hands of others ───────────────────────────────────────────────────────────────────────
+    @rule(keep=st.integers(1, 3))
+    def prune(self, keep: int) -> None:
+        """The user makes room in the bucket."""
+        if not (before := self.entries(self.project)):
+            return
+        self.command("prune", self.project.uri, "--keep-last", keep)
+        stays = self.what_stays(before, [], "ba{batch}.pt", keep)
+        self.check_are_there(stays.values(), {entry.name: entry for entry in self.entries(self.project)})
+
+    @rule()
+    def collect_garbage(self) -> None:
+        """The user removes what dead processes have left."""
+        if before := self.entries(self.project):
+            self.command("gc", self.project.uri, "--older-than", "0s")
+            self.check_are_there(before, {entry.name: entry for entry in self.entries(self.project)})
+
+    @rule(what=st.sampled_from(["notes.txt", "other.pt", "ba99.pt", ".manifest/bad.pt.json", ".manifest/ba98.pt.json"]))
+    def plant(self, what: str) -> None:
+        """Somebody puts an object beside the checkpoints."""
+        body = f"of others, {self.new_number()}".encode()
+        self.project.client.put_object(Bucket=self.project.bucket, Key=f"run/{what}", Body=body)
+        self.kept[f"run/{what}"] = body
+
+    @rule(which=st.integers(0, 30))
+    def damage(self, which: int) -> None:
+        """The store gives a byte of a checkpoint wrongly, and there is another good one."""
+        living = self.history.living(self.entries(self.project))
+        if len(living) < 2:
+            return
+        entry = living[which % len(living)]
+        data = bytearray(entry.data.read_bytes())
+        data[len(data) // 2] ^= 1
+        key = str(entry.data.relative_to(self.project.folder.parent))
+        self.project.client.put_object(Bucket=self.project.bucket, Key=key, Body=bytes(data))
+        self.project.look()
+        self.note_damage(entry.data, self.history.attempts[entry.launch])
+
+    def check_project(self, project: Project) -> None:
+        """Every checkpoint holds what was trained, ``latest`` leads to one, and what is of others is as it was."""
+        for entry in self.entries(project):
+            self.history.check(entry)
+        for key, body in self.kept.items():
+            path = self.project.folder.parent / key
+            if not path.exists() or path.read_bytes() != body:
+                raise FoundError(f"[planted] {key} is {path.exists() and path.read_bytes()[:60]!r}, and was {body!r}")
+        link = project.folder / "latest.pt.symlink"
+        if link.exists():
+            name = link.read_text().strip()
+            if name not in [f"run/{entry.name}" for entry in self.entries(project)]:
+                raise FoundError(f"[latest] {link.name} says {name!r}, which is not there")
