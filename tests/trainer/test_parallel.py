@@ -8,6 +8,7 @@ from typing import Any
 
 import parallel_ranks
 import pytest
+import torch
 from trainer_parts import At
 
 from composerlite import Event, Trainer
@@ -72,6 +73,22 @@ def test_what_cannot_be_done_is_refused_on_every_rank() -> None:
     assert "layer_plan['upp']: the model has no such module. Did you mean 'up'?" in first["plan"]
     assert "'auto' contradicts parallelism_config" in first["auto"]
     assert "has no 'cpu_ofload'. Did you mean 'cpu_offload'?" in first["key"]
+
+
+def test_activation_checkpointing_counts_each_batch_once() -> None:
+    """Running means and other buffers are as without it, though the backward pass computes blocks again."""
+    kept, again = (run_ranks(parallel_ranks.train_counting, 2, how, dist_timeout=None)[0] for how in (False, True))
+    assert any(name.endswith("running_mean") for name in kept)
+    assert kept.keys() == again.keys()
+    assert int(kept["blocks.0.1.num_batches_tracked"]) == 6
+    for name, value in kept.items():
+        torch.testing.assert_close(again[name], value, msg=name)
+
+
+def test_a_cache_that_activation_checkpointing_would_fill_twice_is_named() -> None:
+    """A block with a cache of its own cannot be computed again: the error says so, and how to go on."""
+    for outcome in run_ranks_to_the_end(parallel_ranks.train_caching, 2, dist_timeout=20.0):
+        assert "such as a cache of keys and values" in f"{outcome.error} {getattr(outcome.error, '__cause__', None)}"
 
 
 @pytest.mark.parametrize("where", ["data", "after_forward", "batch_end"])

@@ -6,13 +6,14 @@ know; sharding changes the module in place, after which its parameters are DTens
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import inspect
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 
 from composerlite import dist
 from composerlite.core import Precision, State
-from composerlite.errors import ConfigError, did_you_mean
+from composerlite.errors import ConfigError, TrainingError, did_you_mean
 from composerlite.trainer.ranks.same_model import check_same_model
 
 if TYPE_CHECKING:
@@ -222,6 +223,20 @@ class Sharded(Parallel):
             self._fsdp.set_requires_gradient_sync(last)
             self._reduces = last
 
+    def backward(self, loss: torch.Tensor) -> None:
+        try:
+            loss.backward()
+        except RuntimeError as e:
+            from torch.utils.checkpoint import CheckpointError
+
+            if not isinstance(e, CheckpointError):
+                raise
+            raise TrainingError(
+                "activation_checkpointing=True: a block gave other tensors when the backward pass computed it again. Its "
+                "forward keeps something from one call to the next, such as a cache of keys and values: leave that out "
+                "while self.training is true, or leave out activation_checkpointing."
+            ) from e
+
     def reduce(self, model: nn.Module) -> None:
         send_tensors(self._buffers)
 
@@ -307,7 +322,6 @@ def _style(style: Any) -> ParallelStyle:
 
 def _shard(state: State, mesh: DeviceMesh, config: FSDPConfig) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-    from torch.utils.checkpoint import checkpoint
 
     model = state.model
     blocks = _blocks(model, config)
@@ -325,9 +339,30 @@ def _shard(state: State, mesh: DeviceMesh, config: FSDPConfig) -> None:
         _without_cache(model)
     for block in blocks:
         if config.activation_checkpointing:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            _compute_twice(block)
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **arguments)
     fully_shard(model, **arguments)
+
+
+def _compute_twice(block: nn.Module) -> None:
+    """Have ``block`` keep no activations: the backward pass computes them again, and leaves its buffers as they are."""
+    from torch.utils.checkpoint import checkpoint
+
+    def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+        return contextlib.nullcontext(), _keeping_buffers(block)
+
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+
+
+@contextlib.contextmanager
+def _keeping_buffers(module: nn.Module) -> Generator[None]:
+    """Within it, what the forward pass does to buffers does not last: running means count each batch once."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, values in before:
+            buffer.data.copy_(values)  # unnoticed by autograd, which may keep the buffer for this backward pass
 
 
 def _without_cache(model: nn.Module) -> None:
