@@ -123,7 +123,7 @@ def test_every_verb_on_two_services_with_both_checksums(
         assert [info.name for info in store.list_objects()] == ["team/a/run/once", "team/a/run/parts"]
 
 
-def test_a_large_file_is_sent_in_parts(store: S3ObjectStore, tmp_path: Path) -> None:
+def test_a_large_file_is_sent_in_parts(store: S3ObjectStore, s3_server: S3Server, tmp_path: Path) -> None:
     """A file above 64 MiB becomes one object of several parts, is told of as they arrive, and comes back."""
     data = os.urandom(1 << 20) * 65 + b"end"
     (tmp_path / "source").write_bytes(data)
@@ -132,6 +132,8 @@ def test_a_large_file_is_sent_in_parts(store: S3ObjectStore, tmp_path: Path) -> 
     assert 1 <= len(told) <= 5  # parts that arrive together are told of at once
     assert told == sorted(set(told))
     assert told[-1] == (len(data), len(data))
+    head = s3_server.client().head_object(Bucket=store.bucket, Key=f"{store.prefix}large")
+    assert head["ETag"].endswith('-5"')  # the number of parts, as S3 notes it
     store.download_object("large", tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == data
 
