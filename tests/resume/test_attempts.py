@@ -104,6 +104,16 @@ def test_a_run_that_is_preempted_often_stays_one_attempt(tmp_path: Path) -> None
     assert lineages.pop().ancestors == ()
 
 
+def test_a_run_that_was_killed_before_its_first_link_has_one_afterwards(tmp_path: Path) -> None:
+    """The kill came between the first commit and ``latest``; the next launch points it, with nothing to train."""
+    launch = Launches(tmp_path, (str(tmp_path / "run"), {}))
+    launch("resume", 0, 3)
+    latest = tmp_path / "run" / "latest.pt"
+    latest.unlink()
+    assert launch("resume", 0, 3).said == {}
+    assert latest.readlink() == Path("ba3.pt")
+
+
 def test_a_damaged_newest_begins_a_new_attempt_that_is_resumed(tmp_path: Path) -> None:
     """Batch 6 is damaged and passed over; what is saved after that comes before it in the next resume."""
     launch = Launches(tmp_path, (str(tmp_path / "run"), {}))

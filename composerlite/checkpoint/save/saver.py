@@ -308,20 +308,22 @@ class Saver:
                 self.catalog.delete(manifest)
 
     def _catch_up(self, newest: Manifest, state: SavedState) -> None:
-        """Point ``latest`` to ``newest`` if a kill came between its commit and that."""
+        """Point ``latest`` to ``newest`` if a kill came between its commit and that, of the first one too."""
         assert self.latest_filename is not None
         name = format_name_with_dist_and_time(
             self.latest_filename.filename, state.run_name, state.timestamp, **FIRST_RANK
         )
         link = self._root / name
+        behind = not os.path.lexists(link)
         if link.is_symlink():
             target = os.path.relpath(link.parent / link.readlink(), self._root)
             its = newest.run_name, newest.template
             own = {m.name: m.order for m in self.catalog.manifests() if (m.run_name, m.template) == its}
             order = own.get(target)  # another's link is left alone
-            if order is not None and order < newest.order:
-                self.catalog.point_latest(name, newest.name)
-                self._point_links_of_ranks(newest, state)
+            behind = order is not None and order < newest.order
+        if behind:
+            self.catalog.point_latest(name, newest.name)
+            self._point_links_of_ranks(newest, state)
 
     def _point_links_of_ranks(self, newest: Manifest, state: SavedState) -> None:
         """The same for the links of the other ranks, where each has a file."""

@@ -232,8 +232,8 @@ class Sharded(Parallel):
             if not isinstance(e, CheckpointError):
                 raise
             raise TrainingError(
-                "activation_checkpointing=True: a block gave other tensors when the backward pass computed it again. Its "
-                "forward keeps something from one call to the next, such as a cache of keys and values: leave that out "
+                "activation_checkpointing=True: a block gave other tensors when the backward pass computed it again. "
+                "Its forward keeps something from one call to the next, such as a cache of keys and values: leave that out "
                 "while self.training is true, or leave out activation_checkpointing."
             ) from e
 
