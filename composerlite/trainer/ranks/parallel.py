@@ -233,8 +233,8 @@ class Sharded(Parallel):
                 raise
             raise TrainingError(
                 "activation_checkpointing=True: a block gave other tensors when the backward pass computed it again. "
-                "Its forward keeps something from one call to the next, such as a cache of keys and values: leave that out "
-                "while self.training is true, or leave out activation_checkpointing."
+                "Its forward keeps something from one call to the next, such as a cache of keys and values: leave that "
+                "out while self.training is true, or leave out activation_checkpointing."
             ) from e
 
     def reduce(self, model: nn.Module) -> None:
