@@ -49,7 +49,7 @@ class Machine(RuleBasedStateMachine):
         self.history, self.planted = History(), Planted()
         self.owners: dict[int, Project] = {}
         self.damaged: dict[Path, int] = {}  # the attempt that they were of
-        self.marks: dict[Path, tuple[int, int] | None] = {}
+        self.marks: dict[tuple[Path, tuple[int, int] | None], int] = {}  # the same of all there ever were
         self.launches = 0
         self.names = 0
         self.has_pipe = False
@@ -228,13 +228,11 @@ class Machine(RuleBasedStateMachine):
 
     def note_damage(self, path: Path, attempt: int) -> None:
         """The data at ``path``, of a checkpoint of ``attempt``, are not what was saved, until they are another file."""
-        self.damaged[path], self.marks[path] = attempt, _mark(path)
+        self.damaged[path] = self.marks[path, _mark(path)] = attempt
 
     def look_for_mended(self) -> None:
-        """What was damaged may have been written over, or set aside."""
-        for path, status in list(self.marks.items()):
-            if _mark(path) != status:
-                del self.marks[path], self.damaged[path]
+        """What was damaged may have been written over, or set aside; a commit that is undone puts it back."""
+        self.damaged = {path: attempt for (path, mark), attempt in self.marks.items() if _mark(path) == mark}
 
     @invariant()
     def everything_is_as_it_has_to_be(self) -> None:

@@ -209,7 +209,8 @@ def test_the_first_save_of_a_run_waits_for_no_memory(tmp_path: Path, form: str, 
             assert pipeline.prepared()
     finally:
         pipeline.close()
-    assert copied == [False, True, True]
+    assert copied[1:] == [True, True]
+    assert prepares or not copied[0]  # where memory was got ready quickly, the first is a copy, too
     for path, value in expected.items():
         assert_holds(path, state, value)
     assert temporaries(tmp_path) == []
