@@ -83,8 +83,9 @@ def entries_of(folder: Path, damaged: set[Path]) -> list[Entry]:
         if f"{manifest['name']}.json" != str(path.relative_to(records)):
             continue
         data = folder / manifest["name"]
-        if not data.is_dir() and len(manifest["files"]) == 1:  # one that replaced another in a bucket has its own name
-            data = folder / manifest["files"][0]["path"]
+        paths = [Path(record["path"]) for record in manifest["files"]]
+        if len(paths) == 1 and not paths[0].is_absolute() and ".." not in paths[0].parts and not data.is_dir():
+            data = folder / paths[0]  # one that replaced another in a bucket may have a name of its own
         line: Line | None = None
         if data not in damaged:
             if not data.is_file() and not (data / ".metadata").is_file():
