@@ -5,8 +5,9 @@ Each is imported when it is first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from composerlite.on_demand import lazy_names
 
 if TYPE_CHECKING:
     from composerlite.callbacks.checkpoint_saver import CheckpointSaver
@@ -31,26 +32,15 @@ __all__ = [
     "SpeedMonitor",
 ]
 
-_HOMES = {
-    "CheckpointSaver": "checkpoint_saver",
-    "EarlyStopper": "early_stopper",
-    "GoodputMonitor": "goodput_monitor",
-    "LRMonitor": "monitors",
-    "LoadCheckpoint": "load_checkpoint",
-    "MemoryMonitor": "monitors",
-    "NaNMonitor": "monitors",
-    "OptimizerMonitor": "monitors",
-    "PreemptionHandler": "preemption",
-    "RuntimeEstimator": "speed_monitor",
-    "SpeedMonitor": "speed_monitor",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'composerlite.callbacks' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"composerlite.callbacks.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        ".checkpoint_saver": ["CheckpointSaver"],
+        ".early_stopper": ["EarlyStopper"],
+        ".goodput_monitor": ["GoodputMonitor"],
+        ".load_checkpoint": ["LoadCheckpoint"],
+        ".monitors": ["LRMonitor", "MemoryMonitor", "NaNMonitor", "OptimizerMonitor"],
+        ".preemption": ["PreemptionHandler"],
+        ".speed_monitor": ["RuntimeEstimator", "SpeedMonitor"],
+    },
+)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from composerlite import dist
-from composerlite.core import Callback
+from composerlite.core import Callback, by_class
 from composerlite.errors import ConfigError, TrainingError, checked_arguments, did_you_mean
 
 if TYPE_CHECKING:
@@ -136,13 +136,9 @@ class LRMonitor(Callback):
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         # At BATCH_END the schedulers have already set the rates of the next batch.
-        classes: list[str] = []
-        for optimizer in state.optimizers:
-            name = type(optimizer).__qualname__
-            number = classes.count(name)
-            classes.append(name)
+        for name, optimizer in by_class(state.optimizers).items():
             for index, group in enumerate(optimizer.param_groups):
-                self._rates[f"lr-{name}{f':{number}' if number else ''}/group{index}"] = float(group["lr"])
+                self._rates[f"lr-{name}/group{index}"] = float(group["lr"])
 
     def batch_end(self, state: State, logger: Logger) -> None:
         logger.log_metrics(self._rates)

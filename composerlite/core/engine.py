@@ -11,7 +11,7 @@ from typing import TypeAlias, cast
 from composerlite.core.algorithm import Algorithm
 from composerlite.core.callback import Callback, Logger, LoggerDestination
 from composerlite.core.event import Event
-from composerlite.core.state.serialization import stable_names
+from composerlite.core.state.run_state import by_class
 from composerlite.core.state.state import State
 
 __all__ = ["AlgorithmPass", "Engine", "Trace", "Traces", "algorithms_of", "callbacks_of"]
@@ -162,8 +162,7 @@ class Engine:
         if self._closed:
             raise RuntimeError("this trainer is closed: build a new Trainer to go on.")
         self._algorithms = tuple(algorithms_of(self.state))
-        named = stable_names((type(a).__qualname__, a) for a in self._algorithms)
-        self._names = {id(algorithm): name for name, algorithm in named.items()}
+        self._names = {id(algorithm): name for name, algorithm in by_class(self._algorithms).items()}
         callbacks = callbacks_of(self.state)
         loggers = [c for c in callbacks if isinstance(c, LoggerDestination)]
         others = [c for c in callbacks if not isinstance(c, LoggerDestination)]

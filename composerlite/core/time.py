@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from datetime import timedelta
 from enum import StrEnum
 from fractions import Fraction
-from typing import Any, TypeAlias, final
+from functools import total_ordering
+from typing import Any, NamedTuple, TypeAlias, final
 
 from composerlite.errors import ConfigError
 
@@ -40,6 +42,7 @@ _HOW = "want a count and a unit, as in '10ba', '2ep', '1e9tok', '100sp', '0.25du
 
 
 @final
+@total_ordering
 class Time:
     """An amount of training: a value and a :class:`TimeUnit`. Immutable and hashable.
 
@@ -178,21 +181,9 @@ class Time:
         value = self._same_unit(other)
         return NotImplemented if value is None else self._value == value
 
-    def __lt__(self, other: TimeInput) -> bool:
+    def __lt__(self, other: Time | str | int | float | timedelta) -> bool:
         value = self._same_unit(other)
         return NotImplemented if value is None else self._value < value
-
-    def __le__(self, other: TimeInput) -> bool:
-        value = self._same_unit(other)
-        return NotImplemented if value is None else self._value <= value
-
-    def __gt__(self, other: TimeInput) -> bool:
-        value = self._same_unit(other)
-        return NotImplemented if value is None else self._value > value
-
-    def __ge__(self, other: TimeInput) -> bool:
-        value = self._same_unit(other)
-        return NotImplemented if value is None else self._value >= value
 
     def __add__(self, other: TimeInput) -> Time:
         value = self._same_unit(other)
@@ -254,44 +245,66 @@ def ensure_time(maybe_time: TimeInput, int_unit: str | TimeUnit) -> Time:
     return Time.from_input(maybe_time, int_unit)
 
 
-_COUNTS = (
-    "iteration",
-    "epoch",
-    "batch",
-    "sample",
-    "token",
-    "epoch_in_iteration",
-    "token_in_iteration",
-    "batch_in_epoch",
-    "sample_in_epoch",
-    "token_in_epoch",
-)
-_CLOCKS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
-_FIELDS = _COUNTS + _CLOCKS
-_UNITS = {"iteration": "iter", "epoch": "ep", "batch": "ba", "sample": "sp", "token": "tok"}
 MICROSECONDS = 1_000_000
 """Microseconds in a second: the resolution of a timestamp's clocks."""
 
-_INDEX: dict[TimeUnit, int] = {
-    TimeUnit.ITERATION: 0,
-    TimeUnit.EPOCH: 1,
-    TimeUnit.BATCH: 2,
-    TimeUnit.SAMPLE: 3,
-    TimeUnit.TOKEN: 4,
-    TimeUnit.SECOND: 10,
+
+class _Fields(NamedTuple):
+    """The bare numbers of a :class:`Timestamp`: ten counts, and four clocks in microseconds."""
+
+    iteration: int = 0
+    epoch: int = 0
+    batch: int = 0
+    sample: int = 0
+    token: int = 0
+    epoch_in_iteration: int = 0
+    token_in_iteration: int = 0
+    batch_in_epoch: int = 0
+    sample_in_epoch: int = 0
+    token_in_epoch: int = 0
+    total_wct: int = 0
+    iteration_wct: int = 0
+    epoch_wct: int = 0
+    batch_wct: int = 0
+
+
+_CLOCKS = tuple(name for name in _Fields._fields if name.endswith("_wct"))
+_TOTALS = {
+    TimeUnit.ITERATION: "iteration",
+    TimeUnit.EPOCH: "epoch",
+    TimeUnit.BATCH: "batch",
+    TimeUnit.SAMPLE: "sample",
+    TimeUnit.TOKEN: "token",
+    TimeUnit.SECOND: "total_wct",
 }
+_INDEX = {unit: _Fields._fields.index(name) for unit, name in _TOTALS.items()}
+_UNITS = {name: unit for unit, name in _TOTALS.items()}
 
 
-def _clock(value: timedelta | int | float | Time) -> timedelta:
-    return value if isinstance(value, timedelta) else timedelta(seconds=float(value))
+def _field(name: str, convert: Callable[[int], object]) -> Any:
+    """A read-only attribute of :class:`Timestamp`: the number ``name`` of its ``fields``, converted."""
+    index = _Fields._fields.index(name)
+    return property(lambda stamp: convert(stamp.fields[index]))
+
+
+def _timedelta(microseconds: int) -> timedelta:
+    return timedelta(microseconds=microseconds)
 
 
 def _microseconds(value: timedelta | int | float | Time) -> int:
-    return round(_clock(value) / timedelta(microseconds=1))
+    clock = value if isinstance(value, timedelta) else timedelta(seconds=float(value))
+    return round(clock / timedelta(microseconds=1))
 
 
-def _count(name: str, value: int | float | Time | timedelta) -> int:
-    unit = TimeUnit(_UNITS[name.split("_")[0]])
+def _bare(name: str, value: int | float | Time | timedelta) -> int:
+    """The value given for the field ``name`` as the number that is kept.
+
+    Raises:
+        ConfigError: a count that is no whole number, is negative or has another unit.
+    """
+    if name in _CLOCKS:
+        return _microseconds(value)
+    unit = _UNITS[name.split("_")[0]]
     if isinstance(value, Time) and value.unit is not unit:
         raise ConfigError(f"Timestamp({name}={value}): want a count in {unit.value!r}.")
     if isinstance(value, str | timedelta) or int(value) != value or int(value) < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -300,6 +313,7 @@ def _count(name: str, value: int | float | Time | timedelta) -> int:
 
 
 @final
+@total_ordering
 class Timestamp:
     """Where a run stands: ten counts and four wall-clock times, fourteen fields in all. Immutable.
 
@@ -308,87 +322,45 @@ class Timestamp:
     """
 
     __slots__ = ("fields",)
-    fields: tuple[int, ...]
+    fields: _Fields
     """The bare numbers: ten counts, and four clocks in microseconds."""
 
+    iteration: Time = _field("iteration", Time.from_iteration)
+    """Iterations completed."""
+    epoch: Time = _field("epoch", Time.from_epoch)
+    """Epochs completed."""
+    batch: Time = _field("batch", Time.from_batch)
+    """Batches completed: the number of optimizer steps."""
+    sample: Time = _field("sample", Time.from_sample)
+    """Samples seen by all ranks."""
+    token: Time = _field("token", Time.from_token)
+    """Tokens seen by all ranks."""
+    epoch_in_iteration: Time = _field("epoch_in_iteration", Time.from_epoch)
+    """Epochs completed in this iteration."""
+    token_in_iteration: Time = _field("token_in_iteration", Time.from_token)
+    """Tokens seen in this iteration."""
+    batch_in_epoch: Time = _field("batch_in_epoch", Time.from_batch)
+    """Batches completed in this epoch."""
+    sample_in_epoch: Time = _field("sample_in_epoch", Time.from_sample)
+    """Samples seen in this epoch."""
+    token_in_epoch: Time = _field("token_in_epoch", Time.from_token)
+    """Tokens seen in this epoch."""
+    total_wct: timedelta = _field("total_wct", _timedelta)
+    """Wall-clock time of training so far."""
+    iteration_wct: timedelta = _field("iteration_wct", _timedelta)
+    """Wall-clock time of this iteration."""
+    epoch_wct: timedelta = _field("epoch_wct", _timedelta)
+    """Wall-clock time of this epoch."""
+    batch_wct: timedelta = _field("batch_wct", _timedelta)
+    """Wall-clock time of the last batch."""
+
     def __init__(self, **fields: int | float | Time | timedelta) -> None:
-        unknown = sorted(fields.keys() - set(_FIELDS))
+        unknown = sorted(fields.keys() - set(_Fields._fields))
         if unknown:
-            raise ConfigError(f"Timestamp has no field {', '.join(unknown)}. Fields: {', '.join(_FIELDS)}.")
-        counts = [_count(name, fields.get(name, 0)) for name in _COUNTS]
-        self.fields = (*counts, *(_microseconds(fields.get(name, 0)) for name in _CLOCKS))
+            raise ConfigError(f"Timestamp has no field {', '.join(unknown)}. Fields: {', '.join(_Fields._fields)}.")
+        self.fields = _Fields(**{name: _bare(name, value) for name, value in fields.items()})
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
-    @property
-    def iteration(self) -> Time:
-        """Iterations completed."""
-        return Time(self.fields[0], TimeUnit.ITERATION)
-
-    @property
-    def epoch(self) -> Time:
-        """Epochs completed."""
-        return Time(self.fields[1], TimeUnit.EPOCH)
-
-    @property
-    def batch(self) -> Time:
-        """Batches completed: the number of optimizer steps."""
-        return Time(self.fields[2], TimeUnit.BATCH)
-
-    @property
-    def sample(self) -> Time:
-        """Samples seen by all ranks."""
-        return Time(self.fields[3], TimeUnit.SAMPLE)
-
-    @property
-    def token(self) -> Time:
-        """Tokens seen by all ranks."""
-        return Time(self.fields[4], TimeUnit.TOKEN)
-
-    @property
-    def epoch_in_iteration(self) -> Time:
-        """Epochs completed in this iteration."""
-        return Time(self.fields[5], TimeUnit.EPOCH)
-
-    @property
-    def token_in_iteration(self) -> Time:
-        """Tokens seen in this iteration."""
-        return Time(self.fields[6], TimeUnit.TOKEN)
-
-    @property
-    def batch_in_epoch(self) -> Time:
-        """Batches completed in this epoch."""
-        return Time(self.fields[7], TimeUnit.BATCH)
-
-    @property
-    def sample_in_epoch(self) -> Time:
-        """Samples seen in this epoch."""
-        return Time(self.fields[8], TimeUnit.SAMPLE)
-
-    @property
-    def token_in_epoch(self) -> Time:
-        """Tokens seen in this epoch."""
-        return Time(self.fields[9], TimeUnit.TOKEN)
-
-    @property
-    def total_wct(self) -> timedelta:
-        """Wall-clock time of training so far."""
-        return timedelta(microseconds=self.fields[10])
-
-    @property
-    def iteration_wct(self) -> timedelta:
-        """Wall-clock time of this iteration."""
-        return timedelta(microseconds=self.fields[11])
-
-    @property
-    def epoch_wct(self) -> timedelta:
-        """Wall-clock time of this epoch."""
-        return timedelta(microseconds=self.fields[12])
-
-    @property
-    def batch_wct(self) -> timedelta:
-        """Wall-clock time of the last batch."""
-        return timedelta(microseconds=self.fields[13])
-
     def get(self, unit: str | TimeUnit) -> Time:
         """How much of ``unit`` has been done. ``dur`` is not known here: ask ``State.get_elapsed_duration``."""
         unit = TimeUnit(unit)
@@ -409,6 +381,13 @@ class Timestamp:
         return _INDEX[unit]
 
     # ── moving on ────────────────────────────────────────────────────────────────────────────────────────────────
+    @classmethod
+    def _of(cls, fields: _Fields) -> Timestamp:
+        """The timestamp of ``fields``, which are not checked."""
+        new = object.__new__(cls)
+        new.fields = fields
+        return new
+
     def copy(self, **changes: int | float | Time | timedelta) -> Timestamp:
         """The same timestamp with some fields changed."""
         return Timestamp(**{**self.state_dict(), **changes})
@@ -422,90 +401,74 @@ class Timestamp:
     def after_batch(self, samples: int, tokens: int, microseconds: int) -> Timestamp:
         """:meth:`to_next_batch` on bare numbers: runs once per step, and does nothing that is not needed."""
         i, e, b, s, t, ei, ti, be, se, te, wct, iwct, ewct, _ = self.fields
-        new = object.__new__(Timestamp)
-        new.fields = (
+        return self._of(_Fields(
             i, e, b + 1, s + samples, t + tokens, ei, ti + tokens, be + 1, se + samples, te + tokens,
             wct + microseconds, iwct + microseconds, ewct + microseconds, microseconds,
-        )  # fmt: skip
-        return new
+        ))  # fmt: skip
 
     def to_next_epoch(self, duration: timedelta | float = 0.0) -> Timestamp:
         """At the start of the next epoch. ``duration`` is time since the last batch that belongs to training."""
-        return self.copy(
-            epoch=self.fields[1] + 1,
-            epoch_in_iteration=self.fields[5] + 1,
-            batch_in_epoch=0,
-            sample_in_epoch=0,
-            token_in_epoch=0,
-            total_wct=self.total_wct + _clock(duration),
-            iteration_wct=self.iteration_wct + _clock(duration),
-            epoch_wct=0.0,
-            batch_wct=0.0,
+        now, passed = self.at_start_of_epoch().fields, _microseconds(duration)
+        return self._of(
+            now._replace(
+                epoch=now.epoch + 1,
+                epoch_in_iteration=now.epoch_in_iteration + 1,
+                total_wct=now.total_wct + passed,
+                iteration_wct=now.iteration_wct + passed,
+            )
         )
 
     def at_start_of_epoch(self) -> Timestamp:
         """At the start of the epoch that was begun: none of it is done."""
-        return self.copy(batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0, epoch_wct=0.0, batch_wct=0.0)
+        return self._of(
+            self.fields._replace(batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0, epoch_wct=0, batch_wct=0)
+        )
 
     def to_next_iteration(self, duration: timedelta | float = 0.0) -> Timestamp:
         """At the start of the next iteration."""
-        return self.copy(
-            iteration=self.fields[0] + 1,
-            epoch_in_iteration=0,
-            token_in_iteration=0,
-            total_wct=self.total_wct + _clock(duration),
-            iteration_wct=0.0,
-            epoch_wct=0.0,
-            batch_wct=0.0,
+        now = self.fields
+        return self._of(
+            now._replace(
+                iteration=now.iteration + 1,
+                epoch_in_iteration=0,
+                token_in_iteration=0,
+                total_wct=now.total_wct + _microseconds(duration),
+                iteration_wct=0,
+                epoch_wct=0,
+                batch_wct=0,
+            )
         )
 
     # ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────
     def state_dict(self) -> dict[str, Any]:
         """The fourteen fields: ints, and ``timedelta`` for the clocks."""
-        fields = dict(zip(_FIELDS, self.fields, strict=True))
-        return {**fields, **{name: timedelta(microseconds=fields[name]) for name in _CLOCKS}}
+        return {**self.fields._asdict(), **{name: getattr(self, name) for name in _CLOCKS}}
 
     def plain(self) -> dict[str, int | float]:
         """The fourteen fields as numbers, clocks in seconds; :meth:`from_state_dict` reads them back exactly."""
-        fields = dict(zip(_FIELDS, self.fields, strict=True))
+        fields = self.fields._asdict()
         return {**fields, **{name: fields[name] / MICROSECONDS for name in _CLOCKS}}
 
     @classmethod
     def from_state_dict(cls, state_dict: dict[str, Any]) -> Timestamp:
         """The timestamp that :meth:`state_dict` described. Fields that an older version did not have are zero."""
-        return cls(**{name: value for name, value in state_dict.items() if name in _FIELDS})
+        return cls(**{name: value for name, value in state_dict.items() if name in _Fields._fields})
 
     # ── comparing ────────────────────────────────────────────────────────────────────────────────────────────────
-    def _pair(self, other: TimeInput) -> tuple[int | float, int | float]:
-        time = Time.from_input(other)
-        return self.count(time.unit), time.value
-
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Timestamp):
             return self.fields == other.fields
-        if isinstance(other, Time | str):
-            mine, theirs = self._pair(other)
-            return mine == theirs
+        if isinstance(other, Time | str | timedelta):
+            time = Time.from_input(other)
+            return self.count(time.unit) == time.value
         return NotImplemented
 
     def __hash__(self) -> int:
         return hash(self.fields)
 
     def __lt__(self, other: TimeInput) -> bool:
-        mine, theirs = self._pair(other)
-        return mine < theirs
-
-    def __le__(self, other: TimeInput) -> bool:
-        mine, theirs = self._pair(other)
-        return mine <= theirs
-
-    def __gt__(self, other: TimeInput) -> bool:
-        mine, theirs = self._pair(other)
-        return mine > theirs
-
-    def __ge__(self, other: TimeInput) -> bool:
-        mine, theirs = self._pair(other)
-        return mine >= theirs
+        time = Time.from_input(other)
+        return self.count(time.unit) < time.value
 
     def __repr__(self) -> str:
         return f"Timestamp({', '.join(f'{k}={v!r}' for k, v in self.state_dict().items())})"

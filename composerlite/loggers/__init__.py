@@ -5,10 +5,10 @@ Each is imported when it is first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from composerlite.core import Logger, LoggerDestination
+from composerlite.on_demand import lazy_names
 
 if TYPE_CHECKING:
     from composerlite.loggers.console import ConsoleLogger
@@ -37,25 +37,18 @@ __all__ = [
     "WandBLogger",
 ]
 
-_HOMES = {
-    "CSVLogger": "csv_file",
-    "ConsoleLogger": "console",
-    "FileLogger": "file",
-    "InMemoryLogger": "in_memory",
-    "JSONLLogger": "json_lines",
-    "MLFlowLogger": "services.mlflow",
-    "ProgressBarLogger": "progress_bar",
-    "RemoteUploaderDownloader": "remote_uploader_downloader",
-    "TensorboardLogger": "services.tensorboard",
-    "WandBLogger": "services.wandb",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'composerlite.loggers' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"composerlite.loggers.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        ".console": ["ConsoleLogger"],
+        ".csv_file": ["CSVLogger"],
+        ".file": ["FileLogger"],
+        ".in_memory": ["InMemoryLogger"],
+        ".json_lines": ["JSONLLogger"],
+        ".progress_bar": ["ProgressBarLogger"],
+        ".remote_uploader_downloader": ["RemoteUploaderDownloader"],
+        ".services.mlflow": ["MLFlowLogger"],
+        ".services.tensorboard": ["TensorboardLogger"],
+        ".services.wandb": ["WandBLogger"],
+    },
+)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from composerlite.on_demand import lazy_names
+
 if TYPE_CHECKING:
     from composerlite.checkpoint import load_checkpoint, safe_torch_load, save_checkpoint
     from composerlite.checkpoint.format.packing import KNOWN_COMPRESSORS, get_compressor, is_compressed_pt, is_tar
@@ -61,38 +63,36 @@ __all__ = [
     "save_checkpoint",
 ]
 
+_LAZY, __dir__ = lazy_names(
+    __name__,
+    {
+        "composerlite.checkpoint": ["load_checkpoint", "safe_torch_load", "save_checkpoint"],
+        "composerlite.checkpoint.format.packing": [
+            "KNOWN_COMPRESSORS",
+            "get_compressor",
+            "is_compressed_pt",
+            "is_tar",
+        ],
+        "composerlite.checkpoint.load.download": ["download_checkpoint", "get_file"],
+        "composerlite.checkpoint.record.contents": ["glob_filter"],
+        "composerlite.checkpoint.record.naming": [
+            "PartialFilePath",
+            "format_name_with_dist",
+            "format_name_with_dist_and_time",
+            "get_save_filename",
+        ],
+        "composerlite.core": ["FSDPConfig", "ParallelismConfig", "TPConfig", "create_interval_scheduler"],
+        "composerlite.errors": ["ObjectStoreTransientError"],
+        "composerlite.storage": ["ObjectStore", "maybe_create_object_store_from_uri", "parse_uri", "retry"],
+        "composerlite.storage.stores.gcs": ["GCSObjectStore"],
+        "composerlite.storage.stores.libcloud": ["LibcloudObjectStore"],
+        "composerlite.storage.stores.oci": ["OCIObjectStore"],
+        "composerlite.storage.stores.s3": ["S3ObjectStore"],
+        "composerlite.storage.stores.sftp": ["SFTPObjectStore"],
+    },
+)
 _MODULES = ("checkpoint", "dist", "object_store", "reproducibility")
-_HOMES = {
-    **dict.fromkeys(("FSDPConfig", "ParallelismConfig", "TPConfig", "create_interval_scheduler"), "composerlite.core"),
-    **dict.fromkeys(
-        ("PartialFilePath", "format_name_with_dist", "format_name_with_dist_and_time", "get_save_filename"),
-        "composerlite.checkpoint.record.naming",
-    ),
-    "glob_filter": "composerlite.checkpoint.record.contents",
-    "ObjectStoreTransientError": "composerlite.errors",
-    "S3ObjectStore": "composerlite.storage.stores.s3",
-    "GCSObjectStore": "composerlite.storage.stores.gcs",
-    "OCIObjectStore": "composerlite.storage.stores.oci",
-    "LibcloudObjectStore": "composerlite.storage.stores.libcloud",
-    "SFTPObjectStore": "composerlite.storage.stores.sftp",
-    **dict.fromkeys(
-        ("ObjectStore", "maybe_create_object_store_from_uri", "parse_uri", "retry"), "composerlite.storage"
-    ),
-    **dict.fromkeys(("download_checkpoint", "get_file"), "composerlite.checkpoint.load.download"),
-    **dict.fromkeys(
-        ("KNOWN_COMPRESSORS", "get_compressor", "is_compressed_pt", "is_tar"), "composerlite.checkpoint.format.packing"
-    ),
-}
-"""Where a name lives that is not in ``composerlite.checkpoint``."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"composerlite.utils.{name}")
-    if name not in __all__:
-        raise AttributeError(f"module 'composerlite.utils' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES.get(name, "composerlite.checkpoint")), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    return importlib.import_module(f"{__name__}.{name}") if name in _MODULES else _LAZY(name)

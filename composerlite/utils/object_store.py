@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from composerlite.errors import ObjectStoreTransientError
+from composerlite.on_demand import lazy_names
 from composerlite.storage import ObjectStore
 
 if TYPE_CHECKING:
@@ -25,9 +26,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'composerlite.utils.object_store' has no attribute {name!r}")
-    import composerlite.utils
-
-    return getattr(composerlite.utils, name)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "composerlite.storage.stores.gcs": ["GCSObjectStore"],
+        "composerlite.storage.stores.libcloud": ["LibcloudObjectStore"],
+        "composerlite.storage.stores.oci": ["OCIObjectStore"],
+        "composerlite.storage.stores.s3": ["S3ObjectStore"],
+        "composerlite.storage.stores.sftp": ["SFTPObjectStore"],
+    },
+)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from composerlite.algorithms import BlurConv2d, BlurMaxPool2d, BlurPool, apply_blurpool
 from composerlite.core import Algorithm, Engine, Event, Logger, State
-from composerlite.core.state.serialization import rebuilt
+from composerlite.core.state.restoring import rebuilt
 from composerlite.errors import ConfigError
 
 BLUR = torch.tensor([[1.0, 2, 1], [2, 4, 2], [1, 2, 1]]) / 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -21,7 +21,10 @@ from composerlite.types import Batch, Lineage, StateDict, Stateful
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-__all__ = ["KeptAlgorithm", "KeptCallback", "RunState"]
+__all__ = ["KeptAlgorithm", "KeptCallback", "RunState", "by_class", "by_key"]
+
+T = TypeVar("T")
+K = TypeVar("K", bound="KeptCallback")
 
 
 class KeptCallback(Protocol):
@@ -329,3 +332,25 @@ def _length(dataloader: Iterable[Batch] | None) -> int | None:
         return len(dataloader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):  # a DataLoader over an IterableDataset has __len__ and no length
         return None
+
+
+# ── names in checkpoints ────────────────────────────────────────────────────────────────────────────────────────────
+def _stable_names(items: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Name each item: the first of a name keeps it, the next ones get ``:1``, ``:2``, … in order."""
+    named: dict[str, T] = {}
+    count: dict[str, int] = {}
+    for name, item in items:
+        number = count.get(name, 0)
+        count[name] = number + 1
+        named[name if number == 0 else f"{name}:{number}"] = item
+    return named
+
+
+def by_class(items: Iterable[T]) -> dict[str, T]:
+    """Optimizers and schedulers by the names of their classes."""
+    return _stable_names((type(item).__qualname__, item) for item in items)
+
+
+def by_key(items: Iterable[K]) -> dict[str, K]:
+    """Callbacks and algorithms by their state keys."""
+    return _stable_names((item.state_key, item) for item in items)
