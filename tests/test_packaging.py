@@ -109,7 +109,7 @@ def test_type_checkers_find_the_types() -> None:
 
 
 # ── weight ───────────────────────────────────────────────────────────────────────────────────────────────────────
-LATER = ["omegaconf", "rich", "sklearn", "tensorboard", "torchmetrics", "typer"]
+LATER = ["click", "omegaconf", "rich", "sklearn", "tensorboard", "torchmetrics"]
 
 
 @pytest.mark.parametrize(

@@ -1,100 +1,107 @@
-"""What ``composerlite checkpoint convert`` and ``unshard`` do."""
+"""``composerlite checkpoint convert`` and ``unshard``. What takes torch is imported when they are run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from composerlite.checkpoint import Manifest, UnshardStrategy, unshard_checkpoint
-from composerlite.checkpoint.format.packing import format_of
-from composerlite.checkpoint.tools import (
-    is_huggingface_folder,
-    model_directory,
-    pointed,
-    whole_contents,
-    write_directory,
-    write_file,
-    write_safetensors,
-)
-from composerlite.cli.inspection import the_one
+from composerlite.checkpoint.tools.pointing import pointed
+from composerlite.cli import options
 from composerlite.cli.output import print_json
-from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
-from composerlite.models import huggingface_contents, write_huggingface_pretrained_from_composer_checkpoint
+from composerlite.errors import CheckpointExistsError, ConfigError
 from composerlite.storage import is_uri, parse_uri
 
-__all__ = ["Cut", "convert", "unshard"]
+if TYPE_CHECKING:
+    from composerlite.checkpoint import Manifest
+
+__all__ = ["convert", "unshard"]
 
 
-@final
-@dataclass(frozen=True)
-class Cut:
-    """How files are cut: into one, into one for each tensor, or into several of about one size.
-
-    Raises:
-        ConfigError: two ways are asked for.
-    """
-
-    per_tensor: bool
-    chunk_bytes: int | None
-
-    def __post_init__(self) -> None:
-        if self.per_tensor and self.chunk_bytes is not None:
-            raise ConfigError(f"--per-tensor --chunk-bytes {self.chunk_bytes}: want one of them.")
-
-    @property
-    def strategy(self) -> UnshardStrategy:
-        """As ``unshard_checkpoint`` takes it."""
-        if self.chunk_bytes is not None:
-            return UnshardStrategy.chunks(self.chunk_bytes)
-        return UnshardStrategy.one_file_per_tensor() if self.per_tensor else UnshardStrategy.one_file()
-
-
+@click.command()
+@options.checkpoint
+@click.argument("folder", metavar="FOLDER", help="The folder to write to.")
+@click.option("--safetensors", is_flag=True, help="Write safetensors, of the model alone.")
+@click.option("--optim/--no-optim", default=None, help="Write the optimizer, too. If there is one, if not said.")
+@click.option("--per-tensor", is_flag=True, help="A file for each tensor.")
+@click.option("--chunk-bytes", type=click.IntRange(min=1), metavar="BYTES", help="Files of about so many bytes.")
+@click.option("--overwrite", is_flag=True, help="Write to a folder that is not empty.")
+@options.as_json
 def unshard(
-    text: str, folder: str, cut: Cut, *, safetensors: bool, optim: bool | None, overwrite: bool, as_json: bool
+    checkpoint: str,
+    folder: str,
+    safetensors: bool,
+    optim: bool | None,
+    per_tensor: bool,
+    chunk_bytes: int | None,
+    overwrite: bool,
+    as_json: bool,
 ) -> None:
-    """Write the model, and the optimizer, of a sharded checkpoint to files; of one of DeepSpeed the model, to one.
+    """Write the model, and the optimizer, of the sharded CHECKPOINT to files that torch.load or safetensors opens.
 
-    Raises:
-        ConfigError: it is no directory, or see ``unshard_checkpoint``.
-        CheckpointError: see there.
+    Of one of DeepSpeed it is the model, in one file.
     """
-    with pointed(text) as target:
-        found = the_one(target, text)
-        if found.manifest is not None and found.manifest.kind == "deepspeed":
+    from composerlite.checkpoint import UnshardStrategy, unshard_checkpoint
+    from composerlite.checkpoint.tools.inspecting import model_directory
+
+    if per_tensor and chunk_bytes is not None:
+        raise ConfigError(f"--per-tensor --chunk-bytes {chunk_bytes}: want one of them.")
+    strategy = UnshardStrategy.one_file_per_tensor() if per_tensor else UnshardStrategy.one_file()
+    if chunk_bytes is not None:
+        strategy = UnshardStrategy.chunks(chunk_bytes)
+    with pointed(checkpoint) as target:
+        found = target.the_one()
+        if found.kind == "deepspeed":
             directory = target.place.uri(found.name)
         else:
             directory = model_directory(target.place, found)
         if directory is None:
-            raise ConfigError(f"{text!r} is one file already: 'convert' writes it in another form.")
-        model, optimizer = unshard_checkpoint(
+            raise ConfigError(f"{checkpoint!r} is one file already: 'convert' writes it in another form.")
+        written = unshard_checkpoint(
             directory,
             folder,
             optim=optim,
             save_overwrite=overwrite,
             use_safetensors=safetensors,
-            unshard_strategy=cut.strategy,
+            unshard_strategy=strategy,
             quiet=True,
         )
-    written = {"model": str(model), "optim": None if optimizer is None else str(optimizer)}
     if as_json:
-        print_json(written)
+        model, optimizer = written
+        print_json({"model": str(model), "optim": None if optimizer is None else str(optimizer)})
     else:
-        for path in filter(None, written.values()):
-            typer.echo(f"wrote {path}")
+        for path in filter(None, written):
+            click.echo(f"wrote {path}")
 
 
-def convert(text: str, target: str, *, to: str | None, dtype: str | None, overwrite: bool, as_json: bool) -> None:
-    """Write a checkpoint in the form that the end of the name ``target`` tells, or ``to``.
+@click.command()
+@options.checkpoint
+@click.argument("target", metavar="[TARGET]", required=False, help="The file or directory to write.")
+@click.option("-o", "--output", metavar="TARGET", help="Another way to say TARGET.")
+@click.option("--to", metavar="FORM", help="huggingface: a folder for from_pretrained.")
+@click.option("--dtype", metavar="TYPE", help="Of the weights, with --to huggingface: bfloat16.")
+@options.overwrite
+@options.as_json
+def convert(
+    checkpoint: str,
+    target: str | None,
+    output: str | None,
+    to: str | None,
+    dtype: str | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Write CHECKPOINT in another form, which the end of TARGET's name tells, or --to.
 
-    Raises:
-        ConfigError: the name promises what is not written, or is a URI; ``to`` or ``dtype`` is none, or one forbids the
-            other.
-        CheckpointExistsError: there is something, and ``overwrite`` is false.
-        CheckpointError: the checkpoint is not there, damaged, or holds what is not known to be safe or no model.
+    .pt, .pt.zst, .tar.gz and the like: a file. None: a directory that any number of ranks loads. Both resume a run
+    that was saved. .safetensors: the weights alone. --to huggingface: what a HuggingFaceModel has trained, as
+    save_pretrained writes it; and CHECKPOINT can be such a folder, to load into a HuggingFaceModel.
     """
+    if (target is None) is (output is None):
+        given = "neither" if target is None else f"{target} and --output {output}"
+        raise ConfigError(f"convert: want TARGET or --output TARGET, and got {given}.")
+    target = target or str(output)
     if is_uri(target):
         raise ConfigError(f"convert … {target}: want a path of this machine. 'push' or 'cp' copies it then.")
     path = Path(parse_uri(target)[2])
@@ -103,33 +110,36 @@ def convert(text: str, target: str, *, to: str | None, dtype: str | None, overwr
         raise ConfigError(f"--dtype {dtype}: other forms keep the numbers as they are; want --to huggingface.")
     if not overwrite and path.exists() and (form != "huggingface" or path.is_file()):
         raise CheckpointExistsError(f"{target!r} is there already. Give another name, or --overwrite to replace it.")
-    if form == "huggingface":
-        source = text
-        write_huggingface_pretrained_from_composer_checkpoint(text, path, dtype=dtype, overwrite=overwrite)
-    elif not is_uri(text) and is_huggingface_folder(Path(parse_uri(text)[2])):
-        source = text
-        _write(huggingface_contents(parse_uri(text)[2]), path, form, None, source=text, overwrite=overwrite)
-    else:
-        source = _convert(text, path, form, overwrite=overwrite)
+    source = _convert(checkpoint, path, form, dtype=dtype, overwrite=overwrite)
     size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
     if as_json:
         print_json({"source": source, "target": target, "form": form, "size_bytes": size})
     else:
-        typer.echo(f"wrote {target}")
+        click.echo(f"wrote {target}")
 
 
-def _convert(text: str, path: Path, form: str, *, overwrite: bool) -> str:
-    """One form of ours from another; what it was made of."""
+def _convert(text: str, path: Path, form: str, *, dtype: str | None, overwrite: bool) -> str:
+    """Write the form ``form`` of the checkpoint at ``text`` to ``path``, and return what it was made of."""
+    from composerlite.checkpoint.tools.huggingface import is_huggingface_folder
+    from composerlite.checkpoint.tools.whole import whole_contents
+    from composerlite.models import huggingface_contents, write_huggingface_pretrained_from_composer_checkpoint
+
+    if form == "huggingface":
+        write_huggingface_pretrained_from_composer_checkpoint(text, path, dtype=dtype, overwrite=overwrite)
+        return text
+    if not is_uri(text) and is_huggingface_folder(Path(parse_uri(text)[2])):
+        _write(huggingface_contents(parse_uri(text)[2]), path, form, None, source=text, overwrite=overwrite)
+        return text
     with pointed(text) as source:
-        found = the_one(source, text)
-        if found.manifest is not None and found.faults:
-            raise CorruptCheckpointError(f"{text!r} is torn: {'; '.join(found.faults[:3])}.")
+        found = source.the_one(whole=True)
         contents = whole_contents(source.place, found, weights_only=form == "safetensors")
         _write(contents, path, form, found.manifest, source=text, overwrite=overwrite)
         return source.place.uri(found.name)
 
 
 def _write(contents: Any, path: Path, form: str, manifest: Manifest | None, *, source: str, overwrite: bool) -> None:
+    from composerlite.checkpoint.tools.converting import write_directory, write_file, write_safetensors
+
     if form == "safetensors":
         write_safetensors(contents, path, overwrite=overwrite, source=source)
     elif form == "directory":
@@ -140,6 +150,8 @@ def _write(contents: Any, path: Path, form: str, manifest: Manifest | None, *, s
 
 def _form(path: Path, to: str | None) -> str:
     """``'huggingface'``, ``'safetensors'``, ``'file'`` or ``'directory'``; ConfigError."""
+    from composerlite.checkpoint.format.packing import format_of
+
     if to is not None:
         if to != "huggingface":
             raise ConfigError(f"--to {to}: want huggingface; other forms are told by the end of TARGET's name.")

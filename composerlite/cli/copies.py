@@ -1,87 +1,109 @@
-"""What ``composerlite checkpoint cp``, ``push`` and ``pull`` do. None of them imports torch."""
+"""``composerlite checkpoint cp``, ``push`` and ``pull``. None of them imports torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
-import typer
+import click
 
 from composerlite.checkpoint.load.progress import progress_of
-from composerlite.checkpoint.tools import Found, Place, copy, newest, place_at, pointed, survey, target_at
-from composerlite.cli.output import bytes_text, print_json
+from composerlite.checkpoint.place.places import Place
+from composerlite.checkpoint.tools.copying import copy
+from composerlite.checkpoint.tools.pointing import place_at, pointed, target_at
+from composerlite.checkpoint.tools.surveying import Found, bytes_text, newest, survey
+from composerlite.cli import options
+from composerlite.cli.output import print_json
 from composerlite.errors import CheckpointNotFoundError, ConfigError
 from composerlite.storage import is_uri
 
-__all__ = ["Copying", "copy_many", "copy_one", "local", "remote"]
+__all__ = ["cp", "pull", "push"]
+
+_names = click.argument("names", metavar="[NAME]...", nargs=-1, help="As 'ls' names them; the newest if none is given.")
+_everything = click.option("--all", "everything", is_flag=True, help="All that are committed.")
 
 
-@final
-@dataclass(frozen=True)
-class Copying:
-    """How to copy.
+@click.command()
+@options.checkpoint
+@click.argument("target", metavar="PLACE", help="The folder, or the URI, that gets it.")
+@options.overwrite
+@options.link
+@options.as_json
+def cp(checkpoint: str, target: str, overwrite: bool, link: str | None, as_json: bool) -> None:
+    """Copy CHECKPOINT to PLACE under its name: between folders and buckets, every byte verified, its manifest last.
 
-    Attributes:
-        overwrite: replace other checkpoints of the same names.
-        link: a link to the last one that is copied.
-        as_json: print JSON.
+    A copy that was interrupted goes on where it was.
     """
-
-    overwrite: bool
-    link: str | None
-    as_json: bool
-
-    def run(self, source: Place, chosen: Sequence[Found], target: Place) -> None:
-        """Copy, one after the other, and tell of each when it is there."""
-        copied: list[dict[str, Any]] = []
-        for found in chosen:
-            with progress_of(f"copying {found.name}", found.size_bytes, wanted=True) as progress:
-                is_new = copy(source, found, target, overwrite=self.overwrite, progress=progress)
-            state = "copied" if is_new else "was there"
-            uris = {"source": source.uri(found.name), "target": target.uri(found.name)}
-            copied.append({"name": found.name, **uris, "size_bytes": found.size_bytes, "state": state})
-            if not self.as_json:
-                typer.echo(f"{state}: {uris['target']} ({bytes_text(found.size_bytes)})")
-        if self.link is not None and chosen:
-            target.point(self.link, chosen[-1].name)
-        if self.as_json:
-            print_json({"copied": copied})
-
-
-def copy_one(source: str, target: str, copying: Copying) -> None:
-    """Copy the checkpoint ``source``.
-
-    Raises:
-        ConfigError: it is a folder of several.
-        CheckpointError: see :func:`composerlite.checkpoint.tools.copying.copy`.
-    """
-    with pointed(source) as found, target_at(target) as place:
-        if found.name is None:
+    with pointed(checkpoint) as source, target_at(target) as place:
+        if source.name is None:
             raise ConfigError(
-                f"{source!r} is a folder of checkpoints: give one of them, as 'ls' names it, or use push or pull."
+                f"{checkpoint!r} is a folder of checkpoints: give one of them, as 'ls' names it, or use push or pull."
             )
-        copying.run(found.place, found.found(), place)
+        _copy(source.place, source.found(), place, overwrite=overwrite, link=link, as_json=as_json)
 
 
-def copy_many(source: str, target: str, names: Sequence[str], *, everything: bool, copying: Copying) -> None:
-    """Copy the checkpoints ``names``; the newest if there are none, or all that are committed.
+@click.command()
+@click.argument("folder", metavar="FOLDER", help="A folder of checkpoints.")
+@click.argument("target", metavar="URI", help="Where to: s3://bucket/run.")
+@_names
+@_everything
+@options.overwrite
+@options.link
+@options.as_json
+def push(
+    folder: str,
+    target: str,
+    names: Sequence[str],
+    everything: bool,
+    overwrite: bool,
+    link: str | None,
+    as_json: bool,
+) -> None:
+    """Copy checkpoints of FOLDER to a bucket, as 'cp' does: the newest, those that are named, or all."""
+    _check_kinds("push", folder, target)
+    with place_at(folder) as source, target_at(target) as place:
+        chosen = _chosen(source, names, everything=everything)
+        _copy(source, chosen, place, overwrite=overwrite, link=link, as_json=as_json)
 
-    Raises:
-        ConfigError: names are given, and everything is asked for.
-        CheckpointNotFoundError: one of them is not there.
-        CheckpointError: see :func:`composerlite.checkpoint.tools.copying.copy`.
-    """
-    if names and everything:
-        raise ConfigError(f"--all {' '.join(names)}: want names or --all.")
-    with place_at(source) as here, target_at(target) as there:
-        copying.run(here, _chosen(here, names, everything=everything), there)
+
+@click.command()
+@click.argument("source", metavar="URI", help="Where from: s3://bucket/run.")
+@click.argument("folder", metavar="FOLDER", help="The folder that gets them.")
+@_names
+@_everything
+@options.overwrite
+@options.link
+@options.as_json
+def pull(
+    source: str,
+    folder: str,
+    names: Sequence[str],
+    everything: bool,
+    overwrite: bool,
+    link: str | None,
+    as_json: bool,
+) -> None:
+    """Copy checkpoints from a bucket to FOLDER, as 'cp' does: the newest, those that are named, or all."""
+    _check_kinds("pull", folder, source)
+    with place_at(source) as bucket, target_at(folder) as place:
+        chosen = _chosen(bucket, names, everything=everything)
+        _copy(bucket, chosen, place, overwrite=overwrite, link=link, as_json=as_json)
+
+
+def _check_kinds(verb: str, folder: str, uri: str) -> None:
+    if is_uri(folder):
+        raise ConfigError(f"{verb} {folder}: want a folder of this machine there. To copy between buckets use cp.")
+    if not is_uri(uri):
+        raise ConfigError(f"{verb} {uri}: want a URI there, as s3://bucket/run. To copy between folders use cp.")
 
 
 def _chosen(place: Place, names: Sequence[str], *, everything: bool) -> Sequence[Found]:
+    """The checkpoints ``names``; the newest if there are none, or all that are committed."""
+    if names and everything:
+        raise ConfigError(f"--all {' '.join(names)}: want names or --all.")
     listed = survey(place)
     if everything:
-        return [one for one in listed if one.manifest is not None and not one.faults]
+        return [one for one in listed if one.committed]
     if not names:
         last = newest(listed)
         if last is None:
@@ -95,15 +117,20 @@ def _chosen(place: Place, names: Sequence[str], *, everything: bool) -> Sequence
     return [by_name[name] for name in names]
 
 
-def local(text: str, verb: str) -> str:
-    """``text`` if it is a path; ConfigError."""
-    if is_uri(text):
-        raise ConfigError(f"{verb} {text}: want a folder of this machine there. To copy between buckets use cp.")
-    return text
-
-
-def remote(text: str, verb: str) -> str:
-    """``text`` if it is a URI; ConfigError."""
-    if not is_uri(text):
-        raise ConfigError(f"{verb} {text}: want a URI there, as s3://bucket/run. To copy between folders use cp.")
-    return text
+def _copy(
+    source: Place, chosen: Sequence[Found], target: Place, *, overwrite: bool, link: str | None, as_json: bool
+) -> None:
+    """Copy, one after the other, and tell of each when it is there; then point ``link`` to the last."""
+    copied: list[dict[str, Any]] = []
+    for found in chosen:
+        with progress_of(f"copying {found.name}", found.size_bytes, wanted=True) as progress:
+            is_new = copy(source, found, target, overwrite=overwrite, progress=progress)
+        state = "copied" if is_new else "was there"
+        uris = {"source": source.uri(found.name), "target": target.uri(found.name)}
+        copied.append({"name": found.name, **uris, "size_bytes": found.size_bytes, "state": state})
+        if not as_json:
+            click.echo(f"{state}: {uris['target']} ({bytes_text(found.size_bytes)})")
+    if link is not None and chosen:
+        target.point(link, chosen[-1].name)
+    if as_json:
+        print_json({"copied": copied})

@@ -1,43 +1,40 @@
-"""What ``composerlite checkpoint inspect`` and ``diff`` do."""
+"""``composerlite checkpoint inspect`` and ``diff``. What takes torch is imported when they are run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from composerlite.checkpoint.tools import (
-    Difference,
-    Found,
-    Leaf,
-    Pointed,
-    compared,
-    contents_of,
-    flat,
-    leaves_of_contents,
-    pointed,
-    weights_of,
-    whole_contents,
-)
-from composerlite.cli.listing import told
-from composerlite.cli.output import bytes_text, print_json, print_table
-from composerlite.errors import ConfigError
+from composerlite.checkpoint.tools.pointing import pointed
+from composerlite.checkpoint.tools.surveying import bytes_text
+from composerlite.cli import options
+from composerlite.cli.listing import described
+from composerlite.cli.output import print_json, print_table
 
-__all__ = ["diff", "inspect", "the_one"]
+if TYPE_CHECKING:
+    from composerlite.checkpoint.tools.comparing import Difference
+    from composerlite.checkpoint.tools.inspecting import Leaf
+
+__all__ = ["diff", "inspect"]
 
 
-def inspect(text: str, *, depth: int | None, as_json: bool) -> None:
-    """Print what the checkpoint at ``text`` holds.
+@click.command()
+@options.checkpoint
+@click.option("--depth", type=click.IntRange(min=1), help="Show so many levels of keys.")
+@options.as_json
+def inspect(checkpoint: str, depth: int | None, as_json: bool) -> None:
+    """Show the keys in CHECKPOINT, with shapes, types and bytes.
 
-    Raises:
-        ConfigError: it is a folder of several.
-        CheckpointError: it is not there, damaged, or holds what is not known to be safe.
+    Nothing in it is run, and the bytes of its tensors are read only where it is compressed.
     """
-    with pointed(text) as target:
-        found = the_one(target, text)
+    from composerlite.checkpoint.tools.inspecting import contents_of, leaves_of_contents
+
+    with pointed(checkpoint) as target:
+        found = target.the_one()
         leaves = list(leaves_of_contents(contents_of(target.place, found)))
-        facts = told(target.place, found)
+        facts = described(target.place, found)
     tensors = [leaf for leaf in leaves if leaf.kind == "tensor"]
     total = sum(leaf.size_bytes for leaf in tensors)
     if as_json:
@@ -47,25 +44,12 @@ def inspect(text: str, *, depth: int | None, as_json: bool) -> None:
     where = [f"epoch {facts['epoch']}, batch {facts['batch']}"] if facts["epoch"] is not None else []
     run = [f"run {facts['run_name']}"] if facts["run_name"] else []
     saved = [f"saved {facts['saved_at']}"] if facts["saved_at"] else []
-    typer.echo(", ".join([facts["uri"], *([facts["kind"]] if facts["kind"] else []), *run, *where, *saved]))
+    click.echo(", ".join([facts["uri"], *([facts["kind"]] if facts["kind"] else []), *run, *where, *saved]))
     for line in _tree(leaves, depth):
-        typer.echo(line)
-    typer.echo(f"{len(tensors)} tensors, {bytes_text(total)}; in files {bytes_text(facts['size_bytes'])}")
+        click.echo(line)
+    click.echo(f"{len(tensors)} tensors, {bytes_text(total)}; in files {bytes_text(facts['size_bytes'])}")
     for fault in facts["faults"]:
-        typer.echo(f"{facts['state']}: {fault}", err=True)
-
-
-def the_one(target: Pointed, text: str) -> Found:
-    """The checkpoint that ``text`` points to.
-
-    Raises:
-        ConfigError: it is a folder of several.
-        CheckpointNotFoundError: it is not there.
-    """
-    if target.name is None:
-        raise ConfigError(f"{text!r} is a folder of checkpoints: give one of them, as 'ls' names it.")
-    (found,) = target.found()
-    return found
+        click.echo(f"{facts['state']}: {fault}", err=True)
 
 
 def _entry(leaf: Leaf) -> dict[str, object]:
@@ -105,29 +89,39 @@ def _line(leaf: Leaf) -> str:
     return leaf.text
 
 
+# ── diff ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 _KEYS_SHOWN = 20
 
 
-def diff(a: str, b: str, *, everything: bool, top: int, exit_code: bool, as_json: bool) -> None:
-    """Print how the checkpoints ``a`` and ``b`` differ.
+@click.command()
+@click.argument("a", metavar="A", help="A checkpoint.")
+@click.argument("b", metavar="B", help="Another.")
+@click.option("--all", "everything", is_flag=True, help="Compare all that they hold, and not the weights alone.")
+@click.option("--top", type=click.IntRange(min=0), default=20, help="Show so many of the largest changes.")
+@click.option("--exit-code", is_flag=True, help="Exit status 1 if they differ.")
+@options.as_json
+def diff(a: str, b: str, everything: bool, top: int, exit_code: bool, as_json: bool) -> None:
+    """Show how A and B differ: keys that only one has, shapes and types, and by how much the numbers changed.
 
-    Raises:
-        ConfigError: one of them is a folder of several.
-        CheckpointError: one of them is not there, damaged, or holds what is not known to be safe.
-        typer.Exit: with 1: they differ, and ``exit_code`` is asked for.
+    They may be in different places and of different forms. Both are read into memory.
     """
+    from composerlite.checkpoint.tools.comparing import compared
+
     found = compared(_contents(a, everything=everything), _contents(b, everything=everything))
     if as_json:
         print_json(_told(found, a, b, top))
     else:
         _print(found, a, b, top)
     if exit_code and not found.is_none:
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 def _contents(text: str, *, everything: bool) -> Mapping[str, Any]:
+    from composerlite.checkpoint.tools.comparing import flat
+    from composerlite.checkpoint.tools.whole import weights_of, whole_contents
+
     with pointed(text) as target:
-        contents = whole_contents(target.place, the_one(target, text), weights_only=not everything)
+        contents = whole_contents(target.place, target.the_one(), weights_only=not everything)
         return flat(contents) if everything else weights_of(contents, text)
 
 
@@ -149,11 +143,11 @@ def _told(found: Difference, a: str, b: str, top: int) -> dict[str, Any]:
 def _print(found: Difference, a: str, b: str, top: int) -> None:
     for place, keys in ((a, found.only_a), (b, found.only_b)):
         for key in keys[:_KEYS_SHOWN]:
-            typer.echo(f"only in {place}: {key}")
+            click.echo(f"only in {place}: {key}")
         if len(keys) > _KEYS_SHOWN:
-            typer.echo(f"only in {place}: and {len(keys) - _KEYS_SHOWN} more")
+            click.echo(f"only in {place}: and {len(keys) - _KEYS_SHOWN} more")
     for key, one, other in (*found.forms, *found.values):
-        typer.echo(f"{key}: {one} in {a}, {other} in {b}")
+        click.echo(f"{key}: {one} in {a}, {other} in {b}")
     if shown := found.changes[:top]:
         columns = ("key", "shape", "max |a-b|", "norm", "relative")
         rows = [
@@ -161,7 +155,7 @@ def _print(found: Difference, a: str, b: str, top: int) -> None:
             for change in shown
         ]
         print_table(columns, rows, right=columns[2:])
-    typer.echo(
+    click.echo(
         f"{found.equal_count} equal, {len(found.changes)} changed, {len(found.forms)} of another form, "
         f"{len(found.values)} other values, {len(found.only_a)} only in {a}, {len(found.only_b)} only in {b}"
     )

@@ -1,33 +1,29 @@
-"""What ``composerlite checkpoint ls`` and ``latest`` do. Neither imports torch or opens a data file."""
+"""``composerlite checkpoint ls``, ``latest`` and ``verify``: what there is, and whether it is what was saved.
+
+None of them imports torch, and only ``verify`` opens data files.
+"""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import typer
+import click
 
-from composerlite.checkpoint import tools
-from composerlite.checkpoint.tools import Found, Place, newest, place_at, survey
-from composerlite.cli.output import bytes_text, print_json, print_table
-from composerlite.errors import CheckpointNotFoundError
+from composerlite.checkpoint.load.progress import progress_of
+from composerlite.checkpoint.place.places import Place
+from composerlite.checkpoint.tools.pointing import place_at, pointed
+from composerlite.checkpoint.tools.surveying import Found, abandoned, bytes_text, newest, survey
+from composerlite.cli import options
+from composerlite.cli.output import print_json, print_table
+from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, did_you_mean
 
-__all__ = ["Order", "list_checkpoints", "print_latest", "told"]
+__all__ = ["described", "latest", "ls", "verify"]
 
 _FAULTS_SHOWN = 3
 _COLUMNS = ("name", "run", "epoch", "batch", "sample", "saved", "size", "kind", "ranks", "metrics", "where", "state")
 _SPARE = ("metrics", "sample", "ranks", "run", "where", "kind")
 _NUMBERS = ("epoch", "batch", "sample", "size", "ranks")
-
-
-class Order(enum.StrEnum):
-    """What a list is sorted by."""
-
-    AGE = "age"
-    NAME = "name"
-    SIZE = "size"
-    SAVED = "saved"
 
 
 class _Listed(NamedTuple):
@@ -38,44 +34,56 @@ class _Listed(NamedTuple):
     abandoned: bool
 
 
-def list_checkpoints(places: Sequence[str], *, run: str | None, sort: Order, as_json: bool) -> None:
-    """Print what there is in ``places``."""
-    listed = _listed(places, run)
-    if sort is Order.NAME:
-        listed.sort(key=lambda one: one.found.name)
-    elif sort is Order.SIZE:
-        listed.sort(key=lambda one: one.found.size_bytes)
-    elif sort is Order.SAVED:
-        listed.sort(key=lambda one: (one.found.manifest is None, _saved_at(one.found)))
+_ORDERS: dict[str, Callable[[_Listed], Any]] = {
+    "age": lambda one: 0,  # as they are
+    "name": lambda one: one.found.name,
+    "saved": lambda one: "~" if one.found.manifest is None else one.found.manifest.saved_at,  # later than any date
+    "size": lambda one: one.found.size_bytes,
+}
+
+
+@click.command()
+@options.places
+@options.run
+@click.option("--sort", default="age", help="age, name, size or saved.")
+@options.as_json
+def ls(places: Sequence[str], run: str | None, sort: str, as_json: bool) -> None:
+    """List the checkpoints in PLACE: whether each is whole, of which moment, how large.
+
+    No data file is opened: 'verify' reads them.
+    """
+    if sort not in _ORDERS:
+        raise ConfigError(f"--sort {sort}: no such choice.{did_you_mean(sort, _ORDERS)}")
+    listed = sorted(_listed(places, run), key=_ORDERS[sort])
     if as_json:
-        print_json({"checkpoints": [told(one.place, one.found, abandoned=one.abandoned) for one in listed]})
-        return
-    if not listed:
-        typer.echo(f"no checkpoints in {', '.join(places)}{'' if run is None else f' of run {run!r}'}", err=True)
-        return
-    print_table(_COLUMNS, [_row(one) for one in listed], right=_NUMBERS, spare=_SPARE)
+        print_json({"checkpoints": [described(*one) for one in listed]})
+    elif listed:
+        print_table(_COLUMNS, [_row(one) for one in listed], right=_NUMBERS, spare=_SPARE)
+    else:
+        click.echo(f"no checkpoints in {', '.join(places)}{_of_run(run)}", err=True)
 
 
-def print_latest(places: Sequence[str], *, run: str | None, as_json: bool) -> None:
-    """Print where the newest committed checkpoint is; of the run that saved last, if there are several.
+@click.command()
+@options.places
+@options.run
+@options.as_json
+def latest(places: Sequence[str], run: str | None, as_json: bool) -> None:
+    """Print the path or the URI of the newest committed checkpoint in PLACE. Exit status 1: there is none.
 
-    Of the same checkpoint in several places it is the one in the first of them.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
+    Of several runs it is that of the one that saved last; of several places with the same, that in the first of them.
     """
     listed = _listed(places, run)
     found = newest(one.found for one in listed)
     if found is None:
-        of_run = "" if run is None else f" of run {run!r}"
         raise CheckpointNotFoundError(
-            f"no committed checkpoint{of_run} in {', '.join(places)}: 'composerlite checkpoint ls' shows what is there."
+            f"no committed checkpoint{_of_run(run)} in {', '.join(places)}: 'composerlite checkpoint ls' shows what is "
+            "there."
         )
     place = next(one.place for one in listed if one.found is found)
     if as_json:
-        print_json(told(place, found))
+        print_json(described(place, found))
     else:
-        typer.echo(place.uri(found.name))
+        click.echo(place.uri(found.name))
 
 
 def _listed(places: Sequence[str], run: str | None) -> list[_Listed]:
@@ -83,21 +91,16 @@ def _listed(places: Sequence[str], run: str | None) -> list[_Listed]:
     for text in places:
         with place_at(text) as place:
             there = survey(place)
-            left = tools.abandoned(there)
-            listed += [_Listed(place, one, one.name in left) for one in there if run is None or _run(one) == run]
+            left = abandoned(there)
+            listed += [_Listed(place, one, one.name in left) for one in there if run in (None, one.run_name)]
     return listed
 
 
-def _run(found: Found) -> str | None:
-    return None if found.manifest is None else found.manifest.run_name
+def _of_run(run: str | None) -> str:
+    return "" if run is None else f" of run {run!r}"
 
 
-def _saved_at(found: Found) -> str:
-    return "" if found.manifest is None else found.manifest.saved_at
-
-
-# ── how one is told ──────────────────────────────────────────────────────────────────────────────────────────────────
-def told(place: Place, found: Found, *, abandoned: bool = False) -> dict[str, Any]:
+def described(place: Place, found: Found, abandoned: bool = False) -> dict[str, Any]:
     """A checkpoint as JSON has it. What is not known is ``null``."""
     manifest = found.manifest
     counts = {} if manifest is None or not (manifest.run_name or found.kind == "step") else manifest.timestamp
@@ -110,7 +113,7 @@ def told(place: Place, found: Found, *, abandoned: bool = False) -> dict[str, An
         "abandoned": abandoned,
         "faults": list(found.faults),
         "kind": found.kind or None,
-        "run_name": None if manifest is None else manifest.run_name,
+        "run_name": found.run_name,
         "epoch": counts.get("epoch"),
         "batch": counts.get("batch"),
         "sample": counts.get("sample"),
@@ -125,7 +128,7 @@ def told(place: Place, found: Found, *, abandoned: bool = False) -> dict[str, An
 
 
 def _row(one: _Listed) -> list[str]:
-    facts = told(one.place, one.found, abandoned=one.abandoned)
+    facts = described(*one)
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in (facts["metrics"] or {}).items())
     kind = " ".join(part for part in (facts["kind"], "ephemeral" if facts["ephemeral"] else "") if part)
     counts = ["" if facts[name] is None else str(facts[name]) for name in ("epoch", "batch", "sample")]
@@ -134,7 +137,7 @@ def _row(one: _Listed) -> list[str]:
     size = bytes_text(facts["size_bytes"])
     return [
         *(facts["name"], facts["run_name"] or "", *counts, saved, size, kind, ranks, metrics),
-        *(facts["where"], "abandoned" if facts["abandoned"] else _state(one.found)),
+        *(facts["where"], "abandoned" if one.abandoned else _state(one.found)),
     ]
 
 
@@ -143,3 +146,64 @@ def _state(found: Found) -> str:
         return found.state
     more = len(found.faults) - _FAULTS_SHOWN
     return f"{found.state}: {'; '.join(found.faults[:_FAULTS_SHOWN])}{f'; and {more} more' if more > 0 else ''}"
+
+
+# ── verify ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@click.command()
+@click.argument(
+    "targets", metavar="CHECKPOINT...", nargs=-1, required=True, help="Checkpoints, or folders or URIs of such."
+)
+@options.run
+@options.as_json
+def verify(targets: Sequence[str], run: str | None, as_json: bool) -> None:
+    """Read CHECKPOINT, or all in a folder, and compare every byte with the manifest.
+
+    Exit status 1: something is damaged; what, is listed. What has no manifest is told to be unverified.
+    """
+    verdicts: list[dict[str, Any]] = []
+    for text in targets:
+        with pointed(text) as target:
+            chosen = [one for one in target.found() if run in (None, one.run_name)]
+            if not chosen:
+                raise CheckpointNotFoundError(
+                    f"{text!r} holds no checkpoint{_of_run(run)}: there is nothing to verify."
+                )
+            size = sum(record.size_bytes for one in chosen for record in one.records)
+            with progress_of(f"verifying {text}", size, wanted=True) as progress:
+                verdicts += [_verdict(target.place, one, progress) for one in chosen]
+    if as_json:
+        print_json({"checkpoints": verdicts})
+    else:
+        rows = [[v["uri"], bytes_text(v["size_bytes"]), _told(v)] for v in verdicts]
+        print_table(("checkpoint", "size", "state"), rows, right=("size",))
+    damaged = sum(verdict["state"] == "damaged" for verdict in verdicts)
+    if damaged:
+        click.echo(f"{damaged} of {len(verdicts)} checkpoints are damaged", err=True)
+        raise click.exceptions.Exit(1)
+
+
+def _told(verdict: dict[str, Any]) -> str:
+    return ": ".join(filter(None, (verdict["state"], "; ".join(verdict["faults"]))))
+
+
+def _verdict(place: Place, found: Found, progress: Callable[[int], object]) -> dict[str, Any]:
+    """What is found out about a checkpoint: ``'verified'``, ``'damaged'`` or ``'unverified'``, and why."""
+    faults: list[str] = []
+    for record in found.records:
+        try:
+            place.verify(record, progress)
+        except FileNotFoundError:
+            faults.append(f"{record.path} is missing")
+        except CorruptCheckpointError as e:
+            faults.append(str(e).rstrip("."))
+    state = "damaged" if faults else "verified"
+    if found.manifest is None:  # what vouches for it is not there, or damaged itself
+        faults = list(found.faults)
+        state = "damaged" if found.commits and faults else "unverified"
+    return {
+        "name": found.name,
+        "uri": place.uri(found.name),
+        "state": state,
+        "faults": faults,
+        "size_bytes": found.size_bytes,
+    }

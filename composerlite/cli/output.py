@@ -1,9 +1,8 @@
-"""What is printed: JSON, tables, sizes; errors as one message and an exit status."""
+"""JSON and tables on stdout; errors as one message on stderr and an exit status."""
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import gc
 import json
 import math
@@ -11,18 +10,18 @@ import shutil
 import sys
 import traceback as tracebacks
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-import typer
+import click
 
-from composerlite.errors import ComposerliteError, ConfigError, did_you_mean
+from composerlite.errors import ComposerliteError, ConfigError
 
-__all__ = ["bytes_text", "chosen", "one_line_errors", "print_json", "print_table", "readable_errors"]
+__all__ = ["one_line_errors", "print_json", "print_table", "readable_errors"]
 
 
 def print_json(result: object) -> None:
     """``result`` as JSON on stdout. Numbers that JSON does not have become ``'nan'``, ``'inf'`` and ``'-inf'``."""
-    typer.echo(json.dumps(_plain(result), indent=1))
+    click.echo(json.dumps(_plain(result), indent=1))
 
 
 def _plain(value: Any) -> Any:
@@ -58,7 +57,7 @@ def print_table(
         return
     for row in [columns, *listed]:  # rich takes as long to import as all the rest
         texts = [row[at].rjust(widths[at]) if columns[at] in right else row[at].ljust(widths[at]) for at in shown]
-        typer.echo("  ".join(texts).rstrip())
+        click.echo("  ".join(texts).rstrip())
 
 
 def _print_rich(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str]) -> None:
@@ -74,21 +73,8 @@ def _print_rich(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequ
     Console(highlight=False).print(table)
 
 
-def bytes_text(count: int) -> str:
-    """``count`` for people: ``'1.5 MB'``."""
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
-E = TypeVar("E", bound=enum.Enum)
-
-
 @contextlib.contextmanager
-def readable_errors(*, traceback: bool) -> Generator[None]:
+def readable_errors(*, traceback: bool = False) -> Generator[None]:
     """End the program with status 2 on a :class:`ConfigError` and with 1 on another error of composerlite.
 
     The message goes to stderr, with the traceback in front of it if ``traceback``. Other exceptions are bugs, of the
@@ -101,37 +87,25 @@ def readable_errors(*, traceback: bool) -> Generator[None]:
         yield
     except ComposerliteError as e:
         if traceback:
-            typer.echo("".join(tracebacks.format_exception(e)), err=True, nl=False)
-        typer.echo(f"composerlite: error: {e}", err=True)
-        raise typer.Exit(2 if isinstance(e, ConfigError) else 1) from e
+            click.echo("".join(tracebacks.format_exception(e)), err=True, nl=False)
+        click.echo(f"composerlite: error: {e}", err=True)
+        raise click.exceptions.Exit(2 if isinstance(e, ConfigError) else 1) from e
 
 
 @contextlib.contextmanager
 def one_line_errors() -> Generator[None]:
     """As :func:`readable_errors`, also of what the system and the stores raise: a file or a right is missing."""
     try:
-        with readable_errors(traceback=False):
+        with readable_errors():
             yield
     except BrokenPipeError:  # who reads the output has seen enough
         raise
     except OSError as e:
-        typer.echo(f"composerlite: error: {_one_line(e)}", err=True)
-        raise typer.Exit(1) from e
+        click.echo(f"composerlite: error: {_one_line(e)}", err=True)
+        raise click.exceptions.Exit(1) from e
 
 
 def _one_line(error: OSError) -> str:
     if error.strerror is None or error.filename is None:
         return " ".join(str(error).split())
     return f"{str(error.filename)!r}: {error.strerror}"
-
-
-def chosen(kind: type[E], value: str, option: str) -> E:
-    """The member of ``kind`` that ``option`` asks for.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    known = {str(member.value): member for member in kind}
-    if value not in known:
-        raise ConfigError(f"{option} {value}: no such choice.{did_you_mean(value, known)}")
-    return known[value]

@@ -1,107 +1,127 @@
-"""What ``composerlite checkpoint prune`` and ``gc`` do. Neither imports torch."""
+"""``composerlite checkpoint prune`` and ``gc``. Neither imports torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, final
+from typing import Any
 
-import typer
+import click
 
-from composerlite.checkpoint.record.retention import RetentionPolicy, deletions
-from composerlite.checkpoint.tools import Found, Leftover, Place, abandoned, place_at, survey, vouched_from_above
-from composerlite.cli.output import bytes_text, print_json
+from composerlite.checkpoint.place.places import Leftover, Place
+from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.record.retention import deletions, retention_policy
+from composerlite.checkpoint.tools.pointing import place_at
+from composerlite.checkpoint.tools.surveying import Found, abandoned, bytes_text, survey, vouched_from_above
+from composerlite.cli import options
+from composerlite.cli.output import print_json
+from composerlite.core import Time, TimeUnit
+from composerlite.errors import ConfigError
 
-__all__ = ["Sweep", "collect", "prune"]
-
-
-@final
-@dataclass(frozen=True)
-class Sweep:
-    """How to clean up.
-
-    Attributes:
-        dry_run: tell what would be done, and leave everything as it is.
-        as_json: print JSON.
-    """
-
-    dry_run: bool
-    as_json: bool
-
-    def tell(self, removed: Sequence[dict[str, Any]], kept: Sequence[str]) -> None:
-        """Print what was removed, or would be."""
-        freed = sum(one["size_bytes"] for one in removed)
-        if self.as_json:
-            print_json({"dry_run": self.dry_run, "removed": removed, "kept": kept, "freed_bytes": freed})
-            return
-        verb = "would remove" if self.dry_run else "removed"
-        for one in removed:
-            why = "" if one["why"] is None else f": {one['why']}"
-            typer.echo(f"{verb} {one['uri']} ({bytes_text(one['size_bytes'])}){why}")
-        rest = f", {len(kept)} stay" if kept else ""
-        typer.echo(f"{verb} {len(removed)}, {bytes_text(freed)}{rest}")
+__all__ = ["collect", "prune"]
 
 
+@click.command()
+@options.places
+@click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="The newest so many stay.")
+@click.option("--keep-every", metavar="TIME", help="The first at or after each multiple stays: 10ep, 5000ba.")
+@click.option("--best-k", type=click.IntRange(min=1), metavar="K", help="The best so many by --best-metric stay.")
+@click.option("--best-metric", metavar="NAME", help="As 'ls' shows it.")
+@click.option("--best-mode", default="max", help="max or min: which values are better.")
+@click.option("--abandoned", "with_abandoned", is_flag=True, help="Remove what runs left that were started over, too.")
+@options.run
+@options.dry_run
+@options.as_json
 def prune(
-    places: Sequence[str], policy: RetentionPolicy, *, run: str | None, with_abandoned: bool, sweep: Sweep
+    places: Sequence[str],
+    keep_last: int | None,
+    keep_every: str | None,
+    best_k: int | None,
+    best_metric: str | None,
+    best_mode: str,
+    with_abandoned: bool,
+    run: str | None,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
-    """Remove the committed checkpoints that ``policy`` gives up, of each run and each name template by itself.
+    """Remove the checkpoints in PLACE that no rule keeps. Each run and each file name template counts by itself.
 
-    What is incomplete is left alone, and counts for nothing. So is what a run abandoned when it was started over, which
-    ``with_abandoned`` removes. What a link leads to stays, and so does what a killed process has begun to replace.
+    The newest always stays, and so does what is torn. A run that was started over has left the checkpoints of the
+    attempt before: they count for nothing, and stay without --abandoned. Ephemeral checkpoints go, but for the newest.
+    What a link leads to stays, and so does what a killed process has begun to replace.
     """
+    if keep_last is None and keep_every is None and best_k is None and best_metric is None and not with_abandoned:
+        raise ConfigError("prune: which are to stay? Give --keep-last, --keep-every, --best-k or --abandoned.")
+    if (best_k is None) != (best_metric is None):
+        raise ConfigError("prune: --best-k 3 and --best-metric NAME go together; 'ls' shows the metrics there are.")
+    policy = retention_policy(
+        -1 if keep_last is None else keep_last,
+        keep_every=None if keep_every is None else Time.from_timestring(keep_every),
+        best_k=best_k,
+        best_metric=best_metric,
+        best_mode=best_mode,
+    )
     removed: list[dict[str, Any]] = []
     kept: list[str] = []
     for text in places:
         with place_at(text) as place:
-            groups: dict[tuple[str, str, str], list[Found]] = {}
             listed = survey(place)
             left = abandoned(listed)
-            gone: dict[str, str | None] = (
-                dict.fromkeys(left, "abandoned: its run was started over") if with_abandoned else {}
-            )
-            chosen = [
-                f for f in listed if f.manifest is not None and not f.faults and run in (None, f.manifest.run_name)
-            ]
-            for found in chosen:
-                if found.manifest is not None and found.name not in left:
-                    groups.setdefault((found.home, found.manifest.run_name, found.manifest.template), []).append(found)
-            for group in groups.values():
-                gone |= dict.fromkeys(_given_up(group, policy))
-            used = place.in_use() if gone else set[str]()
-            for found in chosen:
-                if found.name not in gone or not used.isdisjoint((found.name, *(file.path for file in found.files))):
+            chosen = [(one, m) for one in listed if (m := one.committed) and run in (None, m.run_name)]
+            groups: dict[tuple[str, str, str], list[Manifest]] = {}
+            for found, manifest in chosen:
+                if found.name not in left:
+                    groups.setdefault((found.home, manifest.run_name, manifest.template), []).append(manifest)
+            gone = {manifest.name: None for group in groups.values() for manifest in deletions(group, policy)}
+            why = dict.fromkeys(left, "abandoned: its run was started over") if with_abandoned else {}
+            used = place.in_use() if gone or why else set[str]()
+            for found, _ in chosen:
+                if found.name not in {*gone, *why} or not used.isdisjoint((found.name, *(f.path for f in found.files))):
                     kept.append(place.uri(found.name))
                     continue
-                if not sweep.dry_run:
-                    _remove(place, found)
-                removed.append(_told(place, found, gone[found.name]))
-    sweep.tell(removed, kept)
+                removed.append(_removed(place, found, why.get(found.name), dry_run=dry_run))
+    _tell(removed, kept, dry_run=dry_run, as_json=as_json)
 
 
-def _given_up(group: Sequence[Found], policy: RetentionPolicy) -> set[str]:
-    manifests = [found.manifest for found in group if found.manifest is not None]
-    return {manifest.name for manifest in deletions(manifests, policy)}
+@click.command("gc")
+@options.places
+@click.option(
+    "--orphans", is_flag=True, help="Remove data without a manifest, too: also what other programs have saved."
+)
+@click.option(
+    "--older-than",
+    default="24h",
+    metavar="TIME",
+    help="Orphans, and parts of uploads, go if they are as old as that.",
+)
+@options.dry_run
+@options.as_json
+def collect(places: Sequence[str], orphans: bool, older_than: str, dry_run: bool, as_json: bool) -> None:
+    """Remove what processes that died have left in PLACE: temporary files, parts of uploads. No checkpoint goes.
 
-
-def collect(places: Sequence[str], *, orphans: bool, older_than: timedelta, sweep: Sweep) -> None:
-    """Remove what dead processes have left and, with ``orphans``, the data that no manifest vouches for."""
+    What a process that lives is writing on this machine's disks stays.
+    """
+    age = _age(older_than)
     removed: list[dict[str, Any]] = []
     for text in places:
         with place_at(text) as place:
-            removed += [_leftover(one) for one in place.leftovers(older_than)]
-            if not sweep.dry_run:
-                place.sweep(older_than)
-            is_vouched = vouched_from_above(place) if orphans else bool
-            for found in survey(place) if orphans else ():
-                if found.manifest is not None or found.commits or is_vouched(found):
-                    continue
-                if _is_old(found, older_than):
-                    if not sweep.dry_run:
-                        _remove(place, found)
-                    removed.append(_told(place, found, "data without a manifest"))
-    sweep.tell(removed, [])
+            removed += [_leftover(one) for one in place.leftovers(age)]
+            if not dry_run:
+                place.sweep(age)
+            if not orphans:
+                continue
+            is_vouched = vouched_from_above(place)
+            for found in survey(place):
+                if found.manifest is None and not found.commits and not is_vouched(found) and _is_old(found, age):
+                    removed.append(_removed(place, found, "data without a manifest", dry_run=dry_run))
+    _tell(removed, [], dry_run=dry_run, as_json=as_json)
+
+
+def _age(text: str) -> timedelta:
+    time = Time.from_timestring(text)
+    if time.unit is not TimeUnit.SECOND or time.value < 0:
+        raise ConfigError(f"--older-than {text}: want a time by the clock, as '24h', '90m' or '0s'.")
+    return timedelta(seconds=float(time.value))
 
 
 def _is_old(found: Found, older_than: timedelta) -> bool:
@@ -110,17 +130,28 @@ def _is_old(found: Found, older_than: timedelta) -> bool:
     return all(file.modified_at is not None and file.modified_at <= latest for file in found.files)
 
 
-def _remove(place: Place, found: Found) -> None:
+def _removed(place: Place, found: Found, why: str | None, *, dry_run: bool) -> dict[str, Any]:
     """Remove a checkpoint: what makes it one first, and of a directory its index next."""
-    for path in reversed(found.commits):
-        place.remove(path)
-    for file in sorted(found.files, key=lambda file: not file.path.endswith("/.metadata")):
-        place.remove(file.path)
-
-
-def _told(place: Place, found: Found, why: str | None) -> dict[str, Any]:
+    if not dry_run:
+        data = sorted((file.path for file in found.files), key=lambda path: not path.endswith("/.metadata"))
+        for path in (*reversed(found.commits), *data):
+            place.remove(path)
     return {"uri": place.uri(found.name), "size_bytes": found.size_bytes, "why": why}
 
 
 def _leftover(one: Leftover) -> dict[str, Any]:
     return {"uri": one.uri, "size_bytes": one.size_bytes, "why": one.what}
+
+
+def _tell(removed: Sequence[dict[str, Any]], kept: Sequence[str], *, dry_run: bool, as_json: bool) -> None:
+    """Print what was removed, or would be."""
+    freed = sum(one["size_bytes"] for one in removed)
+    if as_json:
+        print_json({"dry_run": dry_run, "removed": removed, "kept": kept, "freed_bytes": freed})
+        return
+    verb = "would remove" if dry_run else "removed"
+    for one in removed:
+        why = "" if one["why"] is None else f": {one['why']}"
+        click.echo(f"{verb} {one['uri']} ({bytes_text(one['size_bytes'])}){why}")
+    rest = f", {len(kept)} stay" if kept else ""
+    click.echo(f"{verb} {len(removed)}, {bytes_text(freed)}{rest}")

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from composerlite.checkpoint.tools import model_and_integrations, write_huggingface
+from composerlite.checkpoint.tools.huggingface import write_huggingface
+from composerlite.checkpoint.tools.whole import model_and_integrations
 from composerlite.core import clean_name
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.models.hf_libraries import peft_library, transformers_library

@@ -12,8 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from composerlite.checkpoint.tools import kept_by_huggingface, model_and_integrations, weights_of, write_huggingface
-from composerlite.checkpoint.tools import write_tokenizer as write_files
+from composerlite.checkpoint.tools.huggingface import kept_by_huggingface, write_huggingface
+from composerlite.checkpoint.tools.huggingface import write_tokenizer as write_files
+from composerlite.checkpoint.tools.whole import model_and_integrations, weights_of
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.models.hf_libraries import peft_library, transformers_library
 from composerlite.types import StateDict

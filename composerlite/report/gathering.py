@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-from composerlite.checkpoint.tools import Place, place_at, survey
+from composerlite.checkpoint.place.places import Place
+from composerlite.checkpoint.tools.pointing import place_at
+from composerlite.checkpoint.tools.surveying import survey
 from composerlite.errors import CheckpointNotFoundError, ConfigError
 from composerlite.report.record import Record, parse_record
 from composerlite.report.saves import Stored, stored_at

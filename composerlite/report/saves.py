@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import final
 
-from composerlite.checkpoint.tools import Found, Place
+from composerlite.checkpoint.place.places import Place
+from composerlite.checkpoint.tools.surveying import Found
 from composerlite.report.record import Line
 
 __all__ = ["Save", "Stored", "saves_in", "stored_at"]

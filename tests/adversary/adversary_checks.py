@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 from adversary_oracle import Entry, FoundError, History, Line, Planted, begun_in, entries_of, line_of
 from adversary_run import LONGEST, Order, as_json, live, live_alone
+from click.testing import CliRunner
 from forked import run_forked
 from hypothesis.stateful import RuleBasedStateMachine, invariant
-from typer.testing import CliRunner
 
 from composerlite.cli.app import app
 

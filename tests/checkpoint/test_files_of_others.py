@@ -15,7 +15,8 @@ from test_newest_good import TEMPLATE, save_batch
 
 from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.load.resume import newest_good
-from composerlite.checkpoint.tools import place_at, survey
+from composerlite.checkpoint.tools.pointing import place_at
+from composerlite.checkpoint.tools.surveying import survey
 from composerlite.errors import CheckpointError
 
 LATEST = "latest.pt"

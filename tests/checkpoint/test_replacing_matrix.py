@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from forked import run_forked
 from parts import new_state, save_batch
 from replacing import killed, overtaken
-from typer.testing import CliRunner
 
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Checkpointer, load_state_dict, save_state_dict

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 import zero_ranks
+from click.testing import CliRunner
 from forked import run_forked
 from ports import reserved_port
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from composerlite.checkpoint import Catalog, unshard_checkpoint, unshard_zero
 from composerlite.cli.app import app

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import final
 
 from composerlite.checkpoint.record.manifest import FileRecord
@@ -13,6 +12,12 @@ from composerlite.checkpoint.record.recorded import json_object, recorded
 from composerlite.errors import CorruptCheckpointError
 
 __all__ = ["CheckpointMetadata"]
+
+
+def _version() -> str:
+    from importlib.metadata import version  # not to list checkpoints
+
+    return version("composerlite")
 
 
 @final
@@ -27,7 +32,7 @@ class CheckpointMetadata:
         train: the files of the ranks, and what they must contain.
     """
 
-    version: str = field(default_factory=lambda: version("composerlite"))
+    version: str = field(default_factory=_version)
     ephemeral: bool = False
     world_size: int = 0
     train: tuple[FileRecord, ...] = ()

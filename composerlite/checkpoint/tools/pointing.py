@@ -13,7 +13,7 @@ from composerlite.checkpoint.place.places import MANIFESTS, Place
 from composerlite.checkpoint.place.remote_place import RemotePlace
 from composerlite.checkpoint.place.step_folder import MARKER
 from composerlite.checkpoint.tools.surveying import UNLISTED, Found, survey
-from composerlite.errors import CheckpointNotFoundError, ConfigError
+from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import is_uri, open_store, parse_uri
 
 __all__ = ["Pointed", "place_at", "pointed", "target_at"]
@@ -27,10 +27,12 @@ class Pointed(NamedTuple):
     Attributes:
         place: has the checkpoints.
         name: of the checkpoint in it; ``None``: all that are there.
+        text: the path or URI.
     """
 
     place: Place
     name: str | None
+    text: str
 
     def found(self) -> list[Found]:
         """The checkpoints that are meant, oldest first.
@@ -48,6 +50,21 @@ class Pointed(NamedTuple):
         if not chosen:
             raise CheckpointNotFoundError(f"{self.place.uri(self.name)!r} is no checkpoint.{_what_is_there(listed)}")
         return chosen
+
+    def the_one(self, *, whole: bool = False) -> Found:
+        """The one checkpoint that is meant.
+
+        Raises:
+            ConfigError: it is a folder of several.
+            CheckpointNotFoundError: it is not there.
+            CorruptCheckpointError: it is torn, and has to be ``whole``.
+        """
+        if self.name is None:
+            raise ConfigError(f"{self.text!r} is a folder of checkpoints: give one of them, as 'ls' names it.")
+        (found,) = self.found()
+        if whole and found.manifest is not None and found.faults:
+            raise CorruptCheckpointError(f"{self.text!r} is torn: {'; '.join(found.faults[:3])}.")
+        return found
 
 
 def place_at(text: str) -> Place:
@@ -94,39 +111,39 @@ def pointed(text: str) -> Generator[Pointed]:
     if is_uri(text):
         with place_at(text) as whole:
             assert isinstance(whole, RemotePlace)
-            yield _in_bucket(whole)
+            yield _in_bucket(whole, text)
         return
-    yield _on_disk(Path(parse_uri(text)[2]))
+    yield _on_disk(Path(parse_uri(text)[2]), text)
 
 
 # ── on a disk ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _on_disk(path: Path) -> Pointed:
+def _on_disk(path: Path, text: str) -> Pointed:
     is_relative = not path.is_absolute()
     path = resolved(path).resolve()  # a copy of a bucket has links that are files
     if is_relative and path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())  # as it was asked for
     for folder in path.parents:
         if (folder / MANIFESTS / f"{path.relative_to(folder)}.json").is_file():
-            return Pointed(LocalPlace(folder), str(path.relative_to(folder)))
+            return Pointed(LocalPlace(folder), str(path.relative_to(folder)), text)
     if path.is_file() or (path / _INDEX).is_file() or (path / MARKER).is_file():
-        return Pointed(LocalPlace(path.parent), path.name)
+        return Pointed(LocalPlace(path.parent), path.name, text)
     if path.is_dir():
-        return Pointed(LocalPlace(path), None)
+        return Pointed(LocalPlace(path), None, text)
     there = _what_is_there(survey(LocalPlace(path.parent))) if path.parent.is_dir() else ""
     raise CheckpointNotFoundError(f"there is no checkpoint and no folder {str(path)!r}.{there}")
 
 
 # ── in a bucket ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def _in_bucket(whole: RemotePlace) -> Pointed:
+def _in_bucket(whole: RemotePlace, text: str) -> Pointed:
     """``whole`` itself, or the place and the checkpoint that its root is the name of."""
     name = followed(whole.transfer, whole.root) if whole.root else ""
     for root, rest in _splits(name):
         if whole.transfer.exists(f"{root}{MANIFESTS}/{rest}.json"):
-            return Pointed(whole.at(root), rest)
+            return Pointed(whole.at(root), rest, text)
     folder, _, last = name.rpartition("/")
     if name and any(whole.transfer.exists(at) for at in (name, f"{name}/{_INDEX}", f"{name}/{MARKER}")):
-        return Pointed(whole.at(folder), last)
-    return Pointed(whole.at(name), None)
+        return Pointed(whole.at(folder), last, text)
+    return Pointed(whole.at(name), None, text)
 
 
 def _splits(name: str) -> Iterator[tuple[str, str]]:

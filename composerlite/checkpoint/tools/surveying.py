@@ -14,7 +14,7 @@ from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.checkpoint.record.step_marker import CheckpointMetadata
 from composerlite.errors import CheckpointError
 
-__all__ = ["UNLISTED", "Found", "abandoned", "newest", "survey", "vouched_from_above"]
+__all__ = ["UNLISTED", "Found", "abandoned", "bytes_text", "newest", "survey", "vouched_from_above"]
 
 UNLISTED = "it has no manifest: its save did not end, or another program wrote it"
 _INDEX = ".metadata"
@@ -55,6 +55,16 @@ class Found:
         return "torn" if self.faults else "committed"
 
     @property
+    def committed(self) -> Manifest | None:
+        """What vouches for it, if it is whole."""
+        return None if self.faults else self.manifest
+
+    @property
+    def run_name(self) -> str | None:
+        """Of the run that saved it; ``None``: nothing says."""
+        return None if self.manifest is None else self.manifest.run_name
+
+    @property
     def home(self) -> str:
         """The folder that it was saved to, with its slash; empty: the place itself."""
         if self.kind == "step":
@@ -72,12 +82,21 @@ class Found:
         return sum(file.size_bytes for file in self.files)
 
 
+def bytes_text(size_bytes: float) -> str:
+    """A size for people: ``'1.5 MB'``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" or size_bytes >= 100 else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.1f} TB"
+
+
 def newest(listed: Iterable[Found]) -> Found | None:
     """The newest that is committed and whole, of the run that saved last; ``None``: there is none.
 
     Of equal ones it is the first.
     """
-    whole = [(one, one.manifest) for one in listed if one.manifest is not None and not one.faults]
+    whole = [(one, manifest) for one in listed if (manifest := one.committed) is not None]
     if not whole:
         return None
     _, last = max(whole, key=lambda pair: pair[1].saved_at)
@@ -92,8 +111,8 @@ def abandoned(listed: Iterable[Found]) -> set[str]:
     """
     runs: dict[tuple[str, str], list[tuple[Found, Manifest]]] = {}
     for one in listed:
-        if one.manifest is not None and not one.faults:
-            runs.setdefault((one.home, one.manifest.run_name), []).append((one, one.manifest))
+        if (manifest := one.committed) is not None:
+            runs.setdefault((one.home, manifest.run_name), []).append((one, manifest))
     left: set[str] = set()
     for pairs in runs.values():
         line = {one.name for one, _ in living_line(pairs, lambda pair: pair[1])}

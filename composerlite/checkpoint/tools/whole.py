@@ -22,7 +22,6 @@ from composerlite.checkpoint.tools.surveying import Found
 from composerlite.errors import (
     CheckpointNotFoundError,
     ConfigError,
-    CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
 from composerlite.storage import is_uri, parse_uri
@@ -66,12 +65,7 @@ def model_and_integrations(text: str) -> StateDict:
         with fetched(text) as path:
             return _file(path, part)
     with pointed(text) as target:
-        if target.name is None:
-            raise ConfigError(f"{text!r} is a folder of checkpoints: give one of them.")
-        (found,) = target.found()
-        if found.manifest is not None and found.faults:
-            raise CorruptCheckpointError(f"{text!r} is torn: {'; '.join(found.faults[:3])}.")
-        contents = _read(target.place, found, part)
+        contents = _read(target.place, target.the_one(whole=True), part)
     return contents if isinstance(contents, dict) and "state" in contents else {"state": {"model": contents}}
 
 
