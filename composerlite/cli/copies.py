@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from composerlite.checkpoint.load.progress import progress_of
-from composerlite.checkpoint.place.places import Place
+from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.tools.copying import copy
 from composerlite.checkpoint.tools.pointing import place_at, pointed, target_at
 from composerlite.checkpoint.tools.surveying import Found, bytes_text, newest, survey

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from composerlite.checkpoint.place.places import Leftover, Place
+from composerlite.checkpoint.place.place import Leftover, Place
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.record.retention import deletions, retention_policy
 from composerlite.checkpoint.tools.pointing import place_at
@@ -135,7 +135,7 @@ def _removed(place: Place, found: Found, why: str | None, *, dry_run: bool) -> d
     if not dry_run:
         data = sorted((file.path for file in found.files), key=lambda path: not path.endswith("/.metadata"))
         for path in (*reversed(found.commits), *data):
-            place.remove(path)
+            place.delete(path)
     return {"uri": place.uri(found.name), "size_bytes": found.size_bytes, "why": why}
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-from composerlite.checkpoint.place.places import Place
+from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.tools.pointing import place_at
 from composerlite.checkpoint.tools.surveying import survey
 from composerlite.errors import CheckpointNotFoundError, ConfigError

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import final
 
-from composerlite.checkpoint.place.places import Place
+from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.tools.surveying import Found
 from composerlite.report.record import Line
 

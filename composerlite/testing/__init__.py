@@ -4,6 +4,7 @@ from composerlite.testing.cluster import RankOutcome, run_ranks, run_ranks_to_th
 from composerlite.testing.contracts import ObjectStoreContract
 from composerlite.testing.faults import FaultProxy, NetworkFaults
 from composerlite.testing.faulty_store import Fault, FaultyStore
+from composerlite.testing.place_contract import PlaceContract
 
 __all__ = [
     "Fault",
@@ -11,6 +12,7 @@ __all__ = [
     "FaultyStore",
     "NetworkFaults",
     "ObjectStoreContract",
+    "PlaceContract",
     "RankOutcome",
     "run_ranks",
     "run_ranks_to_the_end",

@@ -17,21 +17,23 @@ from typing import Any
 import pytest
 from tiny_training import trainer
 
-from composerlite.checkpoint.place.lease import FolderLease, _own_name, _started, take_leases
-from composerlite.checkpoint.place.remote import RemoteCatalog
+from composerlite.checkpoint.place.bucket import Bucket
+from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.lease import _own_name, _started, take_leases
 from composerlite.errors import RunInUseError
 from composerlite.storage import Transfer, open_store
 
 HOLD = """
 import os, sys, time
-from composerlite.checkpoint.place.lease import BucketLease, FolderLease, take_leases
-from composerlite.checkpoint.place.remote import RemoteCatalog
+from composerlite.checkpoint.place.bucket import Bucket
+from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.lease import take_leases
 from composerlite.storage import Transfer, open_store
 kind, place = sys.argv[1:]
 if kind == "folder":
-    lease = FolderLease(place, "run")
+    lease = Folder(place).lock("run")
 else:
-    lease = RemoteCatalog(Transfer(open_store(place)), "saves").lease("run")
+    lease = Bucket(Transfer(open_store(place)), "saves").lock("run")
 take_leases([lease], "run 'run'", 0)
 print(os.getpid(), flush=True)
 sys.stdin.read()
@@ -55,14 +57,14 @@ def held(kind: str, place: str) -> Iterator[subprocess.Popen[str]]:
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A kind of place, its address, and what makes a lease of it."""
     if request.param == "folder":
-        yield "folder", str(tmp_path), lambda: FolderLease(tmp_path, "run")
+        yield "folder", str(tmp_path), lambda: Folder(tmp_path).lock("run")
         return
     server = request.getfixturevalue("s3_server")
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     uri = f"s3://{server.new_bucket()}"
     with Transfer(open_store(uri)) as transfer:
-        yield "bucket", uri, lambda: RemoteCatalog(transfer, "saves").lease("run")
+        yield "bucket", uri, lambda: Bucket(transfer, "saves").lock("run")
 
 
 def test_the_second_launch_is_refused_and_told_by_whom(place: Any) -> None:
@@ -99,8 +101,7 @@ def test_a_holder_on_another_machine_is_taken_for_dead_when_it_is_silent(
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     with Transfer(open_store(f"s3://{server.new_bucket()}")) as transfer:
-        remote = RemoteCatalog(transfer, "saves")
-        lease = remote.lease("run", beat_seconds=0.2, dead_seconds=1.5)
+        lease = Bucket(transfer, "saves").lock("run", beat_seconds=0.2, dead_seconds=1.5)
         name = "saves/.manifest/.run.lease"
         transfer.put_bytes(name, b'{"host": "elsewhere", "pid": 1, "id": "x", "beat": 7}')
         with pytest.raises(RunInUseError, match="process 1 on elsewhere"):
@@ -119,18 +120,18 @@ def test_a_holder_on_another_machine_is_taken_for_dead_when_it_is_silent(
 def test_runs_of_different_names_do_not_wait_for_each_other(tmp_path: Path) -> None:
     """They may share a folder: while the lease of one is held, that of the other is had at once."""
     with held("folder", str(tmp_path)):
-        lease = FolderLease(tmp_path, "other")
+        lease = Folder(tmp_path).lock("other")
         take_leases([lease], "run 'other'", 0)
         with pytest.raises(RunInUseError):
-            take_leases([FolderLease(tmp_path, "run")], "run 'run'", 0)
+            take_leases([Folder(tmp_path).lock("run")], "run 'run'", 0)
         assert lease.lost_to is None
         lease.release()
 
 
 TRY = """
 import sys
-from composerlite.checkpoint.place.lease import FolderLease
-holder = FolderLease(sys.argv[1], "run").try_to_take()
+from composerlite.checkpoint.place.folder import Folder
+holder = Folder(sys.argv[1]).lock("run").try_to_take()
 print(holder or "free")
 """
 
@@ -186,8 +187,9 @@ def test_nothing_that_a_process_does_beside_loses_its_lease(act: Callable[[Path]
 
 OUTLIVED = """
 import os, signal, sys
-from composerlite.checkpoint.place.lease import FolderLease, take_leases
-take_leases([FolderLease(sys.argv[1], "run")], "run 'run'", 0)
+from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.lease import take_leases
+take_leases([Folder(sys.argv[1]).lock("run")], "run 'run'", 0)
 if (worker := os.fork()) == 0:
     sys.stdin.read()
     os._exit(0)
@@ -211,11 +213,10 @@ def test_a_worker_that_outlives_its_killed_parent_holds_no_lease(tmp_path: Path)
 # ── other machines, and what looks like this one ─────────────────────────────────────────────────────────────────────
 TRY_BUCKET = """
 import sys
-from composerlite.checkpoint.place.lease import BucketLease
-from composerlite.checkpoint.place.remote import RemoteCatalog
+from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.storage import Transfer, open_store
 with Transfer(open_store(sys.argv[1])) as transfer:
-    lease = RemoteCatalog(transfer, "saves").lease("run")
+    lease = Bucket(transfer, "saves").lock("run")
     print(lease.try_to_take() or "free")
     lease.release()
 """
@@ -259,7 +260,7 @@ def test_a_process_number_that_was_given_again_is_not_its_holder(bucket: str) ->
     cases += [({"pid": parent, "started": "1", "boot": "another"}, False)]
     with Transfer(open_store(bucket)) as transfer:
         for change, is_free in cases:
-            lease = RemoteCatalog(transfer, "saves").lease("run")
+            lease = Bucket(transfer, "saves").lock("run")
             transfer.put_bytes("saves/.manifest/.run.lease", json.dumps({**own, **change}).encode())
             assert (lease.try_to_take() is None) is is_free, change
             lease.release()
@@ -279,6 +280,6 @@ def test_garbage_in_the_place_of_a_lease_is_nobody(bucket: str) -> None:
             b"\xff",
         ):
             transfer.put_bytes("saves/.manifest/.run.lease", data)
-            lease = RemoteCatalog(transfer, "saves").lease("run", beat_seconds=0.1, dead_seconds=0.3)
+            lease = Bucket(transfer, "saves").lock("run", beat_seconds=0.1, dead_seconds=0.3)
             take_leases([lease], "run 'run'", 20)
             lease.release()

@@ -16,7 +16,7 @@ from tiny_training import saved_batches, train, trainer
 
 from composerlite import Callback, Logger, State
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint.place.lease import FolderLease
+from composerlite.checkpoint.place.folder import Folder
 from composerlite.errors import RunInUseError
 
 HOLD = """
@@ -133,8 +133,8 @@ def test_a_folder_that_is_removed_under_a_run_is_reported_and_made_again(
 
 WANT = """
 import sys
-from composerlite.checkpoint.place.lease import FolderLease
-print(FolderLease(sys.argv[1], "run").try_to_take() or "")
+from composerlite.checkpoint.place.folder import Folder
+print(Folder(sys.argv[1]).lock("run").try_to_take() or "")
 """
 
 
@@ -147,7 +147,7 @@ def who_holds(folder: Path) -> str | None:
 def test_two_trainers_of_a_process_share_a_lease_that_was_lost(tmp_path: Path) -> None:
     """The folder is removed: each takes it again, and it is free when the last of both has given it back."""
     folder = tmp_path / "saves"
-    leases = [FolderLease(folder, "run") for _ in range(2)]
+    leases = [Folder(folder).lock("run") for _ in range(2)]
     for lease in leases:
         assert lease.try_to_take() is None
     shutil.rmtree(folder)

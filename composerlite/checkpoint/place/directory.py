@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.checkpoint_folder import INDEX, CheckpointFolder, Claim, Sealed
 from composerlite.checkpoint.place.local_folder import ON_ALL_NODES, LocalFolder
+from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.place.remote_folder import RemoteFolder
 from composerlite.storage import is_uri, open_store, parse_uri
 
@@ -19,6 +21,7 @@ __all__ = [
     "PathOrUri",
     "RemoteFolder",
     "Sealed",
+    "directory_of",
     "folder_of",
 ]
 
@@ -38,3 +41,11 @@ def folder_of(place: PathOrUri, *, threads: int | None = None) -> CheckpointFold
     if is_uri(text):
         return RemoteFolder(open_store(text), parse_uri(text)[2], threads=threads or 8, closes=True)
     return LocalFolder(Path(parse_uri(text)[2]))
+
+
+def directory_of(place: Place, path: str, root: str | None = None) -> CheckpointFolder:
+    """The directory ``path`` in ``place``; ``root`` of it has its commit record, if that is known."""
+    if (here := place.path_of(path)) is not None:
+        return LocalFolder(here, None if root is None else place.path_of(root))
+    assert isinstance(place, Bucket)
+    return RemoteFolder(place.transfer.store, place.name_of(path))

@@ -1,4 +1,4 @@
-"""One run, one process: who holds the lease of a run writes its checkpoints."""
+"""One process at a time: whoever holds the lease of a run writes its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ import struct
 import threading
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, final
+from typing import Any, ClassVar, final
 
 from composerlite.errors import ObjectStoreError, RunInUseError
 from composerlite.storage import Transfer, make_folder, start_threads
 
-__all__ = ["BucketLease", "FolderLease", "Lease", "take_leases"]
+__all__ = ["FileLease", "HeartbeatLease", "Lease", "take_leases"]
 
 log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5
@@ -33,25 +34,26 @@ _WHOLE_FILE = struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 _ONE_RUN = "two launches of one run would train it twice. Stop it, or give this run a run_name of its own."
 
 
-class Lease(Protocol):
-    """The right to write the checkpoints of one run to one place."""
+class Lease(ABC):
+    """The right of one process at a time to write what has one name, as a :class:`Place` gives it out.
 
+    Attributes:
+        lost_to: who has taken it from us; ``None``: nobody.
+    """
+
+    lost_to: str | None = None
+
+    @abstractmethod
     def try_to_take(self) -> str | None:
         """Take it; who has it, if that is somebody else."""
-        ...
 
+    @abstractmethod
     def release(self) -> None:
         """Let the next one have it. Twice is fine."""
-        ...
 
+    @abstractmethod
     def keep(self) -> bool:
         """See before a save that it is still ours, and take it again if it vanished; false if it had."""
-        ...
-
-    @property
-    def lost_to(self) -> str | None:
-        """Who has taken it from us; ``None``: nobody."""
-        ...
 
 
 def take_leases(leases: Sequence[Lease], what: str, timeout: float, advice: str = _ONE_RUN) -> None:
@@ -114,38 +116,28 @@ def _shown(record: dict[str, Any]) -> str:
 
 
 @final
-class FolderLease:
-    """A lock on a file beside the manifests. It ends with the process that holds it, however that ends.
+class FileLease(Lease):
+    """A lock on the file ``path``. It ends with the process that holds it, however that ends.
 
     The lock belongs to the open file (``F_OFD_SETLK`` of Linux, else ``flock``), and not to the process, whose POSIX
     locks end as soon as anything in it opens and closes the file, such as a copy of the folder. Processes that are
     forked give their copy back, so workers that outlive their parent hold nothing. Over NFS a lock is the server's.
     Where a file system has none, there is no lease. All leases of one file in one process share the lock: a second
-    Trainer of a run does not shut the first one out.
-
-    Args:
-        folder: of the checkpoints. name: of what is leased: the run, or a file that runs would replace for each other.
+    Trainer of a run does not shut the first one out. It is lost when the file is removed, as with its folder.
     """
 
-    _held: ClassVar[dict[Path, tuple[int, set[FolderLease]]]] = {}
+    _held: ClassVar[dict[Path, tuple[int, set[FileLease]]]] = {}
     """The open file of each lease that this process holds, and who shares it."""
 
-    def __init__(self, folder: str | Path, name: str) -> None:
-        self._path = Path(os.path.abspath(folder)) / ".manifest" / f".{name.replace('/', '%2F')}.lease"  # noqa: PTH100
+    def __init__(self, path: Path) -> None:
+        self._path = Path(os.path.abspath(path))  # noqa: PTH100
         self._holds = False
-        self._lost_to: str | None = None
-
-    @property
-    def lost_to(self) -> str | None:
-        """See :class:`Lease`: after the file was removed, as with its folder."""
-        return self._lost_to
 
     def keep(self) -> bool:
-        """See :class:`Lease`."""
         if not self._holds or (self._shared() is not None and self in self._held[self._path][1]):
             return True
-        self._lost_to = self.try_to_take()
-        self._holds = self._lost_to is None
+        self.lost_to = self.try_to_take()
+        self._holds = self.lost_to is None
         return False
 
     def _shared(self) -> int | None:
@@ -158,7 +150,6 @@ class FolderLease:
         return None
 
     def try_to_take(self) -> str | None:
-        """See :class:`Lease`."""
         if self._shared() is not None:
             self._held[self._path][1].add(self)
             self._holds = True
@@ -194,7 +185,6 @@ class FolderLease:
         return None
 
     def release(self) -> None:
-        """See :class:`Lease`."""
         if not self._holds:
             return
         self._holds = False
@@ -229,7 +219,7 @@ class FolderLease:
             os.close(file)
 
 
-os.register_at_fork(after_in_child=FolderLease._forget_in_child)  # pyright: ignore[reportPrivateUsage]
+os.register_at_fork(after_in_child=FileLease._forget_in_child)  # pyright: ignore[reportPrivateUsage]
 
 
 def _lock(file: int) -> bool:
@@ -257,8 +247,8 @@ def _holder(file: int) -> str:
 
 
 @final
-class BucketLease:
-    """An object beside the manifests that its holder writes again every few seconds.
+class HeartbeatLease(Lease):
+    """An object that its holder writes again every few seconds. It is lost by who slept, or could not reach the bucket.
 
     Nobody's clock is compared with another's: who wants the lease watches the object, and takes it when it has not
     changed for longer than a living holder would leave it.
@@ -284,15 +274,8 @@ class BucketLease:
         self._seen: tuple[bytes, float] | None = None
         self._stop = threading.Event()
         self._held, self._beating = False, list[threading.Thread]()
-        self._lost_to: str | None = None
-
-    @property
-    def lost_to(self) -> str | None:
-        """See :class:`Lease`: while this process slept, or could not reach the bucket."""
-        return self._lost_to
 
     def try_to_take(self) -> str | None:
-        """See :class:`Lease`."""
         data = self._read()
         record = _record(data)
         if data is not None and record.get("id") != self._own["id"] and not self._is_dead(data, record):
@@ -308,20 +291,18 @@ class BucketLease:
         return None
 
     def release(self) -> None:
-        """See :class:`Lease`."""
         if not self._held:
             return
         self._held = False
         self._stop.set()
         for thread in self._beating:
             thread.join(self._dead_seconds)
-        if self._lost_to is None:
+        if self.lost_to is None:
             with contextlib.suppress(ObjectStoreError, OSError):  # the next one waits a little then
                 self._transfer.delete(self._name)
 
     def keep(self) -> bool:
-        """See :class:`Lease`: a thread does that."""
-        return True
+        return True  # a thread does that
 
     def _is_dead(self, data: bytes, record: dict[str, Any]) -> bool:
         """Whether its holder is known to be dead, or has not been heard of for long since we began to watch."""
@@ -338,7 +319,7 @@ class BucketLease:
             try:
                 there = _record(self._read())
                 if there and there.get("id") != self._own["id"]:
-                    self._lost_to = _shown(there)
+                    self.lost_to = _shown(there)
                     return
                 self._beats += 1
                 self._write()

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, final
 
+from composerlite.checkpoint.place.bucket import LINK_SUFFIX, Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import MANIFESTS
-from composerlite.checkpoint.place.lease import BucketLease, take_leases
+from composerlite.checkpoint.place.lease import HeartbeatLease, Lease, take_leases
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError, RunInUseError
 from composerlite.storage import Helpers, check_name, verify_file
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["LINK_SUFFIX", "RemoteCatalog"]
 
 log = logging.getLogger(__name__)
-LINK_SUFFIX = ".symlink"
 _MOST_LINK_BYTES, _MOST_MANIFEST_BYTES = 4096, 64 << 20
 _READERS = 16
 _DEAD_SECONDS = 30.0
@@ -52,7 +52,8 @@ class RemoteCatalog:
     def __init__(self, transfer: Transfer, root: str) -> None:
         self.transfer = transfer
         self.root = root.strip("/")
-        self._claims: dict[str, BucketLease] = {}
+        self.place = Bucket(transfer, root)
+        self._claims: dict[str, Lease] = {}
         self._replaced: dict[str, Manifest] = {}
 
     def uri(self, name: str = "") -> str:
@@ -262,11 +263,6 @@ class RemoteCatalog:
             self.transfer.put_bytes(check_name(link + LINK_SUFFIX), self.name_of(manifest.name).encode())
         log.info("published checkpoint %s", self.uri(manifest.name))
 
-    def lease(self, run_name: str, *, beat_seconds: float = 5.0, dead_seconds: float = 20.0) -> BucketLease:
-        """The right of one process to save the checkpoints of a run here. See :class:`BucketLease` for the seconds."""
-        name = self.name_of(f"{MANIFESTS}/.{run_name}.lease")
-        return BucketLease(self.transfer, name, beat_seconds=beat_seconds, dead_seconds=dead_seconds)
-
     # ── the commit ───────────────────────────────────────────────────────────────────────────────────────────────
     def claim(self, name: str) -> None:
         """Begin a save of the checkpoint ``name``, which no other process does until :meth:`end`. Twice is fine.
@@ -280,7 +276,7 @@ class RemoteCatalog:
             if self.uri(name) in _saving:
                 raise CheckpointExistsError(f"checkpoint {self.uri(name)!r} is being saved in this process already.")
             _saving.add(self.uri(name))
-        lease = BucketLease(self.transfer, self.name_of(f"{MANIFESTS}/.{name.replace('/', '%2F')}.saving"))
+        lease = HeartbeatLease(self.transfer, self.name_of(f"{MANIFESTS}/.{name.replace('/', '%2F')}.saving"))
         try:
             take_leases(
                 [lease], f"checkpoint {self.uri(name)!r}", _DEAD_SECONDS, "one of them would replace the other."

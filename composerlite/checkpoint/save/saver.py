@@ -364,7 +364,7 @@ class Saver:
         """
         templates = [self.filename] if self.latest_filename is None else [self.filename, self.latest_filename]
         names = [template.filename.replace("{run_name}", run_name) for template in templates]
-        of_buckets = [publisher.remote.lease(run_name) for publisher in self._publishing.publishers]
+        of_buckets = [publisher.remote.place.lock(run_name) for publisher in self._publishing.publishers]
         self._claims.take(self._root, run_name, {name: self._path(name) for name in names}, of_buckets, timeout)
 
     # ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Protocol, SupportsInt, final
 
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.lease import FolderLease, Lease, take_leases
+from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.lease import Lease, take_leases
 from composerlite.checkpoint.place.remote import RemoteCatalog
 from composerlite.checkpoint.record.contents import TrainingState
 from composerlite.checkpoint.record.lineage import may_be_replaced
@@ -62,12 +63,12 @@ class Claims:
         """
         if self._leases:
             return
-        own: list[Lease] = [FolderLease(root, run_name), *of_buckets]
+        own: list[Lease] = [Folder(root).lock(run_name), *of_buckets]
         take_leases(own, f"run {run_name!r}", timeout)
         self._leases = own
         advice = "each would replace the other's files. Give this run a save_folder or names of its own, or stop it."
         for name, path in names.items():
-            lease = FolderLease(root, f"{name}.name")
+            lease = Folder(root).lock(f"{name}.name")
             try:
                 take_leases([lease], f"{path!r}", timeout, advice)
             except OSError as e:  # a full disk, as it may be later on: saves say so, and may be tolerated

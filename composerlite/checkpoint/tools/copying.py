@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from composerlite.checkpoint.place.places import Place, StoredFile
+from composerlite.checkpoint.place.place import Place, StoredFile
 from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.checkpoint.tools.surveying import Found, survey
 from composerlite.errors import (
@@ -58,7 +58,7 @@ def copy(
     mends = any(data is not None for data in there.values())  # what is torn there, of this one
     before = _files_of(target, found.name) if others else ()
     for path in reversed(commits):
-        target.remove(path)
+        target.delete(path)
     for record in sorted(found.records, key=lambda record: record.path.endswith("/.metadata")):  # that is an index
         _bring(source, record, target, overwrite=overwrite or mends, progress=progress)
     for path, data in commits.items():
@@ -69,7 +69,7 @@ def copy(
     kept = {record.path for record in found.records}
     for file in before:
         if file.path not in kept:
-            target.remove(file.path)
+            target.delete(file.path)
     return True
 
 

@@ -15,11 +15,8 @@ from torch import Tensor
 from composerlite.checkpoint.format.packing import is_packed_beginning
 from composerlite.checkpoint.load.download import fetched
 from composerlite.checkpoint.load.reading import RawFile, opened, readable
-from composerlite.checkpoint.place.directory import CheckpointFolder, LocalFolder, RemoteFolder
-from composerlite.checkpoint.place.local_place import LocalPlace
-from composerlite.checkpoint.place.places import MANIFESTS, Place
-from composerlite.checkpoint.place.remote_folder import VerifiedObject
-from composerlite.checkpoint.place.remote_place import RemotePlace
+from composerlite.checkpoint.place.directory import CheckpointFolder, directory_of
+from composerlite.checkpoint.place.place import MANIFESTS, Place
 from composerlite.checkpoint.place.step_folder import MODEL
 from composerlite.checkpoint.tools.remote_bytes import HeaderBytes
 from composerlite.checkpoint.tools.surveying import Found
@@ -73,11 +70,8 @@ def contents_of(place: Place, found: Found) -> Any:
 
 def directory_in(place: Place, path: str, commits: tuple[str, ...]) -> CheckpointFolder:
     """The directory ``path`` of a sharded checkpoint; ``commits`` has its commit record, if that is known."""
-    if isinstance(place, RemotePlace):
-        return RemoteFolder(place.store, place.name_of(path))
-    assert isinstance(place, LocalPlace)
     root = commits[0].partition(f"{MANIFESTS}/")[0] if commits else None
-    return LocalFolder(place.path_of(path), None if root is None else place.path_of(root))
+    return directory_of(place, path, root)
 
 
 def model_directory(place: Place, found: Found) -> CheckpointFolder | None:
@@ -112,19 +106,18 @@ class _Pickled:
 
 
 def _file(place: Place, path: str, found: Found) -> Any:
-    if isinstance(place, LocalPlace):
-        return _local_file(place.path_of(path))
-    assert isinstance(place, RemotePlace)
-    name, size = place.name_of(path), next(file.size_bytes for file in found.files if file.path == path)
+    if (here := place.path_of(path)) is not None:
+        return _local_file(here)
+    size = next(file.size_bytes for file in found.files if file.path == path)
     digest = next((record.digest for record in found.records if record.path == path), None)
-    if path.endswith(".safetensors") or is_packed_beginning(place.transfer.read(name, 0, min(size, _BEGINNING_BYTES))):
-        with fetched(place.uri(path)) as local:
-            return _local_file(local)
-    headers = HeaderBytes(place.transfer, name)
-    source = VerifiedObject(place.transfer, name, _with_chunks(digest))
-    with readable(Path(place.uri(path))):
-        raw = RawFile(source, size, headers.peek, check_sums=digest is None, expect=headers.expect)
-        return raw.torch_file(map_location="meta").contents
+    with place.opened(path, None) as unverified, place.opened(path, _with_chunks(digest)) as source:
+        if path.endswith(".safetensors") or is_packed_beginning(unverified.read(0, min(size, _BEGINNING_BYTES))):
+            with fetched(place.uri(path)) as local:
+                return _local_file(local)
+        headers = HeaderBytes(unverified, size)
+        with readable(Path(place.uri(path))):
+            raw = RawFile(source, size, headers.peek, check_sums=digest is None, expect=headers.expect)
+            return raw.torch_file(map_location="meta").contents
 
 
 def _with_chunks(digest: FileDigest | None) -> FileDigest | None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from composerlite.checkpoint.load.download import followed, resolved
-from composerlite.checkpoint.place.local_place import LocalPlace
-from composerlite.checkpoint.place.places import MANIFESTS, Place
-from composerlite.checkpoint.place.remote_place import RemotePlace
+from composerlite.checkpoint.place.bucket import Bucket
+from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import MANIFESTS, Place
 from composerlite.checkpoint.place.step_folder import MARKER
 from composerlite.checkpoint.tools.surveying import UNLISTED, Found, survey
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
@@ -79,10 +79,14 @@ def place_at(text: str) -> Place:
         if not folder.is_dir():
             what = "is a file" if folder.exists() else "does not exist"
             raise CheckpointNotFoundError(f"{text!r} {what}: want the folder that has the checkpoints, or its URI.")
-        return LocalPlace(folder)
-    if parse_uri(text)[0] in ("http", "https"):
-        raise ConfigError(f"{text!r}: want a folder, or a URI of an object store: addresses cannot be listed.")
-    return RemotePlace(open_store(text), parse_uri(text)[2])
+        return Folder(folder)
+    return _bucket_at(text)
+
+
+def _bucket_at(uri: str) -> Bucket:
+    if parse_uri(uri)[0] in ("http", "https"):
+        raise ConfigError(f"{uri!r}: want a folder, or a URI of an object store: addresses cannot be listed.")
+    return Bucket.of(open_store(uri), parse_uri(uri)[2])
 
 
 def target_at(text: str) -> Place:
@@ -96,7 +100,7 @@ def target_at(text: str) -> Place:
         return place_at(text)
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{text!r} is a file: want the folder of checkpoints to write to, or its URI.")
-    return LocalPlace(path)
+    return Folder(path)
 
 
 @contextlib.contextmanager
@@ -109,8 +113,7 @@ def pointed(text: str) -> Generator[Pointed]:
         CorruptCheckpointError: links lead from one to the next without an end.
     """
     if is_uri(text):
-        with place_at(text) as whole:
-            assert isinstance(whole, RemotePlace)
+        with contextlib.closing(_bucket_at(text)) as whole:
             yield _in_bucket(whole, text)
         return
     yield _on_disk(Path(parse_uri(text)[2]), text)
@@ -124,17 +127,17 @@ def _on_disk(path: Path, text: str) -> Pointed:
         path = path.relative_to(Path.cwd())  # as it was asked for
     for folder in path.parents:
         if (folder / MANIFESTS / f"{path.relative_to(folder)}.json").is_file():
-            return Pointed(LocalPlace(folder), str(path.relative_to(folder)), text)
+            return Pointed(Folder(folder), str(path.relative_to(folder)), text)
     if path.is_file() or (path / _INDEX).is_file() or (path / MARKER).is_file():
-        return Pointed(LocalPlace(path.parent), path.name, text)
+        return Pointed(Folder(path.parent), path.name, text)
     if path.is_dir():
-        return Pointed(LocalPlace(path), None, text)
-    there = _what_is_there(survey(LocalPlace(path.parent))) if path.parent.is_dir() else ""
+        return Pointed(Folder(path), None, text)
+    there = _what_is_there(survey(Folder(path.parent))) if path.parent.is_dir() else ""
     raise CheckpointNotFoundError(f"there is no checkpoint and no folder {str(path)!r}.{there}")
 
 
 # ── in a bucket ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def _in_bucket(whole: RemotePlace, text: str) -> Pointed:
+def _in_bucket(whole: Bucket, text: str) -> Pointed:
     """``whole`` itself, or the place and the checkpoint that its root is the name of."""
     name = followed(whole.transfer, whole.root) if whole.root else ""
     for root, rest in _splits(name):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import final
 
-from composerlite.storage import Transfer
+from composerlite.checkpoint.format.torch_reader import ByteSource
 
 __all__ = ["HeaderBytes"]
 
@@ -17,9 +17,9 @@ _PAGE_BYTES = 4096
 class HeaderBytes:
     """The headers of records, which lie all over the object: asked for at once, where it is known which they are."""
 
-    def __init__(self, transfer: Transfer, name: str) -> None:
-        self._transfer = transfer
-        self._name = name
+    def __init__(self, source: ByteSource, size_bytes: int) -> None:
+        self._source = source
+        self._size_bytes = size_bytes
         self._expected: dict[int, int] = {}
         self._pages: dict[int, bytes] = {}
 
@@ -35,10 +35,10 @@ class HeaderBytes:
         page = self._pages.get(start, b"")
         if offset + size <= start + len(page):
             return page[offset - start : offset - start + size]
-        return self._transfer.read(self._name, offset, size)
+        return self._source.read(offset, size)
 
     def _read_expected(self) -> None:
-        end = self._transfer.size(self._name)
+        end = self._size_bytes
         wanted = {offset: min(size, end - offset) for offset, size in self._expected.items()}
         self._expected = {}
         memory = bytearray(sum(wanted.values()))
@@ -48,7 +48,7 @@ class HeaderBytes:
         for offset, size in wanted.items():
             targets.append((offset, address + place, size))
             place += size
-        self._transfer.read_into(self._name, targets)
+        self._source.read_into(targets)
         place = 0
         for offset, size in wanted.items():
             self._pages[offset] = bytes(memory[place : place + size])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import final
 
-from composerlite.checkpoint.place.places import MANIFESTS, Place, StoredFile
+from composerlite.checkpoint.place.place import MANIFESTS, Place, StoredFile
 from composerlite.checkpoint.place.step_folder import MARKER, MODEL, TRAIN
 from composerlite.checkpoint.record.lineage import living_line
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest

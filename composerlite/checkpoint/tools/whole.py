@@ -13,8 +13,7 @@ from torch import Tensor
 from composerlite.checkpoint.load.download import fetched
 from composerlite.checkpoint.load.reading import opened
 from composerlite.checkpoint.place.directory import CheckpointFolder
-from composerlite.checkpoint.place.local_place import LocalPlace
-from composerlite.checkpoint.place.places import Place
+from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.record import rng
 from composerlite.checkpoint.tools.inspecting import model_directory
 from composerlite.checkpoint.tools.pointing import pointed
@@ -84,8 +83,8 @@ def _read(place: Place, found: Found, part: _Part) -> Any:
     directory = model_directory(place, found)
     if directory is not None:
         return _directory(directory, part)
-    if isinstance(place, LocalPlace):
-        return _file(place.path_of(found.name), part)
+    if (here := place.path_of(found.name)) is not None:
+        return _file(here, part)
     with fetched(place.uri(found.name)) as path:
         return _file(path, part)
 

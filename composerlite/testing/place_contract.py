@@ -1,0 +1,223 @@
+"""Contract of a place: what a folder and a bucket must both do, as tests that run on any of them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.record.manifest import FileRecord
+from composerlite.errors import CorruptCheckpointError
+from composerlite.storage import Digester, FileDigest
+
+__all__ = ["PlaceContract"]
+
+_SIZES = [0, 1, 1000, (1 << 20) + 7]
+
+
+def record_of(path: str, data: bytes) -> FileRecord:
+    """Return the record of a file ``path`` that holds ``data``."""
+    digest = digest_of(data)
+    return FileRecord(path, digest.size_bytes, digest.xxh3_128, digest.chunk_bytes, digest.chunks)
+
+
+def digest_of(data: bytes) -> FileDigest:
+    """Return what a file that holds ``data`` must contain."""
+    digester = Digester(64 << 10)
+    digester.update(data)
+    return digester.finish()
+
+
+class PlaceContract(ABC):
+    """Tests of every :class:`~composerlite.checkpoint.place.place.Place`. Derive a test class and say how to make one::
+
+    class TestFolder(PlaceContract):
+        @pytest.fixture
+        def place(self, tmp_path):
+            with Folder(tmp_path) as place:
+                yield place
+    """
+
+    @pytest.fixture
+    @abstractmethod
+    def place(self) -> Generator[Place]:
+        """An empty place."""
+
+    # ── bytes in, bytes out ──────────────────────────────────────────────────────────────────────────────────────
+    def test_what_was_put_is_read(self, place: Place) -> None:
+        """At any depth; the second bytes replace the first, also where they are fewer."""
+        place.put("a/b/c.json", b"first, and longer")
+        place.put("a/b/c.json", b"second")
+        assert place.read("a/b/c.json") == b"second"
+        assert place.exists("a/b/c.json")
+        assert place.size("a/b/c.json") == 6
+        assert not place.exists("a/b")
+
+    def test_nothing_is_not_found(self, place: Place) -> None:
+        """What is not there is FileNotFoundError, or ``None`` among others, and nothing to delete."""
+        place.put("there", b"x")
+        for verb in (place.read, place.size):
+            with pytest.raises(FileNotFoundError):
+                verb("not/there")
+        with pytest.raises(FileNotFoundError):
+            place.verify(record_of("not/there", b""))
+        with pytest.raises(FileNotFoundError), place.lent("not/there"):
+            pass
+        assert place.read_all(["there", "not/there", "there"]) == [b"x", None, b"x"]
+        place.delete("not/there")
+
+    def test_one_of_many_creates(self, place: Place) -> None:
+        """Of eight threads that create one file exactly one succeeds, and its bytes are there."""
+        start = threading.Barrier(8)
+
+        def create(number: int) -> int | None:
+            start.wait(10)
+            try:
+                place.put("once", str(number).encode(), create_only=True)
+            except FileExistsError:
+                return None
+            return number
+
+        with ThreadPoolExecutor(8) as pool:
+            (winner,) = [number for number in pool.map(create, range(8)) if number is not None]
+        assert place.read("once") == str(winner).encode()
+
+    def test_what_is_deleted_is_gone(self, place: Place) -> None:
+        """Others stay."""
+        place.put("a/b", b"1")
+        place.put("a/c", b"2")
+        place.delete("a/b")
+        assert list(place.files()) == ["a/c"]
+        place.delete("a/c")
+        assert dict(place.files()) == {}
+
+    # ── names ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def test_files_are_listed_with_their_sizes(self, place: Place) -> None:
+        """In order, hidden ones too; below a folder only those in it, by whole names."""
+        for size, path in enumerate(["b", ".manifest/b.json", "run/a", "run/sub/c", "run2/a"]):
+            place.put(path, bytes(size))
+        sizes = {path: file.size_bytes for path, file in place.files().items()}
+        assert sizes == {"b": 0, ".manifest/b.json": 1, "run/a": 2, "run/sub/c": 3, "run2/a": 4}
+        assert list(place.files("run")) == ["run/a", "run/sub/c"]
+        assert dict(place.files("none")) == {}
+
+    def test_places_lie_in_places(self, place: Place) -> None:
+        """What is inside is the same files by shorter names, and knows what it lies in."""
+        place.put("run/sub/c", b"x")
+        inner = place.inside("run/sub")
+        assert inner.read("c") == b"x"
+        assert inner.uri("c") == place.uri("run/sub/c")
+        up, prefix = next(iter(inner.above()))
+        assert up.exists(f"{prefix}c")
+        assert prefix == "sub/"
+
+    def test_links_lead_to_names(self, place: Place) -> None:
+        """And are moved; what one leads to is in use."""
+        for name in ("ba1.pt", "sub/ba2.pt"):
+            place.put(name, name.encode())
+            place.point("sub/latest.pt", name)
+            assert place.in_use() == {name}
+
+    # ── verified ─────────────────────────────────────────────────────────────────────────────────────────────────
+    @pytest.mark.parametrize("size", _SIZES)
+    def test_files_are_verified(self, place: Place, size: int) -> None:
+        """Whole ones pass, and progress adds up to their size; a flipped bit, a missing or a further byte does not."""
+        data = os.urandom(size)
+        place.put("file", data)
+        told: list[int] = []
+        place.verify(record_of("file", data), told.append)
+        assert sum(told) == size
+        others = [data + b"x", data[:-1], data[:-1] + bytes([data[-1] ^ 1])] if data else [b"x"]
+        for other in others:
+            with pytest.raises(CorruptCheckpointError):
+                place.verify(record_of("file", other))
+
+    @pytest.mark.parametrize("size", _SIZES)
+    def test_ranges_are_read_into_memory(self, place: Place, size: int) -> None:
+        """Into memory of the caller, verified as they pass."""
+        data = os.urandom(size)
+        place.put("file", data)
+        memory = (ctypes.c_char * max(1, size))()
+        for digest in (None, digest_of(data)):
+            ctypes.memset(memory, 0, max(1, size))
+            with place.opened("file", digest) as source:
+                source.read_into([(0, ctypes.addressof(memory), size)])
+                assert source.read(size // 2, size - size // 2) == data[size // 2 :]
+            assert memory.raw[:size] == data
+        if size:
+            with (
+                pytest.raises(CorruptCheckpointError),
+                place.opened("file", digest_of(data[:-1] + bytes([data[-1] ^ 1]))) as source,
+            ):
+                source.read(0, size)
+
+    @pytest.mark.parametrize("size", _SIZES)
+    def test_files_come_here_and_go_there(self, place: Place, size: int, tmp_path: Path) -> None:
+        """Whole and verified, or not at all."""
+        data = os.urandom(size)
+        place.put("file", data)
+        target = tmp_path / "brought" / "copy"
+        place.write_to(target, "file", digest_of(data))
+        assert target.read_bytes() == data
+        with pytest.raises(CorruptCheckpointError):
+            place.write_to(target, "file", digest_of(data + b"x"))
+        assert target.read_bytes() == data
+        assert [path.name for path in target.parent.iterdir()] == ["copy"]
+        with place.lent("file", digest_of(data)) as lent:
+            assert lent.read_bytes() == data
+
+    def test_files_are_taken_from_other_places(self, place: Place) -> None:
+        """By their own names; damaged ones are not."""
+        source = place.inside("from")
+        source.put("sub/file", b"data")
+        target = place.inside("to")
+        told: list[int] = []
+        target.take(source, record_of("sub/file", b"data"), told.append)
+        assert place.read("to/sub/file") == b"data"
+        assert sum(told) == 4
+        with pytest.raises(CorruptCheckpointError):
+            target.take(source, record_of("sub/file", b"else"))
+        assert place.read("to/sub/file") == b"data"
+
+    # ── one at a time ────────────────────────────────────────────────────────────────────────────────────────────
+    def test_a_lock_is_released(self, place: Place) -> None:
+        """And can be had again; others are had meanwhile; nobody took it."""
+        lock, other = place.lock("run"), place.lock("other/run")
+        assert lock.try_to_take() is None
+        assert other.try_to_take() is None
+        assert lock.keep()
+        assert lock.lost_to is None
+        for one in (lock, other, lock):
+            one.release()
+        again = place.lock("run")
+        assert again.try_to_take() is None
+        again.release()
+        assert [path for path in place.files() if path.endswith(".lease")] == []
+
+    def test_many_reads_are_done_in_their_order(self, place: Place) -> None:
+        """Whichever ends first; and what one raises is raised."""
+
+        def fails(number: int) -> int:
+            if number == 7:
+                raise ValueError(str(number))
+            return number
+
+        double: Callable[[int], int] = lambda number: 2 * number  # noqa: E731
+        assert place.each(double, range(40)) == [2 * number for number in range(40)]
+        with pytest.raises(ValueError, match="7"):
+            place.each(fails, range(40))
+
+    def test_there_is_nothing_to_sweep(self, place: Place) -> None:
+        """Where every write has ended; what is there stays."""
+        place.put("a", b"x")
+        assert place.leftovers(timedelta(0)) == []
+        place.sweep(timedelta(0))
+        assert list(place.files()) == ["a"]

@@ -1,0 +1,37 @@
+"""Both places keep the contract: a folder, and a bucket of a real S3 server."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composerlite.checkpoint.place.bucket import Bucket
+from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import Place
+from composerlite.storage import open_store
+from composerlite.testing import PlaceContract
+
+
+class TestFolder(PlaceContract):
+    """On the disk of this machine."""
+
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Generator[Place]:
+        with Folder(tmp_path / "place") as place:
+            yield place
+
+
+class TestBucket(PlaceContract):
+    """Below a prefix, with other objects beside it."""
+
+    @pytest.fixture
+    def place(self, s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> Generator[Place]:
+        for name, value in s3_server.environment.items():
+            monkeypatch.setenv(name, value)
+        with Bucket.of(open_store(f"s3://{s3_server.new_bucket()}"), "some/run") as place:
+            assert isinstance(place, Bucket)
+            place.transfer.put_bytes("some/run-beside/file", b"x")
+            yield place
