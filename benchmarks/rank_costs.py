@@ -294,28 +294,27 @@ def _connected(port: int) -> Any:
 
 
 def _vote(stores: list[Any], number: int) -> dict[str, float]:
-    from composerlite.dist import CommitBarrier
+    from composerlite.dist.commit_barrier import CommitRound
 
     ranks = len(stores)
 
     limit = timedelta(seconds=60)
     asked = [Counter[str]() for _ in range(ranks)]
-    barriers: list[Any] = []
+    votes: list[Any] = []
     for rank, store in enumerate(stores):
-        prefixed = dist.PrefixStore(f"{ranks}/{number}", store)
-        barriers.append(CommitBarrier(_Asked(prefixed, asked[rank]), rank, ranks))  # type: ignore[arg-type]
+        counted: Any = _Asked(dist.PrefixStore(f"{ranks}/{number}", store), asked[rank])
+        votes.append(CommitRound(counted, rank, ranks, "save", limit, timedelta()))
     ready = threading.Barrier(ranks)
     arrived, told = [0.0] * ranks, [0.0] * ranks
 
     def rank_votes(rank: int) -> None:
-        vote = barriers[rank].round(barriers[rank].ticket(), "save")
         ready.wait(60)
 
         def write() -> int:
             arrived[rank] = time.perf_counter()
             return rank
 
-        assert vote.run(write, len, limit) == ranks
+        assert votes[rank].run(write, len) == ranks
         told[rank] = time.perf_counter()
 
     threads = [threading.Thread(target=rank_votes, args=(rank,)) for rank in range(ranks)]

@@ -191,8 +191,8 @@ class CheckpointSaver(Callback):
             directory = fsdp.sharded_ckpt_prefix_dir
         others = [one._saver for one in state.callbacks if isinstance(one, CheckpointSaver) and one is not self]
         self._saver.open(state, logger, others=others, directory=directory)
-        for rider in self._saver.riders:
-            state.riders.add(rider)
+        for counter in self._saver.counters:
+            state.piggyback.add(counter)
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Know the checkpoints of this run that are behind it."""

@@ -172,7 +172,7 @@ class PreemptionHandler(Callback):
         assert state is not None
         if state.training_is_over and state.interruption.evaluation is None:
             return  # it ends by itself
-        asked = [one for one in dist.all_gather_object((self._reason, self._code, self._left)) if one[0]]
+        asked = [one for one in dist.get_group().gather((self._reason, self._code, self._left)) if one[0]]
         reason, code, left = min(asked, key=lambda one: one[2])
         self._until = time.monotonic() + left
         is_first = dist.get_global_rank() == 0

@@ -45,7 +45,7 @@ class Interruption:
         may_abandon: the batch that is trained on may be given up between microbatches. The same on every rank.
     """
 
-    def __init__(self, riders: dist.Riders) -> None:
+    def __init__(self, piggyback: dist.PiggybackCounters) -> None:
         self.requested = False
         self.leave: Callable[[], None] | None = None
         self.evaluation: tuple[Event, tuple[str, ...]] | None = None
@@ -53,10 +53,10 @@ class Interruption:
         self._signals: Sequence[int] = ()
         self._seconds = 0.0
         self._breaks = False
-        self._asking = dist.Rider(lambda: int(self.requested))
-        self._slow = dist.Rider(lambda: int(self._seconds > _SLOW_SECONDS))
-        riders.add(self._asking)
-        riders.add(self._slow)
+        self._asking = dist.PiggybackCounter(lambda: int(self.requested))
+        self._slow = dist.PiggybackCounter(lambda: int(self._seconds > _SLOW_SECONDS))
+        piggyback.add(self._asking)
+        piggyback.add(self._slow)
 
     @property
     def agreed(self) -> bool:

@@ -133,12 +133,12 @@ def lists_of_all_ranks(metrics: Sequence[Metric]) -> Generator[None]:
     afterwards. Every rank calls it with the same metrics.
     """
     parts = [part for metric in metrics for part in _that_keep_lists(metric)] if dist.get_world_size() > 1 else []
-    described = dist.all_gather_object([_form(part) for part in parts]) if parts else []
+    described = dist.get_group().gather([_form(part) for part in parts]) if parts else []
     uneven = [part for number, part in enumerate(parts) if any(of[number] != described[0][number] for of in described)]
     own = [{name: getattr(part, name) for name in _reductions(part)} for part in uneven]
     try:
         if uneven:
-            every = dist.all_gather_object([_on_cpu(states) for states in own])
+            every = dist.get_group().gather([_on_cpu(states) for states in own])
             for number, part in enumerate(uneven):
                 _set(part, [of[number] for of in every])
         yield

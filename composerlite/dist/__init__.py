@@ -34,36 +34,43 @@ if TYPE_CHECKING:
         leave_with,
         run_local_rank_zero_first,
     )
-    from composerlite.dist.commit_barrier import CommitBarrier, CommitRound
-    from composerlite.dist.exchanging import Move, Transfer, exchange, move
-    from composerlite.dist.group import AllRanks, Group, RanksOf, SingleProcess, Vote, get_group, group_of
-    from composerlite.dist.riders import Rider, Riders
+    from composerlite.dist.group import (
+        AllRanks,
+        Group,
+        PiggybackCounter,
+        PiggybackCounters,
+        RanksOf,
+        SingleProcess,
+        Vote,
+        get_group,
+        group_of,
+    )
     from composerlite.dist.sampling import get_sampler
     from composerlite.dist.shards import (
-        Part,
+        LocalShard,
+        any_distributed,
         distributed_like,
         empty_shard_like,
+        full_tensor,
         has_copies,
         is_distributed_tensor,
-        part_of,
+        local_shard,
         shards_like,
+        total_norm,
     )
-    from composerlite.dist.spread import Spread, spreading
-    from composerlite.dist.tensors import any_distributed, full_tensor, total_norm
+    from composerlite.dist.transfers import Move, NodeBroadcast, Transfer, exchange, move, node_broadcast
 
 __all__ = [
     "AllRanks",
-    "CommitBarrier",
-    "CommitRound",
     "Control",
     "Group",
+    "LocalShard",
     "Move",
-    "Part",
+    "NodeBroadcast",
+    "PiggybackCounter",
+    "PiggybackCounters",
     "RanksOf",
-    "Rider",
-    "Riders",
     "SingleProcess",
-    "Spread",
     "Transfer",
     "Vote",
     "all_gather",
@@ -97,52 +104,55 @@ __all__ = [
     "is_distributed_tensor",
     "is_initialized",
     "leave_with",
+    "local_shard",
     "move",
-    "part_of",
+    "node_broadcast",
     "run_local_rank_zero_first",
     "shards_like",
-    "spreading",
     "total_norm",
 ]
 
-_HOMES = {
-    "CommitBarrier": "commit_barrier",
-    "CommitRound": "commit_barrier",
-    "get_sampler": "sampling",
-    **dict.fromkeys(("Move", "Transfer", "exchange", "move"), "exchanging"),
-    **dict.fromkeys(("AllRanks", "Group", "RanksOf", "SingleProcess", "Vote", "get_group", "group_of"), "group"),
-    **dict.fromkeys(("Rider", "Riders"), "riders"),
-    **dict.fromkeys(("any_distributed", "full_tensor", "total_norm"), "tensors"),
-    **dict.fromkeys(
-        (
-            "Part",
-            "distributed_like",
-            "empty_shard_like",
-            "has_copies",
-            "is_distributed_tensor",
-            "part_of",
-            "shards_like",
-        ),
-        "shards",
+_MODULES = {
+    "collectives": (
+        "all_gather",
+        "all_gather_object",
+        "all_reduce",
+        "all_succeed",
+        "barrier",
+        "broadcast",
+        "broadcast_object",
+        "broadcast_object_list",
+        "cause_elsewhere",
+        "leave_with",
+        "run_local_rank_zero_first",
     ),
-    **dict.fromkeys(("Spread", "spreading"), "spread"),
-    **dict.fromkeys(
-        (
-            "all_gather",
-            "all_gather_object",
-            "all_reduce",
-            "all_succeed",
-            "barrier",
-            "broadcast",
-            "broadcast_object",
-            "broadcast_object_list",
-            "cause_elsewhere",
-            "leave_with",
-            "run_local_rank_zero_first",
-        ),
-        "collectives",
+    "group": (
+        "AllRanks",
+        "Group",
+        "PiggybackCounter",
+        "PiggybackCounters",
+        "RanksOf",
+        "SingleProcess",
+        "Vote",
+        "get_group",
+        "group_of",
     ),
+    "sampling": ("get_sampler",),
+    "shards": (
+        "LocalShard",
+        "any_distributed",
+        "distributed_like",
+        "empty_shard_like",
+        "full_tensor",
+        "has_copies",
+        "is_distributed_tensor",
+        "local_shard",
+        "shards_like",
+        "total_norm",
+    ),
+    "transfers": ("Move", "NodeBroadcast", "Transfer", "exchange", "move", "node_broadcast"),
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,7 @@
 All are for the main thread. Every wait has a timeout, and its error names the ranks that are late. A rank that fails
 makes all raise the same error. In a run of one process each does what it does for a single rank, at once.
 
-Ranks meet over a store first (:mod:`composerlite.dist.meetings`); data go over a gloo group once all are there. Only
+Ranks meet over a store first (:mod:`composerlite.dist.store_barrier`); data go over a gloo group once all are there. Only
 :func:`all_reduce`, :func:`all_gather` and :func:`broadcast` of tensors do without the meeting, because they are called
 every batch.
 """
@@ -22,7 +22,7 @@ import torch
 import torch.distributed
 
 from composerlite.dist.env import get_control, get_local_rank, get_world_size
-from composerlite.dist.meetings import format_ranks, rank_error
+from composerlite.dist.store_barrier import format_ranks, rank_error
 from composerlite.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def leave_with(error: BaseException) -> None:
     For the last words of a rank that an exception ends outside of :func:`all_succeed`. Never waits.
     """
     if get_world_size() > 1 and not (isinstance(error, RankError) and error.everywhere):
-        get_control().meetings.leave(error)
+        get_control().barrier.leave(error)
 
 
 def cause_elsewhere(what: str, error: BaseException) -> RankError | None:
@@ -109,10 +109,10 @@ def cause_elsewhere(what: str, error: BaseException) -> RankError | None:
     is_broken = isinstance(error, torch.distributed.DistError) or _BROKEN.search(str(error)) is not None
     if get_world_size() == 1 or isinstance(error, RankError) or not (isinstance(error, RuntimeError) and is_broken):
         return None
-    meetings = get_control().meetings
+    barrier = get_control().barrier
     try:
-        meetings.check_nobody_left(what)
-        lost = meetings.missing(what, _FIND_LOST_RANKS)
+        barrier.check_nobody_left(what)
+        lost = barrier.missing(what, _FIND_LOST_RANKS)
     except RankError as e:
         return e
     return RankError(f"{what}: lost {format_ranks(lost)}: {error}", lost) if lost else None
@@ -129,7 +129,7 @@ def all_gather_object(obj: T, timeout: timedelta | None = None) -> list[T]:
         return [obj]
     pickled = _pickled_together("all_gather_object", obj, timeout)
     gathered: list[bytes] = [b""] * get_world_size()
-    with _gloo("all_gather_object", timeout) as group:
+    with naming_lost_ranks("all_gather_object", timeout) as group:
         torch.distributed.all_gather_object(gathered, pickled, group=group)
     return [pickle.loads(text) for text in gathered]
 
@@ -146,9 +146,9 @@ def broadcast_object(obj: T, src: int = 0, timeout: timedelta | None = None) -> 
         raise ConfigError(f"src={src}: want a rank from 0 to {world_size - 1}.")
     if world_size == 1:
         return obj
-    is_source = get_control().meetings.rank == src
+    is_source = get_control().barrier.rank == src
     box: list[Any] = [_pickled_together("broadcast_object", obj if is_source else None, timeout)]
-    with _gloo("broadcast_object", timeout) as group:
+    with naming_lost_ranks("broadcast_object", timeout) as group:
         torch.distributed.broadcast_object_list(box, src=src, group=group)
     return obj if is_source else pickle.loads(box[0])
 
@@ -240,10 +240,9 @@ def _limit(timeout: timedelta | None) -> timedelta:
 
 def _meet(what: str, timeout: timedelta | None, error: Exception | None) -> None:
     """Wait for every rank, and raise what any of them failed with. One process by itself raises nothing here."""
-    control = get_control()
     if get_world_size() == 1:
         return
-    if failures := control.meetings.meet(what, _limit(timeout), error):
+    if failures := get_control().barrier.wait(what, _limit(timeout), error):
         if error is not None and len(failures) == get_world_size() and len({f.text for f in failures}) == 1:
             raise error  # everybody's: the user's mistake, most likely
         raise rank_error(what, failures, error)
@@ -261,21 +260,20 @@ def _pickled_together(what: str, obj: object, timeout: timedelta | None) -> byte
 
 
 @contextlib.contextmanager
-def _gloo(what: str, timeout: timedelta | None, ticket: int | None = None) -> Generator[ProcessGroup]:
+def naming_lost_ranks(what: str, timeout: timedelta | None, ticket: int | None = None) -> Generator[ProcessGroup]:
     """Say which rank is at fault when gloo fails: the ones that have not come, or those that are gone."""
     control = get_control()
-    assert control.group is not None
     try:
         yield control.group
     except RuntimeError as e:
         if isinstance(e, RankError):
             raise
-        control.meetings.check_nobody_left(what)
-        if ticket is not None and (late := control.meetings.late(ticket, what, _limit(timeout))) is not None:
+        control.barrier.check_nobody_left(what)
+        if ticket is not None and (late := control.barrier.late(ticket, what, _limit(timeout))) is not None:
             raise late from e
         if "timed out" in str(e).lower():
             raise RankError(f"{what}: every rank has come, and yet it did not end in time: {e}") from e
-        if lost := control.meetings.missing(what, _FIND_LOST_RANKS):
+        if lost := control.barrier.missing(what, _FIND_LOST_RANKS):
             raise RankError(f"{what}: lost {format_ranks(lost)}: {e}", lost) from e
         raise RankError(f"{what}: the connection between the ranks broke: {e}") from e
 
@@ -289,8 +287,8 @@ def _run_on_tensor(
     if tensor.device.type != "cpu":
         cast("Work", start(None)).wait()
         return
-    ticket = control.meetings.pass_by(what)
-    with _gloo(what, timeout, ticket) as group:
+    ticket = control.barrier.announce(what)
+    with naming_lost_ranks(what, timeout, ticket) as group:
         _wait(cast("Work", start(group)), what, _limit(timeout))
 
 
@@ -305,4 +303,4 @@ def _wait(work: Work, what: str, limit: timedelta) -> None:
         except RuntimeError as e:
             if left <= _LOOK_AROUND or "timed out" not in str(e).lower():
                 raise
-        get_control().meetings.check_nobody_left(what)
+        get_control().barrier.check_nobody_left(what)

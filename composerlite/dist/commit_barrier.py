@@ -12,14 +12,13 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from torch.distributed import DistError
+from torch.distributed import DistError, PrefixStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
-from composerlite.dist.meetings import (
+from composerlite.dist.store_barrier import (
     Failure,
     Poll,
     decide_once,
@@ -43,9 +42,9 @@ _COMMITTING = "committing"
 
 @final
 class CommitBarrier:
-    """Rounds of votes, each with a ticket of its own, so that no vote is ever read twice.
+    """Rounds of votes, each with a number of its own, so that no vote is ever read twice.
 
-    Rounds of different tickets may run at the same time, each in its own thread.
+    Rounds may run at the same time, each in its own thread.
 
     Args:
         store: with keys of its own, used by nobody else.
@@ -58,24 +57,25 @@ class CommitBarrier:
         self.world_size = world_size
         self._store = store
         self._tickets = itertools.count(1)
-        self._lock = threading.Lock()
 
-    def ticket(self) -> int:
-        """A number that is the same on every rank and is never given again. No traffic.
+    def round(self, what: str, timeout: timedelta, longest_work: timedelta = timedelta()) -> CommitRound:
+        """Return the next vote, over ``what``, which errors name. No traffic.
 
         To be called in the same order on every rank: in the training thread, also for a save that then fails.
-        """
-        with self._lock:
-            return next(self._tickets)
 
-    def round(self, ticket: int, what: str) -> CommitRound[Any]:
-        """The vote with the number ``ticket`` over ``what``, which errors name."""
-        return CommitRound(self._store, self.rank, self.world_size, ticket, what)
+        Args:
+            what: is voted on.
+            timeout: from the end of this rank's ``write`` until every rank has voted; and once more for ``commit``.
+            longest_work: so long this rank shows that it is alive and at work: for those who wait for it ``timeout``
+                counts from the last time it did.
+        """
+        store = PrefixStore(f"{next(self._tickets)}", self._store)
+        return CommitRound(store, self.rank, self.world_size, what, timeout, longest_work)
 
 
 @final
 @dataclass(frozen=True)
-class _Vote:
+class _Ballot:
     """What a rank says when it is done."""
 
     value: Any
@@ -83,59 +83,47 @@ class _Vote:
 
 
 @final
-class CommitRound(Generic[T]):
-    """One vote, used in one thread. :meth:`run` is the whole of it; the other methods are its parts.
+class CommitRound:
+    """A :class:`~composerlite.dist.Vote` through the store, used in one thread. :meth:`run` is the whole of it; the other methods are its parts.
 
     Every rank calls :meth:`arrive`. Then rank 0 calls :meth:`decide`, commits, and calls :meth:`release`; the others
     call :meth:`wait`. The first rank whose time is up ends the round for all, unless rank 0 is committing already.
 
-    Attributes:
-        may_be_committed: rank 0 began to commit, and it is not known that it failed. After an error, the bytes that
-            were voted on must stay if this is true.
+    Args:
+        store: with keys of its own. rank, world_size: of this process. The rest: see :meth:`CommitBarrier.round`.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, ticket: int, what: str) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, what: str, timeout: timedelta, longest_work: timedelta
+    ) -> None:
         self.may_be_committed = False
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._what = what
-        self._prefix = f"{ticket}"
+        self._timeout = timeout
+        self._longest_work = longest_work
         self._poll = Poll(store, world_size)
         self._own_error: BaseException | None = None
 
-    def run(
-        self,
-        write: Callable[[], T],
-        commit: Callable[[list[T]], R],
-        timeout: timedelta,
-        *,
-        longest_work: timedelta = timedelta(),
-    ) -> R:
+    def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
         """Write on every rank, commit on rank 0 when all have; every rank returns what ``commit`` returned.
-
-        Args:
-            write: this rank's part; what it returns must be picklable.
-            commit: called on rank 0 only, with the results of ``write`` in the order of ranks.
-            timeout: from the end of this rank's ``write`` until every rank has voted; and once more for ``commit``.
-            longest_work: so long this rank shows that it is alive and at work: for those who wait for it ``timeout``
-                counts from the last time it did.
 
         Raises:
             RankError: a rank failed in ``write`` or rank 0 in ``commit``: the same on every rank.
             LateRankError: not every rank voted in time. Nothing is committed unless ``may_be_committed``.
         """
         try:
-            with self._at_work(timeout, longest_work):
+            with self._at_work():
                 value = write()
         except BaseException as e:
             self.arrive(error=e)
-            self._finish(timeout, longest_work)
+            self._finish(list)
             raise AssertionError("a vote against it was not counted") from e
         self.arrive(value)
-        return self._finish(timeout, longest_work, commit)
+        return self._finish(commit)
 
-    def arrive(self, value: T | None = None, *, error: BaseException | None = None) -> None:
+    def arrive(self, value: object = None, *, error: BaseException | None = None) -> None:
         """Vote, once: for the commit, with a ``value`` for rank 0, or against it with the ``error`` that is why.
 
         Raises:
@@ -143,38 +131,34 @@ class CommitRound(Generic[T]):
         """
         self._own_error = error
         failure = None if error is None else Failure.of(error, self._rank)
-        vote = pickle.dumps(_Vote(value, failure))
-        with self._reaching():
-            self._store.set(self._key(f"vote/{self._rank}"), vote)  # pyright: ignore[reportArgumentType] - bytes
-            if self._store.add(self._key("votes"), 1) == self._world_size:
-                self._store.set(self._key("voted"), "")
+        vote = pickle.dumps(_Ballot(value, failure))
+        with reaching_the_store(self._what):
+            self._store.set(f"vote/{self._rank}", vote)  # pyright: ignore[reportArgumentType] - bytes
+            if self._store.add("votes", 1) == self._world_size:
+                self._store.set("voted", "")
 
     def pass_by(self) -> None:
-        """Vote for it and go on, instead of :meth:`run`, on a rank other than 0 that need not know how it ends.
-
-        Raises:
-            RankError: the store is gone.
-        """
+        """Vote for it, instead of :meth:`run`, on a rank other than 0 that need not know how it ends."""
         self.arrive()
-        with self._reaching():
+        with reaching_the_store(self._what):
             self._leave()
 
-    def decide(self, timeout: timedelta) -> list[T]:
+    def decide(self) -> list[Any]:
         """Rank 0 only: wait for every vote; returns the values in the order of ranks. Now only rank 0 can fail.
 
         Raises:
             RankError: a rank voted against it.
-            LateRankError: not every rank voted in ``timeout``, or the time of another rank was up before.
+            LateRankError: not every rank voted in time, or the time of another rank was up before.
         """
-        with self._reaching():
-            if not self._until("voted", timeout):
-                self._give_up(timeout)
-            if self._store.check([self._key("decision")]):
+        with reaching_the_store(self._what):
+            if not self._until("voted"):
+                self._give_up()
+            if self._store.check(["decision"]):
                 self._raise_decision()
             votes = [pickle.loads(vote) for vote in self._store.multi_get(self._vote_keys())]
             if failures := [vote.failure for vote in votes if vote.failure is not None]:
                 self._decide_against(failures)
-            if not decide_once(self._store, self._key("decision"), _COMMITTING):
+            if not decide_once(self._store, "decision", _COMMITTING):
                 self._raise_decision()
         self.may_be_committed = True
         return [vote.value for vote in votes]
@@ -187,57 +171,56 @@ class CommitRound(Generic[T]):
         """
         outcome = value if error is None else [Failure.of(error, self._rank)]
         self.may_be_committed = error is None
-        with self._reaching():
+        with reaching_the_store(self._what):
             self._publish(error is None, outcome)
             self._leave()
 
-    def wait(self, timeout: timedelta) -> Any:
+    def wait(self) -> Any:
         """Every rank but 0: wait for the end of the round; returns the value that rank 0 gave to :meth:`release`.
 
         Raises:
             RankError: a rank voted against it, or rank 0 failed to commit.
             LateRankError: the time is up. See ``may_be_committed``.
         """
-        with self._reaching():
-            if not self._until("released", timeout):
-                self._give_up(timeout)
+        with reaching_the_store(self._what):
+            if not self._until("released"):
+                self._give_up()
                 self.may_be_committed = True
-                if not self._until("released", timeout):
-                    raise self._unknown(timeout)
-            good, outcome = pickle.loads(self._store.get(self._key("released")))
+                if not self._until("released"):
+                    raise self._unknown()
+            good, outcome = pickle.loads(self._store.get("released"))
             self._leave()
         self.may_be_committed = good
         if not good:
-            raise self._error(outcome)
+            raise rank_error(self._what, outcome, self._own_error)
         return outcome
 
-    def _finish(self, timeout: timedelta, longest_work: timedelta, commit: Callable[[list[T]], Any] = list) -> Any:
+    def _finish(self, commit: Callable[[list[Any]], Any]) -> Any:
         if self._rank != 0:
-            return self.wait(timeout)
-        values = self.decide(timeout)
+            return self.wait()
+        values = self.decide()
         try:
-            with self._at_work(timeout, longest_work):
+            with self._at_work():
                 result = commit(values)
         except BaseException as e:
             self.release(error=e)
-            self._own_error = e
-            raise self._error([Failure.of(e, self._rank)]) from e
+            raise rank_error(self._what, [Failure.of(e, self._rank)], e) from e
         self.release(result)
         return result
 
     @contextlib.contextmanager
-    def _at_work(self, timeout: timedelta, longest: timedelta) -> Generator[None]:
+    def _at_work(self) -> Generator[None]:
         """Have a thread say every now and then, while the block runs, that this rank is alive."""
-        if not longest:
+        if not self._longest_work:
             yield
             return
         done = threading.Event()
 
         def beat() -> None:
-            until = time.monotonic() + longest.total_seconds()
+            until = time.monotonic() + self._longest_work.total_seconds()
             with contextlib.suppress(DistError):  # the store is gone: this rank says so when it votes
-                while not done.wait(timeout.total_seconds() / 5) and time.monotonic() < until:
-                    self._store.add(self._key(f"beats/{self._rank}"), 1)
+                while not done.wait(self._timeout.total_seconds() / 5) and time.monotonic() < until:
+                    self._store.add(f"beats/{self._rank}", 1)
 
         thread = threading.Thread(target=beat, name="commit-vote", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread can be started: the others wait for ``timeout`` only
@@ -249,76 +232,61 @@ class CommitRound(Generic[T]):
             if thread.ident is not None:
                 thread.join()
 
-    def _until(self, name: str, timeout: timedelta) -> bool:
-        """Wait for a key; false if one of the ranks that are waited for has shown nothing for ``timeout``."""
+    def _until(self, name: str) -> bool:
+        """Wait for a key; false if one of the ranks that are waited for has shown nothing for the timeout."""
         started = time.monotonic()
         heard: dict[int, tuple[int, float]] = {}
-        while not self._poll.until(self._key(name), timeout / 4):
+        while not self._poll.until(name, self._timeout / 4):
             now = time.monotonic()
             for rank in self._late() or [0]:
-                beats = self._store.add(self._key(f"beats/{rank}"), 0)
+                beats = self._store.add(f"beats/{rank}", 0)
                 count, since = heard.get(rank, (0, started))
                 if beats != count:
                     heard[rank] = beats, now
-                elif now - since >= timeout.total_seconds():
+                elif now - since >= self._timeout.total_seconds():
                     return False
         return True
 
     def _late(self) -> list[int]:
         return [rank for rank, key in enumerate(self._vote_keys()) if not self._store.check([key])]
 
-    def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}"
-
     def _vote_keys(self) -> list[str]:
-        return [self._key(f"vote/{rank}") for rank in range(self._world_size)]
-
-    def _reaching(self) -> AbstractContextManager[None]:
-        return reaching_the_store(self._what)
+        return [f"vote/{rank}" for rank in range(self._world_size)]
 
     def _publish(self, good: bool, outcome: object) -> None:
-        self._store.set(self._key("released"), pickle.dumps((good, outcome)))  # pyright: ignore[reportArgumentType]
+        self._store.set("released", pickle.dumps((good, outcome)))  # pyright: ignore[reportArgumentType]
 
-    def _give_up(self, timeout: timedelta) -> None:
+    def _give_up(self) -> None:
         """End the round for all, because ranks are late. Returns if none is, or if rank 0 is committing already."""
         late = self._late()
         if not late and self._rank == 0:  # they came in this moment
             return
-        self._decide_against([Failure.of(late_error(self._what, timeout, late or [0]), self._rank)])
+        self._decide_against([Failure.of(late_error(self._what, self._timeout, late or [0]), self._rank)])
 
     def _decide_against(self, failures: list[Failure]) -> None:
         """Decide that it is not committed, and raise that. Returns only if rank 0 is committing already."""
-        if decide_once(self._store, self._key("decision"), failures):
+        if decide_once(self._store, "decision", failures):
             self._publish(False, failures)
-            self._store.set(self._key("voted"), "")  # rank 0 need not wait any longer
+            self._store.set("voted", "")  # rank 0 need not wait any longer
         self._raise_decision()
 
     def _raise_decision(self) -> None:
-        decision = first_decision(self._store, self._key("decision"))
+        decision = first_decision(self._store, "decision")
         if isinstance(decision, list):
             self._leave()
-            raise self._error(decision)
+            raise rank_error(self._what, decision, self._own_error)
 
-    def _error(self, failures: list[Failure]) -> BaseException:
-        if self._world_size == 1 and self._own_error is not None:
-            return self._own_error
-        return rank_error(self._what, failures, self._own_error)
-
-    def _unknown(self, timeout: timedelta) -> RankError:
-        late = late_error(self._what, timeout, [0])
+    def _unknown(self) -> RankError:
+        late = late_error(self._what, self._timeout, [0])
         return type(late)(
             f"{self._what}: every rank has written, and rank 0 began to commit, but has not said in "
-            f"{timeout.total_seconds():g} s how that ended. Whether it is committed is not known here.",
+            f"{self._timeout.total_seconds():g} s how that ended. Whether it is committed is not known here.",
             [0],
         )
 
     def _leave(self) -> None:
         """The last to leave removes the keys of this round: nobody reads them any more."""
-        if self._store.add(self._key("gone"), 1) == self._world_size:
-            beats = [self._key(f"beats/{rank}") for rank in range(self._world_size)]
-            for key in [
-                *beats,
-                *self._vote_keys(),
-                *map(self._key, ("votes", "voted", "decision", "released", "gone")),
-            ]:
+        if self._store.add("gone", 1) == self._world_size:
+            beats = [f"beats/{rank}" for rank in range(self._world_size)]
+            for key in [*beats, *self._vote_keys(), "votes", "voted", "decision", "released", "gone"]:
                 self._store.delete_key(key)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage] - documented
 
     from composerlite.dist.commit_barrier import CommitBarrier
-    from composerlite.dist.meetings import Meetings
+    from composerlite.dist.store_barrier import StoreBarrier
 
 __all__ = [
     "Control",
@@ -158,15 +158,15 @@ class Control:
 
     Attributes:
         store: keys of this run; prefix yours.
-        group: a gloo group of all ranks, for the main thread; None in a run of one process.
-        meetings: of all ranks, for the main thread.
+        group: a gloo group of all ranks, for the main thread.
+        barrier: of all ranks, for the main thread.
         commits: of checkpoints, for any thread.
         timeout: of every wait that is given none.
     """
 
     store: Store
-    group: ProcessGroup | None
-    meetings: Meetings
+    group: ProcessGroup
+    barrier: StoreBarrier
     commits: CommitBarrier
     timeout: timedelta
 
@@ -177,7 +177,6 @@ _log = logging.getLogger(__name__)
 
 _control: Control | None = None
 _layout: _Layout | None = None
-_alone: Control | None = None
 _times_initialized: Counter[tuple[str | None, ...]] = Counter()
 _owns_training_group = False
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -190,16 +189,11 @@ def get_control() -> Control:
     """What :func:`initialize_dist` made.
 
     Raises:
-        ConfigError: there are several ranks, and it was not called.
+        ConfigError: it was not called.
     """
-    global _alone
-    if _control is not None:
-        return _control
-    if get_world_size() > 1:
+    if _control is None:
         raise ConfigError(f"WORLD_SIZE={get_world_size()}, but the ranks are not connected: call initialize_dist().")
-    if _alone is None:
-        _alone = _make_control(HashStore(), 0, 1, None, timedelta(seconds=300))
-    return _alone
+    return _control
 
 
 def initialize_dist(
@@ -244,33 +238,35 @@ def initialize_dist(
         times = _times_initialized[rendezvous]
     store = PrefixStore(f"{times}", store)
     ours = PrefixStore("composerlite", store)
-    from composerlite.dist.meetings import Meetings  # a run of one process has none
+    from composerlite.dist.commit_barrier import CommitBarrier  # a run of one process has none
+    from composerlite.dist.store_barrier import StoreBarrier
 
-    meetings = Meetings(PrefixStore("meetings", ours), rank, world_size)
+    barrier = StoreBarrier(PrefixStore("barrier", ours), rank, world_size)
     if is_made:
-        _layout = _find_layout(PrefixStore("nodes", ours), meetings, limit)
-    chosen = _do_on_all_ranks(meetings, "connecting the ranks", limit, lambda: _claim_device(device))
+        _layout = _find_layout(PrefixStore("nodes", ours), barrier, limit)
+    chosen = _do_on_all_ranks(barrier, "connecting the ranks", limit, lambda: _claim_device(device))
     group = _do_on_all_ranks(
-        meetings, "making process groups", limit, lambda: _make_groups(store, rank, world_size, chosen, limit)
+        barrier, "making process groups", limit, lambda: _make_groups(store, rank, world_size, chosen, limit)
     )
-    _control = _make_control(ours, rank, world_size, group, limit, meetings)
+    commits = CommitBarrier(PrefixStore("commits", ours), rank, world_size)
+    _control = Control(ours, group, barrier, commits, limit)
     # Threads of a group that nobody has ended abort the process now and then when it exits. Nobody waits long for that.
     atexit.unregister(finalize_dist)
     atexit.register(finalize_dist, _GOODBYE_AT_EXIT)
     return True
 
 
-def _do_on_all_ranks(meetings: Meetings, what: str, timeout: timedelta, act: Callable[[], T]) -> T:
-    from composerlite.dist.meetings import rank_error
+def _do_on_all_ranks(barrier: StoreBarrier, what: str, timeout: timedelta, act: Callable[[], T]) -> T:
+    from composerlite.dist.store_barrier import rank_error
 
     try:
         result = act()
     except Exception as e:
-        failures = meetings.meet(what, timeout, e)
-        if meetings.world_size == 1:
+        failures = barrier.wait(what, timeout, e)
+        if barrier.world_size == 1:
             raise
         raise rank_error(what, failures, e) from e
-    if failures := meetings.meet(what, timeout):
+    if failures := barrier.wait(what, timeout):
         raise rank_error(what, failures)
     return result
 
@@ -287,8 +283,7 @@ def finalize_dist(timeout: timedelta = _GOODBYE) -> None:
     _say_goodbye(control, timeout)
     if not is_initialized():
         return
-    if control.group is not None:
-        torch.distributed.destroy_process_group(control.group)
+    torch.distributed.destroy_process_group(control.group)
     if _owns_training_group:
         torch.distributed.destroy_process_group()
         _owns_training_group = False
@@ -296,13 +291,13 @@ def finalize_dist(timeout: timedelta = _GOODBYE) -> None:
 
 def _say_goodbye(control: Control, timeout: timedelta) -> None:
     """Wait until every rank has come here, so that none cuts off what another still reads."""
-    from composerlite.dist.meetings import Poll
+    from composerlite.dist.store_barrier import Poll
 
-    store, meetings = control.store, control.meetings
+    store, barrier = control.store, control.barrier
     try:
-        if store.add("goodbyes", 1) == meetings.world_size:
+        if store.add("goodbyes", 1) == barrier.world_size:
             store.set("all gone", "")
-        Poll(store, meetings.world_size).until("all gone", timeout, lambda: meetings.check_nobody_left("leaving"))
+        Poll(store, barrier.world_size).until("all gone", timeout, lambda: barrier.check_nobody_left("leaving"))
     except (torch.distributed.DistError, RankError) as e:
         _log.debug("left without the others: %s", e)  # they are gone already, or failed and said so
 
@@ -359,21 +354,21 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> Store:
     return store
 
 
-def _find_layout(store: Store, meetings: Meetings, timeout: timedelta) -> _Layout | None:
+def _find_layout(store: Store, barrier: StoreBarrier, timeout: timedelta) -> _Layout | None:
     """Which ranks are on one node; ``None`` where the environment of each says so."""
 
     def tell() -> None:
-        store.set(str(meetings.rank), socket.gethostname())
+        store.set(str(barrier.rank), socket.gethostname())
         if not _environment_is_of_the_group():
             store.add("without", 1)
 
-    _do_on_all_ranks(meetings, "telling each other the nodes", timeout, tell)
+    _do_on_all_ranks(barrier, "telling each other the nodes", timeout, tell)
     if store.add("without", 0) == 0:
         return None
-    hosts = [store.get(str(rank)) for rank in range(meetings.world_size)]
-    own = [rank for rank, host in enumerate(hosts) if host == hosts[meetings.rank]]
+    hosts = [store.get(str(rank)) for rank in range(barrier.world_size)]
+    own = [rank for rank, host in enumerate(hosts) if host == hosts[barrier.rank]]
     nodes = list(dict.fromkeys(hosts))
-    return _Layout(own.index(meetings.rank), len(own), nodes.index(hosts[meetings.rank]))
+    return _Layout(own.index(barrier.rank), len(own), nodes.index(hosts[barrier.rank]))
 
 
 def _claim_device(device: str | torch.device | None) -> torch.device:
@@ -405,20 +400,3 @@ def _make_groups(store: Store, rank: int, world_size: int, device: torch.device,
     group = torch.distributed.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, torch.distributed.ProcessGroup)  # of all ranks, so this one is in it
     return group
-
-
-def _make_control(
-    store: Store,
-    rank: int,
-    world_size: int,
-    group: ProcessGroup | None,
-    timeout: timedelta,
-    meetings: Meetings | None = None,
-) -> Control:
-    from composerlite.dist.commit_barrier import CommitBarrier
-    from composerlite.dist.meetings import Meetings
-
-    commits = CommitBarrier(PrefixStore("commits", store), rank, world_size)
-    if meetings is None:
-        meetings = Meetings(PrefixStore("meetings", store), rank, world_size)
-    return Control(store, group, meetings, commits, timeout)

@@ -11,7 +11,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
 from composerlite.dist.env import Control, get_control, get_world_size, initialize_dist, is_initialized
 from composerlite.errors import CheckpointError, RankError
@@ -19,9 +19,17 @@ from composerlite.errors import CheckpointError, RankError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from composerlite.dist.commit_barrier import CommitRound
-
-__all__ = ["AllRanks", "Group", "RanksOf", "SingleProcess", "Vote", "get_group", "group_of"]
+__all__ = [
+    "AllRanks",
+    "Group",
+    "PiggybackCounter",
+    "PiggybackCounters",
+    "RanksOf",
+    "SingleProcess",
+    "Vote",
+    "get_group",
+    "group_of",
+]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -224,7 +232,7 @@ class _Several(Group):
     def _through_first(
         self, what: str, each: Callable[[], T], first: Callable[[list[T]], Any], *, scatter: bool
     ) -> tuple[Outcomes, Any]:
-        from composerlite.dist.meetings import Failure
+        from composerlite.dist.store_barrier import Failure
 
         own: BaseException | None = None
         try:
@@ -240,7 +248,7 @@ class _Several(Group):
 
     def _replies(self, told: Sequence[bytes], first: Callable[[list[Any]], Any], *, scatter: bool) -> list[bytes]:
         """For each rank, or one for all: what ``first`` made, or who failed."""
-        from composerlite.dist.meetings import Failure
+        from composerlite.dist.store_barrier import Failure
 
         outcomes = [pickle.loads(one) for one in told]
         failures = [failure for good, failed in outcomes if not good for failure in failed]
@@ -275,7 +283,7 @@ class RanksOf(_Several):
     """The ranks of a process group that somebody else has made. Its own timeout and its own errors hold."""
 
     def outcomes(self, what: str, error: Exception | None, timeout: timedelta | None = None) -> dict[int, BaseException]:
-        from composerlite.dist.meetings import Failure
+        from composerlite.dist.store_barrier import Failure
 
         failures = self.gather(None if error is None else Failure.of(error, self.rank))
         return {f.rank: error if error is not None and f.rank == self.rank else f.exception() for f in failures if f}
@@ -292,7 +300,7 @@ class AllRanks(_Several):
     """All ranks of the run. They talk over a store and a gloo group of their own, apart from the group of training."""
 
     def __init__(self, control: Control) -> None:
-        super().__init__(cast("ProcessGroup", control.group))
+        super().__init__(control.group)
         self.exchanges = True
         self._control = control
         self._turn = control.timeout / 4
@@ -306,13 +314,12 @@ class AllRanks(_Several):
         return super()._through_first(what, each, first, scatter=scatter)
 
     def vote(self, what: str, *, patience: int = 1, longest_work: timedelta = timedelta()) -> Vote:
-        commits = self._control.commits
-        return _VoteOfAll(commits.round(commits.ticket(), what), self._control.timeout * patience, longest_work)
+        return self._control.commits.round(what, self._control.timeout * patience, longest_work)
 
     def outcomes(self, what: str, error: Exception | None, timeout: timedelta | None = None) -> dict[int, BaseException]:
-        from composerlite.dist.meetings import rank_error  # a run of one process has none
+        from composerlite.dist.store_barrier import rank_error  # a run of one process has none
 
-        failures = self._control.meetings.meet(what, self._control.timeout if timeout is None else timeout, error)
+        failures = self._control.barrier.wait(what, self._control.timeout if timeout is None else timeout, error)
         if any(failure.late for failure in failures):
             raise rank_error(what, failures)
         return {f.rank: error if error is not None and f.rank == self.rank else f.exception() for f in failures}
@@ -328,7 +335,7 @@ class AllRanks(_Several):
         return broadcast_object(value)
 
 
-class Vote(ABC):
+class Vote(Protocol):
     """A vote over a commit, in any thread, once.
 
     Attributes:
@@ -337,7 +344,6 @@ class Vote(ABC):
 
     may_be_committed: bool
 
-    @abstractmethod
     def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
         """Write on every rank, commit on the first one when all have; every rank returns what ``commit`` returned.
 
@@ -345,6 +351,7 @@ class Vote(ABC):
             RankError: a rank failed, or is late: names it. Nothing is committed unless ``may_be_committed``. In one
                 process, and in a process group of somebody else's: what a rank failed with.
         """
+        ...
 
     def pass_by(self) -> None:
         """Vote for it, instead of :meth:`run`, on a rank other than 0 that need not know how it ends.
@@ -354,11 +361,11 @@ class Vote(ABC):
         Raises:
             RankError: the store is gone.
         """
-        self.run(lambda: None, lambda _: None)
+        ...
 
 
 @final
-class _VoteAtOnce(Vote):
+class _VoteAtOnce:
     """A vote in the thread that calls it, with what the group has."""
 
     def __init__(self, group: Group, what: str) -> None:
@@ -377,25 +384,47 @@ class _VoteAtOnce(Vote):
             del outcomes  # it would keep the frames of the error, and what they hold, in a cycle
         return value
 
+    def pass_by(self) -> None:
+        self.run(lambda: None, lambda _: None)
+
 
 @final
-class _VoteOfAll(Vote):
-    """A vote through the store, which may be behind training."""
+class PiggybackCounter:
+    """A number of each rank, which the ranks add up in each batch of a run that it was added to.
 
-    def __init__(self, commit_round: CommitRound[Any], timeout: timedelta, longest_work: timedelta) -> None:
-        self.may_be_committed = False
-        self._round = commit_round
-        self._timeout = timeout
-        self._longest_work = longest_work
+    Args:
+        number: gives this rank's; it waits for nobody.
+    """
 
-    def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
-        try:
-            return self._round.run(write, commit, self._timeout, longest_work=self._longest_work)
-        finally:
-            self.may_be_committed = self._round.may_be_committed
+    def __init__(self, number: Callable[[], int]) -> None:
+        self.number = number
+        self.reduced = 0
 
-    def pass_by(self) -> None:
-        self._round.pass_by()
+    @property
+    def total(self) -> int:
+        """Of all ranks, as it was at the last reduction: the same on every rank. In one process: as it is now."""
+        return self.number() if get_world_size() == 1 else self.reduced
+
+
+@final
+class PiggybackCounters:
+    """The counters of a run. Every rank adds the same ones in the same order, before training starts."""
+
+    def __init__(self) -> None:
+        self._counters: list[PiggybackCounter] = []
+
+    def add(self, counter: PiggybackCounter) -> None:
+        """Have the number of ``counter`` added up over the ranks in each batch, before ``BATCH_CHECKPOINT``."""
+        self._counters.append(counter)
+
+    def numbers(self) -> list[int]:
+        """This rank's, to be reduced with others."""
+        return [counter.number() for counter in self._counters]
+
+    def take_totals(self, totals: Sequence[int]) -> None:
+        """Take what the :meth:`numbers` of all ranks add up to."""
+        for counter, total in zip(self._counters, totals, strict=True):
+            counter.reduced = total
 
 
 _SINGLE = SingleProcess()

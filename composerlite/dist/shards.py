@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -14,10 +15,10 @@ from composerlite.types import items_of, with_items
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Part", "distributed_like", "empty_shard_like", "has_copies", "is_distributed_tensor", "part_of", "shards_like"]
+__all__ = ["LocalShard", "distributed_like", "empty_shard_like", "has_copies", "is_distributed_tensor", "local_shard", "shards_like"]
 
 
-class Part(NamedTuple):
+class LocalShard(NamedTuple):
     """This rank's part of a tensor.
 
     Attributes:
@@ -39,16 +40,16 @@ def is_distributed_tensor(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def part_of(tensor: Tensor) -> Part:
+def local_shard(tensor: Tensor) -> LocalShard:
     """What this rank has of ``tensor``; all of it where it is not distributed."""
     if not is_distributed_tensor(tensor):
-        return Part((0,) * tensor.dim(), tuple(tensor.shape), tensor.detach())
+        return LocalShard((0,) * tensor.dim(), tuple(tensor.shape), tensor.detach())
     value: Any = cast("DTensor", tensor).detach()
     local: Tensor = value.to_local()
     if value.device_mesh.get_coordinate() is None:
-        return Part((0,) * value.dim(), (0,) * value.dim(), local)
+        return LocalShard((0,) * value.dim(), (0,) * value.dim(), local)
     (chunk,) = value.__create_chunk_list__()  # what torch.distributed.checkpoint asks it for
-    return Part(tuple(chunk.offsets), tuple(chunk.sizes), local)
+    return LocalShard(tuple(chunk.offsets), tuple(chunk.sizes), local)
 
 
 def has_copies(tensor: Tensor) -> bool:
@@ -69,7 +70,7 @@ def empty_shard_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def distributed_like(whole: Tensor, tensor: Tensor) -> Tensor:
     """``whole``, which every rank has, distributed as ``tensor`` of the same shape is, on its device."""
     made = empty_shard_like(tensor, whole.dtype)
-    part = part_of(made)
+    part = local_shard(made)
     for dim, (start, length) in enumerate(zip(part.offsets, part.lengths, strict=True)):
         whole = whole.narrow(dim, start, length)
     part.local.copy_(whole)
@@ -86,3 +87,21 @@ def shards_like(saved: Any, live: Any) -> Any:
         return empty_shard_like(live, saved.dtype) if is_like else None
     lives = dict(items_of(live))
     return with_items(saved, lambda key, item: shards_like(item, lives.get(key)))
+
+
+def any_distributed(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any is distributed. Waits for nobody."""
+    return any(is_distributed_tensor(tensor) for tensor in tensors)
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """All of ``tensor``; itself if it is not distributed."""
+    value: Any = tensor
+    return value.full_tensor() if is_distributed_tensor(tensor) else tensor
+
+
+def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The L2 norm of ``tensors`` as one vector, each as a whole; they may be distributed in different ways."""
+    norms = [full_tensor(torch.linalg.vector_norm(tensor.detach())) for tensor in tensors]
+    device = norms[0].device
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))

@@ -16,7 +16,7 @@ from composerlite.types import StateDict, Stateful
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-__all__ = ["BeforeBatch", "BeforeLoading"]
+__all__ = ["BatchRollback", "DataRollback"]
 
 
 _TRIED = (
@@ -41,7 +41,7 @@ _BEGUN = (
 
 
 @final
-class BeforeBatch:
+class BatchRollback:
     """What training changes in a batch, as it is when this is built.
 
     Random generators, the model's buffers, training metrics, the batch (its dicts and lists, not its tensors), and what
@@ -77,15 +77,15 @@ class BeforeBatch:
 
 
 @final
-class BeforeLoading:
-    """:class:`BeforeBatch`, the position in the data, and what callbacks and algorithms that take part in a batch say.
+class DataRollback:
+    """:class:`BatchRollback`, the position in the data, and what callbacks and algorithms of a batch say.
 
     As they are before a batch is asked of the loader, or before the epoch begins whose first one it is.
     """
 
     def __init__(self, state: State, position: Stateful) -> None:
         self._state = state
-        self._rest = BeforeBatch(state)
+        self._rest = BatchRollback(state)
         self._position = position.state_dict()
         self._noted = {id(one): _noted(one) for one in _listeners(state, _BEGUN)}
 

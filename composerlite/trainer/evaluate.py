@@ -180,7 +180,7 @@ def _evaluate_one(
     state.set_dataloader(spec.dataloader, evaluator.label, batches_per_epoch(spec, ranks.share, subset=limit))
     state.eval_timestamp = Timestamp()
     engine.run_event(Event.EVAL_START)
-    for batch, is_stand_in, counted in _batches(state, spec, limit, ranks):
+    for batch, is_padding, counted in _batches(state, spec, limit, ranks):
         if may_stop and state.interruption.is_watched and state.interruption.agreed:
             ranks.parallel.after_evaluation(state.model)
             raise EvaluationAbandonedError
@@ -199,7 +199,7 @@ def _evaluate_one(
             with get_precision_context(state.precision, state.device):
                 state.outputs = model.eval_forward(state.batch)
             engine.run_event(Event.EVAL_AFTER_FORWARD)
-            if is_stand_in or number >= len(parts) or not ranks.parallel.counts:
+            if is_padding or number >= len(parts) or not ranks.parallel.counts:
                 continue
             for metric in metrics.values():
                 model.update_metric(state.batch, state.outputs, metric)
@@ -233,7 +233,7 @@ def predict(
         state.predict_timestamp = Timestamp()
         engine.run_event(Event.PREDICT_START)
         with torch.no_grad():
-            for batch, is_stand_in, counted in _batches(state, spec, subset_num_batches, ranks):
+            for batch, is_padding, counted in _batches(state, spec, subset_num_batches, ranks):
                 start = time.perf_counter()
                 state.batch = _prepare(state, spec, batch)
                 if spec.microbatch_transforms is not None:
@@ -243,7 +243,7 @@ def predict(
                 with get_precision_context(state.precision, state.device):
                     state.outputs = model.eval_forward(state.batch)
                 engine.run_event(Event.PREDICT_AFTER_FORWARD)
-                if return_outputs and not is_stand_in:
+                if return_outputs and not is_padding:
                     outputs.append(move_to_device(state.outputs, torch.device("cpu")))
                 elapsed = timedelta(seconds=time.perf_counter() - start)
                 state.predict_timestamp = state.predict_timestamp.to_next_batch(*counted, elapsed)
@@ -268,14 +268,14 @@ def _batches(state: State, spec: DataSpec, limit: int, ranks: Ranks) -> Iterator
             batch, has_batch, began = next(batches), True, True
         except StopIteration:
             has_batch = False
-        counts = has_batch and not own.is_stand_in
+        counts = has_batch and not own.is_padding
         samples = spec.get_num_samples_in_batch(batch) if counts else 0
         tokens = spec.get_num_tokens_in_batch(batch) if counts else 0
         counted = ranks.company.step(state, has_batch, samples, tokens)
         if counted is None:
             return
         if has_batch:
-            yield batch, own.is_stand_in, counted
+            yield batch, own.is_padding, counted
         elif ranks.parallel.forward_is_shared:
             if not began:
                 raise ConfigError(

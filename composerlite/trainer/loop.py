@@ -23,7 +23,7 @@ from composerlite.core import (
     move_to_device,
 )
 from composerlite.errors import ConfigError, TrainingError
-from composerlite.trainer.attempt import BeforeLoading
+from composerlite.trainer.attempt import DataRollback
 from composerlite.trainer.data.dataloading import DataPosition
 from composerlite.trainer.evaluate import EvaluationSchedule, log_metrics
 from composerlite.trainer.ranks.company import Alone, Company, Counted
@@ -125,7 +125,7 @@ def run(loop: Loop) -> None:
     engine.run_event(Event.FIT_END)
 
 
-def _epoch(loop: Loop, before: BeforeLoading | None) -> tuple[bool, bool]:
+def _epoch(loop: Loop, before: DataRollback | None) -> tuple[bool, bool]:
     """Train on what is left of the epoch; ``before`` is what to go back to where its first batch is given up.
 
     Returns:
@@ -156,7 +156,7 @@ def _epoch(loop: Loop, before: BeforeLoading | None) -> tuple[bool, bool]:
             _check_progress(state, done)
             return True, loop.subset_num_batches < 0 or int(state.timestamp.batch_in_epoch) < loop.subset_num_batches
         samples, tokens = loop.spec.get_num_samples_in_batch(batch), loop.spec.get_num_tokens_in_batch(batch)
-        if loop.position.is_stand_in:
+        if loop.position.is_padding:
             samples = tokens = 0
         counted = loop.company.count(state, samples, tokens) if loop.asks else _known(loop, tokens)
         if counted is None:
@@ -180,7 +180,7 @@ def _epoch(loop: Loop, before: BeforeLoading | None) -> tuple[bool, bool]:
             return _at_end_of_epoch(loop), False
 
 
-def _before_slow_batch(loop: Loop, *, is_first: bool = False) -> BeforeLoading | None:
+def _before_slow_batch(loop: Loop, *, is_first: bool = False) -> DataRollback | None:
     """What to go back to where a batch that may take long is given up; ``None`` where it is not to be given up."""
     state, interruption = loop.state, loop.state.interruption
     interruption.may_abandon = interruption.is_watched and interruption.batches_are_slow
@@ -188,10 +188,10 @@ def _before_slow_batch(loop: Loop, *, is_first: bool = False) -> BeforeLoading |
         loop.asks = True
     if not interruption.may_abandon and not (is_first and interruption.is_watched):
         return None
-    return BeforeLoading(state, loop.position) if loop.asks or state.world_size == 1 else None  # else they cannot agree
+    return DataRollback(state, loop.position) if loop.asks or state.world_size == 1 else None  # else they cannot agree
 
 
-def _give_up(loop: Loop, before: BeforeLoading | None) -> NoReturn:
+def _give_up(loop: Loop, before: DataRollback | None) -> NoReturn:
     """End the run as it was before the batch that it has begun."""
     leave = loop.state.interruption.leave
     assert before is not None
@@ -250,7 +250,7 @@ def _batch(loop: Loop, batch: Batch, clock: int, own: tuple[int, int], counted: 
     if counted.stops:
         state.end_as_stopped()
     if evaluated or loop.agrees_at_end:
-        loop.company.agree_on_end(state)  # before a checkpoint, which all save together
+        loop.company.sync_stop(state)  # before a checkpoint, which all save together
     for handler in on[Event.BATCH_CHECKPOINT]:
         handler(state, logger)
     return now
@@ -282,7 +282,7 @@ def _end_iteration_if_due(loop: Loop) -> None:
 
 
 def _checkpoint(loop: Loop, event: Event) -> None:
-    loop.company.agree_on_end(loop.state)
+    loop.company.sync_stop(loop.state)
     loop.engine.run_event(event)
     loop.state.interruption.look()
 

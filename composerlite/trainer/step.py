@@ -21,7 +21,7 @@ from composerlite.core import (
     split_batch,
 )
 from composerlite.errors import TrainingError
-from composerlite.trainer.attempt import BeforeBatch
+from composerlite.trainer.attempt import BatchRollback
 from composerlite.trainer.ranks.company import Alone as NoCompany
 from composerlite.trainer.ranks.company import Company
 from composerlite.trainer.ranks.parallel import Alone, Parallel
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @final
 @dataclass(frozen=True, slots=True)
-class _StandIn:
+class _Padding:
     """A piece that is trained on once more, for nothing, because other ranks have more pieces."""
 
     batch: Batch
@@ -112,7 +112,7 @@ class TrainStep:
         state = self._state
         if state.device_train_microbatch_size is None:
             state.device_train_microbatch_size = self._company.max(samples)
-        before = BeforeBatch(state)
+        before = BatchRollback(state)
         while True:
             cause: Exception | None = None
             try:
@@ -178,14 +178,14 @@ class TrainStep:
                     f"a batch of {samples} samples became {len(pieces)} microbatches of {size}: a callback has made it "
                     "larger, and other ranks may not. Do that in DataSpec(loader, batch_transforms=…)."
                 )
-            pieces = [*pieces, *[_StandIn(pieces[-1])] * (needed - len(pieces))]
+            pieces = [*pieces, *[_Padding(pieces[-1])] * (needed - len(pieces))]
         return pieces
 
     def _accumulate(self, microbatches: Sequence[Batch], share: float, *, may_stop: bool = False) -> None:
         """Train on each; what it counts is its part of the batch's samples or tokens. ``may_stop`` between two."""
         state = self._state
         whole = state.batch
-        counts = [0 if isinstance(piece, _StandIn) else self._count(piece) for piece in microbatches]
+        counts = [0 if isinstance(piece, _Padding) else self._count(piece) for piece in microbatches]
         total = sum(counts)
         if not total and share:
             raise TrainingError(
@@ -196,7 +196,7 @@ class TrainStep:
         for number, (piece, count) in enumerate(zip(microbatches, counts, strict=True), 1):
             if may_stop:
                 self._stop_if_asked()
-            state.batch = piece.batch if isinstance(piece, _StandIn) else piece
+            state.batch = piece.batch if isinstance(piece, _Padding) else piece
             part = count / total if total else 0.0
             self._microbatch(part * share, last=number == len(microbatches))
             for name, value in state.total_loss_dict.items():

@@ -86,7 +86,7 @@ def numbers(state: State) -> dict[str, Tensor]:
 
 def _is_part(tensor: Tensor, whole: Tensor) -> bool:
     """Whether what this rank has of ``tensor`` is that of ``whole``, to the bit."""
-    part = dist.part_of(tensor)
+    part = dist.local_shard(tensor)
     for dim, (start, length) in enumerate(zip(part.offsets, part.lengths, strict=True)):
         whole = whole.narrow(dim, start, length)
     return torch.equal(part.local, whole)

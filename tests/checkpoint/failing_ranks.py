@@ -22,7 +22,7 @@ from composerlite.checkpoint.save import pipeline
 from composerlite.checkpoint.save.monolith import Monolith
 from composerlite.checkpoint.save.snapshot import Staging
 from composerlite.core import Logger, State
-from composerlite.dist import CommitRound
+from composerlite.dist.commit_barrier import CommitRound
 from composerlite.storage import StagedLink
 
 Stage = tuple[str, int, Any, str]

@@ -30,8 +30,7 @@ from composerlite.checkpoint.load.resume import newest_good
 from composerlite.checkpoint.load.sharded import reader as sharded
 from composerlite.checkpoint.place.directory import RemoteFolder
 from composerlite.core import State
-from composerlite.dist.exchanging import _Parcel  # pyright: ignore[reportPrivateUsage] - to end in its place
-from composerlite.dist.spread import Spread
+from composerlite.dist.transfers import NodeBroadcast, _Parcel  # pyright: ignore[reportPrivateUsage] - to end in its place
 from composerlite.errors import RankError
 from composerlite.storage.stores.local import LocalObjectStore
 
@@ -127,7 +126,7 @@ def _copies_of_shards() -> State:
 def _parts(state: State) -> list[torch.Tensor]:
     weights, kept = list(state.model.parameters()), state.optimizers[0].state
     moments = [kept[weight][name] for weight in weights for name in sorted(kept[weight])]
-    return [dist.part_of(tensor).local for tensor in (*weights, *moments)]
+    return [dist.local_shard(tensor).local for tensor in (*weights, *moments)]
 
 
 def load_copies_of_shards(folder: Path) -> dict[str, tuple[bool, int]]:
@@ -175,7 +174,7 @@ def load_and_die(path: Path, stage: str) -> None:
     if dist.get_global_rank() == 1 and stage == "compare":
         state.places_for = _die  # type: ignore[method-assign,assignment]
     if dist.get_global_rank() == 1 and stage == "read":
-        Spread._send = _die  # type: ignore[method-assign,assignment] # pyright: ignore[reportPrivateUsage]
+        NodeBroadcast._send = _die  # type: ignore[method-assign,assignment] # pyright: ignore[reportPrivateUsage]
     if dist.get_global_rank() == 1 and stage == "exchange":
         _Parcel.start = _die  # type: ignore[method-assign,assignment]
     if dist.get_global_rank() == 1 and stage == "restore":
@@ -205,7 +204,9 @@ def train_with_an_interruption(folder: Path, config: dict[str, Any] | None) -> d
         batch = int(loaded.state.timestamp.batch)
     pairs = zip(run.state.model.parameters(), resumed.state.model.parameters(), strict=True)
     return {
-        "same": all(torch.equal(dist.part_of(mine).local, dist.part_of(theirs).local) for mine, theirs in pairs),
+        "same": all(
+            torch.equal(dist.local_shard(mine).local, dist.local_shard(theirs).local) for mine, theirs in pairs
+        ),
         "first": record.batches[0],
         "loaded": batch,
         "from": Path(str(resumed.state.load_path)).name == name,

@@ -23,7 +23,7 @@ from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint.place.directory import LocalFolder
 from composerlite.checkpoint.save.snapshot import Staging
 from composerlite.core import FSDPConfig, Logger, ParallelismConfig, State
-from composerlite.dist import CommitRound
+from composerlite.dist.commit_barrier import CommitRound
 from composerlite.errors import RankError
 
 

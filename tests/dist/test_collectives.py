@@ -18,7 +18,7 @@ import torch
 from torch.distributed import HashStore
 
 from composerlite import dist
-from composerlite.dist.meetings import Meetings
+from composerlite.dist.store_barrier import StoreBarrier
 from composerlite.errors import ConfigError, LateRankError, RankError
 from composerlite.testing.cluster import RankOutcome, run_ranks, run_ranks_to_the_end
 
@@ -326,7 +326,7 @@ def _count_keys() -> int:
         dist.all_gather_object(1)
         dist.all_reduce(torch.ones(1))
         control = dist.get_control()
-        control.commits.round(control.commits.ticket(), "a save").run(int, sum, control.timeout)
+        control.commits.round("a save", control.timeout).run(int, sum)
         dist.barrier()
         return control.store.num_keys()
 
@@ -350,8 +350,8 @@ def test_errors_of_ranks_travel() -> None:
 def test_a_rank_that_dies_in_the_moment_of_coming_is_named() -> None:
     """It has said where it is, and nothing more: the others do not take it for one that came."""
     store = HashStore()
-    dying, other = Meetings(store, 0, 2), Meetings(store, 1, 2)
-    dying.pass_by("a checkpoint")
-    (failure,) = other.meet("a checkpoint", SHORT)
+    dying, other = StoreBarrier(store, 0, 2), StoreBarrier(store, 1, 2)
+    dying.announce("a checkpoint")
+    (failure,) = other.wait("a checkpoint", SHORT)
     assert failure.late
     assert "rank 0 has not come in 1 s. Lost in the moment of coming." in failure.text

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import HashStore
 
 from composerlite import dist
-from composerlite.dist import CommitBarrier
+from composerlite.dist.commit_barrier import CommitBarrier, CommitRound
 from composerlite.errors import LateRankError, RankError
 from composerlite.testing.cluster import run_ranks, run_ranks_to_the_end
 
@@ -41,16 +41,16 @@ class Ranks:
     ) -> list[Future[Any]]:
         """Begin one round on every rank."""
 
-        def take_part(barrier: CommitBarrier, ticket: int) -> Any:
-            limit = timeout if isinstance(timeout, timedelta) else timeout(barrier.rank)
-            one = barrier.round(ticket, "saving ep1")
+        def take_part(rank: int, one: CommitRound) -> Any:
             try:
-                return one.run(lambda: write(barrier.rank), commit or self._commit, limit)
+                return one.run(lambda: write(rank), commit or self._commit)
             except RankError as e:
                 e.add_note(f"may_be_committed={one.may_be_committed}")
                 raise
 
-        return [self._threads.submit(take_part, barrier, barrier.ticket()) for barrier in self._barriers]
+        limits = [timeout if isinstance(timeout, timedelta) else timeout(barrier.rank) for barrier in self._barriers]
+        rounds = [barrier.round("saving ep1", limit) for barrier, limit in zip(self._barriers, limits, strict=True)]
+        return [self._threads.submit(take_part, rank, one) for rank, one in enumerate(rounds)]
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -199,17 +199,17 @@ class _StoreThatIsWatched(HashStore):
 def test_a_rank_that_gives_up_while_votes_are_counted_is_heeded() -> None:
     """It may remove its files now: rank 0 must not commit them."""
     store = _StoreThatIsWatched()
-    zero, one = (CommitBarrier(store, rank, 2).round(1, "saving ep1") for rank in range(2))
+    zero, one = (CommitRound(store, rank, 2, "saving ep1", limit, timedelta()) for rank, limit in enumerate((LONG, timedelta())))
     zero.arrive()
     one.arrive()
 
     def give_up() -> None:
         with pytest.raises(LateRankError):
-            one.wait(timedelta(0))
+            one.wait()
 
     store.on_count = give_up
     with pytest.raises(LateRankError, match="rank 0 has not come"):
-        zero.decide(LONG)
+        zero.decide()
     assert not zero.may_be_committed
     assert not one.may_be_committed
 
@@ -250,12 +250,12 @@ def test_no_keys_are_left_in_the_store() -> None:
 
 def test_one_process_commits_by_itself() -> None:
     """Without a group or a server; what it fails with is not wrapped."""
-    barrier = dist.get_control().commits
-    assert barrier.round(barrier.ticket(), "saving").run(lambda: 7, sum, SHORT) == 7
+    group = dist.get_group()
+    assert group.vote("saving").run(lambda: 7, sum) == 7
     with pytest.raises(OSError, match="No space"):
-        barrier.round(barrier.ticket(), "saving").run(lambda: _fail_on_rank_1(1), sum, SHORT)
+        group.vote("saving").run(lambda: _fail_on_rank_1(1), sum)
     with pytest.raises(ZeroDivisionError):
-        barrier.round(barrier.ticket(), "saving").run(lambda: 1, lambda values: 1 / 0, SHORT)
+        group.vote("saving").run(lambda: 1, lambda values: 1 / 0)
 
 
 def _save_while_training(saves: int) -> list[int]:
@@ -263,14 +263,14 @@ def _save_while_training(saves: int) -> list[int]:
     control = dist.get_control()
     tensor = torch.ones(1000)
 
-    def save(ticket: int) -> int:
+    def save(number: int, vote: CommitRound) -> int:
         rank = dist.get_global_rank()
-        return control.commits.round(ticket, f"save {ticket}").run(lambda: rank + ticket, sum, LONG)
+        return vote.run(lambda: rank + number, sum)
 
     with ThreadPoolExecutor(2) as threads:
         pending = []
-        for _ in range(saves):
-            pending.append(threads.submit(save, control.commits.ticket()))
+        for number in range(1, saves + 1):
+            pending.append(threads.submit(save, number, control.commits.round(f"save {number}", LONG)))
             for _ in range(5):
                 torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
                 dist.all_reduce(torch.ones(1))
@@ -292,8 +292,8 @@ def _die_while_writing(who: int, committed: str) -> str:
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    one = control.commits.round(control.commits.ticket(), "saving ep1")
-    return one.run(write, lambda values: committed, timedelta(seconds=1))
+    one = control.commits.round("saving ep1", timedelta(seconds=1))
+    return one.run(write, lambda values: committed)
 
 
 @pytest.mark.parametrize("who", [0, 1])

@@ -68,8 +68,8 @@ class _Seen(Callback):
         self.samples: list[list[int]] = []
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        is_stand_in = state.data_position is not None and state.data_position.is_stand_in
-        self.samples.append([] if is_stand_in else state.batch[2].tolist())
+        is_padding = state.data_position is not None and state.data_position.is_padding
+        self.samples.append([] if is_padding else state.batch[2].tolist())
 
 
 class Outcome(NamedTuple):

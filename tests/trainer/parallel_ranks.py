@@ -263,7 +263,7 @@ def _words_per_batch(**arguments: Any) -> float:
     numbers: list[int] = []
 
     def note(state: State) -> None:
-        numbers.append(dist.get_control().meetings.pass_by("counting"))
+        numbers.append(dist.get_control().barrier.announce("counting"))
 
     with small(callbacks=[At(Event.BATCH_END, note)], max_duration="5ba", **arguments) as trainer:
         trainer.fit()

@@ -93,7 +93,7 @@ class Ranks:
             self.generators[rank] = _generators()
             over += batch is None
             if batch is not None:
-                given.append([] if position.is_stand_in else batch.tolist())
+                given.append([] if position.is_padding else batch.tolist())
         assert over in (0, len(self.positions)), "some ranks have batches left and others have none"
         if over:
             return None
@@ -446,7 +446,7 @@ def test_each_sample_is_evaluated_once_over_all_ranks() -> None:
             for rank in range(world_size):
                 seed_all(3)
                 evaluated = EvaluationBatches(DataSpec(ORDERS[name](count, size)), Share(rank, world_size))
-                here = [[] if evaluated.is_stand_in else batch.tolist() for batch in evaluated]
+                here = [[] if evaluated.is_padding else batch.tolist() for batch in evaluated]
                 given += flat([here])
                 batches.add(len(here))
             assert sorted(given) == list(range(count))
@@ -461,8 +461,8 @@ def trained(
     seen, evaluated = list[list[int]](), list[int]()
 
     def see(state: State) -> None:
-        is_stand_in = state.data_position.is_stand_in  # type: ignore[union-attr]
-        seen.append([] if is_stand_in else state.batch[2].tolist())
+        is_padding = state.data_position.is_padding  # type: ignore[union-attr]
+        seen.append([] if is_padding else state.batch[2].tolist())
 
     data = loader(17, batch_size=batch_size) if build_loader is None else build_loader()
     defaults: dict[str, Any] = {

@@ -134,7 +134,7 @@ def _load_own(
 
 def _files(archive: RankFiles, source: str, types: dict[str, type], *, trust: bool) -> dict[str, StateDict]:
     """What DeepSpeed's files hold that this rank needs: its own, and those of rank 0 that no other has."""
-    everywhere = [archive.names] if dist.get_world_size() == 1 else dist.all_gather_object(archive.names)
+    everywhere = dist.get_group().gather(archive.names)
     shared = [name for name in everywhere[0] if name.startswith("mp_rank_") and len(everywhere) > 1]
     files = {name: _of_rank_0(archive, name, source, trust=trust) for name in shared}
     with dist.get_group().all_or_none(f"reading {source}"), readable(archive.path):

@@ -88,7 +88,7 @@ def _distributed_targets(pairs: Sequence[_Pair], record: Record, taken: set[int]
         if record.size == 0 or saved.is_conj() or saved.is_neg() or saved.dtype is not pairs[0].saved.dtype:
             return None
         targets.append(live if live.dtype is saved.dtype else dist.empty_shard_like(live, saved.dtype))
-    memory = {local.data_ptr() for target in targets if (local := dist.part_of(target).local).numel()}
+    memory = {local.data_ptr() for target in targets if (local := dist.local_shard(target).local).numel()}
     if memory & taken:
         return None  # tied here and not in the checkpoint: what is loaded last counts
     taken |= memory
@@ -102,7 +102,7 @@ class _Rows:
     def __init__(self, saved: Tensor, targets: Sequence[Tensor]) -> None:
         self._dtype = saved.dtype
         self._row = tuple(saved.shape[1:])
-        self._parts = [dist.part_of(target) for target in targets]
+        self._parts = [dist.local_shard(target) for target in targets]
         self.step_bytes = math.prod(self._row) * saved.itemsize
 
     def take(self, start: int, part: Tensor) -> None:

@@ -69,7 +69,7 @@ def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool) 
         with dist.get_group().all_or_none("looking for the checkpoint"):
             if dist.get_global_rank() == 0:
                 found = _on_this_machine(name) if is_here else _elsewhere(stack, name, object_store, progress_bar)
-        told = dist.broadcast_object(found)
+        told = dist.get_group().broadcast(found)
         assert told is not None
         if not is_here and not told.is_directory and dist.get_global_rank() != 0:
             told = dataclasses.replace(told, path=None)

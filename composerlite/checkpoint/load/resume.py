@@ -228,7 +228,7 @@ def begin_attempt(
 
 def _of_first_rank(lineage: Lineage | None) -> Lineage:
     """Return the lineage that rank 0 has made."""
-    told = dist.broadcast_object(lineage)
+    told = dist.get_group().broadcast(lineage)
     assert told is not None
     return told
 
@@ -449,7 +449,7 @@ def _check_share(catalog: Catalog, manifest: Manifest) -> None:
     sees = mine is not None and mine.identity == manifest.identity
     knows = sees or any(other.node is not None for other in _of(manifest.run_name, catalog.manifests()))
     absent = {file.node for file in manifest.files if not (catalog.folder / file.path).exists()}
-    told = dist.all_gather_object((sees, knows, mine.node if mine is not None and sees else None, absent))
+    told = dist.get_group().gather((sees, knows, mine.node if mine is not None and sees else None, absent))
     if blind := [rank for rank, its in enumerate(told) if not its[0]]:
         raise _not_everywhere(catalog, manifest, blind, [rank for rank in blind if not told[rank][1]])
     nodes = [node for _, _, node, _ in told]

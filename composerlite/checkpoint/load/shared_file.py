@@ -59,7 +59,7 @@ def opened_together(
         if progress is None:
             progress = stack.enter_context(progress_of(name, 0, False))
         sources = _sources_of(None if mine is None else mine.digest)
-        spread = stack.enter_context(dist.spreading(f"reading {name}", sources))
+        spread = stack.enter_context(dist.node_broadcast(f"reading {name}", sources))
         raw, known = spread.object(lambda: _shared(mine))
         source = _SpreadSource(spread, mine.raw if spread.is_source and mine is not None else None, known)
         with group.all_or_none(f"reading {name}"):
@@ -80,7 +80,7 @@ def spread_file(raw: RawFile | None, what: str, *, trust: bool = False) -> Any:
     with dist.get_group().all_or_none(f"opening {what}"):
         if raw is not None:
             mine = _Primed.of(raw, trust=trust)
-    with dist.spreading(f"reading {what}", [0] * dist.get_world_size()) as spread:
+    with dist.node_broadcast(f"reading {what}", [0] * dist.get_world_size()) as spread:
         shared, known = spread.object(lambda: _shared(mine))
         source = _SpreadSource(spread, None if mine is None else mine.raw, known)
         file = RawFile(source, shared[0], source.read, shared[1] and spread.is_source).torch_file(trust=trust)
@@ -107,7 +107,7 @@ def _sources_of(digest: str | None) -> list[int]:
     """
     if dist.get_local_world_size() == dist.get_world_size():
         return [0] * dist.get_world_size()
-    told = dist.all_gather_object((dist.get_node_rank(), digest))
+    told = dist.get_group().gather((dist.get_node_rank(), digest))
     readers: dict[int, int] = {}
     for rank, (node, theirs) in enumerate(told):
         if theirs is not None and theirs == told[0][1]:
@@ -173,7 +173,7 @@ def _shared(mine: _Primed | None) -> tuple[tuple[int, bool], Known]:
 class _SpreadSource:
     """The bytes of a file that one rank reads."""
 
-    def __init__(self, spread: dist.Spread, raw: RawFile | None, known: Known) -> None:
+    def __init__(self, spread: dist.NodeBroadcast, raw: RawFile | None, known: Known) -> None:
         self._spread = spread
         self._raw = raw
         self._known = known

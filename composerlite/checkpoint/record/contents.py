@@ -235,7 +235,7 @@ def _of_all_ranks(own: Any) -> list[Any]:
     # Not the restricted unpickler: this comes from ranks of this run, and a loader's state may be anything.
     return [
         torch.load(io.BytesIO(of_rank), weights_only=False, map_location="cpu")
-        for of_rank in dist.all_gather_object(data.getvalue())
+        for of_rank in dist.get_group().gather(data.getvalue())
     ]
 
 

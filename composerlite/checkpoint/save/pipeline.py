@@ -313,7 +313,7 @@ class Pipeline:
             streams = job.body.is_plain and is_tidy and self._staging.would_be_new(job.body)
             copies = not streams and self._staging.reserve(job.body.size_bytes)
             if job.body.gathers:
-                streams, copies = dist.broadcast_object((streams, copies))
+                streams, copies = dist.get_group().broadcast((streams, copies))
             if copies:
                 job.memory, job.snapshot = self._staging.take(job.body, lazy)
                 return
@@ -454,7 +454,7 @@ def _generators(weights_only: bool) -> list[dict[str, Any]] | None:
     """The random generators of all ranks; ``None`` where there is one, or they are not saved."""
     if weights_only or dist.get_world_size() == 1:
         return None
-    states = dist.all_gather_object(bytes(rng.packed(rng.of_training()).numpy()))
+    states = dist.get_group().gather(bytes(rng.packed(rng.of_training()).numpy()))
     return [rng.unpacked(torch.frombuffer(bytearray(state), dtype=torch.uint8)) for state in states]
 
 

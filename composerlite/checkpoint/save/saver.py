@@ -142,8 +142,8 @@ class Saver:
         self._claims = Claims()
         self._pipeline = Pipeline(staging_bytes)
         # The ranks take note of it at the same batch: what they tell each other rides on what they reduce in it.
-        self._saves_done = dist.Rider(lambda: int(self._pending is not None and self._pending.done))
-        self.riders = (self._saves_done, self._publishing.ranks_with_news)
+        self._saves_done = dist.PiggybackCounter(lambda: int(self._pending is not None and self._pending.done))
+        self.counters = (self._saves_done, self._publishing.ranks_with_news)
         self._retention = retention_policy(
             -1 if self._keeps_none else num_checkpoints_to_keep,
             keep_every=keep_every,

@@ -56,7 +56,7 @@ class SavePublishing:
         self._gone: deque[str] = deque()
         self._outcomes: list[Publication] = []
         # What the ranks tell each other rides on what they reduce in a batch.
-        self.ranks_with_news = dist.Rider(lambda: int(self._has_news()))
+        self.ranks_with_news = dist.PiggybackCounter(lambda: int(self._has_news()))
 
     def open(self, state: NamedState, logger: RunLogger) -> None:
         """Find the buckets; on rank 0, before :meth:`begin`.
@@ -169,7 +169,7 @@ class SavePublishing:
 
     def take_note_together(self) -> None:
         """:meth:`take_note` on every rank, of the uploads of all."""
-        every = dist.all_gather_object(self._take_news())
+        every = dist.get_group().gather(self._take_news())
         self._note([name for gone, _ in every for name in gone], [one for _, ones in every for one in ones])
 
     def take_note(self) -> None:

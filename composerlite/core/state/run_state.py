@@ -77,7 +77,7 @@ class RunState:
         parallelism: how the model is spread over ranks; ``None`` for a whole copy on each.
         deepspeed_config: what DeepSpeed is told, which trains the model; ``None`` without it.
         deepspeed: what DeepSpeed saves and loads, once it has the model. Else ``None``.
-        riders: numbers that are added up over the ranks in each batch.
+        piggyback: numbers that are added up over the ranks in each batch.
         interruption: whether the process was asked from outside to end.
         noted_states: what checkpoints hold of callbacks and algorithms, by ``id``, in place of what they say now:
             that of before a batch that was given up.
@@ -151,8 +151,8 @@ class RunState:
         self.noted_states: dict[int, StateDict] = {}
         self.stop_requested = False
         self.stopped: Time | None = None
-        self.riders = dist.Riders()
-        self.interruption = Interruption(self.riders)
+        self.piggyback = dist.PiggybackCounters()
+        self.interruption = Interruption(self.piggyback)
 
         self._max_duration: Time | None = None
         self.max_duration = max_duration

@@ -125,7 +125,7 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
             if self._client is not None and self._run is None:
                 self._run = self._start(self._client, state.run_name)
                 self.run_id = self._run.id
-        self._ids = dist.all_gather_object(self.run_id)
+        self._ids = dist.get_group().gather(self.run_id)
         self._write_early()
 
     def _start(self, client: MlflowClient, run_name: str) -> MlflowRun:

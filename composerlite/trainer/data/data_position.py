@@ -28,12 +28,12 @@ class DataPosition(ABC):
     under ``per_rank``: ``state_dict`` has that of this rank, and whoever saves gathers those of all.
 
     Attributes:
-        is_stand_in: the batch given last has no sample of this rank's own, and counts for nothing: the rank was given
+        is_padding: the batch given last has no sample of this rank's own, and counts for nothing: the rank was given
             something to do because others have a sample left.
         samples: that all ranks together were given with the last batch, where :meth:`knows_samples`.
     """
 
-    is_stand_in = False
+    is_padding = False
     samples = 0
 
     def __init__(self, loader: Iterable[Batch], share: Share = Share()) -> None:  # noqa: B008 - frozen

@@ -23,7 +23,7 @@ from composerlite import dist
 from composerlite.core import DataSpec, Timestamp
 from composerlite.errors import ConfigError
 from composerlite.trainer.data.data_position import DataPosition
-from composerlite.trainer.data.dealing import Dealer, Share, deals_by_itself
+from composerlite.trainer.data.dealing import GlobalSampler, Share, deals_by_itself
 from composerlite.trainer.data.dealt_position import DealtPosition
 from composerlite.trainer.data.indexed_position import IndexedPosition
 from composerlite.trainer.data.replay_position import ReplayPosition
@@ -89,7 +89,7 @@ def batches_per_epoch(spec: DataSpec, share: Share, *, subset: int) -> int:
         return subset
     loader: Any = spec.dataloader
     try:
-        dealt = len(Dealer(loader, share))
+        dealt = len(GlobalSampler(loader, share))
     except (TypeError, NotImplementedError):  # a sampler without a length
         return subset
     return dealt if subset < 0 else min(subset, dealt)
@@ -102,7 +102,7 @@ class EvaluationBatches:
     Every rank is given as many batches. What the trainer cannot deal is iterated over as it is.
 
     Attributes:
-        is_stand_in: see :class:`DataPosition`; such a batch is for no metric.
+        is_padding: see :class:`DataPosition`; such a batch is for no metric.
     """
 
     def __init__(self, spec: DataSpec, share: Share) -> None:
@@ -115,8 +115,8 @@ class EvaluationBatches:
             self._batches = self._position.epoch(0, 0)
 
     @property
-    def is_stand_in(self) -> bool:
-        return self._position is not None and self._position.is_stand_in
+    def is_padding(self) -> bool:
+        return self._position is not None and self._position.is_padding
 
     def __iter__(self) -> Iterator[Batch]:
         return self._batches
@@ -165,7 +165,7 @@ def _check_loaders_agree(spec: DataSpec, share: Share) -> None:
         sampler: Any = loader.batch_sampler if loader.batch_size is None else loader.sampler
         how = f"{type(sampler).__name__}, seed={getattr(sampler, 'seed', None)}"
         text += f" over {spec.num_samples} samples, batch_size={loader.batch_size}, drop_last={loader.drop_last}, {how}"
-    texts = dist.all_gather_object(text)
+    texts = dist.get_group().gather(text)
     for rank, other in enumerate(texts):
         if other != texts[0]:
             raise ConfigError(

@@ -28,7 +28,7 @@ from torch.utils.data import (
 from composerlite.errors import ConfigError
 from composerlite.trainer.data.index_sampler import NumberedBatch, chained
 
-__all__ = ["Dealer", "Part", "SavedBatches", "Share", "deals_by_itself"]
+__all__ = ["GlobalSampler", "Part", "SavedBatches", "Share", "deals_by_itself"]
 
 # They draw from the shared generators at the start of an epoch only.
 _DRAW_AT_ONCE = (RandomSampler, SequentialSampler, WeightedRandomSampler, DistributedSampler)
@@ -54,13 +54,13 @@ class Part:
         indices: for the data set.
         end: how much of the order is done after it, by all ranks.
         digest: of the order up to there.
-        is_stand_in: the rank has no sample of its own in it; it loads one of another's to keep step.
+        is_padding: the rank has no sample of its own in it; it loads one of another's to keep step.
     """
 
     indices: Any
     end: int
     digest: int
-    is_stand_in: bool
+    is_padding: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class SavedBatches:
 
 
 @final
-class Dealer:
+class GlobalSampler:
     """Stands in for the (batch) sampler of a loader: gives this rank's share of each global batch.
 
     The order is counted in samples where the loader makes the batches; ``k``-th global batch: the next ``batch_size`` ×
@@ -165,10 +165,10 @@ class Dealer:
             if self._drop_last and len(batch) < self.global_batch:
                 return
             indices, first, stride = self._mine(batch)
-            is_stand_in = indices is None
+            is_padding = indices is None
             if indices is None:
                 indices = _one_of(batch[0]) if not self.counts_samples else batch[:1]
-            self.parts.append(Part(indices, self.done, self._digest, is_stand_in))
+            self.parts.append(Part(indices, self.done, self._digest, is_padding))
             if not self._numbered:
                 yield indices
             else:

@@ -18,7 +18,7 @@ from composerlite.checkpoint import rng
 from composerlite.core import Timestamp
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.trainer.data.data_position import DataPosition
-from composerlite.trainer.data.dealing import Dealer, SavedBatches, Share
+from composerlite.trainer.data.dealing import GlobalSampler, SavedBatches, Share
 from composerlite.trainer.data.index_sampler import ReseedingDataset
 from composerlite.trainer.data.indexed_position import fetched, warn_of_disorder
 from composerlite.types import Batch, StateDict
@@ -50,7 +50,7 @@ class DealtPosition(DataPosition):
         self._loader: DataLoader[Any] = loader
         self._timestamp = timestamp
         warn_of_disorder(loader)
-        self._dealer = Dealer(loader, share, self._drawing)
+        self._dealer = GlobalSampler(loader, share, self._drawing)
         # The user's loader is left as it is, as in IndexedPosition.
         own = copy.copy(loader)
         forget_workers(own)
@@ -184,7 +184,7 @@ class DealtPosition(DataPosition):
         self._agreed = True
         stream = _on_cpu(rng.capture() if self._stream is None else self._stream)
         packed = rng.packed({"stream": stream, "generators": self._generator_states()}).numpy().tobytes()
-        agreed = rng.unpacked(torch.frombuffer(bytearray(dist.broadcast_object(packed)), dtype=torch.uint8))
+        agreed = rng.unpacked(torch.frombuffer(bytearray(dist.get_group().broadcast(packed)), dtype=torch.uint8))
         self._stream = agreed["stream"]
         self._set_generators(agreed["generators"])
 
@@ -204,7 +204,7 @@ class DealtPosition(DataPosition):
         for batch in batches:
             part = self._dealer.parts.popleft()
             self._given += 1
-            self.is_stand_in = part.is_stand_in
+            self.is_padding = part.is_padding
             self.samples = part.end - self._reached[-1][1]
             self._reached.append((self._begun_at + self._given, part.end, part.digest))
             yield batch

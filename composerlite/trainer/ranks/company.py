@@ -57,7 +57,7 @@ class Company(ABC):
         """As :meth:`count`, where ranks may have different numbers of batches: ``None`` when no rank has another."""
 
     @abstractmethod
-    def agree_on_end(self, state: State) -> None:
+    def sync_stop(self, state: State) -> None:
         """Make training end now on every rank if it does on one. Once in a batch that no :meth:`count` began."""
 
     @abstractmethod
@@ -113,7 +113,7 @@ class Alone(Company):
     def step(self, state: State, has_batch: bool, samples: int, tokens: int) -> tuple[int, int] | None:
         return (samples, tokens) if has_batch else None
 
-    def agree_on_end(self, state: State) -> None: ...
+    def sync_stop(self, state: State) -> None: ...
 
     def any(self, happened: bool) -> bool:
         return happened
@@ -154,11 +154,11 @@ class Together(Company):
         self._warn(self._sums(state, 0, 0, 0, 0, int(state.stop_requested), 1)[-1])
 
     def _sums(self, state: State, *own: int) -> list[int]:
-        """What the ``own`` numbers of all ranks add up to, and with them those of the riders."""
-        numbers = torch.tensor([*own, *state.riders.numbers()])
+        """What the ``own`` numbers of all ranks add up to, and with them those of the piggyback counters."""
+        numbers = torch.tensor([*own, *state.piggyback.numbers()])
         dist.all_reduce(numbers)
         sums: list[int] = numbers.tolist()
-        state.riders.settle(sums[len(own) :])
+        state.piggyback.take_totals(sums[len(own) :])
         return sums[: len(own)]
 
     def abandon(self, state: State) -> None:
@@ -169,7 +169,7 @@ class Together(Company):
         all_samples, all_tokens, ranks = self._sums(state, *own, int(has_batch))
         return (all_samples, all_tokens) if ranks else None
 
-    def agree_on_end(self, state: State) -> None:
+    def sync_stop(self, state: State) -> None:
         over, stops = self._sums(state, int(state.training_is_over), int(state.stop_requested))
         if stops:
             state.end_as_stopped()

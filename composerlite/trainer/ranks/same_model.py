@@ -23,12 +23,12 @@ def check_same_model(model: nn.Module) -> None:
         ConfigError: they differ. The message names the first rank with another model and the first differences.
     """
     own = _description(model)
-    digests = dist.all_gather_object(hashlib.sha256(repr(own).encode()).hexdigest())
+    digests = dist.get_group().gather(hashlib.sha256(repr(own).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
-    first = dist.broadcast_object(own)
+    first = dist.get_group().broadcast(own)
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    differences = dist.all_gather_object(_differences(first, own))[others[0]]
+    differences = dist.get_group().gather(_differences(first, own))[others[0]]
     shown = "; ".join(differences[:_SHOWN])
     more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
     raise ConfigError(

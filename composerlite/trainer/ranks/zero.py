@@ -208,7 +208,9 @@ class ZeRO(Parallel):
             IncompatibleCheckpointError: names differ and ``strict`` is true, or shapes differ; all of it is in the
                 message.
         """
-        shapes = dist.broadcast_object(None if weights is None else {n: tuple(t.shape) for n, t in weights.items()})
+        shapes = dist.get_group().broadcast(
+            None if weights is None else {n: tuple(t.shape) for n, t in weights.items()}
+        )
         assert shapes is not None
         parameters = dict(self._model.named_parameters())
         buffers = dict(self._model.named_buffers())

@@ -150,7 +150,7 @@ def _target(unread: Tensor, live: Any, taken: set[int]) -> Tensor:
     """Where to read a tensor to. No two are read to the same memory: what is loaded last counts there."""
     if not isinstance(live, Tensor) or is_lazy(live) or live.shape != unread.shape or live.is_meta:
         return torch.empty(unread.shape, dtype=unread.dtype)
-    local = dist.part_of(live).local
+    local = dist.local_shard(live).local
     address = local.data_ptr() if local.numel() else 0
     if live.dtype is unread.dtype and is_dense(local) and address not in taken:
         taken |= {address} - {0}

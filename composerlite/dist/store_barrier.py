@@ -1,4 +1,4 @@
-"""Points that every rank reaches in the same order, over a store: who is late is known by name, and failures travel.
+"""A barrier of all ranks over a store: who is late is known by name, and failures travel.
 
 A rank that failed comes too and says so. Nothing here uses a process group, so a rank that does not come leaves
 nothing behind that could block.
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Failure",
-    "Meetings",
     "Poll",
+    "StoreBarrier",
     "decide_once",
     "first_decision",
     "format_ranks",
@@ -189,8 +189,8 @@ class _Place:
 
 
 @final
-class Meetings:
-    """Meetings of all ranks, one after the other. Every rank calls the same methods in the same order, in one thread.
+class StoreBarrier:
+    """Barriers of all ranks, one after the other. Every rank calls the same methods in the same order, in one thread.
 
     Args:
         store: with keys of its own, used by nobody else.
@@ -204,21 +204,21 @@ class Meetings:
         self._store = store
         self._poll = Poll(store, world_size)
         self._tickets = itertools.count(1)
-        self._last_meeting = 0
+        self._last_ticket = 0
 
-    def pass_by(self, what: str) -> int:
+    def announce(self, what: str) -> int:
         """Note for the others that this rank begins ``what``, without waiting. Returns its number for :meth:`late`."""
         ticket = next(self._tickets)
         with reaching_the_store(what):
             self._tell(_Place(ticket, what, None))
         return ticket
 
-    def meet(self, what: str, timeout: timedelta, error: BaseException | None = None) -> list[Failure]:
+    def wait(self, what: str, timeout: timedelta, error: BaseException | None = None) -> list[Failure]:
         """Wait until every rank is here; returns the failures of all, in the order of ranks: the same on every rank.
 
         Args:
-            what: is met for; the same on every rank, unless a rank comes with an ``error`` from elsewhere.
-            timeout: of the wait. The first rank whose time is up ends the meeting for all.
+            what: the ranks wait for; the same on every rank, unless a rank comes with an ``error`` from elsewhere.
+            timeout: of the wait. The first rank whose time is up ends the wait of all.
             error: what this rank failed with before.
 
         Raises:
@@ -243,7 +243,7 @@ class Meetings:
         return outcome
 
     def leave(self, error: BaseException) -> None:
-        """Tell the others that this rank failed and comes to no meeting any more: their waits end with that."""
+        """Tell the others that this rank failed and comes to no barrier any more: their waits end with that."""
         with reaching_the_store("leaving the run"):
             decide_once(self._store, "left", Failure.of(error, self.rank))
 
@@ -313,11 +313,11 @@ class Meetings:
         return late_error(what, timeout, list(late), notes)
 
     def _forget_last(self, ticket: int) -> None:
-        """Rank 0 removes the keys of the meeting before: all came to this one, so all have read them."""
-        if self.rank == 0 and self._last_meeting:
-            self._store.delete_key(f"{self._last_meeting}/came")
-            self._store.delete_key(f"{self._last_meeting}/outcome")
-        self._last_meeting = ticket
+        """Rank 0 removes the keys of the barrier before: all came to this one, so all have read them."""
+        if self.rank == 0 and self._last_ticket:
+            self._store.delete_key(f"{self._last_ticket}/came")
+            self._store.delete_key(f"{self._last_ticket}/outcome")
+        self._last_ticket = ticket
 
 
 def _stray_error(rank: int, place: _Place, what: str) -> RankError:
