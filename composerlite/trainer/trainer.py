@@ -104,8 +104,10 @@ class Trainer:
         load_weights_only: load the model alone.
         load_strict_model_weights: parameter names must agree exactly; shapes must in any case.
         load_progress_bar: show one on a terminal while a large checkpoint is downloaded or read.
-        load_ignore_keys: globs over ``state/…`` paths, or a function of the dict, of what is not loaded.
-        load_exclude_algorithms: names of algorithms that are not restored.
+        load_ignore_keys: globs over ``state/…`` paths, or a function of the dict, of what is not loaded from
+            ``load_path``. A run that ``autoresume`` resumes takes back all that it has saved, whatever the ``load_…``
+            arguments leave out.
+        load_exclude_algorithms: names of algorithms that are not restored from ``load_path``.
         trust_checkpoint: load checkpoints with any type in them, **running whatever code they hold**.
         save_folder: save checkpoints there: in a folder or, as a URI, in a bucket. The other ``save_…`` arguments are
             those of :class:`CheckpointSaver`.
@@ -327,15 +329,18 @@ class Trainer:
                     name, store = build.in_a_store(name, self.logger.destinations)
                 elif store is not None and not isinstance(store, ObjectStore):
                     name, store = store.object_name(name, self.state.run_name), store.object_store
+                filters: dict[str, Any] = {  # of load_path; a run that resumes takes back all that it has saved
+                    "load_weights_only": load_weights_only,
+                    "strict_model_weights": load_strict_model_weights,
+                    "ignore_keys": load_ignore_keys,
+                    "exclude_algorithms": load_exclude_algorithms,
+                }
                 loaded = load_checkpoint(
                     name,
                     self.state,
+                    **({} if self._resumed else filters),
                     object_store=store,
-                    load_weights_only=load_weights_only and not self._resumed,
-                    strict_model_weights=load_strict_model_weights,
                     progress_bar=load_progress_bar,
-                    ignore_keys=load_ignore_keys,
-                    exclude_algorithms=load_exclude_algorithms,
                     trust_checkpoint=trust_checkpoint,
                     monolith_rank0_only=parallelism is not None
                     and parallelism.fsdp is not None
