@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from composerlite.storage.chance import draw_apart
 from composerlite.storage.disk.digests import Digester, FileDigest, chunk_bytes_for
 from composerlite.storage.disk.files import (
     SecondName,
@@ -31,10 +30,10 @@ from composerlite.storage.disk.stream_writer import RING_BYTES, StreamWriter
 from composerlite.storage.helpers import Helpers, number_of, start_threads
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name
 from composerlite.storage.retry import RetryPolicy, retry
-from composerlite.storage.uri import is_uri, maybe_create_object_store_from_uri, open_store, parse_uri
+from composerlite.storage.sdk import isolate_sdk_rng
+from composerlite.storage.uri import download_url, is_uri, maybe_create_object_store_from_uri, open_store, parse_uri
 
 if TYPE_CHECKING:
-    from composerlite.storage.http import download_url
     from composerlite.storage.stores.local import LocalObjectStore
     from composerlite.storage.transfer import Transfer
     from composerlite.storage.uploader import Uploader
@@ -69,10 +68,10 @@ __all__ = [
     "chunk_bytes_for",
     "digest_file",
     "download_url",
-    "draw_apart",
     "fsync_folder",
     "is_abandoned",
     "is_uri",
+    "isolate_sdk_rng",
     "make_folder",
     "maybe_create_object_store_from_uri",
     "number_of",
@@ -86,7 +85,7 @@ __all__ = [
     "whole_pages",
 ]
 
-_HOMES = {"LocalObjectStore": "stores.local", "Transfer": "transfer", "Uploader": "uploader", "download_url": "http"}
+_HOMES = {"LocalObjectStore": "stores.local", "Transfer": "transfer", "Uploader": "uploader"}
 
 
 def __getattr__(name: str) -> Any:

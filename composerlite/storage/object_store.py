@@ -10,9 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
 
-from composerlite.errors import ConfigError
+from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError
 
-__all__ = ["ObjectInfo", "ObjectStore", "PartUpload", "Progress", "check_name"]
+__all__ = ["ObjectInfo", "ObjectStore", "PartUpload", "Progress", "check_name", "meaning_of_status"]
 
 _PIECE_BYTES = 8 << 20
 
@@ -150,13 +150,14 @@ class ObjectStore(ABC):
         """Let go of connections; twice is fine."""
 
     @classmethod
-    @abstractmethod
-    def at(cls, bucket: str, **backend_kwargs: Any) -> ObjectStore:
-        """The store of ``bucket``, which is what stands in a URI between the scheme and the next slash.
+    def at(cls, bucket: str, **backend_kwargs: Any) -> Self:
+        """Open the store of ``bucket``, which is what stands in a URI between the scheme and the next slash.
 
         Raises:
             ConfigError: its library is not installed (the message says which extra has it), or an argument is wrong.
         """
+        opened: Any = cls  # each store's arguments are its own
+        return opened(bucket, **backend_kwargs)
 
     def read_pieces(self, name: str, offset: int, size: int) -> Generator[bytes]:
         """As :meth:`read_range`, piece by piece, so that a long range takes little memory.
@@ -219,3 +220,16 @@ def check_name(name: str) -> str:
     if len(name.encode()) > 1024:
         raise ConfigError(f"object name {name[:40]!r}… has {len(name.encode())} bytes: stores take 1024.")
     return name
+
+
+def meaning_of_status(status: int) -> type[Exception]:
+    """Type of the error that an answer of HTTP with this status means."""
+    if status in (404, 410):
+        return FileNotFoundError
+    if status == 412:
+        return FileExistsError
+    if status in (401, 403, 407):
+        return PermissionError
+    if status in (408, 425, 429) or (status >= 500 and status != 501):
+        return ObjectStoreTransientError
+    return ObjectStoreError

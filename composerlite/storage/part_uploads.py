@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Generator
 from functools import partial
+from pathlib import Path
 from typing import Protocol, final
 
 from composerlite.errors import ObjectStoreError, ObjectStoreTransientError
@@ -52,16 +53,30 @@ class Source(Protocol):
 
 @final
 class FileSource:
-    """A file of this machine, open until :meth:`close`.
+    """A file of this machine, open until :meth:`close`; for who wants one, a file that tells how much of it was read.
+
+    Args:
+        path: of the file.
+        callback: is told by :meth:`read` of what it returned before.
 
     Raises:
         OSError: it is not there or cannot be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = os.fspath(path)
-        self._descriptor = os.open(path, os.O_RDONLY)
+    def __init__(self, path: str | os.PathLike[str], callback: Progress | None = None) -> None:
+        self.path = os.fspath(path)
+        self._file = Path(path).open("rb")  # noqa: SIM115 - see close
+        self._descriptor = self._file.fileno()
+        self._callback = callback
         self.size_bytes = os.fstat(self._descriptor).st_size
+        self.seek, self.tell = self._file.seek, self._file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next bytes. Who asks for more has done with those before."""
+        at = self.tell()
+        if self._callback is not None and at < self.size_bytes:
+            self._callback(at, self.size_bytes)
+        return self._file.read(size)
 
     def read_into(self, view: memoryview, offset: int) -> None:
         """Fill ``view`` with the bytes from ``offset`` on. ObjectStoreError: the file has become shorter."""
@@ -70,14 +85,14 @@ class FileSource:
             count = os.preadv(self._descriptor, [view[got:]], offset + got)
             if not count:
                 raise ObjectStoreError(
-                    f"upload of {self._path!r}: it had {self.size_bytes} bytes and now ends at {offset + got}. "
+                    f"upload of {self.path!r}: it had {self.size_bytes} bytes and now ends at {offset + got}. "
                     "A file must not be changed while it is uploaded."
                 )
             got += count
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._descriptor)
+        self._file.close()
 
     def __enter__(self) -> FileSource:
         return self

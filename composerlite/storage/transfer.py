@@ -15,7 +15,7 @@ from typing import final
 from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStoreError, ObjectStoreTransientError
 from composerlite.storage.crew import Batch, Crew
 from composerlite.storage.disk.addresses import address_of, memory_at
-from composerlite.storage.disk.files import StagedFile
+from composerlite.storage.disk.files import StagedFile, check_free
 from composerlite.storage.disk.read_plan import Places, Target, Unit, apart, cut, runs
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress
 from composerlite.storage.part_uploads import Buffers, FileSource, MemorySource, PartSender, Source, part_bytes_for
@@ -169,14 +169,14 @@ class Transfer:
             CorruptCheckpointError: the object has not ``size_bytes`` bytes.
         """
         target = Path(path)
-        _check_free(target, overwrite)
+        check_free(target, overwrite)
         size = self.size(name) if size_bytes is None else size_bytes
         with StagedFile(target) as staged:
             self._download_into(staged.file.fileno(), name, size, callback)
             if check is not None:
                 check(staged.temporary)
             staged.flush()
-            _check_free(target, overwrite)
+            check_free(target, overwrite)
             staged.publish()
 
     def read_into(
@@ -363,11 +363,6 @@ class Transfer:
                 f"object {name!r} has {actual} bytes; there are no bytes {offset} to {offset + size}."
             )
         raise ObjectStoreTransientError(f"read of {name!r}: {got} of {size} bytes came, from {offset} on.")
-
-
-def _check_free(target: Path, overwrite: bool) -> None:
-    if not overwrite and target.exists():
-        raise FileExistsError(f"{str(target)!r} is there already: pass overwrite=True to replace it.")
 
 
 def _check_range(name: str, offset: int, size: int) -> None:

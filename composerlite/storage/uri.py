@@ -1,16 +1,18 @@
-"""URIs: which store and which name ``s3://bucket/run/ep1.pt`` means, and opening that store."""
+"""URIs: the store and the name that ``s3://bucket/run/ep1.pt`` means, opening that store, and downloads by HTTP."""
 
 from __future__ import annotations
 
 import importlib
 import re
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from composerlite.errors import ConfigError, did_you_mean
-from composerlite.storage.object_store import ObjectStore
+from composerlite.errors import ConfigError, ObjectStoreTransientError, did_you_mean
+from composerlite.storage.disk.files import atomic_write
+from composerlite.storage.object_store import ObjectStore, Progress, meaning_of_status
 
-__all__ = ["is_uri", "maybe_create_object_store_from_uri", "open_store", "parse_uri"]
+__all__ = ["download_url", "is_uri", "maybe_create_object_store_from_uri", "open_store", "parse_uri"]
 
 _URI = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<bucket>[^/]*)/?(?P<path>.*)", re.DOTALL)
 _STORES = {
@@ -22,6 +24,8 @@ _STORES = {
 }
 """Module and class of the store of each scheme. The module imports the SDK; it is imported when a store is opened."""
 _DOWNLOADS = ("http", "https")
+_PIECE_BYTES = 1 << 20
+_TIMEOUT_SECONDS = 60.0
 
 
 def parse_uri(uri: str) -> tuple[str, str, str]:
@@ -78,3 +82,33 @@ def open_store(uri: str, **backend_kwargs: Any) -> ObjectStore:
 def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
     """The store of ``uri``, ``None`` for a path of this machine."""
     return open_store(uri) if is_uri(uri) else None
+
+
+def download_url(url: str, path: Path, progress: Progress | None = None) -> None:
+    """Make the content of ``url`` the file ``path``, replacing what is there; it appears whole or not at all.
+
+    Raises:
+        FileNotFoundError: there is nothing at ``url``. PermissionError: it is not for us.
+        ObjectStoreTransientError: it may succeed when it is tried again. ObjectStoreError: it will not.
+    """
+    import http.client  # most processes download nothing
+    import urllib.error
+    import urllib.request
+
+    request = urllib.request.Request(url, headers={"Accept-Encoding": "identity"})
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer, atomic_write(path) as file:
+            announced = answer.headers.get("Content-Length")
+            done = 0
+            while piece := answer.read(_PIECE_BYTES):
+                file.write(piece)
+                done += len(piece)
+                if progress is not None:
+                    progress(done, int(announced or 0))
+            if announced is not None and done != int(announced):
+                raise ObjectStoreTransientError(f"downloading {url}: {done} bytes came of {announced}.")
+    except urllib.error.HTTPError as e:
+        e.close()
+        raise meaning_of_status(e.code)(f"downloading {url}: the server answers {e.code} {e.reason}.") from e
+    except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as e:
+        raise ObjectStoreTransientError(f"downloading {url}: {e}") from e

@@ -136,7 +136,7 @@ def test_a_server_that_dies_leaves_no_object(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(data := os.urandom(4 << 20))
     with running_sftp(folder=tmp_path, options=("--die-after-bytes=1000000",)) as server:
         store = fault(server)
-        with pytest.raises(ObjectStoreTransientError, match=r"upload 'run/a'"):
+        with pytest.raises(ObjectStoreTransientError, match=r"sftp://.*/run/a: upload: "):
             store.upload_object("run/a", tmp_path / "source")
     with store, running_sftp(port=server.port, folder=tmp_path) as server:
         assert list(store.list_objects()) == []
@@ -158,7 +158,7 @@ def test_a_server_that_stalls_is_not_waited_for(tmp_path: Path) -> None:
     ):
         store.check_writable("")  # logs in
         begun = time.monotonic()
-        with pytest.raises(ObjectStoreTransientError, match=r"put 'a'"):
+        with pytest.raises(ObjectStoreTransientError, match=r"sftp://.*/a: write: "):
             store.put_bytes("a", bytes(20))
         assert time.monotonic() - begun < 6.0  # once, and not again to clean up
         store.put_bytes("a", bytes(20))

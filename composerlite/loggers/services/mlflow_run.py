@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, final
 
 from composerlite.errors import ConfigError
-from composerlite.storage import draw_apart
+from composerlite.storage import isolate_sdk_rng
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -49,7 +49,7 @@ def open_experiment(tracking_uri: str | None, name: str) -> tuple[MlflowClient, 
     from mlflow import MlflowClient  # imports slowly, and is not always there
     from mlflow.exceptions import MlflowException
 
-    draw_apart("mlflow", "requests", "urllib3")
+    isolate_sdk_rng("mlflow", "requests", "urllib3")
     try:
         client = MlflowClient(tracking_uri=tracking_uri)
     except MlflowException as e:

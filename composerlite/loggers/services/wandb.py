@@ -16,7 +16,7 @@ from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.loggers.services.service import ServiceLogger, exit_code, json_of, need_package, pictures
 from composerlite.loggers.values import plain
-from composerlite.storage import draw_apart
+from composerlite.storage import isolate_sdk_rng
 
 if TYPE_CHECKING:
     import wandb
@@ -128,7 +128,7 @@ class WandBLogger(ServiceLogger["wandb.Run"]):
     def _start(self, run_name: str) -> None:
         import wandb  # imports slowly, and is not always there
 
-        draw_apart("wandb", "requests", "urllib3")
+        isolate_sdk_rng("wandb", "requests", "urllib3")
         arguments: dict[str, Any] = {"name": run_name, **self._init_kwargs, "id": self._id}
         if not self._rank_zero_only:
             rank = dist.get_global_rank()

@@ -25,6 +25,7 @@ __all__ = [
     "StagedLink",
     "abandoned_temporaries",
     "atomic_write",
+    "check_free",
     "digest_file",
     "fsync_folder",
     "is_abandoned",
@@ -197,6 +198,12 @@ class SecondName:
         """The file is there by its first name only, if it still has that; twice is fine."""
         self.path.unlink(missing_ok=True)
         self._file.close()
+
+
+def check_free(path: Path, overwrite: bool) -> None:
+    """Raise FileExistsError if something has the name ``path`` and may not be replaced."""
+    if not overwrite and os.path.lexists(path):
+        raise FileExistsError(f"{str(path)!r} is there already: pass overwrite=True to replace it.")
 
 
 @contextlib.contextmanager

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from typing import TYPE_CHECKING, Any, final
 
 from composerlite.errors import ConfigError, checked_arguments
-from composerlite.storage.object_store import ObjectStore, check_name
+from composerlite.storage.stores.base import BackendStore, checked_url
 
 __all__ = ["GCSObjectStore"]
 
@@ -17,7 +16,7 @@ _XML_API = "https://storage.googleapis.com"
 if TYPE_CHECKING:  # the verbs come with the protocol, whose SDK is imported when a store is opened
     from composerlite.storage.stores.gcs_json import GCSJSONObjectStore as _Verbs
 else:
-    _Verbs = ObjectStore
+    _Verbs = BackendStore
 
 
 @final
@@ -61,19 +60,12 @@ class GCSObjectStore(_Verbs):
         connect_timeout_seconds: float = 10.0,
         read_timeout_seconds: float = 60.0,
     ) -> None:
-        self.bucket = bucket
-        self.prefix = f"{check_name(prefix.strip('/'))}/" if prefix.strip("/") else ""
-        endpoint_url = _checked_url(endpoint_url or os.environ.get("GCS_ENDPOINT_URL") or None)
+        endpoint_url = checked_url("GCS", endpoint_url or os.environ.get("GCS_ENDPOINT_URL") or None)
         timeout = (connect_timeout_seconds, read_timeout_seconds)
         arguments: dict[str, Any] = {"endpoint_url": endpoint_url, "project": project, "timeout": timeout}
         if key := _hmac_key():
             arguments = _s3_arguments(endpoint_url, key, timeout)
-        super().__init__(bucket, self.prefix, **arguments)
-
-    @classmethod
-    def at(cls, bucket: str, **backend_kwargs: Any) -> GCSObjectStore:
-        """As :class:`GCSObjectStore`."""
-        return GCSObjectStore(bucket, **backend_kwargs)
+        super().__init__(bucket, prefix, **arguments)
 
 
 @functools.cache
@@ -118,9 +110,3 @@ def _hmac_key() -> tuple[str, str] | None:
     if bool(key) != bool(secret):
         raise ConfigError("GCS: want GCS_KEY and GCS_SECRET both in the environment, or none of them.")
     return (key, secret) if key and secret else None
-
-
-def _checked_url(endpoint_url: str | None) -> str | None:
-    if endpoint_url is not None and not re.fullmatch(r"https?://[^\s/?#]+/?", endpoint_url):
-        raise ConfigError(f"GCS: endpoint_url={endpoint_url!r}: want scheme and host, as in 'https://host'.")
-    return endpoint_url

@@ -6,11 +6,9 @@ import contextlib
 import functools
 import os
 import re
-import secrets
 import tempfile
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, final
 
 from composerlite.errors import (
@@ -20,11 +18,12 @@ from composerlite.errors import (
     checked_arguments,
     did_you_mean,
 )
-from composerlite.storage.chance import draw_apart
-from composerlite.storage.disk.files import atomic_write
-from composerlite.storage.object_store import ObjectInfo, ObjectStore, Progress, check_name
+from composerlite.storage.object_store import meaning_of_status
+from composerlite.storage.part_uploads import FileSource
+from composerlite.storage.sdk import importing_sdk
+from composerlite.storage.stores.base import BackendStore, Entry, Meaning
 
-try:
+with importing_sdk("apache-libcloud", extra="libcloud", packages=("libcloud", "requests", "urllib3")):
     import requests
     from libcloud.common.exceptions import BaseHTTPError
     from libcloud.common.types import InvalidCredsError, LibcloudError, ServiceUnavailableError
@@ -38,15 +37,10 @@ try:
         Provider,
     )
     from urllib3.exceptions import HTTPError
-except ImportError as e:
-    raise ConfigError("apache-libcloud is not installed: pip install 'composerlite[libcloud]'") from e
-
-draw_apart("libcloud", "requests", "urllib3")
 
 __all__ = ["LibcloudObjectStore"]
 
 _TIMEOUT_SECONDS = 60.0
-_TRANSIENT_STATUS = {408, 409, 425, 429}
 _MISSING = (ContainerDoesNotExistError, ObjectDoesNotExistError)
 _LOST = (requests.RequestException, HTTPError, ObjectHashMismatchError, ServiceUnavailableError)
 _LISTS_WHOLE = {"local", "dummy", "atmos", "backblaze_b2"}
@@ -54,7 +48,7 @@ _LISTS_WHOLE = {"local", "dummy", "atmos", "backblaze_b2"}
 
 
 @final
-class LibcloudObjectStore(ObjectStore):
+class LibcloudObjectStore(BackendStore):
     """Keeps objects in a container of any provider that Apache Libcloud knows.
 
     What is promised is what the provider's driver does. Those of services make objects appear as a whole; that of
@@ -85,9 +79,9 @@ class LibcloudObjectStore(ObjectStore):
     ) -> None:
         if chunk_size < 1:
             raise ConfigError(f"chunk_size={chunk_size!r}: want the bytes of a piece, at least 1.")
+        super().__init__(f"libcloud://{container}/", prefix)
         self.provider, self.container = _provider(provider), container
         self._chunk_size = chunk_size
-        self._prefix = f"{check_name(prefix.strip('/'))}/" if prefix.strip("/") else ""
         self._arguments: dict[str, Any] = {
             **(provider_kwargs or {}),
             **_from_environment("key_environ", "key", key_environ),
@@ -103,135 +97,73 @@ class LibcloudObjectStore(ObjectStore):
         named: dict[str, Any] = {"container": bucket, **backend_kwargs}
         return cls(**named)
 
-    def get_uri(self, name: str) -> str:
-        return f"libcloud://{self.container}/{self._key(name)}"
-
-    def upload_object(self, name: str, filename: str | Path, callback: Progress | None = None) -> None:
-        key = self._key(name)
-        with Path(filename).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-        with self._driver("upload", name) as driver:
-            driver.upload_object(str(filename), driver.get_container(self.container), key)
-        if callback is not None:
-            callback(size, size)
-
-    def put_bytes(self, name: str, data: bytes, *, create_only: bool = False) -> None:
-        key = self._key(name)
-        # As a file: what drivers send from a stream costs three requests instead of one, and is not verified.
-        with tempfile.NamedTemporaryFile() as file, self._driver("put", name) as driver:
-            file.write(data)
-            file.flush()
-            if create_only and self._find(driver, key) is not None:
-                raise FileExistsError
-            driver.upload_object(file.name, driver.get_container(self.container), key)
-
-    def download_object(
-        self, name: str, filename: str | Path, overwrite: bool = False, callback: Progress | None = None
-    ) -> None:
-        target = Path(filename)
-        if target.exists() and not overwrite:
-            raise FileExistsError(f"{target} is there already: pass overwrite=True to replace it.")
-        pieces = self._pieces(name)
-        total, done = next(pieces), 0
-        assert isinstance(total, int)
-        with contextlib.closing(pieces), atomic_write(target) as copy:
-            for piece in pieces:
-                assert isinstance(piece, bytes)
-                copy.write(piece)
-                done += len(piece)
-                if callback is not None and done < total:
-                    callback(done, total)
-        if callback is not None:
-            callback(total, total)
-
-    def read_range(self, name: str, offset: int, size: int) -> bytes:
-        key = self._key(name)
-        with self._driver("read", name) as driver:
-            found = driver.get_object(self.container, key)
-            end = min(offset + size, found.size)
-            if end <= offset:
-                return b""
-            data = b"".join(self._range(driver, found, offset, end))
-            if len(data) != end - offset:
-                raise ConnectionError(f"{len(data)} of {end - offset} bytes arrived")
-            return data
-
-    def get_object_size(self, name: str) -> int:
-        key = self._key(name)
-        with self._driver("look at", name) as driver:
-            return int(driver.get_object(self.container, key).size)
-
-    def list_objects(self, prefix: str = "", *, start_after: str = "") -> Sequence[ObjectInfo]:
-        asked = self._prefix + prefix
-        with self._driver("list", prefix) as driver:
-            container = driver.get_container(self.container)
-            try:
-                listed = driver.list_container_objects(container, prefix=None if self._lists_whole else asked or None)
-            except ObjectDoesNotExistError as e:
-                raise ConnectionError("an object was deleted while it was listed") from e
-        found = [ObjectInfo(o.name[len(self._prefix) :], int(o.size)) for o in listed if o.name.startswith(asked)]
-        # Names that end in a slash are what some tools make to show a folder.
-        objects = [info for info in found if info.name > start_after and not info.name.endswith("/")]
-        return sorted(objects, key=lambda info: info.name)
-
-    def delete_object(self, name: str) -> None:
-        key = self._key(name)
-        with self._driver("delete", name) as driver:
-            found = self._find(driver, key)
-            if found is None:
-                driver.get_container(self.container)
-                return
-            with contextlib.suppress(FileNotFoundError, ObjectDoesNotExistError):  # deleted by another since
-                if not driver.delete_object(found):
-                    raise LibcloudError("the driver says that it could not", driver=driver)
-
-    def check_writable(self, prefix: str) -> None:
-        name = f"{prefix}composerlite-check-{secrets.token_hex(8)}"
-        self.put_bytes(name, b"check")
-        self.delete_object(name)
-
     def close(self) -> None:
         with self._lock:
             drivers, self._idle = self._idle, []
         for driver in drivers:
             _hang_up(driver)
 
-    # ── drivers ──────────────────────────────────────────────────────────────────────────────────────────────────
-    @property
-    def _lists_whole(self) -> bool:
-        return self.provider in _LISTS_WHOLE
+    # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def _upload(self, key: str, source: FileSource) -> None:
+        with self._driver() as driver:
+            driver.upload_object(source.path, driver.get_container(self.container), key)
 
-    def _key(self, name: str) -> str:
-        """The name in the container."""
-        return check_name(self._prefix + check_name(name))
+    def _put(self, key: str, data: memoryview, *, create_only: bool) -> None:
+        # As a file: what drivers send from a stream costs three requests instead of one, and is not verified.
+        with tempfile.NamedTemporaryFile() as file, self._driver() as driver:
+            file.write(data)
+            file.flush()
+            driver.upload_object(file.name, driver.get_container(self.container), key)
 
-    def _find(self, driver: Any, key: str) -> Any:
-        """The object ``key``, ``None`` if there is none."""
-        try:
-            return driver.get_object(self.container, key)
-        except _MISSING:
-            return None
+    def _delete(self, key: str) -> None:
+        with self._driver() as driver:
+            try:
+                found = driver.get_object(self.container, key)
+            except _MISSING:
+                driver.get_container(self.container)
+                return
+            with contextlib.suppress(FileNotFoundError, ObjectDoesNotExistError):  # deleted by another since
+                if not driver.delete_object(found):
+                    raise LibcloudError("the driver says that it could not", driver=driver)
 
-    def _pieces(self, name: str) -> Generator[int | bytes]:
-        """First the size of the object ``name``, then its bytes."""
-        key = self._key(name)
-        with self._driver("download", name) as driver:
+    def _check_writable(self, key: str) -> None:
+        self._put(key, memoryview(b"check"), create_only=False)
+        self._delete(key)
+
+    def _read(self, key: str, offset: int, size: int | None) -> Generator[bytes]:
+        with self._driver() as driver:
             found = driver.get_object(self.container, key)
-            yield int(found.size)
-            done = 0
-            for piece in driver.download_object_as_stream(found, chunk_size=self._chunk_size):
+            end = found.size if size is None else min(offset + size, found.size)
+            done = offset
+            for piece in self._range(driver, found, offset, end):
                 done += len(piece)
                 yield piece
-            if done != found.size:
-                raise ConnectionError(f"{done} of {found.size} bytes arrived")
+            if done < end:
+                raise ConnectionError(f"{done - offset} of {end - offset} bytes arrived")
 
+    def _size(self, key: str) -> int:
+        with self._driver() as driver:
+            return int(driver.get_object(self.container, key).size)
+
+    def _list(self, prefix: str, start_after: str) -> Iterable[Entry]:
+        with self._driver() as driver:
+            container = driver.get_container(self.container)
+            asked = None if self.provider in _LISTS_WHOLE else prefix or None
+            try:
+                listed = driver.list_container_objects(container, prefix=asked)
+            except ObjectDoesNotExistError as e:
+                raise ConnectionError("an object was deleted while it was listed") from e
+        return [Entry(found.name, int(found.size), None) for found in listed if found.name.startswith(prefix)]
+
+    # ── drivers ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _range(self, driver: Any, found: Any, offset: int, end: int) -> Iterator[bytes]:
-        """The bytes from ``offset`` to ``end``, for drivers that know no ranges by reading all before them."""
-        try:
-            yield from driver.download_object_range_as_stream(found, offset, end, chunk_size=self._chunk_size)
+        """Yield the bytes from ``offset`` to ``end``: of drivers that know no ranges by reading all before them."""
+        if offset >= end:
             return
-        except NotImplementedError:
-            pass
+        if end - offset < found.size:
+            with contextlib.suppress(NotImplementedError):
+                yield from driver.download_object_range_as_stream(found, offset, end, chunk_size=self._chunk_size)
+                return
         at = 0
         for piece in driver.download_object_as_stream(found, chunk_size=self._chunk_size):
             yield piece[max(0, offset - at) : max(0, end - at)]
@@ -251,66 +183,51 @@ class LibcloudObjectStore(ObjectStore):
         return driver
 
     @contextlib.contextmanager
-    def _driver(self, operation: str, name: str) -> Generator[Any]:
-        """A driver that no other thread uses meanwhile: each has one connection, and state."""
-        with self._translated(operation, name):
-            with self._lock:
-                driver = self._idle.pop() if self._idle else None
-            if driver is None:
-                driver = self._new_driver()
-            try:
-                yield driver
-            except (*_MISSING, FileExistsError):
+    def _driver(self) -> Generator[Any]:
+        """Lend a driver that no other thread uses meanwhile: each has one connection, and state."""
+        with self._lock:
+            driver = self._idle.pop() if self._idle else None
+        if driver is None:
+            driver = self._new_driver()
+        try:
+            yield driver
+        except BaseException as e:
+            if isinstance(e, _MISSING):
                 self._give_back(driver)
-                raise
-            except BaseException:
+            else:
                 _hang_up(driver)  # an answer may be under way
-                raise
-            self._give_back(driver)
+            raise
+        self._give_back(driver)
 
     def _give_back(self, driver: Any) -> None:
         with self._lock:
             self._idle.append(driver)
 
     # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────
-    @contextlib.contextmanager
-    def _translated(self, operation: str, name: str) -> Generator[None]:
-        """Raise the errors of Libcloud, of its drivers and of HTTP as what the verbs promise."""
-        where = f"{operation} {name!r} in container {self.container!r} of {self.provider}"
-        try:
-            yield
-        except GeneratorExit:
-            raise
-        except FileExistsError as e:
-            raise FileExistsError(f"{where}: the object exists already.") from e
-        except (*_MISSING, FileNotFoundError) as e:
-            what = "the container" if isinstance(e, ContainerDoesNotExistError) else "the object"
-            raise FileNotFoundError(f"{where}: {what} does not exist.") from e
-        except requests.exceptions.SSLError as e:
-            raise ObjectStoreError(f"{where}: the service cannot be trusted: {e}") from e
-        except InvalidCredsError as e:
-            raise PermissionError(f"{where}: the service refuses the key or does not allow this: {e}") from e
-        except PermissionError as e:
-            raise PermissionError(f"{where}: {e}.") from e
-        except (*_LOST, ConnectionError, TimeoutError) as e:
-            raise ObjectStoreTransientError(f"{where}: {e or type(e).__name__}") from e
-        except (BaseHTTPError, LibcloudError, ObjectError) as e:
-            raise _of_status(e, where) from e
-        except OSError as e:
-            raise ObjectStoreError(f"{where}: {e}") from e
+    def _meaning(self, error: Exception) -> Meaning | None:
+        if isinstance(error, ContainerDoesNotExistError):
+            return FileNotFoundError, f"container {self.container!r} of {self.provider} does not exist."
+        if isinstance(error, ObjectDoesNotExistError | FileNotFoundError):
+            return FileNotFoundError, f"there is no such object ({self.provider})."
+        if isinstance(error, requests.exceptions.SSLError):
+            return ObjectStoreError, f"the service cannot be trusted: {error}"
+        if isinstance(error, InvalidCredsError):
+            return PermissionError, f"{self.provider} refuses the key or does not allow this: {error}"
+        if isinstance(error, PermissionError):
+            return PermissionError, str(error)
+        if isinstance(error, (*_LOST, ConnectionError, TimeoutError)):
+            return ObjectStoreTransientError, f"{self.provider}: {error or type(error).__name__}"
+        if isinstance(error, BaseHTTPError | LibcloudError | ObjectError):
+            return meaning_of_status(_status(error)), f"{self.provider}: {error}"
+        if isinstance(error, OSError) and not isinstance(error, FileExistsError):
+            return ObjectStoreError, f"{self.provider}: {error}"
+        return None
 
 
-def _of_status(error: Exception, where: str) -> Exception:
-    """What the verbs promise for an answer of HTTP: the drivers put its status into a code or a sentence."""
+def _status(error: Exception) -> int:
+    """Status of an answer of HTTP, 0 if there is none: the drivers put it into a code or a sentence."""
     found = re.search(r"status code:? (\d{3})", str(error), re.IGNORECASE)
-    status = error.code if isinstance(error, BaseHTTPError) else int(found[1]) if found else 0
-    if status == 404:
-        return FileNotFoundError(f"{where}: {error}")
-    if status in (401, 403):
-        return PermissionError(f"{where}: {error}")
-    if status in _TRANSIENT_STATUS or status >= 500:
-        return ObjectStoreTransientError(f"{where}: {error}")
-    return ObjectStoreError(f"{where}: {error}")
+    return int(error.code) if isinstance(error, BaseHTTPError) else int(found[1]) if found else 0
 
 
 @final

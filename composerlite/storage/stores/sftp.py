@@ -11,10 +11,11 @@ import secrets
 import socket
 import stat
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, final
+from typing import Any, final
 
 from composerlite.errors import (
     ConfigError,
@@ -23,15 +24,14 @@ from composerlite.errors import (
     checked_arguments,
     did_you_mean,
 )
-from composerlite.storage.disk.files import atomic_write
-from composerlite.storage.object_store import ObjectInfo, ObjectStore, Progress, check_name
+from composerlite.storage.part_uploads import FileSource
+from composerlite.storage.sdk import importing_sdk
+from composerlite.storage.stores.base import BackendStore, Entry, Meaning, files_below
 from composerlite.storage.stores.sftp_connection import LOST, Connection, Connector, SFTPChannel
 
-try:
+with importing_sdk("paramiko, which speaks SFTP,", extra="sftp", packages=()):
     import paramiko
     from paramiko import ssh_exception
-except ImportError as e:
-    raise ConfigError("paramiko, which speaks SFTP, is not installed: pip install 'composerlite[sftp]'") from e
 
 __all__ = ["SFTPObjectStore"]
 
@@ -39,13 +39,12 @@ _CHANNELS = 8
 """Verbs at once on one connection; OpenSSH allows 10 unless it is told otherwise."""
 _OLD_SECONDS = 24 * 3600
 """A temporary that nobody has written to for so long was left behind."""
-_TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
 _LOST = (ssh_exception.NoValidConnectionsError, TimeoutError, ConnectionError)
 _POLICIES = ("RejectPolicy", "WarningPolicy", "AutoAddPolicy")
 
 
 @final
-class SFTPObjectStore(ObjectStore):
+class SFTPObjectStore(BackendStore):
     """Keeps objects as the files below the folder ``cwd`` of the machine ``host``.
 
     Objects appear atomically, by a rename, and are durable if the server offers ``fsync@openssh.com``. ``create_only``
@@ -74,6 +73,8 @@ class SFTPObjectStore(ObjectStore):
         connect_kwargs: further arguments of ``paramiko.SSHClient.connect``.
     """
 
+    _reserved = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
+
     @checked_arguments
     def __init__(
         self,
@@ -96,8 +97,9 @@ class SFTPObjectStore(ObjectStore):
             raise ConfigError(f"missing_host_key_policy={missing_host_key_policy!r} is no policy.{hint}")
         known_hosts = _file("known_hosts_filename", known_hosts_filename, known_hosts_filename_environ)
         key = _file("key_filename", key_filename, key_filename_environ)
-        self._address = f"{f'{username}@' if username else ''}{f'[{host}]' if ':' in host else host}:{port}"
         self._root = cwd.rstrip("/") or ("/" if cwd else ".")
+        address = f"{f'{username}@' if username else ''}{f'[{host}]' if ':' in host else host}:{port}"
+        super().__init__(f"sftp://{address}/{posixpath.normpath(self._root).strip('/.')}".rstrip("/") + "/")
         self._connect = Connector(
             known_hosts=known_hosts,
             policy=missing_host_key_policy,
@@ -137,59 +139,45 @@ class SFTPObjectStore(ObjectStore):
     def creates_atomically(self) -> bool:
         return True
 
-    def get_uri(self, name: str) -> str:
-        return f"sftp://{self._address}/{posixpath.normpath(posixpath.join(self._root, check_name(name))).lstrip('/')}"
+    def close(self) -> None:
+        with self._lock:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
-    def upload_object(self, name: str, filename: str | Path, callback: Progress | None = None) -> None:
-        path = self._path(name)
-        with Path(filename).open("rb") as source:
-            size = os.fstat(source.fileno()).st_size
-            with self._channel("upload", name) as channel, self._staged(channel, path) as (temporary, file):
-                channel.write_file(file, _told(_pieces(source, channel.request_bytes), size, callback))
-                channel.replace(temporary, path)
+    # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def _upload(self, key: str, source: FileSource) -> None:
+        self._write(key, source.read, SFTPChannel.replace)
 
-    def put_bytes(self, name: str, data: bytes, *, create_only: bool = False) -> None:
-        path = self._path(name)
-        with self._channel("put", name) as channel, self._staged(channel, path) as (temporary, file):
-            channel.write_file(file, _pieces(io.BytesIO(data), channel.request_bytes))
-            if create_only:
-                channel.create(temporary, path)
-            else:
-                channel.replace(temporary, path)
+    def _put(self, key: str, data: memoryview, *, create_only: bool) -> None:
+        self._write(key, io.BytesIO(data).read, SFTPChannel.create if create_only else SFTPChannel.replace)
 
-    def download_object(
-        self, name: str, filename: str | Path, overwrite: bool = False, callback: Progress | None = None
+    def _write(
+        self, key: str, read: Callable[[int], bytes], publish: Callable[[SFTPChannel, str, str], object]
     ) -> None:
-        target = Path(filename)
-        if target.exists() and not overwrite:
-            raise FileExistsError(f"{target} is there already: pass overwrite=True to replace it.")
-        with self._reading("download", name) as (channel, file, size), atomic_write(target) as copy:
-            for piece in _told(channel.read_file(file, 0, size), size, callback):
-                copy.write(piece)
+        path = self._path(key)
+        with self._channel() as channel, self._staged(channel, path) as (temporary, file):
+            channel.write_file(file, iter(lambda: read(channel.request_bytes), b""))
+            publish(channel, temporary, path)
 
-    def read_range(self, name: str, offset: int, size: int) -> bytes:
-        with self._reading("read", name) as (channel, file, total):
-            return b"".join(channel.read_file(file, offset, max(0, min(size, total - offset))))
+    def _read(self, key: str, offset: int, size: int | None) -> Generator[bytes]:
+        with self._channel() as channel, channel.opened(self._path(key), "r") as file:
+            left = _size_of(file.stat()) - offset
+            yield from channel.read_file(file, offset, max(0, left if size is None else min(size, left)))
 
-    def get_object_size(self, name: str) -> int:
-        path = self._path(name)
-        with self._channel("look at", name) as channel:
-            return _size_of(channel.stat(path))
+    def _size(self, key: str) -> int:
+        with self._channel() as channel:
+            return _size_of(channel.stat(self._path(key)))
 
-    def list_objects(self, prefix: str = "", *, start_after: str = "") -> Sequence[ObjectInfo]:
-        with self._channel("list", prefix) as channel:
+    def _list(self, prefix: str, start_after: str) -> Iterable[Entry]:
+        with self._channel() as channel:
             self._check_root(channel)
-            found = self._below(channel, prefix.rpartition("/")[0], prefix)
-            objects = [
-                ObjectInfo(name, size, datetime.fromtimestamp(changed, UTC) if changed else None)
-                for name, size, changed in found
-                if not _is_temporary(name)
-            ]
-        return sorted((info for info in objects if info.name > start_after), key=lambda info: info.name)
+            found = list(files_below(partial(self._entries, channel), prefix))
+        return (entry for entry in found if not self._is_temporary(entry))
 
-    def delete_object(self, name: str) -> None:
-        path = self._path(name)
-        with self._channel("delete", name) as channel:
+    def _delete(self, key: str) -> None:
+        path = self._path(key)
+        with self._channel() as channel:
             try:
                 channel.remove(path)
             except FileNotFoundError:
@@ -200,37 +188,32 @@ class SFTPObjectStore(ObjectStore):
             else:
                 self._remove_empty(channel, posixpath.dirname(path))
 
-    def check_writable(self, prefix: str) -> None:
-        with self._channel("check that one can write below", prefix) as channel:
-            # Beside what will be written: in the folder of that name if there is one.
-            inside = not prefix or prefix.endswith("/") or channel.is_folder(posixpath.join(self._root, prefix))
-            path = self._path(f"{prefix.rstrip('/')}/check".lstrip("/") if inside else f"{prefix}.check")
+    def _is_folder(self, key: str) -> bool:
+        with self._channel() as channel:
+            return channel.is_folder(self._path(key))
+
+    def _check_writable(self, key: str) -> None:
+        path, folder = self._path(key), posixpath.dirname(key)
+        with self._channel() as channel:
             with self._staged(channel, path) as (temporary, file):
                 channel.write_file(file, [b"check"])
                 now = channel.stat(temporary).st_mtime or 0  # by the server's clock, as the times of the others
                 channel.remove(temporary)
-            self._sweep(channel, prefix.rstrip("/") if inside else prefix.rpartition("/")[0], now - _OLD_SECONDS)
+            before = datetime.fromtimestamp(now - _OLD_SECONDS, UTC)
+            for entry in list(files_below(partial(self._entries, channel), f"{folder}/" if folder else "")):
+                if self._is_temporary(entry) and (entry.modified_at is None or entry.modified_at < before):
+                    with contextlib.suppress(FileNotFoundError):
+                        channel.remove(self._path(entry.key))
             self._remove_empty(channel, posixpath.dirname(path))
 
-    def _sweep(self, channel: SFTPChannel, folder: str, before: float) -> None:
-        """Remove the temporaries in ``folder`` and below that nobody has written to since the time ``before``."""
-        for name, _, changed in list(self._below(channel, folder, f"{folder}/" if folder else "")):
-            if _is_temporary(name) and changed < before:
-                with contextlib.suppress(FileNotFoundError):
-                    channel.remove(posixpath.join(self._root, name))
-
-    def close(self) -> None:
-        with self._lock:
-            connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
-
     # ── names and files ──────────────────────────────────────────────────────────────────────────────────────────
-    def _path(self, name: str) -> str:
-        """The file of the object ``name``, as the server is told."""
-        if _is_temporary(check_name(name)):
-            raise ConfigError(f"object name {name!r} is one for files that are not written to their end yet.")
-        return posixpath.join(self._root, name)
+    def _path(self, key: str) -> str:
+        """Return the file of an object, as the server is told."""
+        return posixpath.join(self._root, key)
+
+    def _is_temporary(self, entry: Entry) -> bool:
+        """Return true if a file is one that is being written, or was when its writer died."""
+        return self._reserved.fullmatch(posixpath.basename(entry.key)) is not None
 
     def _check_root(self, channel: SFTPChannel) -> None:
         if not channel.is_folder(self._root):
@@ -285,35 +268,25 @@ class SFTPObjectStore(ObjectStore):
                 channel.rmdir(folder)
                 folder = posixpath.dirname(folder)
 
-    @contextlib.contextmanager
-    def _reading(self, operation: str, name: str) -> Generator[tuple[SFTPChannel, paramiko.SFTPFile, int]]:
-        """The channel, the open file of the object ``name``, and its size."""
-        path = self._path(name)
-        with self._channel(operation, name) as channel, channel.opened(path, "r") as file:
-            yield channel, file, _size_of(file.stat())
-
-    def _below(self, channel: SFTPChannel, folder: str, prefix: str) -> Iterator[tuple[str, int, float]]:
-        """Name, bytes and last change of the files in ``folder`` and below whose names begin with ``prefix``."""
-        if folder and any(part in ("", ".", "..") for part in folder.split("/")):
-            return  # no name begins like that
+    def _entries(self, channel: SFTPChannel, folder: str) -> Iterator[Entry]:
+        """Yield the files and folders in ``folder``."""
         try:
-            entries = channel.listdir_attr(posixpath.join(self._root, folder))
+            found = channel.listdir_attr(self._path(folder))
         except FileNotFoundError:  # there is none, or no more
             return
-        for entry in entries:
-            name = f"{folder}/{entry.filename}" if folder else entry.filename
-            mode = entry.st_mode or 0
+        for entry in found:
+            key, mode = posixpath.join(folder, entry.filename), entry.st_mode or 0
             if stat.S_ISDIR(mode):
-                if f"{name}/".startswith(prefix) or prefix.startswith(f"{name}/"):
-                    yield from self._below(channel, name, prefix)
-            elif name.startswith(prefix) and stat.S_ISREG(mode):
-                yield name, entry.st_size or 0, entry.st_mtime or 0
+                yield Entry(key, -1, None)
+            elif stat.S_ISREG(mode):
+                changed = datetime.fromtimestamp(entry.st_mtime, UTC) if entry.st_mtime else None
+                yield Entry(key, entry.st_size or 0, changed)
 
     # ── connections ──────────────────────────────────────────────────────────────────────────────────────────────
     @contextlib.contextmanager
-    def _channel(self, operation: str, name: str) -> Generator[SFTPChannel]:
-        """A channel to the server that no other thread uses meanwhile."""
-        with self._slots, self._translated(operation, name):
+    def _channel(self) -> Generator[SFTPChannel]:
+        """Lend a channel to the server that no other thread uses meanwhile."""
+        with self._slots:
             connection = self._connected()
             channel = connection.take()
             try:
@@ -340,54 +313,43 @@ class SFTPObjectStore(ObjectStore):
             return self._connection
 
     # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────
-    @contextlib.contextmanager
-    def _translated(self, operation: str, name: str) -> Generator[None]:
-        """Raise the errors of paramiko, of SFTP and of sockets as what the verbs promise."""
-        where = f"{operation} {name!r} in {self._root!r} at sftp://{self._address}"
-        try:
-            yield
-        except OSError as e:
-            if e.filename is not None:
-                raise  # of a file of this machine: it says so itself
-            raise _of_system(e, where) from e
-        except (paramiko.SSHException, EOFError) as e:
-            raise _of_connection(e, where) from e
-        except UnicodeDecodeError as e:
-            raise ObjectStoreError(f"{where}: a file name on the server is not UTF-8: {e}.") from e
+    def _meaning(self, error: Exception) -> Meaning | None:
+        if isinstance(error, OSError) and error.filename is None:  # else it is of a file of this machine
+            return _of_system(error)
+        if isinstance(error, paramiko.SSHException | EOFError):
+            return _of_connection(error)
+        if isinstance(error, UnicodeDecodeError):
+            return ObjectStoreError, f"a file name on the server is not UTF-8: {error}."
+        return None
 
 
-def _of_system(error: OSError, where: str) -> Exception:
-    """What the verbs promise for an error of the server's files, or of a socket."""
+def _of_system(error: OSError) -> Meaning | None:
+    """Meaning of an error of the server's files, or of a socket."""
     cause = error.strerror or str(error) or type(error).__name__
-    if isinstance(error, FileNotFoundError):
-        return FileNotFoundError(f"{where}: {cause}.")
-    if isinstance(error, FileExistsError):
-        return FileExistsError(f"{where}: the object exists already.")
-    if isinstance(error, PermissionError):
-        return PermissionError(f"{where}: {cause}.")
+    if isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
+        return None  # as everywhere
     if isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN:
-        return ObjectStoreError(f"{where}: there is no such host: {cause}.")
+        return ObjectStoreError, f"there is no such host: {cause}."
     if error.errno is not None or isinstance(error, _LOST):
-        return ObjectStoreTransientError(f"{where}: the connection failed: {cause}.")
-    return ObjectStoreError(f"{where}: the server says: {cause}.")
+        return ObjectStoreTransientError, f"the connection failed: {cause}."
+    return ObjectStoreError, f"the server says: {cause}."
 
 
-def _of_connection(error: Exception, where: str) -> Exception:
-    """What the verbs promise for an error of SSH."""
+def _of_connection(error: Exception) -> Meaning:
+    """Meaning of an error of SSH."""
     cause = str(error) or type(error).__name__
     if isinstance(error, paramiko.BadHostKeyException):
-        return PermissionError(
-            f"{where}: the server shows another key than the known one. Either somebody is in between, or the server "
-            f"was set up anew: then remove its old key with 'ssh-keygen -R' and add the new one."
+        return PermissionError, (
+            "the server shows another key than the known one. Either somebody is in between, or the server "
+            "was set up anew: then remove its old key with 'ssh-keygen -R' and add the new one."
         )
     if isinstance(error, paramiko.PasswordRequiredException):
-        return PermissionError(f"{where}: the key needs a passphrase: give it as password.")
+        return PermissionError, "the key needs a passphrase: give it as password."
     # paramiko reports a connection that is lost during the login as a refused one
     if isinstance(error, paramiko.AuthenticationException) and "EOF" not in cause and "timeout" not in cause:
-        return PermissionError(f"{where}: the server refuses the login: {cause} Check username, key and password.")
-    if isinstance(error, ssh_exception.IncompatiblePeer):
-        return ObjectStoreError(f"{where}: {cause}.")
-    return ObjectStoreTransientError(f"{where}: the connection failed: {cause}.")
+        return PermissionError, f"the server refuses the login: {cause} Check username, key and password."
+    kind = ObjectStoreError if isinstance(error, ssh_exception.IncompatiblePeer) else ObjectStoreTransientError
+    return kind, f"the connection failed: {cause}."
 
 
 def _file(argument: str, filename: str | Path | None, environ: str) -> str | None:
@@ -402,30 +364,8 @@ def _file(argument: str, filename: str | Path | None, environ: str) -> str | Non
     return str(path)
 
 
-def _is_temporary(name: str) -> bool:
-    """Whether the file of this name is one that is being written, or was when its writer died."""
-    return _TEMPORARY.fullmatch(name.rpartition("/")[2]) is not None
-
-
 def _size_of(attributes: paramiko.SFTPAttributes) -> int:
     """Bytes of the file, FileNotFoundError if it is a folder."""
     if not stat.S_ISREG(attributes.st_mode or stat.S_IFREG):
         raise FileNotFoundError("this is no file, and so no object")
     return attributes.st_size or 0
-
-
-def _pieces(file: IO[bytes], size: int) -> Iterator[bytes]:
-    while piece := file.read(size):
-        yield piece
-
-
-def _told(pieces: Iterator[bytes], size: int, callback: Progress | None) -> Iterator[bytes]:
-    """``pieces``, with ``callback`` told of each that was taken care of, and of the end."""
-    done = 0
-    for piece in pieces:
-        if callback is not None and done:
-            callback(done, size)
-        yield piece
-        done += len(piece)
-    if callback is not None:
-        callback(done, done)

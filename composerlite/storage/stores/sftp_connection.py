@@ -12,14 +12,12 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from composerlite.errors import ConfigError
+from composerlite.storage.sdk import importing_sdk
 
-try:
+with importing_sdk("paramiko, which speaks SFTP,", extra="sftp", packages=()):
     import paramiko
     from paramiko import sftp as protocol
     from paramiko.message import Message
-except ImportError as e:
-    raise ConfigError("paramiko, which speaks SFTP, is not installed: pip install 'composerlite[sftp]'") from e
 
 __all__ = ["LOST", "Connection", "Connector", "SFTPChannel"]
 
