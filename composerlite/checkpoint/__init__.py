@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composerlite.checkpoint.api.checkpointer import Checkpointer, CheckpointerConfig, CheckpointMetadata
-    from composerlite.checkpoint.api.deepspeed_unsharding import unshard_zero
     from composerlite.checkpoint.api.state_dict import (
         async_save_model_and_optim_state,
         async_save_state_dict,
@@ -23,10 +22,11 @@ if TYPE_CHECKING:
         save_state_dict,
     )
     from composerlite.checkpoint.api.unshard import UnshardStrategy, UnshardStrategyType, unshard_checkpoint
-    from composerlite.checkpoint.load.loading import load_checkpoint, read_checkpoint
-    from composerlite.checkpoint.load.reading import safe_torch_load
-    from composerlite.checkpoint.load.sharded.reader import RemoteFileSystemReader
-    from composerlite.checkpoint.load.sharded.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
+    from composerlite.checkpoint.deepspeed.weights import unshard_zero
+    from composerlite.checkpoint.load.reader import safe_torch_load
+    from composerlite.checkpoint.load.restore import load_checkpoint, read_checkpoint
+    from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader
+    from composerlite.checkpoint.load.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
     from composerlite.checkpoint.place.catalog import Catalog
     from composerlite.checkpoint.record import rng
     from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState
@@ -77,7 +77,7 @@ _HOMES = {
         "Checkpointer",
         "CheckpointerConfig",
     ),
-    "composerlite.checkpoint.api.deepspeed_unsharding": ("unshard_zero",),
+    "composerlite.checkpoint.deepspeed.weights": ("unshard_zero",),
     "composerlite.checkpoint.api.state_dict": (
         "async_save_model_and_optim_state",
         "async_save_state_dict",
@@ -93,13 +93,13 @@ _HOMES = {
         "UnshardStrategyType",
         "unshard_checkpoint",
     ),
-    "composerlite.checkpoint.load.loading": (
+    "composerlite.checkpoint.load.restore": (
         "load_checkpoint",
         "read_checkpoint",
     ),
-    "composerlite.checkpoint.load.reading": ("safe_torch_load",),
-    "composerlite.checkpoint.load.sharded.reader": ("RemoteFileSystemReader",),
-    "composerlite.checkpoint.load.sharded.state_keys": (
+    "composerlite.checkpoint.load.reader": ("safe_torch_load",),
+    "composerlite.checkpoint.load.sharded_reader": ("RemoteFileSystemReader",),
+    "composerlite.checkpoint.load.state_keys": (
         "merge_state_dicts",
         "prune_state_dict",
         "swap_param_keys",

@@ -50,7 +50,7 @@ def write_huggingface_pretrained_from_composer_checkpoint(
     """
     source = str(checkpoint_path)
     if local_checkpoint_save_location is not None:
-        from composerlite.checkpoint.load.download import get_file
+        from composerlite.checkpoint.load.resolve import get_file
 
         get_file(source, local_checkpoint_save_location)
         source = str(local_checkpoint_save_location)

@@ -37,7 +37,7 @@ def from_checkpoint(
     """See ``HuggingFaceModel.hf_from_composer_checkpoint``."""
     transformers = transformers_library(_WANTED_BY)
     if keep_at is not None:
-        from composerlite.checkpoint.load.download import get_file
+        from composerlite.checkpoint.load.resolve import get_file
 
         get_file(path, keep_at)
         path = str(keep_at)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint.load.progress import download_bar
+from composerlite.checkpoint.load.resolve import download_bar
 from composerlite.checkpoint.load.resume import Choice, begin_attempt, choose
 from composerlite.core import State
 from composerlite.errors import ConfigError

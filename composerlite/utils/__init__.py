@@ -9,8 +9,9 @@ from composerlite.on_demand import lazy_names
 
 if TYPE_CHECKING:
     from composerlite.checkpoint import load_checkpoint, safe_torch_load, save_checkpoint
-    from composerlite.checkpoint.format.packing import KNOWN_COMPRESSORS, get_compressor, is_compressed_pt, is_tar
-    from composerlite.checkpoint.load.download import download_checkpoint, get_file
+    from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, get_compressor, is_compressed_pt
+    from composerlite.checkpoint.format.packing import is_tar
+    from composerlite.checkpoint.load.resolve import download_checkpoint, get_file
     from composerlite.checkpoint.record.contents import glob_filter
     from composerlite.checkpoint.record.naming import (
         PartialFilePath,
@@ -67,13 +68,9 @@ _LAZY, __dir__ = lazy_names(
     __name__,
     {
         "composerlite.checkpoint": ["load_checkpoint", "safe_torch_load", "save_checkpoint"],
-        "composerlite.checkpoint.format.packing": [
-            "KNOWN_COMPRESSORS",
-            "get_compressor",
-            "is_compressed_pt",
-            "is_tar",
-        ],
-        "composerlite.checkpoint.load.download": ["download_checkpoint", "get_file"],
+        "composerlite.checkpoint.format.compression": ["KNOWN_COMPRESSORS", "get_compressor", "is_compressed_pt"],
+        "composerlite.checkpoint.format.packing": ["is_tar"],
+        "composerlite.checkpoint.load.resolve": ["download_checkpoint", "get_file"],
         "composerlite.checkpoint.record.contents": ["glob_filter"],
         "composerlite.checkpoint.record.naming": [
             "PartialFilePath",

@@ -3,16 +3,13 @@
 from typing import TYPE_CHECKING
 
 from composerlite.checkpoint import load_checkpoint, safe_torch_load, save_checkpoint
-from composerlite.checkpoint.load.download import download_checkpoint
+from composerlite.checkpoint.load.resolve import download_checkpoint
 from composerlite.checkpoint.record.contents import glob_filter
 from composerlite.checkpoint.record.naming import PartialFilePath, get_save_filename
 from composerlite.on_demand import lazy_names
 
 if TYPE_CHECKING:
-    from composerlite.checkpoint.load.sharded.readers_of_stores import (
-        DistCPObjectStoreReader,
-        FileSystemReaderWithValidation,
-    )
+    from composerlite.checkpoint.load.sharded_reader import DistCPObjectStoreReader, FileSystemReaderWithValidation
 
 __all__ = [
     "DistCPObjectStoreReader",
@@ -29,7 +26,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(  # they need torch.distributed.checkpoint, which takes its time
     __name__,
     {
-        "composerlite.checkpoint.load.sharded.readers_of_stores": [
+        "composerlite.checkpoint.load.sharded_reader": [
             "DistCPObjectStoreReader",
             "FileSystemReaderWithValidation",
         ]

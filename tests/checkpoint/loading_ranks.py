@@ -20,14 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from composerlite import Trainer, dist
-from composerlite.checkpoint import (
-    Catalog,
-    load_checkpoint,
-    load_model_and_optim_state,
-    save_model_and_optim_state,
-)
+from composerlite.checkpoint import Catalog, load_checkpoint, load_model_and_optim_state, save_model_and_optim_state
+from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.load.resume import newest_good
-from composerlite.checkpoint.load.sharded import reader as sharded
 from composerlite.checkpoint.place.directory import RemoteFolder
 from composerlite.core import State
 from composerlite.dist.transfers import NodeBroadcast, _Parcel  # pyright: ignore[reportPrivateUsage] - to end in its place

@@ -21,7 +21,7 @@ from checkpointer_kills import small_model
 from parts import save_batch
 
 from composerlite.checkpoint import Catalog, Checkpointer, load_keys, save_state_dict
-from composerlite.checkpoint.load.loading import read_checkpoint
+from composerlite.checkpoint.load.restore import read_checkpoint
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.storage import StagedFile, digest_file
 

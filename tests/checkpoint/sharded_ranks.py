@@ -24,7 +24,7 @@ from composerlite.checkpoint import (
     save_model_and_optim_state,
     save_state_dict,
 )
-from composerlite.checkpoint.load.sharded import reader as sharded
+from composerlite.checkpoint.load import sharded
 from composerlite.errors import RankError
 
 

@@ -13,8 +13,7 @@ import pytest
 import xxhash
 
 from composerlite.checkpoint import Catalog, FileRecord, Manifest
-from composerlite.checkpoint.record.recorded import relative_path
-from composerlite.checkpoint.record.step_marker import CheckpointMetadata
+from composerlite.checkpoint.record.manifest import CheckpointMetadata, relative_path
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from composerlite.checkpoint.format import torch_pickle
-from composerlite.checkpoint.format.torch_pickle import Pickled
+from composerlite.checkpoint.format import torch_file as torch_pickle
+from composerlite.checkpoint.format.torch_file import Pickled
 
 WEIGHT = torch.arange(12.0).view(3, 4)
 CONTENTS: dict[str, Any] = {

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint.load.sharded import reader as sharded
+from composerlite.checkpoint.load import sharded
 from composerlite.testing import run_ranks
 
 KINDS = {

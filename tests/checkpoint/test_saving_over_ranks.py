@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from composerlite.checkpoint import Catalog, rng
-from composerlite.checkpoint.load.sharded import reader as sharded
+from composerlite.checkpoint.load import sharded
 from composerlite.testing import run_ranks, run_ranks_to_the_end
 
 

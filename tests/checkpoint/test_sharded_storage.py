@@ -36,7 +36,7 @@ from composerlite.checkpoint import (
     save_state_dict,
     unshard_checkpoint,
 )
-from composerlite.checkpoint.load.sharded import reader as sharded
+from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.place.directory import LocalFolder, RemoteFolder
 from composerlite.errors import (
     CheckpointExistsError,

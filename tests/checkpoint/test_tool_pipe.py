@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from composerlite.checkpoint.format.packing.tool_pipe import ToolPipe
+from composerlite.checkpoint.format.codecs import ToolPipe
 from composerlite.errors import CheckpointError, SaveError
 
 WAIT = 30.0

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composerlite.checkpoint.format.zip_directory import Entry, entries
-from composerlite.checkpoint.format.zip_layout import Layout, trailer
+from composerlite.checkpoint.format.zip_file import Entry, Layout, entries, trailer
 
 GiB = 1 << 30
 

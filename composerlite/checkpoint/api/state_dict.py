@@ -21,15 +21,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composerlite.checkpoint.api.state_fit import check_fit, check_groups, group_names, is_flattened, near
-from composerlite.checkpoint.load.sharded import reader as sharded
-from composerlite.checkpoint.load.sharded.state_keys import (
-    leaves_of,
-    merge_state_dicts,
-    nested,
-    prune_state_dict,
-    swap_param_keys,
-    with_inner,
-)
+from composerlite.checkpoint.format.sharded_index import leaves_of, nested, with_inner
+from composerlite.checkpoint.load import sharded
+from composerlite.checkpoint.load.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import CheckpointFolder, LocalFolder, PathOrUri, folder_of
 from composerlite.checkpoint.save.sharded.copy import Staged
@@ -40,7 +34,7 @@ from composerlite.storage import number_of, start_threads
 from composerlite.types import StateDict, Stateful
 
 if TYPE_CHECKING:
-    from composerlite.checkpoint.load.sharded.reader import Metadata
+    from composerlite.checkpoint.load.sharded import Metadata
 
 __all__ = [
     "async_save_model_and_optim_state",

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composerlite.checkpoint.format.sharded_leaves import owner_of
-from composerlite.checkpoint.format.tensor_kinds import is_dense
-from composerlite.checkpoint.load.sharded import reader as sharded
-from composerlite.checkpoint.load.sharded.state_keys import swap_param_keys
+from composerlite.checkpoint.format.sharded_index import owner_of
+from composerlite.checkpoint.format.torch_file import is_dense
+from composerlite.checkpoint.load import sharded
+from composerlite.checkpoint.load.state_keys import swap_param_keys
 from composerlite.errors import IncompatibleCheckpointError, did_you_mean
 from composerlite.types import StateDict
 
 if TYPE_CHECKING:
-    from composerlite.checkpoint.load.sharded.reader import Metadata
+    from composerlite.checkpoint.load.sharded import Metadata
 
 __all__ = ["check_fit", "check_groups", "group_names", "is_flattened", "near"]
 

@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass
 from typing import cast, final
 
-from composerlite.checkpoint.load.reading import safe_torch_load
+from composerlite.checkpoint.load.reader import safe_torch_load
 from composerlite.checkpoint.place.directory import INDEX
 from composerlite.checkpoint.place.step_folder import MARKER, MODEL, TRAIN, StepFolder
-from composerlite.checkpoint.record.step_marker import CheckpointMetadata
+from composerlite.checkpoint.record.manifest import CheckpointMetadata
 from composerlite.dist import Group
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
 from composerlite.storage import verify_file

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composerlite.checkpoint.api.state_dict import model_and_optim_state
-from composerlite.checkpoint.load.sharded import reader as sharded
+from composerlite.checkpoint.load import sharded
 from composerlite.types import StateDict
 
 __all__ = ["ChoosesWhatToLoad", "TrainModule", "TrainModuleLike", "state_to_load", "state_to_save"]

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from composerlite.checkpoint.api.deepspeed_unsharding import unshard_zero
 from composerlite.checkpoint.api.state_dict import WorkDir
-from composerlite.checkpoint.format.packing.file_format import is_tar
-from composerlite.checkpoint.load.sharded import reader as sharded
-from composerlite.checkpoint.load.sharded.state_keys import nested
+from composerlite.checkpoint.deepspeed.weights import unshard_zero
+from composerlite.checkpoint.format.packing import is_tar
+from composerlite.checkpoint.format.sharded_index import nested
+from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.place.directory import PathOrUri
 from composerlite.checkpoint.save.plain_files import file_writer, write_torch
 from composerlite.dist import is_initialized

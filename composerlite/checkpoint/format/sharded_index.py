@@ -1,11 +1,18 @@
-"""The index of a sharded checkpoint, ``.metadata``: read without running what it names, and checked."""
+"""The index of a sharded checkpoint, ``.metadata``, and which parts of a nested state have keys of their own in it.
+
+It is read without running what it names, and checked.
+"""
 
 from __future__ import annotations
 
+import itertools
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Any, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -15,14 +22,35 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.tensor import DTensor
 
 from composerlite._torch_compat import dcp_memory_format_class, dcp_storage_info_class
 from composerlite.checkpoint.format import INDEX
+from composerlite.checkpoint.format.torch_file import file_bytes, is_dense
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
-from composerlite.errors import CorruptCheckpointError, UntrustedCheckpointError
+from composerlite.errors import CorruptCheckpointError, SaveError, UntrustedCheckpointError
+from composerlite.types import StateDict, items_of, with_items
 
-__all__ = ["StorageInfo", "key_path", "read_index", "untrusted"]
+__all__ = [
+    "KEYS",
+    "Leaves",
+    "Path",
+    "StorageInfo",
+    "Whole",
+    "filled",
+    "inner_tensors",
+    "key_path",
+    "leaves",
+    "leaves_of",
+    "nested",
+    "owner_of",
+    "read_index",
+    "tensor_at",
+    "untrusted",
+    "value_bytes",
+    "with_inner",
+]
 
 StorageInfo = dcp_storage_info_class()
 _INDEX_TYPES: dict[str, type] = {
@@ -127,3 +155,261 @@ def untrusted(uri: str, key: str, refused: RefusedError) -> UntrustedCheckpointE
     return UntrustedCheckpointError(
         f"checkpoint {uri!r}: {key!r} holds {refused.name}, which is not known to be safe to load.{hint}"
     )
+
+
+# ── a nested state in leaves ─────────────────────────────────────────────────────────────────────────────────────────
+Path = tuple[str | int, ...]
+_INSIDE = ".*"
+KEYS = "\0"
+"""What the key begins with under which the paths have the keys of a dict that are no text, all of them, where the rest
+is the key of the dict."""
+
+
+@final
+class Leaves(NamedTuple):
+    """A nested state without dicts in it, by the keys that DCP gives.
+
+    Attributes:
+        values: of the leaves.
+        paths: where each belongs, as the index has it: with text for all keys of dicts.
+        places: where each is in the state.
+    """
+
+    values: dict[str, Any]
+    paths: dict[str, Path]
+    places: dict[str, tuple[Any, ...]]
+
+
+@final
+class Whole(NamedTuple):
+    """A tensor that is saved as a value: it is no numbers of which a part could be read."""
+
+    tensor: Tensor
+
+
+def leaves(state: StateDict, *, as_dcp: bool = False, to_save: bool = True) -> Leaves:
+    """``state`` in leaves: tensors, and what holds none that is to have a key of its own.
+
+    That stays together and is loaded as it was: in pieces, empty dicts would be lost. So does what DCP does not look
+    into: tuples, deques, and all above them up to a dict or a list that has a tensor of its own; and dicts with keys
+    that are no text.
+
+    If there are tensors in such a leaf that are distributed over ranks, all its tensors get keys of their own, and
+    tensors without numbers (``meta``) stand for them in the leaf. The path of such a tensor begins with the key of the
+    leaf and ``.*``, which is no path of anything else, for DCP too: :func:`filled` puts them back.
+
+    Args:
+        state: nested dicts.
+        as_dcp: take all dicts apart, whatever they hold, and lists with dicts in them, as DCP does.
+        to_save: give the tensors that are distributed keys of their own also where they are in a leaf, and make those
+            that are saved as values :class:`Whole`.
+
+    Raises:
+        SaveError: two leaves have the same key, or two keys of a dict are the same as text.
+    """
+    found = Leaves({}, {}, {})
+
+    def add(name: str, value: Any, path: Path, place: tuple[Any, ...]) -> None:
+        if name in found.values:
+            raise SaveError(f"two parts of the state have the key {name!r} in a sharded checkpoint: rename one.")
+        found.values[name], found.paths[name], found.places[name] = value, path, place
+
+    def visit(value: Any, path: Path, place: tuple[Any, ...]) -> None:
+        if isinstance(value, Mapping) and (as_dcp or not path or _is_split(cast("Mapping[Any, Any]", value))):
+            if other := _keys_without_text(cast("Mapping[Any, Any]", value), path):
+                found.paths[KEYS + ".".join(map(str, path))] = other
+            for key, inner in cast("Mapping[Any, Any]", value).items():
+                visit(inner, (*path, str(key)), (*place, key))
+            return
+        if type(value) is list and (_is_split_by_dcp(value) if as_dcp else _holds(value, Tensor)):
+            for number, inner in enumerate(cast("list[Any]", value)):
+                visit(inner, (*path, number), (*place, number))
+            return
+        name = ".".join(map(str, path))
+        if to_save and isinstance(value, Tensor) and not is_dense(value):
+            value = Whole(value)
+        elif to_save and not isinstance(value, Tensor) and _holds_deep(value, DTensor):
+            value, tensors = _emptied(value, path)
+            for steps, tensor in tensors.items():
+                inner = (name + _INSIDE, *steps)
+                add(".".join(inner), tensor, inner, ())
+        add(name, value, path, place)
+
+    visit(state, (), ())
+    return found
+
+
+def _keys_without_text(value: Mapping[Any, Any], path: Path) -> tuple[Any, ...]:
+    """The keys of ``value`` that are no text.
+
+    Raises:
+        SaveError: two are the same as text.
+    """
+    other = [key for key in value if type(key) is not str]
+    if other and len({str(key) for key in value}) < len(value):
+        texts = sorted(str(key) for key in value)
+        twice = next(one for one, next_one in itertools.pairwise(texts) if one == next_one)
+        raise SaveError(
+            f"the state has two keys at {'/'.join(map(str, path))!r} that are both written as {twice!r}, and a sharded "
+            "checkpoint cannot tell them apart. Rename one."
+        )
+    return tuple(key for key in other if _is_plain_key(key))
+
+
+def _is_plain_key(key: Any) -> bool:
+    if type(key) is tuple:
+        return all(map(_is_plain_key, cast("tuple[Any, ...]", key)))
+    return type(key) in (str, int, bool, float, type(None), bytes)
+
+
+def _is_split(value: Mapping[Any, Any]) -> bool:
+    return _holds(value, Tensor) and all(type(key) is str for key in value)
+
+
+def _holds(value: Any, kind: type) -> bool:
+    """Whether ``value`` is of that kind, or has such a one in its dicts and lists."""
+    if isinstance(value, Mapping):
+        return any(_holds(inner, kind) for inner in cast("Mapping[Any, Any]", value).values())
+    if type(value) is list:
+        return any(_holds(inner, kind) for inner in cast("Sequence[Any]", value))
+    return isinstance(value, kind)
+
+
+def _holds_deep(value: Any, kind: type) -> bool:
+    """The same of all containers."""
+    return isinstance(value, kind) or any(_holds_deep(inner, kind) for _, inner in items_of(value))
+
+
+def _is_split_by_dcp(value: Any) -> bool:
+    """Whether DCP takes the list apart."""
+    if type(value) is not list:
+        return isinstance(value, Tensor | Mapping)
+    return any(map(_is_split_by_dcp, cast("list[Any]", value)))
+
+
+# ── tensors in a leaf ────────────────────────────────────────────────────────────────────────────────────────────────
+def _emptied(value: Any, path: Path) -> tuple[Any, dict[tuple[str, ...], Tensor]]:
+    """``value`` with tensors without numbers for its tensors, and these, by the keys that lead there, as text."""
+    found: dict[tuple[str, ...], Tensor] = {}
+
+    def visit(node: Any, steps: tuple[str, ...]) -> Any:
+        if isinstance(node, DTensor) or (isinstance(node, Tensor) and is_dense(node)):
+            found[steps] = node
+            return torch.empty(node.shape, dtype=node.dtype, device="meta")
+        if isinstance(node, dict):
+            _keys_without_text(cast("dict[Any, Any]", node), (*path, *steps))
+        return with_items(node, lambda key, inner: visit(inner, (*steps, str(key))))
+
+    return visit(value, ()), found
+
+
+def owner_of(metadata: Metadata, key: str) -> str | None:
+    """The key of the leaf that the tensor ``key`` belongs into; ``None`` for a leaf."""
+    path: Any = (metadata.planner_data or {}).get(key, ())
+    if len(path) < 2 or not str(path[0]).endswith(_INSIDE):
+        return None
+    owner = str(path[0]).removesuffix(_INSIDE)
+    return owner if isinstance(metadata.state_dict_metadata.get(owner), BytesStorageMetadata) else None
+
+
+def inner_tensors(metadata: Metadata, keys: Sequence[str]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """(key of the leaf, key, keys that lead there) of each tensor that is in one of the leaves ``keys``."""
+    wanted = set(keys)
+    for key in metadata.state_dict_metadata:
+        owner = owner_of(metadata, key)
+        if owner is not None and owner in wanted:
+            yield owner, key, tuple(map(str, (metadata.planner_data or {})[key][1:]))
+
+
+def filled(value: Any, tensors: Mapping[tuple[str, ...], Any]) -> Any:
+    """``value``, a leaf, with ``tensors`` by the keys that lead there, as text."""
+
+    def visit(node: Any, steps: tuple[str, ...]) -> Any:
+        if steps in tensors:
+            return tensors[steps]
+        return with_items(node, lambda key, inner: visit(inner, (*steps, str(key))))
+
+    return visit(value, ())
+
+
+def tensor_at(value: Any, steps: Sequence[str]) -> Tensor | None:
+    """The tensor in ``value`` that the keys ``steps``, as text, lead to."""
+    for step in steps:
+        value = next((inner for key, inner in items_of(value) if str(key) == step), None)
+    return value if isinstance(value, Tensor) else None
+
+
+def value_bytes(value: Any, name: str) -> bytes:
+    """The ``.pt`` file of the leaf ``name``, as an item of the checkpoint.
+
+    Raises:
+        SaveError: it cannot be pickled, or cannot be loaded back.
+    """
+    try:
+        return file_bytes(value.tensor if type(value) is Whole else value)
+    except SaveError as e:
+        raise SaveError(f"{name!r}: {e}") from e
+    except (pickle.PickleError, AttributeError, TypeError, ValueError) as e:  # what cannot be pickled raises any
+        raise SaveError(f"{name!r} cannot be written: {e}") from e
+
+
+# ── leaves as a nested state ─────────────────────────────────────────────────────────────────────────────────────────
+def leaves_of(metadata: Metadata, key: str) -> list[str]:
+    """The keys of the index that ``key`` stands for."""
+    if key in metadata.state_dict_metadata:
+        return [key, *(inner for _, inner, _ in inner_tensors(metadata, [key]))]
+    return [leaf for leaf in metadata.state_dict_metadata if leaf.startswith(f"{key}.")]
+
+
+def nested(metadata: Metadata, prefix: str, leaves: Sequence[str], values: Mapping[str, Any]) -> Any:
+    """The dict that ``leaves`` make up, below ``prefix``."""
+    tree = _Tree()
+    values = with_inner(metadata, leaves, values)
+    for leaf in leaves:
+        if owner_of(metadata, leaf) in values:
+            continue
+        path = key_path(metadata, leaf)
+        depth = next((n for n in range(len(path)) if ".".join(map(str, path[:n])) == prefix), 0)
+        node = tree
+        for number, part in enumerate(path[depth:-1], depth):
+            node = node.setdefault(_true_key(metadata, path[:number], part), _Tree())
+        node[_true_key(metadata, path[:-1], path[-1])] = values[leaf]
+    return _with_lists(tree)
+
+
+def _true_key(metadata: Metadata, path: Sequence[Any], part: Any) -> Any:
+    """The key that ``part`` of the index stands for in the dict at ``path``; a number of a list as :class:`_Place`."""
+    if type(part) is int:
+        return _Place(part)
+    others: Sequence[Any] = (metadata.planner_data or {}).get(KEYS + ".".join(map(str, path)), ())
+    return next((key for key in others if str(key) == part), part)
+
+
+@final
+class _Place(int):
+    """A number of a list, as opposed to a key of a dict."""
+
+
+def with_inner(metadata: Metadata, leaves: Sequence[str], values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``values`` of ``leaves``, those that tensors with keys of their own belong into with these."""
+    inner: dict[str, dict[tuple[str, ...], Any]] = {}
+    for owner, key, steps in inner_tensors(metadata, leaves):
+        if key in values:
+            inner.setdefault(owner, {})[steps] = values[key]
+    return (
+        {**values, **{owner: filled(values[owner], tensors) for owner, tensors in inner.items()}} if inner else values
+    )
+
+
+class _Tree(dict[Any, Any]):
+    """A dict that is being put together, as opposed to one that was saved as a value."""
+
+
+def _with_lists(tree: Any) -> Any:
+    """``tree`` with lists where the keys are 0, 1, 2 …; values are left as they are."""
+    if not isinstance(tree, _Tree):
+        return tree
+    made = {key: _with_lists(value) for key, value in tree.items()}
+    if made and all(type(key) is _Place for key in made) and sorted(made) == list(range(len(made))):
+        return [made[number] for number in range(len(made))]
+    return {int(key) if type(key) is _Place else key: value for key, value in made.items()}

@@ -1,29 +1,45 @@
 """The monolithic format: one file that plain ``torch.load(weights_only=True)`` opens and ``unzip -t`` accepts.
 
-The contents are pickled as torch does; where the bytes of tensors lie in the file and how they get there is ours: see
-``zip_layout`` and ``storage.StreamWriter``.
+The contents are pickled as ``torch.save`` does, byte for byte, and quicker: training waits for it at each save. Where
+the bytes of tensors lie in the file and how they get there is ours: see ``zip_file`` and ``storage.StreamWriter``.
 """
 
 from __future__ import annotations
 
+import collections
 import ctypes
+import functools
 import io
+import logging
+import pickle
 import sys
+import types
 import zlib
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from composerlite._torch_compat import storage_id
-from composerlite.checkpoint.format.tensor_kinds import is_dense
-from composerlite.checkpoint.format.torch_pickle import Pickled
-from composerlite.checkpoint.format.zip_layout import Layout, Record, trailer
+from composerlite._torch_compat import (
+    local_part,
+    rebuild_tensor,
+    savable_dtypes,
+    storage_id,
+    typed_storage_class,
+    untyped_storage,
+)
+from composerlite.checkpoint.format.zip_file import Layout, Record, trailer
+from composerlite.checkpoint.trust.trusted import is_loadable
+from composerlite.dist import is_distributed_tensor
+from composerlite.errors import SaveError
 from composerlite.storage import FileDigest, HostMemory, Sink
 from composerlite.types import StateDict
 
-__all__ = ["StorageCopy", "TorchImage", "file_bytes"]
+__all__ = ["Pickled", "StorageCopy", "TorchImage", "check_savable", "check_tensor", "file_bytes", "is_dense"]
+
+log = logging.getLogger(__name__)
 
 
 class StorageCopy(NamedTuple):
@@ -141,3 +157,285 @@ class _Bytes:
 
     def __exit__(self, *exception: object) -> None:
         pass
+
+
+# ── the pickle ───────────────────────────────────────────────────────────────────────────────────────────────────────
+_PROTOCOL = 2  # what torch.save writes, and what its restricted reader takes
+_STORAGE_TYPES = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+}
+"""What the format calls the storages of common tensors. The others are pickled by torch itself."""
+
+_COMMON = frozenset({str, int, float, bool, type(None), tuple, dict, list, collections.OrderedDict, Tensor, type})
+_BARE = (torch.UntypedStorage, torch.storage.TypedStorage)
+_NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
+
+# A reference to a storage is a tuple followed by an opcode that only Pickler.persistent_id writes, and a pickler that
+# has one asks it of every object. So a number that is pickled to known bytes stands behind each tuple, and those bytes
+# are replaced by the opcode afterwards. Only the first of them is a G: they cannot overlap.
+_STAND_IN = 2.1906318370474834e145
+_STAND_IN_BYTES = pickle.dumps(_STAND_IN, protocol=_PROTOCOL)[2:-1]
+
+_Reference = tuple[str, Any, str, str, int]
+"""What the reader is given to find a storage by."""
+
+
+@final
+class Pickled:
+    """Some contents as a pickle that refers to the storages of tensors by their numbers.
+
+    Args:
+        contents: what is to be pickled.
+        known: classes that the reader is told to take; of others that it will refuse the log says so.
+
+    Attributes:
+        data: the pickle.
+        storages: what it refers to, in order, each once.
+        index: of each storage in ``storages``, by :func:`storage_id`.
+
+    Raises:
+        Exception: whatever pickle raises for something that it cannot write.
+    """
+
+    def __init__(self, contents: StateDict, known: Collection[str] = ()) -> None:
+        buffer = io.BytesIO()
+        pickler: _Pickler = _QuickPickler(buffer, known)
+        try:
+            pickler.dump(contents)
+            self.data = buffer.getvalue()
+            quick = self.data.count(_STAND_IN_BYTES) == pickler.references
+        except _BareStorageError:
+            quick = False
+        if quick:
+            self.data = self.data.replace(_STAND_IN_BYTES, pickle.BINPERSID)
+        else:  # there is a storage without a tensor, or the number itself among the contents
+            buffer = io.BytesIO()
+            pickler = _ThoroughPickler(buffer, known)
+            pickler.dump(contents)
+            self.data = buffer.getvalue()
+        self.storages = pickler.storages
+        self.index = pickler.index
+
+
+class _Pickler(pickle.Pickler):
+    """Notes each storage once instead of writing it.
+
+    Deques and defaultdicts become constructor calls, the only form in which ``weights_only`` takes them back.
+    """
+
+    def __init__(self, file: io.BytesIO, known: Collection[str]) -> None:
+        super().__init__(file, _PROTOCOL)
+        self._known = known
+        self.storages: list[torch.UntypedStorage] = []
+        self.index: dict[int, int] = {}
+        self.references = 0
+        self._seen: dict[int, tuple[torch.dtype, str]] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is Tensor:
+            return self._reduce_tensor(obj)
+        if kind is collections.OrderedDict and not obj:
+            return collections.OrderedDict, ()  # as it would be, sooner
+        if kind is collections.deque:
+            return collections.deque, (list(obj), obj.maxlen)
+        if kind is collections.defaultdict:
+            return collections.defaultdict, (obj.default_factory, dict(obj))
+        if isinstance(obj, _NAMED) and f"{obj.__module__}.{obj.__qualname__}" not in self._known:
+            _warn_if_not_loadable(obj)
+        elif isinstance(obj, _BARE):
+            raise _BareStorageError
+        elif isinstance(obj, Tensor) and f"{kind.__module__}.{kind.__qualname__}" not in self._known:
+            check_savable(obj)
+        return NotImplemented
+
+    def _referred(self, reference: _Reference) -> tuple[Any, ...]:
+        """What stands for a storage among the arguments of a call."""
+        raise NotImplementedError
+
+    def _reduce_tensor(self, tensor: Tensor) -> Any:
+        """What torch's own reduction gives, in a tenth of the time; the rare kinds of tensors are left to that."""
+        dtype = tensor.dtype
+        storage_type = _STORAGE_TYPES.get(dtype)
+        dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_neg() or tensor.is_meta)
+        if storage_type is None or not dense or tensor.__dict__:
+            made, arguments, *rest = _reduced(tensor)
+            if arguments and isinstance(arguments[0], _BARE):
+                arguments = (*self._referred(self._refer_to(arguments[0])), *arguments[1:])
+            return made, arguments, *rest
+        storage = tensor.untyped_storage()
+        referred = self._referred(self._refer(storage, storage_type, dtype, storage.nbytes() // tensor.itemsize))
+        hooks: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+        place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.requires_grad, hooks)
+        return rebuild_tensor, (*referred, *place)
+
+    def _refer_to(self, storage: torch.UntypedStorage | torch.storage.TypedStorage) -> _Reference:
+        if isinstance(storage, torch.UntypedStorage):
+            return self._refer(storage, torch.UntypedStorage, torch.uint8, storage.nbytes())
+        bare = untyped_storage(storage)
+        return self._refer(bare, typed_storage_class(storage), storage.dtype, bare.nbytes() // storage.dtype.itemsize)
+
+    def _refer(self, storage: torch.UntypedStorage, storage_type: Any, dtype: torch.dtype, count: int) -> _Reference:
+        identity = storage_id(storage)
+        seen = self._seen.get(identity)
+        if seen is None:
+            number = self.index[identity] = len(self.storages)
+            self.storages.append(storage)
+            seen = self._seen[identity] = (dtype, str(number))
+        elif seen[0] is not dtype:
+            raise ValueError(f"two tensors share memory and have the types {seen[0]} and {dtype}")
+        location = "cpu" if storage.device.type == "cpu" else str(storage.device)
+        self.references += 1
+        return "storage", storage_type, seen[1], location, count
+
+
+class _BareStorageError(Exception):
+    """There is a storage that no common tensor leads to."""
+
+
+@final
+class _QuickPickler(_Pickler):
+    """Writes :data:`_STAND_IN` where the opcode of a reference belongs."""
+
+    def _referred(self, reference: _Reference) -> tuple[Any, ...]:
+        return reference, _STAND_IN
+
+
+@final
+class _Referred:
+    """Stands for a storage among the arguments of a call."""
+
+    __slots__ = ("reference",)
+
+    def __init__(self, reference: _Reference) -> None:
+        self.reference = reference
+
+
+@final
+class _ThoroughPickler(_Pickler):
+    """Takes a storage wherever one is."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        kind = type(obj)  # asked of every object: the common ones first
+        if kind is _Referred:
+            return obj.reference
+        if kind in _COMMON:
+            return None
+        if isinstance(obj, _BARE):
+            return self._refer_to(obj)
+        return None
+
+    def _referred(self, reference: _Reference) -> tuple[Any, ...]:
+        return (_Referred(reference),)
+
+
+def check_tensor(tensor: Tensor) -> None:
+    """See that ``tensor`` can be saved where it is.
+
+    Raises:
+        SaveError: it cannot; names the kind and the way out.
+    """
+    if not is_dense(tensor):
+        check_savable(tensor)
+
+
+def _reduced(tensor: Tensor) -> Any:
+    """What torch makes of a rare kind of tensor."""
+    if not is_dense(tensor):
+        check_savable(tensor)
+    return tensor.__reduce_ex__(_PROTOCOL)
+
+
+@functools.cache
+def _warn_if_not_loadable(thing: Any) -> None:
+    """Say at the save, once per type, what would be refused at the load."""
+    if not is_loadable(thing):
+        log.warning(
+            "the checkpoint holds %s.%s: it loads only after torch.serialization.add_safe_globals([%s]), or with "
+            "trust_checkpoint=True",
+            thing.__module__,
+            thing.__qualname__,
+            thing.__qualname__,
+        )
+
+
+# ── kinds of tensors ─────────────────────────────────────────────────────────────────────────────────────────────────
+_QUANTIZED = (torch.per_tensor_affine, torch.per_channel_affine)
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is nothing but numbers at strides, of which a part can be read or written by itself.
+
+    Others are saved as values: sparse and quantized ones, those without numbers, and those of classes of their own.
+    Of a distributed one the part of this rank counts.
+    """
+    if is_distributed_tensor(tensor):
+        return is_dense(local_part(tensor))
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_nested:
+        return False
+    is_strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+    return is_strided and tensor.dtype in savable_dtypes()
+
+
+def check_savable(tensor: Tensor) -> None:
+    """See that ``tensor`` can be pickled on one rank, and loaded by a script that does not trust the file.
+
+    Raises:
+        SaveError: it cannot; names the kind and the way out.
+    """
+    kind = type(tensor)
+    if is_distributed_tensor(tensor) and is_dense(tensor):
+        raise SaveError(
+            f"a tensor of the shape {tuple(tensor.shape)} that is distributed over ranks is inside an object, or in a "
+            "set. Keep it in a dict, a list, a tuple or a deque of the state, where each rank writes its own part."
+        )
+    if is_distributed_tensor(tensor):
+        local = type(local_part(tensor))
+        raise SaveError(
+            f"a distributed tensor of the shape {tuple(tensor.shape)} whose parts are of the class {_name(local)} "
+            "cannot be saved: its parts are no plain numbers. Keep it on each rank by itself, or as plain tensors."
+        )
+    if is_lazy(tensor):
+        return
+    if kind not in (Tensor, nn.Parameter) and not tensor.is_nested:
+        if not is_loadable(kind):
+            raise SaveError(
+                f"a tensor of the class {_name(kind)} would be saved, and refused when it is loaded. If it can be "
+                f"pickled, allow it where the script begins: torch.serialization.add_safe_globals([{kind.__name__}])."
+            )
+        return
+    if tensor.is_nested:
+        raise SaveError("a nested tensor cannot be saved. Keep its values and offsets, which are plain tensors.")
+    if tensor.dtype not in savable_dtypes():
+        raise SaveError(
+            f"a tensor of {tensor.dtype} cannot be saved: torch has no way to. Keep tensor.view(torch.uint8)."
+        )
+    if tensor.is_quantized:
+        if (scheme := _scheme(tensor)) not in _QUANTIZED:
+            raise SaveError(
+                f"a tensor of {tensor.dtype}, quantized with {scheme}, cannot be saved: only per_tensor_affine and "
+                "per_channel_affine can. Keep its int_repr() and its scales."
+            )
+    elif tensor.layout is not torch.strided and tensor.layout not in _SPARSE:
+        raise SaveError(f"a tensor of the layout {tensor.layout} cannot be saved. Keep tensor.to_dense().")
+
+
+def _scheme(tensor: Tensor) -> torch.qscheme | None:
+    try:
+        return tensor.qscheme()
+    except RuntimeError:  # it has a type for quantized numbers, and was never quantized
+        return None
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import io
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from composerlite import dist
-from composerlite.checkpoint.format.torch_pickle import check_tensor
+from composerlite.checkpoint.format.torch_file import check_tensor
 from composerlite.checkpoint.record import rng
 from composerlite.checkpoint.record.naming import TimestampLike
-from composerlite.errors import ConfigError, SaveError
+from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError, SaveError
+from composerlite.storage import ObjectStore
 from composerlite.types import StateDict, items_of
 
 __all__ = [
     "EngineFiles",
     "IgnoreKeys",
+    "Restoring",
     "TrainingState",
     "check_ignore_keys",
+    "check_kind",
     "check_kinds",
     "gather",
     "glob_filter",
+    "half_loaded",
     "without",
 ]
 
 log = logging.getLogger(__name__)
+
 
 IgnoreKeys: TypeAlias = "Sequence[str] | Callable[[StateDict], None] | None"
 """Globs over '/'-joined paths such as ``'state/model/head.*'``, or a function that removes keys in place."""
@@ -44,50 +49,10 @@ class EngineFiles(Protocol):
         """What this rank's files are to hold, by name. Tensors are those in use."""
         ...
 
-    def check_fits(self, model: StateDict, *, source: str) -> None:
-        """Compare what a checkpoint says of its model with the one that is trained.
-
-        Args:
-            model: what a file of model states holds.
-            source: the checkpoint, for messages.
-
-        Raises:
-            IncompatibleCheckpointError: names or shapes of what is trained differ; all of it is in the message.
-        """
-        ...
-
-    def load(self, files: Mapping[str, StateDict], *, source: str) -> None:
-        """Restore the model and the optimizer from what this rank's files hold, by name, with classes of ``types``.
-
-        Raises:
-            IncompatibleCheckpointError: as :meth:`check_fits`.
-        """
-        ...
-
-    def convert(self, folder: Path, *, source: str) -> None:
-        """Make what :meth:`load_converted` wants of the files of all ranks in ``folder``. On one rank.
-
-        Raises:
-            IncompatibleCheckpointError: DeepSpeed cannot.
-        """
-        ...
-
-    def load_converted(self, folder: Path, files: Mapping[str, StateDict], *, source: str) -> None:
-        """Restore trained weights and the optimizer from what :meth:`convert` made; ``files`` are model states."""
-        ...
-
-    def load_weights(self, weights: Mapping[str, Tensor] | None, *, strict: bool, source: str) -> None:
-        """Set the tensors of the model, which rank 0 has, by name; the others give ``None``.
-
-        Raises:
-            IncompatibleCheckpointError: names differ and ``strict`` is true, or shapes differ; all of it is in the
-                message.
-        """
-        ...
-
-    @property
-    def types(self) -> dict[str, type]:
-        """The classes that its files hold, by full name."""
+    def load_checkpoint(
+        self, template: str, restoring: Restoring, object_store: ObjectStore | None, *, trust: bool
+    ) -> list[dict[str, Any]] | None:
+        """Restore what is trained, and the rest of the state: as ``checkpoint.deepspeed.loading.load_archives``."""
         ...
 
 
@@ -314,3 +279,110 @@ def _copy_containers(node: Any) -> Any:
     if type(node) is list:
         return [_copy_containers(value) for value in node]
     return node
+
+
+# ── what is wanted, and where it goes ────────────────────────────────────────────────────────────────────────────────
+WEIGHTS_ONLY = {"model", "integrations", "metadata", "algorithms"}
+"""What a checkpoint holds at most that was saved for its weights."""
+
+
+@final
+class Restoring:
+    """One load of a checkpoint into a state: first :meth:`wanted`, then :meth:`places`, then :meth:`load`.
+
+    Args:
+        state: what to restore.
+        weights_only: restore the model alone.
+        strict: parameter names must agree exactly.
+        ignore_keys: what to leave as it is in ``state``.
+        exclude_algorithms: names of those that are not restored.
+        source: the checkpoint, for messages.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        *,
+        weights_only: bool,
+        strict: bool,
+        ignore_keys: IgnoreKeys,
+        exclude_algorithms: Sequence[str],
+        source: str,
+    ) -> None:
+        self.state = state
+        self.source = source
+        self.weights_only = weights_only
+        self.strict = strict
+        self.ignore_keys = ignore_keys
+        self._exclude = exclude_algorithms
+
+    def wanted(self, contents: Any) -> StateDict:
+        """What of ``contents`` is wanted; the numbers in its tensors do not matter.
+
+        Raises:
+            IncompatibleCheckpointError: they are not those of a checkpoint.
+        """
+        check_kind(contents, self.source)
+        self.weights_only = self.weights_only or set(contents["state"]) <= WEIGHTS_ONLY
+        contents = without(contents, self.ignore_keys)
+        state = contents.get("state", {})
+        if self.weights_only:
+            return {"state": {key: value for key, value in state.items() if key in WEIGHTS_ONLY}}
+        return {"state": state, "rng": contents.get("rng")}
+
+    def places(self, wanted: StateDict) -> StateDict:
+        """The live tensors that those in ``wanted`` are to become, after all that does not fit has been said."""
+        live = self.state.places_for(
+            wanted["state"],
+            weights_only=self.weights_only,
+            strict=self.strict,
+            exclude_algorithms=self._exclude,
+            source=self.source,
+        )
+        return {"state": live}
+
+    def load(self, wanted: StateDict) -> list[dict[str, Any]] | None:
+        """Restore the state from what was ``wanted``, its tensors read; the states of the random generators."""
+        if self.weights_only:
+            self.state.load_model_state(
+                wanted["state"], strict=self.strict, exclude_algorithms=self._exclude, source=self.source
+            )
+            log.info("loaded the weights of %s", self.source)
+            return None
+        self.state.load_state_dict(
+            wanted["state"], strict=self.strict, exclude_algorithms=self._exclude, source=self.source
+        )
+        log.info("loaded %s", self.source)
+        return wanted["rng"]
+
+
+@contextlib.contextmanager
+def half_loaded(in_place: bool) -> Generator[None]:
+    """Within it, damage that shows says what it has done to the state, if numbers are read ``in_place``."""
+    try:
+        yield
+    except CorruptCheckpointError as e:
+        if not in_place:
+            raise
+        damaged = CorruptCheckpointError(
+            f"{e} The state that it was being loaded into holds a part of it now and must not be used: build it anew, "
+            "or load another checkpoint into it."
+        )
+        for note in getattr(e, "__notes__", ()):  # which rank has seen it
+            damaged.add_note(note)
+        raise damaged from e
+
+
+def check_kind(contents: Any, source: str) -> None:
+    """See that ``contents`` are those of a checkpoint.
+
+    Raises:
+        IncompatibleCheckpointError: they are something else.
+    """
+    if isinstance(contents, dict) and isinstance(contents.get("state"), dict):  # pyright: ignore[reportUnknownMemberType]
+        return
+    found = ", ".join(map(repr, list(contents)[:8])) if isinstance(contents, dict) else type(contents).__name__  # pyright: ignore
+    raise IncompatibleCheckpointError(
+        f"{source} is not a checkpoint of a run: it holds {found or 'nothing'} and no 'state'. If it is "
+        "a bare state dict of a model, load it with model.load_state_dict(torch.load(path))."
+    )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from composerlite.checkpoint.format.packing import format_of
-from composerlite.checkpoint.record.recorded import relative_path
+from composerlite.checkpoint.record.manifest import relative_path
 from composerlite.errors import CheckpointExistsError, ConfigError, did_you_mean
 
 __all__ = [

@@ -15,6 +15,7 @@ import torch
 __all__ = ["capture", "of_training", "packed", "restore", "set_aside", "unpacked"]
 
 log = logging.getLogger(__name__)
+
 _set_aside: dict[str, Any] | None = None
 
 

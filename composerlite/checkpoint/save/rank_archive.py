@@ -8,9 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from composerlite.checkpoint.format.deepspeed import DEEPSPEED_TYPES, FOLDER
-from composerlite.checkpoint.format.packing.archive import STATES, tar_bytes
-from composerlite.checkpoint.format.packing.file_format import format_of
+from composerlite.checkpoint.format.archive import DEEPSPEED, DEEPSPEED_TYPES, STATES, tar_bytes
+from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
@@ -59,7 +58,7 @@ class RankArchive:
         self.seconds: dict[str, float] = {}
         self.weights_crc: Sequence[int] = ()
         self._images = {STATES: TorchImage(contents)}
-        self._images |= {f"{FOLDER}/{name}": TorchImage(its, DEEPSPEED_TYPES) for name, its in files.items()}
+        self._images |= {f"{DEEPSPEED}/{name}": TorchImage(its, DEEPSPEED_TYPES) for name, its in files.items()}
         self._starts: dict[str, int] = {}
         self.size_bytes = 0
         for name, image in self._images.items():

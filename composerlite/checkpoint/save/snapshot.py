@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from composerlite._torch_compat import local_part, storage_id
-from composerlite.checkpoint.format.tensor_kinds import is_dense
-from composerlite.checkpoint.format.torch_file import StorageCopy
+from composerlite.checkpoint.format.torch_file import StorageCopy, is_dense
 from composerlite.errors import SaveError
 from composerlite.storage import (
     RING_BYTES,

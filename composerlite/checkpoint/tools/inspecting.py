@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 
 from composerlite.checkpoint.format.packing import is_packed_beginning
-from composerlite.checkpoint.load.download import fetched
-from composerlite.checkpoint.load.reading import RawFile, opened, readable
+from composerlite.checkpoint.load.reader import (
+    RawFile,
+    opened,
+    readable,
+)
+from composerlite.checkpoint.load.resolve import fetched
 from composerlite.checkpoint.place.directory import CheckpointFolder, directory_of
 from composerlite.checkpoint.place.place import MANIFESTS, Place
 from composerlite.checkpoint.place.step_folder import MODEL
@@ -84,8 +88,8 @@ def model_directory(place: Place, found: Found) -> CheckpointFolder | None:
 
 
 def _directory(folder: CheckpointFolder) -> Any:
-    from composerlite.checkpoint.load.sharded import reader as sharded  # slow to import, and most checkpoints are files
-    from composerlite.checkpoint.load.sharded.state_keys import nested
+    from composerlite.checkpoint.format.sharded_index import nested
+    from composerlite.checkpoint.load import sharded  # slow to import, and most checkpoints are files
 
     with sharded.RemoteFileSystemReader(folder) as reader:
         metadata = reader.read_metadata()

@@ -7,7 +7,10 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from composerlite.checkpoint.load.download import followed, resolved
+from composerlite.checkpoint.load.resolve import (
+    followed,
+    resolved,
+)
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import MANIFESTS, Place

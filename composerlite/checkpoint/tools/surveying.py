@@ -10,8 +10,7 @@ from typing import final
 from composerlite.checkpoint.place.place import MANIFESTS, Place, StoredFile
 from composerlite.checkpoint.place.step_folder import MARKER, MODEL, TRAIN
 from composerlite.checkpoint.record.lineage import living_line
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest
-from composerlite.checkpoint.record.step_marker import CheckpointMetadata
+from composerlite.checkpoint.record.manifest import CheckpointMetadata, FileRecord, Manifest
 from composerlite.errors import CheckpointError
 
 __all__ = ["UNLISTED", "Found", "abandoned", "bytes_text", "newest", "survey", "vouched_from_above"]

@@ -10,8 +10,8 @@ from typing import Any, cast, final
 
 from torch import Tensor
 
-from composerlite.checkpoint.load.download import fetched
-from composerlite.checkpoint.load.reading import opened
+from composerlite.checkpoint.load.reader import opened
+from composerlite.checkpoint.load.resolve import fetched
 from composerlite.checkpoint.place.directory import CheckpointFolder
 from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.record import rng
@@ -90,11 +90,9 @@ def _read(place: Place, found: Found, part: _Part) -> Any:
 
 
 def _directory(folder: CheckpointFolder, part: _Part) -> Any:
-    from composerlite.checkpoint.load.sharded import reader as sharded
-    from composerlite.checkpoint.load.sharded.directory_loading import (
-        as_in_a_file,  # slow to import, and most are files
-    )
-    from composerlite.checkpoint.load.sharded.state_keys import nested
+    from composerlite.checkpoint.format.sharded_index import nested
+    from composerlite.checkpoint.load import sharded
+    from composerlite.checkpoint.load.sharded import as_in_a_file
 
     with sharded.RemoteFileSystemReader(folder) as reader:
         metadata = reader.read_metadata()

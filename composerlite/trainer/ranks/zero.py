@@ -29,9 +29,12 @@ import torch.distributed
 from torch import Tensor, nn
 
 from composerlite import dist
-from composerlite.checkpoint.format.deepspeed import DEEPSPEED_TYPES
+from composerlite.checkpoint.deepspeed.loading import load_archives
+from composerlite.checkpoint.format.archive import DEEPSPEED_TYPES
+from composerlite.checkpoint.record.contents import Restoring
 from composerlite.core import Precision, State
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
+from composerlite.storage import ObjectStore
 from composerlite.trainer.ranks.parallel import Parallel, saved_buffers, send_tensors
 from composerlite.trainer.ranks.same_model import check_same_model
 from composerlite.trainer.ranks.zero_config import check_algorithms, engine_config
@@ -126,6 +129,12 @@ class ZeRO(Parallel):
             # It writes scripts to the folder, and nothing else.
             self._engine.save_checkpoint(folder, tag=_TAG, client_state=_FOR_CONVERSION, save_latest=False)
         return {name: _plain(contents) for name, contents in shelf.files.items()}
+
+    def load_checkpoint(
+        self, template: str, restoring: Restoring, object_store: ObjectStore | None, *, trust: bool
+    ) -> list[dict[str, Any]] | None:
+        """Restore the state that this engine trains: see :func:`load_archives`."""
+        return load_archives(self, template, restoring, object_store, trust=trust)
 
     def load(self, files: Mapping[str, StateDict], *, source: str) -> None:
         """Restore the model and the optimizer from what this rank's files hold, by name.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composerlite.checkpoint.format.tensor_kinds import is_dense
+from composerlite.checkpoint.format.torch_file import is_dense
 from composerlite.checkpoint.save.hand_over import HandOver
 from composerlite.storage import Copier, HostMemory, available_memory, start_threads
 from composerlite.types import StateDict, with_items

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from composerlite._torch_compat import dcp_plan_errors
-from composerlite.checkpoint.format.sharded_leaves import KEYS
+from composerlite.checkpoint.format.sharded_index import KEYS
 
 __all__ = ["PackedPlan", "Share", "merge_plans"]
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from composerlite.checkpoint.format.sharded_leaves import leaves, value_bytes
+from composerlite.checkpoint.format.sharded_index import leaves, value_bytes
 from composerlite.checkpoint.place.directory import CheckpointFolder
 from composerlite.checkpoint.save.sharded.copy import Staged
 from composerlite.checkpoint.save.sharded.plan_merge import PackedPlan, Share, merge_plans

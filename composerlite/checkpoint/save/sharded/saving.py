@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from composerlite import dist
 from composerlite._torch_compat import storage_id
-from composerlite.checkpoint.format.sharded_leaves import leaves, value_bytes
+from composerlite.checkpoint.format.sharded_index import leaves, value_bytes
 from composerlite.checkpoint.format.torch_file import StorageCopy
 from composerlite.checkpoint.place.directory import LocalFolder, Sealed
 from composerlite.checkpoint.place.shared_folder import ONE_DISK, Disks

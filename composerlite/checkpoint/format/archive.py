@@ -8,14 +8,33 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Protocol, final
 
-from composerlite.checkpoint.format.packing.packed_sink import PackedSink
+from composerlite.checkpoint.format.compression import PackedSink
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest, StreamWriter
 
-__all__ = ["STATES", "Reader", "TarSink", "is_tar_header", "next_member", "tar_bytes", "tar_member"]
+__all__ = [
+    "DEEPSPEED",
+    "DEEPSPEED_TYPES",
+    "STATES",
+    "Reader",
+    "TarSink",
+    "is_tar_header",
+    "next_member",
+    "tar_bytes",
+    "tar_member",
+]
 
 STATES = "composer_states.pt"
 """The file in every archive."""
+DEEPSPEED = "deepspeed"
+"""The folder of DeepSpeed's files in an archive, and the tag under which it knows the checkpoint."""
+DEEPSPEED_TYPES = (
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+"""The classes of DeepSpeed that its files hold."""
 _BLOCK = tarfile.BLOCKSIZE
 _MOST_HEADER_BYTES = 64 << 10
 _PIECE_BYTES = 1 << 20

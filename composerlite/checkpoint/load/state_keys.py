@@ -1,82 +1,19 @@
-"""The keys of nested state dicts, and of the index of a sharded checkpoint, in which they are joined by dots."""
+"""Changing the keys of nested state dicts: other names, fewer, more."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast, final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
 
-from composerlite.checkpoint.format.sharded_index import key_path
-from composerlite.checkpoint.format.sharded_leaves import KEYS, filled, inner_tensors, owner_of
 from composerlite.types import StateDict
 
 if TYPE_CHECKING:
-    from composerlite.checkpoint.load.sharded.reader import Metadata
+    from composerlite.checkpoint.load.sharded import Metadata
 
-__all__ = ["leaves_of", "merge_state_dicts", "nested", "prune_state_dict", "swap_param_keys", "with_inner"]
+__all__ = ["merge_state_dicts", "prune_state_dict", "swap_param_keys"]
 
 log = logging.getLogger(__name__)
-
-
-def leaves_of(metadata: Metadata, key: str) -> list[str]:
-    """The keys of the index that ``key`` stands for."""
-    if key in metadata.state_dict_metadata:
-        return [key, *(inner for _, inner, _ in inner_tensors(metadata, [key]))]
-    return [leaf for leaf in metadata.state_dict_metadata if leaf.startswith(f"{key}.")]
-
-
-def nested(metadata: Metadata, prefix: str, leaves: Sequence[str], values: Mapping[str, Any]) -> Any:
-    """The dict that ``leaves`` make up, below ``prefix``."""
-    tree = _Tree()
-    values = with_inner(metadata, leaves, values)
-    for leaf in leaves:
-        if owner_of(metadata, leaf) in values:
-            continue
-        path = key_path(metadata, leaf)
-        depth = next((n for n in range(len(path)) if ".".join(map(str, path[:n])) == prefix), 0)
-        node = tree
-        for number, part in enumerate(path[depth:-1], depth):
-            node = node.setdefault(_true_key(metadata, path[:number], part), _Tree())
-        node[_true_key(metadata, path[:-1], path[-1])] = values[leaf]
-    return _with_lists(tree)
-
-
-def _true_key(metadata: Metadata, path: Sequence[Any], part: Any) -> Any:
-    """The key that ``part`` of the index stands for in the dict at ``path``; a number of a list as :class:`_Place`."""
-    if type(part) is int:
-        return _Place(part)
-    others: Sequence[Any] = (metadata.planner_data or {}).get(KEYS + ".".join(map(str, path)), ())
-    return next((key for key in others if str(key) == part), part)
-
-
-@final
-class _Place(int):
-    """A number of a list, as opposed to a key of a dict."""
-
-
-def with_inner(metadata: Metadata, leaves: Sequence[str], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``values`` of ``leaves``, those that tensors with keys of their own belong into with these."""
-    inner: dict[str, dict[tuple[str, ...], Any]] = {}
-    for owner, key, steps in inner_tensors(metadata, leaves):
-        if key in values:
-            inner.setdefault(owner, {})[steps] = values[key]
-    return (
-        {**values, **{owner: filled(values[owner], tensors) for owner, tensors in inner.items()}} if inner else values
-    )
-
-
-class _Tree(dict[Any, Any]):
-    """A dict that is being put together, as opposed to one that was saved as a value."""
-
-
-def _with_lists(tree: Any) -> Any:
-    """``tree`` with lists where the keys are 0, 1, 2 …; values are left as they are."""
-    if not isinstance(tree, _Tree):
-        return tree
-    made = {key: _with_lists(value) for key, value in tree.items()}
-    if made and all(type(key) is _Place for key in made) and sorted(made) == list(range(len(made))):
-        return [made[number] for number in range(len(made))]
-    return {int(key) if type(key) is _Place else key: value for key, value in made.items()}
 
 
 def swap_param_keys(

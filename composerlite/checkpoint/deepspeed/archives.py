@@ -10,33 +10,49 @@ DeepSpeed, which are its own or, where it is not installed, stand-ins without a 
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import tarfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from composerlite.checkpoint.format.packing.archive import STATES, is_tar_header, next_member
-from composerlite.checkpoint.format.packing.compression import codec_of
-from composerlite.checkpoint.format.packing.unpacking import is_packed, uncompressed
+from composerlite.checkpoint.format.archive import DEEPSPEED, DEEPSPEED_TYPES, STATES, is_tar_header, next_member
+from composerlite.checkpoint.format.compression import codec_of
+from composerlite.checkpoint.format.packing import is_packed, uncompressed
 from composerlite.checkpoint.format.torch_reader import ByteSource, FileSource, Piece, TorchFile
-from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
-from composerlite.storage import FileDigest, ParallelReader, verify_file
+from composerlite.checkpoint.load.reader import home_of, readable, validate, what_is_there
+from composerlite.checkpoint.load.resolve import fetched, followed, manifest_at, resolved, transferring
+from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.record.naming import format_name_with_dist, variables_in
+from composerlite.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
+from composerlite.storage import FileDigest, ObjectStore, ParallelReader, is_uri, parse_uri, verify_file
 from composerlite.types import StateDict
 
-__all__ = ["DEEPSPEED_TYPES", "FOLDER", "Member", "RankFiles", "holds_deepspeed", "opened_archive", "stand_ins"]
+__all__ = [
+    "Archives",
+    "Member",
+    "RankFiles",
+    "find_archives",
+    "holds_deepspeed",
+    "model_file",
+    "model_states",
+    "number_of_ranks",
+    "opened_archive",
+    "stand_ins",
+    "the_file",
+]
 
-FOLDER = "deepspeed"
-"""The folder in an archive, and the tag under which DeepSpeed knows the checkpoint."""
-DEEPSPEED_TYPES = (
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-)
-"""The classes of DeepSpeed that its files hold."""
+log = logging.getLogger(__name__)
+
 _BLOCK = tarfile.BLOCKSIZE
-_FILE = re.compile(rf"{FOLDER}/([A-Za-z0-9_-][A-Za-z0-9_.-]*\.pt)")
+_FILE = re.compile(rf"{DEEPSPEED}/([A-Za-z0-9_-][A-Za-z0-9_.-]*\.pt)")
 _HEAD_BYTES = 512
 
 
@@ -116,12 +132,12 @@ class RankFiles:
         self.names = sorted(match[1] for name in self._members if (match := _FILE.fullmatch(name)) is not None)
         if not self.names:
             raise IncompatibleCheckpointError(
-                f"checkpoint {str(path)!r} was saved without DeepSpeed: it has no {FOLDER!r} in it."
+                f"checkpoint {str(path)!r} was saved without DeepSpeed: it has no {DEEPSPEED!r} in it."
             )
 
     def member(self, name: str) -> Member:
         """One of DeepSpeed's files."""
-        return self._members[f"{FOLDER}/{name}"]
+        return self._members[f"{DEEPSPEED}/{name}"]
 
     def contents(
         self,
@@ -142,7 +158,7 @@ class RankFiles:
         Raises:
             CorruptCheckpointError, RefusedError: as :class:`TorchFile`.
         """
-        return self._read(f"{FOLDER}/{name}", stand_ins() if types is None else types, trust, prune)
+        return self._read(f"{DEEPSPEED}/{name}", stand_ins() if types is None else types, trust, prune)
 
     def states(self, *, trust: bool = False) -> StateDict:
         """What ``composer_states.pt`` holds.
@@ -254,3 +270,131 @@ class _Position:
     def take(self, most: int) -> bytes:
         """Some bytes, none at the end."""
         return self.read(most)
+
+
+# ── the state of the model ───────────────────────────────────────────────────────────────────────────────────────────
+_MODEL = "model_states.pt"
+
+
+def model_states(
+    archive: RankFiles, *, prune: Callable[[StateDict], StateDict] = lambda contents: contents
+) -> StateDict:
+    """What the rank says of the model; ``prune`` chooses what is read.
+
+    Raises:
+        IncompatibleCheckpointError: there is not one such file.
+    """
+    return archive.contents(the_file(archive, _MODEL), prune=prune)
+
+
+def model_file(archive: RankFiles) -> str:
+    """The file in which the rank has what it says of the model.
+
+    Raises:
+        IncompatibleCheckpointError: there is not one such file.
+    """
+    return the_file(archive, _MODEL)
+
+
+def number_of_ranks(archive: RankFiles) -> int:
+    """How many ranks have saved the checkpoint of which ``archive`` is that of the first."""
+    ranks = model_states(archive, prune=lambda contents: {"ranks": contents.get("dp_world_size")})["ranks"]
+    if not isinstance(ranks, int) or ranks < 1:
+        raise CorruptCheckpointError("it does not say how many ranks have saved it")
+    return ranks
+
+
+def the_file(archive: RankFiles, end: str) -> str:
+    """The one file of the rank whose name ends so.
+
+    Raises:
+        IncompatibleCheckpointError: there is none, or there are several.
+    """
+    found = [name for name in archive.names if name.endswith(end)]
+    if len(found) != 1:
+        raise IncompatibleCheckpointError(
+            f"checkpoint {str(archive.path)!r} has {len(found)} files *{end}; want one. Those of models with experts, "
+            "or with layers split over ranks, are not understood: use DeepSpeed's own tools."
+        )
+    return found[0]
+
+
+# ── all of a checkpoint ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@final
+@dataclass(frozen=True)
+class Archives:
+    """The archives of a checkpoint.
+
+    Attributes:
+        names: of all, in the order of the ranks that saved them: paths, URIs, or names in the store that was given.
+        manifest: their commit record, if they have one.
+    """
+
+    names: Sequence[str]
+    manifest: Manifest | None
+
+    @contextlib.contextmanager
+    def opened(self, rank: int, object_store: ObjectStore | None) -> Generator[RankFiles]:
+        """That of ``rank``, on this machine for as long as the block lasts.
+
+        Raises:
+            CheckpointNotFoundError: it is not there. The message names it.
+            CheckpointError: as :func:`~composerlite.checkpoint.deepspeed.archives.opened_archive`.
+        """
+        with fetched(self.names[rank], object_store) as path:
+            if not path.is_file():
+                raise CheckpointNotFoundError(
+                    f"checkpoint {self.names[0]!r} is not whole: {self.names[rank]!r}, the file of rank {rank}, is "
+                    f"missing.{what_is_there(path)}"
+                )
+            validate(path)
+            digest = None if self.manifest is None else self.manifest.files[rank].digest
+            most = 0 if self.manifest is None else self.manifest.unpacked_bytes
+            with readable(path), opened_archive(path, digest, unpacked_bytes=most) as archive:
+                yield archive
+
+    @contextlib.contextmanager
+    def all_opened(self, object_store: ObjectStore | None) -> Generator[list[RankFiles]]:
+        """Those of all ranks. Raises what :meth:`opened` does."""
+        with contextlib.ExitStack() as stack:
+            yield [stack.enter_context(self.opened(rank, object_store)) for rank in range(len(self.names))]
+
+
+def find_archives(template: str, run_name: str, object_store: ObjectStore | None, *, argument: str) -> Archives:
+    """The archives that ``template`` means: the name of that of rank 0, or of all with ``{rank}`` in it.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+        IncompatibleCheckpointError: it is of another kind.
+        ConfigError: the name is that of one file, and nothing tells those of the other ranks; ``argument`` is named.
+    """
+    first = format_name_with_dist(template, run_name, rank=0, local_rank=0, node_rank=0)
+    if object_store is None and not is_uri(first):
+        path = resolved(Path(parse_uri(first)[2]))
+        if not path.is_file():
+            raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{what_is_there(path)}")
+        catalog, name = home_of(path.resolve())
+        manifest = catalog.manifest_of(name)
+        if manifest is not None and manifest.kind == "deepspeed":
+            return Archives([str(catalog.folder / record.path) for record in manifest.files], manifest)
+    else:
+        with transferring(first, object_store) as (transfer, wanted):
+            home, manifest = manifest_at(transfer, followed(transfer, wanted))
+            if home is not None and manifest is not None and manifest.kind == "deepspeed":
+                keys = [home.name_of(record.path) for record in manifest.files]
+                return Archives(
+                    keys if object_store is not None else [transfer.store.get_uri(key) for key in keys], manifest
+                )
+    if manifest is not None:
+        raise IncompatibleCheckpointError(f"checkpoint {first!r} was saved without DeepSpeed.")
+    if "rank" not in variables_in(template, f"{argument}={template!r}"):
+        raise ConfigError(
+            f"{argument}={template!r}: each rank of DeepSpeed has a file of its own, and this names one, which no "
+            "manifest tells the others of. Put '{rank}' into it, as in 'ep1-rank{rank}.tar'."
+        )
+    with Archives([first], None).opened(0, object_store) as archive:
+        ranks = range(number_of_ranks(archive))
+    log.warning("checkpoint %s has no manifest: it is loaded unverified", first)
+    return Archives([format_name_with_dist(template, run_name, rank=rank) for rank in ranks], None)

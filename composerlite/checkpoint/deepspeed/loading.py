@@ -10,52 +10,105 @@ import contextlib
 import io
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from composerlite import dist
-from composerlite.checkpoint.format.deepspeed import RankFiles, holds_deepspeed
-from composerlite.checkpoint.format.deepspeed_weights import merged_weights, model_file, untrained
-from composerlite.checkpoint.format.stored_item import item_contents
-from composerlite.checkpoint.load.deepspeed_archives import Archives, find_archives
-from composerlite.checkpoint.load.download import fetched
-from composerlite.checkpoint.load.reading import RawFile, opened, readable
-from composerlite.checkpoint.load.restoring import Restoring, check_kind, half_loaded
-from composerlite.checkpoint.load.shared_file import spread_file
-from composerlite.checkpoint.record.contents import EngineFiles, IgnoreKeys, TrainingState
+from composerlite.checkpoint.deepspeed.archives import Archives, RankFiles, find_archives, holds_deepspeed, model_file
+from composerlite.checkpoint.deepspeed.weights import merged_weights, untrained
+from composerlite.checkpoint.format.torch_reader import item_contents
+from composerlite.checkpoint.load.reader import RawFile, opened, readable, spread_file
+from composerlite.checkpoint.load.resolve import fetched
+from composerlite.checkpoint.record.contents import IgnoreKeys, Restoring, check_kind, half_loaded
 from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.errors import ConfigError
 from composerlite.storage import ObjectStore
 from composerlite.types import StateDict
 
-__all__ = ["check_parts", "load_archives", "load_weights"]
+__all__ = ["Engine", "load_archives"]
 
 log = logging.getLogger(__name__)
 
 
+class Engine(Protocol):
+    """The engine of DeepSpeed, as far as it loads files. Every rank calls these together."""
+
+    def check_fits(self, model: StateDict, *, source: str) -> None:
+        """Compare what a checkpoint says of its model with the one that is trained.
+
+        Args:
+            model: what a file of model states holds.
+            source: the checkpoint, for messages.
+
+        Raises:
+            IncompatibleCheckpointError: names or shapes of what is trained differ; all of it is in the message.
+        """
+        ...
+
+    def load(self, files: Mapping[str, StateDict], *, source: str) -> None:
+        """Restore the model and the optimizer from what this rank's files hold, by name, with classes of ``types``.
+
+        Raises:
+            IncompatibleCheckpointError: as :meth:`check_fits`.
+        """
+        ...
+
+    def convert(self, folder: Path, *, source: str) -> None:
+        """Make what :meth:`load_converted` wants of the files of all ranks in ``folder``. On one rank.
+
+        Raises:
+            IncompatibleCheckpointError: DeepSpeed cannot.
+        """
+        ...
+
+    def load_converted(self, folder: Path, files: Mapping[str, StateDict], *, source: str) -> None:
+        """Restore trained weights and the optimizer from what :meth:`convert` made; ``files`` are model states."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor] | None, *, strict: bool, source: str) -> None:
+        """Set the tensors of the model, which rank 0 has, by name; the others give ``None``.
+
+        Raises:
+            IncompatibleCheckpointError: names differ and ``strict`` is true, or shapes differ; all of it is in the
+                message.
+        """
+        ...
+
+    @property
+    def types(self) -> dict[str, type]:
+        """The classes that its files hold, by full name."""
+        ...
+
+
 def load_archives(
-    template: str, state: TrainingState, restoring: Restoring, object_store: ObjectStore | None, *, trust: bool
+    engine: Engine, template: str, restoring: Restoring, object_store: ObjectStore | None, *, trust: bool
 ) -> list[dict[str, Any]] | None:
-    """Restore ``state``, which DeepSpeed trains, on every rank; the states of the random generators, if any.
+    """Restore a state that DeepSpeed trains, on every rank; the states of the random generators, if any.
+
+    The weights alone may be of a checkpoint that any number of ranks saved, or of one that is a file.
 
     Args:
+        engine: trains the state.
         template: the name of the archive of rank 0, or of all with ``{rank}`` in it.
-        state: what to restore. restoring: how.
+        restoring: what to restore.
         object_store: the store that ``template`` is a name in.
         trust: load any type, **running whatever code the files hold**.
 
     Raises:
+        ConfigError: what is to be left out is in the files of DeepSpeed.
         CheckpointError: as :func:`composerlite.checkpoint.load_checkpoint`, on every rank.
     """
+    _check_parts(restoring.ignore_keys)
+    if restoring.weights_only:
+        return _load_weights(engine, template, restoring, object_store, trust=trust)
     group = dist.get_group()
-    engine = _engine_of(state)
     archives = group.from_first(
         "looking for the checkpoint",
-        lambda: find_archives(template, state.run_name, object_store, argument="load_path"),
+        lambda: find_archives(template, restoring.state.run_name, object_store, argument="load_path"),
     )
     with contextlib.ExitStack() as stack:
         if len(archives.names) == group.size:
@@ -66,33 +119,18 @@ def load_archives(
         return restoring.load(wanted)
 
 
-def load_weights(
-    template: str,
-    state: TrainingState,
-    restoring: Restoring,
-    object_store: ObjectStore | None,
-    *,
-    strict: bool,
-    trust: bool,
+def _load_weights(
+    engine: Engine, template: str, restoring: Restoring, object_store: ObjectStore | None, *, trust: bool
 ) -> None:
-    """Load the weights alone: of a checkpoint of DeepSpeed that any number of ranks saved, or of one that is a file.
-
-    Args:
-        strict: parameter names must agree exactly.
-        template, state, restoring, object_store, trust: see :func:`load_archives`.
-
-    Raises:
-        CheckpointError: as :func:`composerlite.checkpoint.load_checkpoint`, on every rank.
-    """
     weights: dict[str, Tensor] | None = None
     with dist.get_group().all_or_none(f"reading {restoring.source}"):
         if dist.get_global_rank() == 0:
-            weights = _weights(template, state.run_name, object_store, trust=trust)
-    _engine_of(state).load_weights(weights, strict=strict, source=restoring.source)
+            weights = _weights(template, restoring.state.run_name, object_store, trust=trust)
+    engine.load_weights(weights, strict=restoring.strict, source=restoring.source)
     log.info("loaded the weights of %s", restoring.source)
 
 
-def check_parts(ignore_keys: IgnoreKeys) -> None:
+def _check_parts(ignore_keys: IgnoreKeys) -> None:
     """See that what is left out is not in the files of DeepSpeed.
 
     Raises:
@@ -106,16 +144,11 @@ def check_parts(ignore_keys: IgnoreKeys) -> None:
             )
 
 
-def _engine_of(state: TrainingState) -> EngineFiles:
-    assert state.deepspeed is not None, "its engine is made before anything is loaded"
-    return state.deepspeed
-
-
 # ── saved by as many ranks ───────────────────────────────────────────────────────────────────────────────────────────
 def _load_own(
     stack: contextlib.ExitStack,
     archives: Archives,
-    engine: EngineFiles,
+    engine: Engine,
     restoring: Restoring,
     object_store: ObjectStore | None,
     *,
@@ -158,7 +191,7 @@ def _of_rank_0(archive: RankFiles | None, name: str, source: str, *, trust: bool
 def _load_converted(
     stack: contextlib.ExitStack,
     archives: Archives,
-    engine: EngineFiles,
+    engine: Engine,
     restoring: Restoring,
     object_store: ObjectStore | None,
     *,

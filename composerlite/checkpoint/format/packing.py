@@ -1,22 +1,143 @@
-"""Reading compressed checkpoints and those in archives: the ``.pt`` file inside, in a temporary file without a name."""
+"""How a checkpoint's bytes are laid out in a file, chosen by the end of its name.
+
+============================================== ========================================================================
+``.pt`` and endings of no known kind           the file that ``torch.load`` opens
+``.tar .tar.gz .tgz .tar.bz2 .tar.lzma``       an archive that holds it as ``composer_states.pt``
+``.pt.gz .pt.bz2 .pt.xz .pt.lzma``             the file, compressed
+``.pt.lz4 .pt.zst .pt.lzo``
+============================================== ========================================================================
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, final
 
-from composerlite.checkpoint.format.packing.archive import is_tar_header, tar_member
-from composerlite.checkpoint.format.packing.compression import codec_of
+from composerlite.checkpoint.format.archive import STATES, TarSink, is_tar_header, tar_bytes, tar_member
+from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, Compressor, PackedSink, codec_of
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
+from composerlite.storage import RING_BYTES, HostMemory, Sink, StreamWriter
 
-__all__ = ["is_packed", "is_packed_beginning", "uncompressed", "unpacked"]
+__all__ = ["Format", "format_of", "is_packed", "is_packed_beginning", "is_tar", "uncompressed", "unpacked"]
 
+# '.tar.lzma' holds xz: that is what Composer writes under the name, and every reader of archives looks at the content.
+_ARCHIVES = {".tar": None, ".tar.gz": "gz", ".tgz": "gz", ".tar.bz2": "bz2", ".tar.lzma": "xz"}
+_OTHER_KINDS = re.compile(
+    r"(?:\.(?:pt|tar)\.[^./]+|\.(?:zip|7z|rar|gz|bz2?|xz|lzma|lz4?|zst|lzo|br|z|tbz2?|txz|tlz|tzst|safetensors))$"
+)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a checkpoint's bytes are laid out in a file.
+
+    Attributes:
+        suffix: of its files; empty for those of no known kind.
+        compressor: the codec, if there is one.
+        archive: whether the file is a tar archive, inside the compression.
+    """
+
+    suffix: str
+    compressor: Compressor | None = None
+    archive: bool = False
+
+    def check(self) -> None:
+        """Raise an error unless files can be written here.
+
+        Raises:
+            ConfigError: what compresses them is not installed. The message says how to get it.
+        """
+        if self.compressor is not None:
+            self.compressor.check_exists()
+
+    def open_sink(
+        self,
+        path: Path,
+        size_bytes: int,
+        *,
+        memory: HostMemory | None = None,
+        ring_bytes: int = RING_BYTES,
+        may_grow: bool = False,
+    ) -> Sink:
+        """What takes the bytes of a ``.pt`` file and writes ``path``.
+
+        Args:
+            path: an existing file, empty.
+            size_bytes: of the ``.pt`` file to come, exactly.
+            memory: where the bytes are already, at their offsets in the ``.pt`` file.
+            ring_bytes: memory to write with where they are not.
+            may_grow: take more rather than wait for the disk; of no effect where the file is compressed.
+
+        Raises:
+            ConfigError: see :meth:`check`.
+            OSError: no space, which is known at once where the file is not compressed.
+        """
+        if self.archive:
+            return self.open_archive(path, [(STATES, size_bytes)], ring_bytes=ring_bytes, may_grow=may_grow)
+        if self.compressor is None:
+            return StreamWriter(path, size_bytes, memory=memory, ring_bytes=ring_bytes, may_grow=may_grow)
+        return PackedSink(path, self.compressor.encoder(size_bytes), most_bytes=size_bytes)
+
+    def open_archive(
+        self, path: Path, members: Sequence[tuple[str, int]], *, ring_bytes: int = RING_BYTES, may_grow: bool = False
+    ) -> Sink:
+        """What takes the bytes of several files, one after the other, and writes the archive ``path``.
+
+        Args:
+            path: an existing file, empty.
+            members: names and sizes of the files.
+            ring_bytes: memory to write with.
+            may_grow: as :meth:`open_sink`.
+
+        Raises:
+            ConfigError, OSError: as :meth:`open_sink`.
+        """
+        size_bytes = tar_bytes(*(size for _, size in members))
+        if self.compressor is None:
+            return TarSink(StreamWriter(path, size_bytes, ring_bytes=ring_bytes, may_grow=may_grow), members)
+        return TarSink(PackedSink(path, self.compressor.encoder(size_bytes), most_bytes=size_bytes), members)
+
+
+def is_tar(name: str | Path) -> bool:
+    """Whether the name is that of an archive."""
+    return str(name).lower().endswith(tuple(_ARCHIVES))
+
+
+def format_of(name: str | Path) -> Format:
+    """The format of the file ``name``, which may be a template.
+
+    Raises:
+        ConfigError: its ending promises a format that is not written.
+    """
+    file_name = Path(name).name.lower()
+    known = {f".pt.{compressor.extension}": compressor for compressor in KNOWN_COMPRESSORS}
+    for suffix, compressor in known.items():
+        if file_name.endswith(suffix):
+            return Format(suffix, compressor)
+    for suffix, extension in _ARCHIVES.items():
+        if file_name.endswith(suffix):
+            return Format(suffix, None if extension is None else known[f".pt.{extension}"], archive=True)
+    if file_name.endswith(".pt"):
+        return Format(".pt")
+    if (other := _OTHER_KINDS.search(file_name)) is not None:
+        raise ConfigError(
+            f"{str(name)!r}: there is no format {other[0]!r} of checkpoints. Names end in .pt (or in nothing in "
+            f"particular), in {', '.join(_ARCHIVES)} for an archive, or in {', '.join(known)} for a compressed file."
+        )
+    return Format("")
+
+
+# ── reading them ─────────────────────────────────────────────────────────────────────────────────────────────────────
+_TORCH_FILES = (b"PK", b"\x80")  # a .pt file is a zip archive, and an older one begins with a pickle
 _PIECE_BYTES = 64 << 10
 _HEADER_BYTES = 512
 _MOST_BYTES = 1 << 20
@@ -38,7 +159,9 @@ def is_packed(path: Path) -> bool:
 
 def is_packed_beginning(beginning: bytes) -> bool:
     """Whether a file with these first 512 bytes, or all that it has, is compressed or an archive."""
-    return codec_of(beginning) is not None or _is_archive(beginning)
+    if beginning.startswith(_TORCH_FILES):
+        return False
+    return codec_of(beginning) is not None or is_tar_header(beginning)
 
 
 @contextlib.contextmanager
@@ -136,16 +259,12 @@ def _inner_bytes(packed: IO[bytes], limit: _Limit, progress: Callable[[int], obj
     """What is in the file, out of its compression and out of its archive."""
     with contextlib.closing(_decoded_bytes(packed, limit, progress)) as decoded:
         source = _Source(decoded)
-        if _is_archive(source.peek(_HEADER_BYTES)):
+        beginning = source.peek(_HEADER_BYTES)
+        if is_tar_header(beginning) and not beginning.startswith(_TORCH_FILES):
             yield from tar_member(source)
         else:
             while piece := source.take(_MOST_BYTES):
                 yield piece
-
-
-def _is_archive(beginning: bytes) -> bool:
-    # A .pt file begins with "PK"; an older one with a pickle.
-    return not beginning.startswith((b"PK", b"\x80")) and is_tar_header(beginning)
 
 
 def _scratch_folder(path: Path) -> Path:

@@ -1,37 +1,130 @@
-"""Files and checkpoints brought to a folder of one's own: from paths, addresses and object stores."""
+"""What the name of a checkpoint stands for: a file or the directory of a sharded one, on this machine or elsewhere.
+
+What is elsewhere and is one file is brought here.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 from composerlite import storage
 from composerlite.checkpoint.format.packing import is_packed, is_tar, unpacked
-from composerlite.checkpoint.load.progress import download_bar
 from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.directory import INDEX, CheckpointFolder, LocalFolder, RemoteFolder, folder_of
 from composerlite.checkpoint.place.remote import LINK_SUFFIX, RemoteCatalog
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
-from composerlite.storage import (
-    ObjectStore,
-    RetryPolicy,
-    StagedFile,
-    is_uri,
-    open_store,
-    parse_uri,
-    replace_symlink,
-)
+from composerlite.storage import ObjectStore, RetryPolicy, StagedFile, is_uri, open_store, parse_uri, replace_symlink
 
 if TYPE_CHECKING:
     from composerlite.storage import Transfer
 
-__all__ = ["download_checkpoint", "fetched", "followed", "get_file", "manifest_at", "resolved", "transferring"]
+__all__ = [
+    "Located",
+    "Progress",
+    "download_bar",
+    "download_checkpoint",
+    "fetched",
+    "followed",
+    "get_file",
+    "located",
+    "manifest_at",
+    "progress_of",
+    "resolved",
+    "transferring",
+]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where a checkpoint is.
+
+    Attributes:
+        name: as it was asked for.
+        is_directory: whether it is a sharded one.
+        path: of the file on this machine; ``None``: only rank 0 has it. Of the directory, if it is no URI.
+        uri: of the directory.
+        key: name of the directory in the object store that was given.
+    """
+
+    name: str
+    is_directory: bool = False
+    path: Path | None = None
+    uri: str = ""
+    key: str = ""
+
+    def folder(self, object_store: ObjectStore | None) -> CheckpointFolder:
+        """The directory, from this rank."""
+        if self.path is not None:
+            path = Path(os.path.realpath(self.path))
+            roots = (root for root in path.parents if (root / ".manifest" / f"{path.relative_to(root)}.json").is_file())
+            return LocalFolder(path, next(roots, None))
+        return RemoteFolder(object_store, self.key) if object_store is not None else folder_of(self.uri)
+
+
+@contextlib.contextmanager
+def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool) -> Generator[Located]:
+    """What ``name`` is, the same on every rank, for as long as the block lasts. Rank 0 looks.
+
+    A file that is elsewhere is downloaded, by rank 0. A directory is left where it is: each rank reads its part of it.
+
+    Args:
+        name: a path, a URI, or a name in ``object_store``.
+        object_store: the store that ``name`` is a name in.
+        progress_bar: show one on a terminal while a large file is downloaded.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing, and it is elsewhere. What is not on this machine is told when it is
+            read.
+        ConfigError, PermissionError, ObjectStoreError: see :func:`~composerlite.checkpoint.load.resolve.fetched`.
+    """
+    from composerlite import dist  # imports torch, which a listing does without
+
+    is_here = object_store is None and not is_uri(name)
+    with contextlib.ExitStack() as stack:
+        found: Located | None = None
+        with dist.get_group().all_or_none("looking for the checkpoint"):
+            if dist.get_global_rank() == 0:
+                found = _on_this_machine(name) if is_here else _elsewhere(stack, name, object_store, progress_bar)
+        told = dist.get_group().broadcast(found)
+        assert told is not None
+        if not is_here and not told.is_directory and dist.get_global_rank() != 0:
+            told = dataclasses.replace(told, path=None)
+        yield told
+
+
+def _on_this_machine(name: str) -> Located:
+    path = resolved(Path(parse_uri(name)[2]))
+    return Located(name, is_directory=(path / INDEX).is_file(), path=path)
+
+
+def _elsewhere(stack: contextlib.ExitStack, name: str, object_store: ObjectStore | None, progress_bar: bool) -> Located:
+    try:
+        return Located(name, path=stack.enter_context(fetched(name, object_store, progress_bar=progress_bar)))
+    except CheckpointNotFoundError:
+        if object_store is None and parse_uri(name)[0] in ("http", "https"):
+            raise
+        with transferring(name, object_store) as (transfer, wanted):
+            key = followed(transfer, wanted).rstrip("/")
+            if not transfer.exists(f"{key}/{INDEX}"):
+                raise
+            return Located(name, is_directory=True, uri=transfer.store.get_uri(key), key=key)
+
 
 _PLAIN_NAME, _ARCHIVED_NAME = "rank0_checkpoint", "composer_states.pt"
+_LARGE_BYTES = 1 << 28
+Progress = Callable[[int], object]
+"""Is told of each so many bytes."""
 _MOST_LINKS, _MOST_LINK_BYTES = 8, 4096
 
 
@@ -249,3 +342,43 @@ def _download_url(url: str, target: Path, progress_bar: bool) -> None:
             RetryPolicy().run(lambda: storage.download_url(url, target, tell), f"downloading {url}")
     except FileNotFoundError as e:
         raise CheckpointNotFoundError(str(e)) from e
+
+
+# ── progress bars ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def progress_of(what: str, total_bytes: int, wanted: bool) -> Generator[Progress]:
+    """A bar for ``total_bytes``, on a terminal and where it takes long enough to be seen; only if it is ``wanted``."""
+    if not wanted or total_bytes < _LARGE_BYTES or not sys.stderr.isatty():
+        yield int
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total_bytes)
+        yield lambda done: bar.advance(task, done)
+
+
+@contextlib.contextmanager
+def download_bar(wanted: bool) -> Generator[Callable[[int, int], object]]:
+    """What is to be told how many bytes of how many are there: it shows a bar as :func:`progress_of` does."""
+    if not wanted or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with contextlib.ExitStack() as stack:
+        bars: list[Bar] = []
+
+        def tell(done: int, total: int) -> None:
+            if total < _LARGE_BYTES:
+                return
+            if not bars:
+                bars.append(stack.enter_context(Bar(console=Console(stderr=True), transient=True)))
+                bars[0].add_task("downloading a checkpoint", total=total)
+            bars[0].update(bars[0].task_ids[0], completed=done, total=total)
+
+        yield tell

@@ -7,48 +7,29 @@ does the same in its own way.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from composerlite.checkpoint.format.deepspeed import RankFiles
-from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from composerlite import dist
+from composerlite.checkpoint.deepspeed.archives import RankFiles, find_archives, model_states, the_file
+from composerlite.checkpoint.load.reader import readable
+from composerlite.checkpoint.save.plain_files import file_writer
+from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
+from composerlite.storage import is_uri, make_folder, parse_uri
 from composerlite.types import StateDict
 
-__all__ = ["merged_weights", "model_file", "model_states", "number_of_ranks", "untrained"]
+__all__ = ["merged_weights", "unshard_zero", "untrained"]
+
+log = logging.getLogger(__name__)
 
 _MODEL, _OPTIMIZER = "model_states.pt", "optim_states.pt"
-
-
-def model_states(
-    archive: RankFiles, *, prune: Callable[[StateDict], StateDict] = lambda contents: contents
-) -> StateDict:
-    """What the rank says of the model; ``prune`` chooses what is read.
-
-    Raises:
-        IncompatibleCheckpointError: there is not one such file.
-    """
-    return archive.contents(_the_file(archive, _MODEL), prune=prune)
-
-
-def model_file(archive: RankFiles) -> str:
-    """The file in which the rank has what it says of the model.
-
-    Raises:
-        IncompatibleCheckpointError: there is not one such file.
-    """
-    return _the_file(archive, _MODEL)
-
-
-def number_of_ranks(archive: RankFiles) -> int:
-    """How many ranks have saved the checkpoint of which ``archive`` is that of the first."""
-    ranks = model_states(archive, prune=lambda contents: {"ranks": contents.get("dp_world_size")})["ranks"]
-    if not isinstance(ranks, int) or ranks < 1:
-        raise CorruptCheckpointError("it does not say how many ranks have saved it")
-    return ranks
 
 
 def merged_weights(archives: Sequence[RankFiles]) -> dict[str, Tensor]:
@@ -92,9 +73,9 @@ class _Piece(NamedTuple):
 
 
 def _piece(archive: RankFiles) -> _Piece:
-    names = [name for name in archive.names if name.endswith(_MODEL)]
-    model = model_states(archive, prune=_of_the_model) if names else {}
-    optimizer = archive.contents(_the_file(archive, _OPTIMIZER), prune=_of_the_optimizer)
+    has_model = any(name.endswith(_MODEL) for name in archive.names)
+    model = model_states(archive, prune=_of_the_model) if has_model else {}
+    optimizer = archive.contents(the_file(archive, _OPTIMIZER), prune=_of_the_optimizer)
     return _Piece(model, optimizer["stage"], optimizer["groups"], optimizer["paddings"])
 
 
@@ -109,16 +90,6 @@ def _of_the_optimizer(contents: StateDict) -> StateDict:
     stage = int(getattr(stage, "value", None) or (stage.arguments[0] if hasattr(stage, "arguments") else stage))
     groups: Any = state["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
     return {"stage": stage, "groups": groups, "paddings": state.get("param_alignment_paddings")}
-
-
-def _the_file(archive: RankFiles, end: str) -> str:
-    found = [name for name in archive.names if name.endswith(end)]
-    if len(found) != 1:
-        raise IncompatibleCheckpointError(
-            f"checkpoint {str(archive.path)!r} has {len(found)} files *{end}; want one. Those of models with experts, "
-            "or with layers split over ranks, are not understood: use DeepSpeed's own tools."
-        )
-    return found[0]
 
 
 def _merged(pieces: Sequence[_Piece]) -> dict[str, Tensor]:
@@ -183,3 +154,55 @@ def _frozen(pieces: Sequence[_Piece]) -> dict[str, Tensor]:
         parts = [fragments[name].flatten() for fragments in (having if pieces[0].stage == 3 else having[:1])]
         found[name] = _part(torch.cat(parts), 0, size, name).view(tuple(shape)).float()
     return found
+
+
+# ── as one file ──────────────────────────────────────────────────────────────────────────────────────────────────────
+_SAFETENSORS = ".safetensors"
+
+
+def unshard_zero(
+    path: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    use_safetensors: bool | None = None,
+    save_overwrite: bool = False,
+    quiet: bool = False,
+) -> Path:
+    """Write the weights that the ranks of DeepSpeed saved to one file: the model's state dict, parameters in fp32.
+
+    DeepSpeed need not be installed. All weights are in memory at once, twice for a moment.
+
+    Args:
+        path: path or URI of the archive of rank 0, or of a link to it; where it has no manifest, as those of Composer,
+            with ``{rank}`` in the name.
+        target: the file.
+        use_safetensors: write a safetensors file; ``None``: if ``target`` ends with ``.safetensors``.
+        save_overwrite: replace what is there.
+        quiet: do not log what is written.
+
+    Returns:
+        The file.
+
+    Raises:
+        CheckpointExistsError: a FileExistsError: ``target`` is there, and ``save_overwrite`` is false.
+        ConfigError: ``target`` is a URI; safetensors is not installed; the archives of other ranks are not known.
+        RuntimeError: there are several ranks.
+        CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError, UntrustedCheckpointError: as
+            :func:`load_checkpoint`.
+    """
+    if dist.get_world_size() > 1:
+        raise RuntimeError("unshard_zero works in one process: call it where there are no other ranks.")
+    if is_uri(os.fspath(target)):
+        raise ConfigError(f"target={os.fspath(target)!r}: want a file of this machine; upload it then.")
+    file = Path(parse_uri(os.fspath(target))[2])
+    write = file_writer(use_safetensors=file.suffix == _SAFETENSORS if use_safetensors is None else use_safetensors)
+    if file.exists() and not save_overwrite:
+        raise CheckpointExistsError(f"{str(file)!r} exists: give another name, or save_overwrite=True.")
+    archives = find_archives(os.fspath(path), "", None, argument="path")
+    with archives.all_opened(None) as every, readable(Path(archives.names[0])):
+        weights = merged_weights(every)
+    make_folder(file.parent)
+    write(file, weights)
+    if not quiet:
+        log.info("wrote %s", file)
+    return file

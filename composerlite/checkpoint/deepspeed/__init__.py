@@ -1,0 +1,1 @@
+"""Checkpoints of DeepSpeed: an archive for each rank, read in place, loaded into a run, or made one file of weights."""

@@ -1,0 +1,367 @@
+"""Loading sharded checkpoints: directories that plain ``torch.distributed.checkpoint`` (DCP) reads and writes.
+
+Of each tensor a rank reads what it needs, and where it belongs. What ranks tell each other goes through
+:class:`composerlite.dist.Group`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from composerlite import dist
+from composerlite.checkpoint.format.sharded_index import filled, inner_tensors, key_path, leaves, nested, tensor_at
+from composerlite.checkpoint.format.torch_file import is_dense
+from composerlite.checkpoint.format.torch_reader import item_contents
+from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, safe_contents
+from composerlite.checkpoint.load.sharing import Elsewhere, Told, Wishes
+from composerlite.checkpoint.place.directory import CheckpointFolder
+from composerlite.checkpoint.record.contents import Restoring, half_loaded
+from composerlite.dist import Group, SingleProcess, empty_shard_like, exchange, group_of
+from composerlite.errors import CheckpointError, IncompatibleCheckpointError, RankError
+from composerlite.types import StateDict, items_of, with_items
+
+__all__ = [
+    "BytesStorageMetadata",
+    "Metadata",
+    "RemoteFileSystemReader",
+    "TensorStorageMetadata",
+    "as_in_a_file",
+    "flat",
+    "key_path",
+    "load",
+    "load_directory",
+    "load_flat",
+    "load_leaves",
+    "model_state",
+    "optimizer_state",
+    "read_whole",
+    "set_model_state",
+    "set_optimizer_state",
+]
+
+log = logging.getLogger(__name__)
+
+
+def load_directory(folder: CheckpointFolder, restoring: Restoring) -> list[dict[str, Any]] | None:
+    """Restore a state from the directory ``folder``, on every rank; the states of the random generators, if any.
+
+    What it holds is compared with the state before a tensor is read. Tensors are then read in place.
+
+    Raises:
+        CheckpointError: as :func:`composerlite.checkpoint.load_checkpoint`, on every rank.
+    """
+
+    def read(reader: RemoteFileSystemReader) -> Any:
+        with Elsewhere(folder, reader, restoring.source) as elsewhere:
+            return _read_state(reader, elsewhere, restoring)
+
+    with RemoteFileSystemReader(folder) as reader:
+        wanted = read_whole(reader, dist.get_group(), read)
+    with dist.get_group().all_or_none("restoring the run"):
+        return restoring.load(wanted)
+
+
+def _read_state(reader: RemoteFileSystemReader, elsewhere: Elsewhere, restoring: Restoring) -> Any:
+    """What is to be restored, with its tensors, those that can in the live ones."""
+    with dist.get_group().all_or_none(f"reading the index of {restoring.source}"):
+        metadata = reader.read_metadata()
+    values = _plain_values(reader, elsewhere, restoring.source)
+    tensors = _unread_tensors(metadata)
+    with dist.get_group().all_or_none("comparing the checkpoint with the run"):
+        held = nested(metadata, "", list(metadata.state_dict_metadata), {**values, **tensors})
+        wanted = restoring.wanted(_as_of_a_run(held, restoring))
+        live = restoring.places(wanted)
+    key_of = {id(tensor): key for key, tensor in tensors.items()}
+    targets: dict[str, Tensor] = {}
+    wanted = _with_targets(wanted, live, key_of, targets, set())
+    _read(reader, elsewhere, targets)
+    return wanted
+
+
+def _read(reader: RemoteFileSystemReader, elsewhere: Elsewhere, targets: dict[str, Tensor]) -> None:
+    """Fill ``targets``, on every rank. What several ranks want of the files that they see one of them reads."""
+    elsewhere.bring_tensors(targets)
+    with half_loaded(bool(targets)):
+        load_leaves(reader, targets, group=dist.get_group())
+
+
+def _plain_values(reader: RemoteFileSystemReader, elsewhere: Elsewhere, source: str) -> dict[str, Any]:
+    """What is no tensor, read by rank 0."""
+    stored = reader.read_metadata().state_dict_metadata
+    keys = [key for key, kind in stored.items() if not isinstance(kind, TensorStorageMetadata)]
+    if dist.get_world_size() == 1:
+        return load_flat(reader, keys)
+    elsewhere.bring_values(keys)
+
+    def packed() -> bytes:
+        buffer = io.BytesIO()
+        torch.save(load_flat(reader, keys), buffer)
+        return buffer.getvalue()
+
+    return item_contents(dist.get_group().from_first(f"reading the small parts of {source}", packed))
+
+
+def _unread_tensors(metadata: Metadata) -> dict[str, Tensor]:
+    """A tensor without memory for each that is stored."""
+    return {
+        key: torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+        for key, stored in metadata.state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
+    }
+
+
+def _as_of_a_run(held: Any, restoring: Restoring) -> Any:
+    """The contents of a checkpoint of a run; those of a model and its optimizer have another form there."""
+    if not isinstance(held, dict):
+        return held
+    contents = cast("StateDict", held)
+    if "state" not in contents and isinstance(contents.get("model"), dict):
+        contents = _of_model_and_optimizer(contents, restoring)
+    return as_in_a_file(contents)
+
+
+def as_in_a_file(contents: StateDict) -> StateDict:
+    """The contents of a directory of a run as a file has them: with what is empty, and a list of generators."""
+    generators = contents.get("rng")
+    by_rank = cast("StateDict", generators) if isinstance(generators, dict) else {}
+    if by_rank and all(key.isdecimal() for key in by_rank):  # each rank saves its own, under its number
+        contents = {**contents, "rng": [by_rank[key] for key in sorted(by_rank, key=int)]}
+    state = contents.get("state")
+    if isinstance(state, dict):
+        for optimizer in cast("StateDict", state).get("optimizers", {}).values():
+            if isinstance(optimizer, dict):
+                cast("StateDict", optimizer).setdefault("state", {})
+        if isinstance(state.get("dataset_state"), dict):  # pyright: ignore[reportUnknownMemberType]
+            state["dataset_state"] = {"train": None, "eval": {}, **state["dataset_state"]}
+    return contents
+
+
+def _of_model_and_optimizer(held: StateDict, restoring: Restoring) -> StateDict:
+    """What ``save_model_and_optim_state`` and OLMo-core save: nothing but weights and the state of one optimizer."""
+    state: StateDict = {"model": held["model"]}
+    optimizers = restoring.state.optimizers
+    saved = held.get("optim")
+    if isinstance(saved, dict) and optimizers:
+        if not isinstance(saved.get("param_groups"), list):  # pyright: ignore[reportUnknownMemberType]
+            raise IncompatibleCheckpointError(
+                f"{restoring.source} has the settings of its optimizer by parameter, not by group: load it with "
+                "composerlite.checkpoint.load_model_and_optim_state, or its model alone with load_weights_only=True."
+            )
+        state["optimizers"] = {type(optimizers[0]).__qualname__: saved}
+    log.warning("%s holds a model and its optimizer only: time, data and callbacks start afresh", restoring.source)
+    return {"state": state}
+
+
+def _with_targets(wanted: Any, live: Any, key_of: dict[int, str], targets: dict[str, Tensor], taken: set[int]) -> Any:
+    """``wanted`` with a tensor to be filled for each unread one: the live one where it is of the same form."""
+    if isinstance(wanted, Tensor) and id(wanted) in key_of:
+        target = _live_or_new(wanted, live, taken)
+        targets[key_of[id(wanted)]] = target
+        return target
+    lives = dict(items_of(live))
+    return with_items(wanted, lambda key, value: _with_targets(value, lives.get(key), key_of, targets, taken))
+
+
+def _live_or_new(unread: Tensor, live: Any, taken: set[int]) -> Tensor:
+    """Where to read a tensor to. No two are read to the same memory: what is loaded last counts there."""
+    if not isinstance(live, Tensor) or is_lazy(live) or live.shape != unread.shape or live.is_meta:
+        return torch.empty(unread.shape, dtype=unread.dtype)
+    local = dist.local_shard(live).local
+    address = local.data_ptr() if local.numel() else 0
+    if live.dtype is unread.dtype and is_dense(local) and address not in taken:
+        taken |= {address} - {0}
+        return live
+    if dist.is_distributed_tensor(live):
+        return dist.empty_shard_like(live, unread.dtype)
+    return torch.empty(unread.shape, dtype=unread.dtype)
+
+
+T = TypeVar("T")
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+_ATTEMPTS = 20
+_PAUSE_SECONDS = 0.02
+
+
+# ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def read_whole(reader: RemoteFileSystemReader, group: Group, read: Callable[[RemoteFileSystemReader], T]) -> T:
+    """What ``read`` makes of one checkpoint, the same on all ranks: the old one or the new one, if it is replaced.
+
+    Every rank calls it. ``read`` may be called several times, and fails on all ranks if it does on one.
+    """
+    for attempt in range(_ATTEMPTS):
+        is_last = attempt == _ATTEMPTS - 1
+        try:
+            if group.all_reduce("version", reader.version, lambda versions: len(set(versions)) == 1) or is_last:
+                return read(reader)
+        except (CheckpointError, RankError, FileNotFoundError) as e:
+            if is_last or (isinstance(e, RankError) and not e.everywhere):
+                raise
+            if not group.all_reduce("what is there now", reader.was_replaced, any):
+                raise
+        log.info("%s was replaced while it was read: it is read again", reader.uri)
+        reader.reset()
+        time.sleep(_PAUSE_SECONDS * attempt)
+    raise AssertionError("unreachable")
+
+
+def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | None = None) -> None:
+    """Fill ``state``, of nested dicts, in place: tensors are filled, values replaced. See :func:`load_leaves`.
+
+    Sparse and quantized tensors, and those of classes of their own, are replaced by others of their kind.
+    """
+    found = leaves(state, as_dcp=True, to_save=False)
+    metadata = reader.read_metadata()
+    inner: dict[str, dict[tuple[str, ...], str]] = {}
+    wanted = {key: None if isinstance(v, Tensor) and not is_dense(v) else v for key, v in found.values.items()}
+    for owner, key, steps in inner_tensors(metadata, list(found.values)):
+        inner.setdefault(owner, {})[steps] = key
+        wanted[key] = _target(metadata.state_dict_metadata[key], tensor_at(found.values[owner], steps))
+    load_leaves(reader, wanted, group=group or group_of())
+    for key, place in found.places.items():
+        value = wanted[key]
+        if key in inner:
+            value = filled(value, {steps: wanted[name] for steps, name in inner[key].items()})
+        if isinstance(found.values[key], Tensor) and wanted.get(key) is not found.values[key]:
+            _check_kind(key, found.values[key], value, reader.uri)
+            if found.values[key].layout in _COMPRESSED:
+                found.values[key].resize_as_sparse_(value)  # into one with fewer numbers none could be copied
+        if value is not found.values[key]:
+            _set_element(state, place, value)
+
+
+def _check_kind(key: str, own: Tensor, loaded: Any, uri: str) -> None:
+    """See that ``loaded`` can take the place of ``own``, which is none that could be filled."""
+
+    def kind(tensor: Any) -> Any:
+        return type(tensor).__name__, tensor.layout, tensor.dtype, tuple(tensor.shape)
+
+    if not isinstance(loaded, Tensor) or kind(own) != kind(loaded):
+        has = kind(loaded) if isinstance(loaded, Tensor) else type(loaded).__name__
+        raise IncompatibleCheckpointError(f"checkpoint {uri!r} has {has} for {key!r}, and here is {kind(own)}.")
+
+
+def _target(stored: Any, live: Tensor | None) -> Tensor:
+    """Where to read what is ``stored`` for the place that has ``live`` now."""
+    dtype = stored.properties.dtype
+    if live is None or live.shape != stored.size:
+        return torch.empty(stored.size, dtype=dtype)
+    return live if live.dtype is dtype else empty_shard_like(live, dtype)
+
+
+def load_leaves(reader: RemoteFileSystemReader, state: StateDict, *, group: Group) -> None:
+    """Fill ``state`` in place. What it has must be in the checkpoint, in the same shape.
+
+    What several ranks want one of them reads, and sends it to the others. With a group of one's own each reads all.
+
+    Args:
+        reader: of the checkpoint.
+        state: tensors to be filled, and values to be replaced, by the keys of the index.
+        group: the ranks that load together.
+    """
+    planner = _LoadPlanner(reader.uri)
+
+    def plan() -> LoadPlan:
+        metadata = reader.read_metadata()
+        planner.set_up_planner(state, metadata, group.is_first)
+        return planner.create_local_plan()
+
+    def read(plan: LoadPlan) -> None:
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+
+    if not group.exchanges:
+        own = group.agree("planning a load", plan)
+        group.agree("reading a sharded checkpoint", lambda: read(own))
+        return
+    wishes: list[Wishes] = []
+
+    def wish() -> Told:
+        wishes.append(Wishes(plan(), planner, reader.place))
+        return wishes[0].told
+
+    told = group.all_reduce("planning a load", wish, list)
+    own, transfers = wishes[0].divided(group, told)
+    group.agree("reading a sharded checkpoint", lambda: read(own))
+    exchange(f"checkpoint {reader.uri!r}", transfers)
+
+
+def load_flat(reader: RemoteFileSystemReader, keys: Iterable[str]) -> dict[str, Any]:
+    """The values of ``keys`` of the index, whole, in this process alone."""
+    metadata = reader.read_metadata()
+    state: dict[str, Any] = {}
+    for key in keys:
+        stored = metadata.state_dict_metadata[key]
+        is_tensor = isinstance(stored, TensorStorageMetadata)
+        state[key] = torch.empty(stored.size, dtype=stored.properties.dtype) if is_tensor else None
+    if state:
+        load_leaves(reader, state, group=SingleProcess())
+    return state
+
+
+@final
+class _LoadPlanner(DefaultLoadPlanner):
+    """DCP's own planner, but that values which are no tensors are read without running what they name."""
+
+    def __init__(self, uri: str) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._uri = uri
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        contents = safe_contents(value.getvalue(), read_item.dest_index.fqn, self._uri)
+        self.original_state_dict[read_item.dest_index.fqn] = contents
+
+
+def _set_element(root: Any, path: Sequence[Any], value: Any) -> None:
+    for part in path[:-1]:
+        root = root[part]
+    root[path[-1]] = value
+
+
+def flat(state: StateDict) -> dict[str, Any]:
+    """``state`` without dicts in it, with the keys that it has in an index."""
+    return leaves(state, as_dcp=True, to_save=False).values
+
+
+# ── models and optimizers ────────────────────────────────────────────────────────────────────────────────────────────
+def _options(*, flatten: bool = False, strict: bool = True) -> StateDictOptions:
+    return StateDictOptions(cpu_offload=True, flatten_optimizer_state_dict=flatten, strict=strict)
+
+
+def model_state(model: nn.Module) -> StateDict:
+    """The state of ``model``, sharded as it is, in this machine's memory."""
+    return get_model_state_dict(model, options=_options())
+
+
+def optimizer_state(model: nn.Module, optim: Optimizer, *, flatten: bool) -> StateDict:
+    """The state of ``optim`` by the names of the parameters. An optimizer that has none gets one, of zeros."""
+    return get_optimizer_state_dict(model, optim, options=_options(flatten=flatten))
+
+
+def set_model_state(model: nn.Module, state: StateDict, *, strict: bool) -> None:
+    """Give ``model`` the state."""
+    set_model_state_dict(model, state, options=_options(strict=strict))
+
+
+def set_optimizer_state(model: nn.Module, optim: Optimizer, state: StateDict, *, flatten: bool, strict: bool) -> None:
+    """Give ``optim`` the state."""
+    set_optimizer_state_dict(model, optim, state, options=_options(flatten=flatten, strict=strict))

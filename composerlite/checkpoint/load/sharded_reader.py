@@ -1,0 +1,635 @@
+"""Reading files of a sharded checkpoint: only the bytes that are wanted, near ones together, straight into place."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import io
+import logging
+import math
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from composerlite.checkpoint.format.sharded_index import read_index, untrusted
+from composerlite.checkpoint.format.torch_reader import (
+    ByteSource,
+    ItemBytes,
+    Piece,
+    StoredTensor,
+    item_contents,
+    predicted,
+    runs_of,
+    stored_tensor,
+)
+from composerlite.checkpoint.load.reader import validate
+from composerlite.checkpoint.place.directory import INDEX, LocalFolder, PathOrUri, RemoteFolder, folder_of
+from composerlite.checkpoint.place.turns import turn_at
+from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.trust.trusted import RefusedError
+from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from composerlite.storage import FileDigest, Helpers, ObjectStore, make_folder, number_of
+
+__all__ = [
+    "Box",
+    "DistCPObjectStoreReader",
+    "FileSystemReaderWithValidation",
+    "Item",
+    "RemoteFileSystemReader",
+    "read_items",
+    "safe_contents",
+]
+
+log = logging.getLogger(__name__)
+
+
+def safe_contents(data: bytes, key: str, uri: str) -> Any:
+    try:
+        return item_contents(data)
+    except RefusedError as e:
+        raise untrusted(uri, key, e) from e
+    except CorruptCheckpointError as e:
+        raise CorruptCheckpointError(f"checkpoint {uri!r}: {key!r} cannot be read: {e}") from e
+
+
+# ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+@final
+class RemoteFileSystemReader(StorageReader):
+    """Reads a sharded checkpoint for ``torch.distributed.checkpoint.load`` from a path or a URI.
+
+    What has a commit record is verified as it is read; of what has none a warning says so. Only the bytes that the plan
+    needs are read. What lies on this machine the function that ``CHECKPOINT_VALIDATION_FUNCTION``
+    names sees first.
+
+    Args:
+        path: of the checkpoint's directory.
+        thread_count: threads that read at the same time.
+        pre_download: first bring the files that are needed to this machine.
+        work_dir: where to; they stay there for the next time. ``None``: to a temporary folder.
+
+    Attributes:
+        bytes_read: of data files, so far.
+    """
+
+    def __init__(
+        self,
+        path: PathOrUri,
+        *,
+        thread_count: int | None = None,
+        pre_download: bool = False,
+        work_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self._threads = number_of(thread_count, min(8, (os.cpu_count() or 1) + 2))
+        self._folder = folder_of(path, threads=thread_count)
+        self._fetching = pre_download
+        self._work_dir = work_dir
+        self.bytes_read = 0
+        self._lock, self._fetch_lock = threading.Lock(), threading.Lock()
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._metadata: Metadata | None = None
+        self._manifest: Manifest | None = None
+        self._index_digest = ""
+
+    @property
+    def uri(self) -> str:
+        """Where the checkpoint is, for messages."""
+        return self._folder.uri
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The same, as DCP calls it."""
+        return self._folder.uri
+
+    @property
+    def place(self) -> str:
+        """The same on all ranks that read the same files; another where nodes have one directory each."""
+        node = None if self._manifest is None else self._manifest.node
+        return f"{self._index_digest} on {node}: {self._folder.identity()}"
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin again, with another checkpoint if one is given."""
+        if checkpoint_id is not None:
+            self._folder.close()
+            self._folder = folder_of(checkpoint_id, threads=self._threads)
+        self._forget()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index, read once.
+
+        Raises:
+            CheckpointNotFoundError: there is no sharded checkpoint.
+            CorruptCheckpointError: it is damaged.
+            UntrustedCheckpointError: it names what is not known to be safe.
+        """
+        if self._metadata is None:
+            if isinstance(self._folder, LocalFolder) and (index := self._folder.path / INDEX).is_file():
+                validate(index)
+            try:
+                data, self._manifest = self._folder.described()
+            except FileNotFoundError as e:
+                raise self._folder.missing() from e
+            self._index_digest = xxhash.xxh3_128_hexdigest(data)
+            if self._manifest is None:
+                log.warning("checkpoint %s has no manifest: it is loaded unverified", self.uri)
+            elif (digest := self._digest(INDEX)) is None or digest.xxh3_128 != self._index_digest:
+                raise CorruptCheckpointError(
+                    f"checkpoint {self.uri!r}: its {INDEX!r} is not the one that was saved. If another program has "
+                    f"saved here since, delete its manifest, '.manifest/{self._folder.name}.json' beside it."
+                )
+            self._metadata = read_index(data, self.uri)
+        return self._metadata
+
+    def version(self) -> str:
+        """What tells this checkpoint from another in its place. Raises as :meth:`read_metadata`."""
+        self.read_metadata()
+        return self._index_digest
+
+    def was_replaced(self) -> bool:
+        """Whether another checkpoint has come to its place since it was opened, or is about to."""
+        try:
+            if any(True for _ in self._folder.begun()):
+                return True
+            index = xxhash.xxh3_128_hexdigest(self._folder.index())
+            return index != self._index_digest or self._folder.manifest() != self._manifest
+        except (FileNotFoundError, CorruptCheckpointError):
+            return bool(self._index_digest)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing is needed: the index is this reader's own."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what ``plan`` wants and give it to ``planner``. Raises what :meth:`read_metadata` does."""
+        files = self._items(plan, planner)
+        with Helpers(max(1, min(len(files), self._threads)), name="checkpoint-load") as pool:
+            share = max(1, self._threads // max(1, len(files)))
+            for done in [
+                pool.submit(functools.partial(self._read_file, name, items, share)) for name, items in files.items()
+            ]:
+                done.result()
+        future: Future[None] = Future()
+        future.set_result(None)  # pyright: ignore[reportArgumentType]
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path or URI may be one."""
+        return True
+
+    def close(self) -> None:
+        """Let go of connections and temporary files; twice is fine."""
+        self._folder.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
+
+    def __enter__(self) -> RemoteFileSystemReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _items(self, plan: LoadPlan, planner: LoadPlanner) -> dict[str, list[Item]]:
+        """What is wanted of each file."""
+        metadata = self.read_metadata()
+        items: dict[MetadataIndex, Item] = {}
+        files: dict[str, list[Item]] = {}
+        for wanted in plan.items:
+            index = wanted.storage_index
+            item = items.get(index)
+            if item is None:
+                place = metadata.storage_data.get(index)
+                if place is None:
+                    raise CorruptCheckpointError(f"checkpoint {self.uri!r}: {index.fqn!r} has no data.")
+                if place.transform_descriptors:
+                    raise IncompatibleCheckpointError(
+                        f"checkpoint {self.uri!r}: {index.fqn!r} is stored with {list(place.transform_descriptors)}: "
+                        "only data that are stored as they are can be read. Read it with torch.distributed.checkpoint."
+                    )
+                item = items[index] = Item(index.fqn, place.offset, place.length)
+                files.setdefault(place.relative_path, []).append(item)
+            if wanted.type is LoadItemType.BYTE_IO:
+                item.take_bytes.append(self._taker(planner, wanted))
+            else:
+                stored = metadata.state_dict_metadata[index.fqn]
+                item.shape = _chunk_shape(stored, index)
+                item.dtype = stored.properties.dtype  # type: ignore[union-attr]
+                item.boxes.append(_Box(planner, wanted, self._lock))
+        return files
+
+    def _taker(self, planner: LoadPlanner, wanted: ReadItem) -> Callable[[bytes], object]:
+        def take(data: bytes) -> None:
+            safe_contents(data, wanted.storage_index.fqn, self.uri)  # DCP's own planner would run what it names
+            with self._lock:
+                planner.load_bytes(wanted, io.BytesIO(data))
+
+        return take
+
+    def _read_file(self, name: str, items: list[Item], threads: int) -> None:
+        digest = self._digest(name)
+        if self._manifest is not None and digest is None:
+            raise CorruptCheckpointError(f"checkpoint {self.uri!r}: its manifest does not have the file {name!r}.")
+        try:
+            with self._opened(name, digest, threads) as source:
+                read_items(source, items, ours=self._manifest is not None, progress=self._count)
+        except FileNotFoundError as e:
+            raise CorruptCheckpointError(f"checkpoint {self.uri!r}: its file {name!r} is gone.") from e
+        except RefusedError as e:
+            raise untrusted(self.uri, name, e) from e
+        except CorruptCheckpointError as e:
+            raise CorruptCheckpointError(f"checkpoint {self.uri!r}, file {name!r}: {e}") from e
+
+    def _opened(
+        self, name: str, digest: FileDigest | None, threads: int
+    ) -> contextlib.AbstractContextManager[ByteSource]:
+        if isinstance(self._folder, LocalFolder) and self._folder.has(name):  # else its node has seen to that
+            validate(self._folder.path / name)
+        if not self._fetching or isinstance(self._folder, LocalFolder):
+            return self._folder.opened(name, digest, threads=threads)
+        folder = self._cache()
+        path = folder / name
+        make_folder(path.parent)
+        with self._fetch_lock, turn_at(folder / ".lock"):  # other ranks of this machine want the same files
+            if not path.exists() or (digest is not None and path.stat().st_size != digest.size_bytes):
+                self._folder.fetch(name, digest, path)
+        validate(path)
+        return LocalFolder(folder).opened(name, digest, threads=threads)
+
+    def _cache(self) -> Path:
+        """A folder for the files of this checkpoint alone: those of another save, or place, have another."""
+        if self._work_dir is None:
+            self._temporary = self._temporary or tempfile.TemporaryDirectory(prefix="composerlite-")
+            return Path(self._temporary.name)
+        key = f"{self.uri}\0{self._index_digest}".encode()
+        return Path(self._work_dir) / f"sharded-{xxhash.xxh3_128_hexdigest(key)}"
+
+    def _digest(self, name: str) -> FileDigest | None:
+        if self._manifest is None:
+            return None
+        path = f"{self._folder.name}/{name}"
+        return next((record.digest for record in self._manifest.files if record.path == path), None)
+
+    def _count(self, size: int) -> None:
+        with self._lock:
+            self.bytes_read += size
+
+
+def _chunk_shape(stored: Any, index: MetadataIndex) -> tuple[int, ...]:
+    """The shape of the part of a tensor that is stored as ``index``."""
+    if index.index is not None and index.index < len(stored.chunks):
+        chunk = stored.chunks[index.index]
+        if index.offset is None or chunk.offsets == index.offset:
+            return tuple(chunk.sizes)
+    for chunk in stored.chunks:
+        if chunk.offsets == index.offset:
+            return tuple(chunk.sizes)
+    raise CorruptCheckpointError(f"{index.fqn!r} has no part at {index.offset}")
+
+
+@final
+class _Box:
+    """What one item of a plan wants of a stored tensor."""
+
+    def __init__(self, planner: LoadPlanner, wanted: ReadItem, lock: threading.Lock) -> None:
+        self._planner = planner
+        self._wanted = wanted
+        self._lock = lock
+        self.offsets: Sequence[int] = wanted.storage_offsets
+        self.lengths: Sequence[int] = wanted.lengths
+
+    def target(self) -> Tensor:
+        with self._lock:
+            target = self._planner.resolve_tensor(self._wanted).detach()
+        if tuple(target.shape) != tuple(self.lengths):
+            raise IncompatibleCheckpointError(
+                f"{self._wanted.dest_index.fqn!r}: {tuple(self.lengths)} is to go to {tuple(target.shape)}"
+            )
+        return target
+
+    def done(self, target: Tensor) -> None:
+        with self._lock:
+            self._planner.commit_tensor(self._wanted, target)
+
+
+class _WrappedReader(StorageReader):
+    """Does what the reader that it was made with does."""
+
+    def __init__(self, reader: RemoteFileSystemReader) -> None:
+        super().__init__()
+        self._reader = reader
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin again, with another checkpoint if one is given."""
+        self._reader.reset(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index, read once."""
+        return self._reader.read_metadata(*args, **kwargs)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing is needed: the index is this reader's own."""
+        self._reader.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return self._reader.prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return self._reader.prepare_global_plan(plans)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what ``plan`` wants and give it to ``planner``."""
+        return self._reader.read_data(plan, planner)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path or URI may be one."""
+        return RemoteFileSystemReader.validate_checkpoint_id(checkpoint_id)
+
+    def close(self) -> None:
+        """Let go of connections and temporary files; twice is fine."""
+        self._reader.close()
+
+
+@final
+class FileSystemReaderWithValidation(_WrappedReader):
+    """Reads a sharded checkpoint from a folder, verified by its commit record, if it has one.
+
+    Each file is first shown to the function that the environment variable ``CHECKPOINT_VALIDATION_FUNCTION`` names.
+
+    Args:
+        path: of the checkpoint's directory.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(RemoteFileSystemReader(path))
+
+
+@final
+class DistCPObjectStoreReader(_WrappedReader):
+    """Reads a sharded checkpoint from an object store; brings the files that this rank needs to this machine first.
+
+    The ranks of one machine bring each file once. Files stay, for this very checkpoint only.
+
+    Args:
+        source_path: the directory's name in the store.
+        destination_path: a folder of this machine for the files.
+        object_store: which stays open.
+        device_mesh: as Composer has it; not needed.
+    """
+
+    def __init__(
+        self, source_path: str, destination_path: str, object_store: ObjectStore, device_mesh: Any = None
+    ) -> None:
+        folder = RemoteFolder(object_store, source_path)
+        super().__init__(RemoteFileSystemReader(folder, pre_download=True, work_dir=destination_path))
+
+
+# ── items of one file ────────────────────────────────────────────────────────────────────────────────────────────────
+_SMALL_BYTES = 256 << 10
+"""An item up to this size is read as a whole."""
+_PROBE_BYTES = 4096
+_LEAST_RUN_BYTES = 64 << 10
+_BATCH_BYTES = 128 << 20
+
+
+class Box(Protocol):
+    """A part of a stored tensor, and where it goes."""
+
+    offsets: Sequence[int]
+    lengths: Sequence[int]
+
+    def target(self) -> Tensor:
+        """The tensor, of the shape of the box, that it goes to."""
+        ...
+
+    def done(self, target: Tensor) -> None:
+        """Is called when the target is filled."""
+        ...
+
+
+@dataclass
+class Item:
+    """What is wanted of one item of a file.
+
+    Attributes:
+        name: of it, for messages.
+        offset: where it begins in the file.
+        size_bytes: of it.
+        shape: of the tensor in it; ``None``: it holds something else.
+        dtype: of the tensor.
+        boxes: what is wanted of the tensor.
+        take_bytes: takes the bytes of what is no tensor.
+    """
+
+    name: str
+    offset: int
+    size_bytes: int
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    boxes: list[Box] = field(default_factory=list[Box])
+    take_bytes: list[Callable[[bytes], object]] = field(default_factory=list[Callable[[bytes], object]])
+
+
+def read_items(
+    source: ByteSource, items: Iterable[Item], *, ours: bool, progress: Callable[[int], object] = int
+) -> None:
+    """Read what is wanted of ``items`` of one file.
+
+    Args:
+        source: the file.
+        items: in any order.
+        ours: whether this package has written the file: then it is known where numbers lie before a byte is read.
+        progress: is told of each so many bytes read.
+
+    Raises:
+        CorruptCheckpointError: the bytes are not those that were saved, or no tensors of that shape.
+        RefusedError: an item names something that is not known to be safe.
+    """
+    for batch in _batches(sorted(items, key=lambda item: item.offset)):
+        readings = [_Reading(source, item, ours) for item in batch]
+        while readings:
+            pieces = [piece for reading in readings for piece in reading.wanted()]
+            if pieces:
+                source.read_into(pieces, progress)
+            readings = [reading for reading in readings if not reading.advance()]
+
+
+def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
+    """As many items at a time as the memory for them takes, which most large ones do not need."""
+    batch: list[Item] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += item.size_bytes
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+@final
+class _Part:
+    """A part of an item that is read to memory of our own."""
+
+    def __init__(self, start: int, size: int) -> None:
+        self.start = start
+        self.data = bytearray(size)
+
+    def piece(self, offset: int) -> Piece:
+        address = ctypes.addressof((ctypes.c_char * len(self.data)).from_buffer(self.data))
+        return offset + self.start, address, len(self.data)
+
+
+@final
+class _Reading:
+    """One item on its way: what is to be read next, until all is there.
+
+    An item of ours is read at once, its frame beside its numbers. A foreign one first shows its beginning and its end.
+    What does not hold what was expected, or is of a rarer kind, is read as a whole.
+    """
+
+    def __init__(self, source: ByteSource, item: Item, ours: bool) -> None:
+        self._source = source
+        self._item = item
+        self._whole = item.shape is None or item.size_bytes <= _SMALL_BYTES
+        self._frame: list[_Part] = []
+        self._expected: StoredTensor | None = None
+        self._filled: list[_Filled] = []
+        if self._whole:
+            self._frame = [_Part(0, item.size_bytes)]
+        elif ours and item.shape is not None and item.dtype is not None:
+            self._expect(*predicted(item.shape, item.dtype))
+        else:
+            self._frame = [_Part(0, _PROBE_BYTES), _Part(item.size_bytes - _PROBE_BYTES, _PROBE_BYTES)]
+
+    def _expect(self, stored: StoredTensor, end: int) -> None:
+        size = self._item.size_bytes
+        if not stored.start < end < size or size - end > _SMALL_BYTES:
+            self._whole, self._frame = True, [_Part(0, size)]
+            return
+        self._frame = [_Part(0, stored.start), _Part(end, size - end)]
+        self._fill(stored)
+
+    def _fill(self, stored: StoredTensor) -> None:
+        self._expected = stored
+        self._filled = [_Filled(box, stored) for box in self._item.boxes]
+
+    def wanted(self) -> Iterator[Piece]:
+        """What is to be read before :meth:`advance` is called."""
+        offset = self._item.offset
+        for part in self._frame:
+            yield part.piece(offset)
+        for filled in self._filled:
+            for start, address, size in filled.pieces():
+                yield offset + start, address, size
+
+    def advance(self) -> bool:
+        """Use what was read; whether that was all."""
+        if self._whole:
+            self._use_whole(self._frame[0].data)
+            return True
+        if self._frame:
+            parts = [(part.start, part.data) for part in self._frame]
+            found = stored_tensor(ItemBytes(self._source, self._item.offset, self._item.size_bytes, parts))
+            self._frame = []
+            if found is None or (found.shape, found.dtype) != (self._item.shape, self._item.dtype):
+                self._filled, self._whole, self._frame = [], True, [_Part(0, self._item.size_bytes)]
+                return False
+            if found != self._expected:
+                self._fill(found)
+                return False
+        for filled in self._filled:
+            filled.end()
+        return True
+
+    def _use_whole(self, data: bytearray) -> None:
+        for take in self._item.take_bytes:
+            take(bytes(data))
+        if not self._item.boxes:
+            return
+        contents: Any = item_contents(data)
+        if not isinstance(contents, Tensor) or tuple(contents.shape) != self._item.shape:
+            raise CorruptCheckpointError(f"{self._item.name!r} is not the tensor that the index says")
+        for box in self._item.boxes:
+            part = contents
+            for dim, (start, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
+                part = part.narrow(dim, start, length)
+            target = box.target()
+            target.copy_(part)
+            box.done(target)
+
+
+@final
+class _Filled:
+    """A box and the memory that its numbers are read to: the target's own where that can be."""
+
+    def __init__(self, box: Box, stored: StoredTensor) -> None:
+        self._box = box
+        self._stored = stored
+        self._target = box.target()
+        item_bytes = stored.dtype.itemsize
+        self._runs = list(runs_of(stored.shape, box.offsets, box.lengths))
+        count = sum(count for _, count in self._runs)
+        self._span = (self._runs[0][0], self._runs[-1][0] + self._runs[-1][1]) if self._runs else (0, 0)
+        short = len(self._runs) > 1 and self._runs[0][1] * item_bytes < _LEAST_RUN_BYTES
+        if short:  # it is quicker to read over what lies between
+            self._runs = [(self._span[0], self._span[1] - self._span[0])]
+        direct = not short and _takes_bytes(self._target, stored.dtype, count)
+        self._scratch = None if direct else torch.empty(sum(n for _, n in self._runs), dtype=stored.dtype)
+
+    def pieces(self) -> Iterator[Piece]:
+        item_bytes = self._stored.dtype.itemsize
+        address = (self._target if self._scratch is None else self._scratch).data_ptr()
+        for start, count in self._runs:
+            yield self._stored.start + start * item_bytes, address, count * item_bytes
+            address += count * item_bytes
+
+    def end(self) -> None:
+        if self._scratch is not None and self._runs:
+            lengths = list(self._box.lengths)
+            if math.prod(lengths) == self._scratch.numel():
+                box = self._scratch.view(lengths)
+            else:
+                strides = [math.prod(self._stored.shape[dim + 1 :]) for dim in range(len(lengths))]
+                box = self._scratch.as_strided(lengths, strides)
+            self._target.copy_(box)
+        self._box.done(self._target)
+
+
+def _takes_bytes(target: Tensor, dtype: torch.dtype, count: int) -> bool:
+    return (
+        type(target) is Tensor
+        and target.device.type == "cpu"
+        and target.dtype is dtype
+        and target.layout is torch.strided
+        and target.is_contiguous()
+        and target.numel() == count
+        and not (target.is_conj() or target.is_neg())
+    )
