@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, final
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from composerlite.algorithms.progress import has_passed, read_time, read_update_interval
-from composerlite.algorithms.weight_average import WeightAverage
-from composerlite.core import Algorithm, Event, Time, TimeUnit
+from composerlite.algorithms.weight_average import WeightAverage, is_due, read_update_interval, update_event
+from composerlite.core import Algorithm, Event, Time, read_time, span
 from composerlite.errors import ConfigError, checked_arguments
 
 if TYPE_CHECKING:
@@ -47,16 +46,13 @@ class EMA(Algorithm):
     ) -> None:
         self.ema_start = read_time("ema_start", ema_start)
         self.smoothing, self.update_interval = _smoothing_and_interval(half_life, smoothing, update_interval)
-        self._update_event = Event.BATCH_END if self.update_interval.unit is TimeUnit.BATCH else Event.EPOCH_END
         self._average = WeightAverage(get_ema_multi_avg_fn(self.smoothing))
 
     def match(self, event: Event, state: State) -> bool:
         """At updates; around evaluation; and when training starts, should an evaluation have broken off."""
         started = self._average.count > 0
-        if event is self._update_event:
-            if not started:
-                return has_passed(state, self.ema_start)
-            return state.timestamp.count(self.update_interval.unit) % self.update_interval.value == 0
+        if event is update_event(self.update_interval):
+            return is_due(self.update_interval, event, state) if started else span(self.ema_start, state).is_over
         return started and event in (Event.EVAL_START, Event.EVAL_END, Event.FIT_START)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from composerlite.algorithms.progress import has_passed, read_time, read_update_interval
-from composerlite.algorithms.weight_average import WeightAverage
-from composerlite.core import Algorithm, Event, Time, TimeUnit
+from composerlite.algorithms.weight_average import WeightAverage, is_due, read_update_interval
+from composerlite.core import Algorithm, Event, Time, read_time, span
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 
 if TYPE_CHECKING:
@@ -76,7 +75,6 @@ class SWA(Algorithm):
         self.anneal_strategy = _STRATEGIES[anneal_strategy]
         self.anneal_steps = anneal_steps
         self.swa_lr = swa_lr
-        self._update_event = Event.BATCH_END if self.update_interval.unit is TimeUnit.BATCH else Event.EPOCH_END
         self._average = WeightAverage(get_swa_multi_avg_fn())
         self._start_lrs: list[float] = []
         self._sampled_at = -1
@@ -85,20 +83,20 @@ class SWA(Algorithm):
     def match(self, event: Event, state: State) -> bool:
         """At the ends of batches, epochs and training from ``swa_start`` on; then at each batch to hold the weights."""
         if event is Event.AFTER_TRAIN_BATCH:
-            return self._completed and has_passed(state, self.swa_end)
+            return self._completed and span(self.swa_end, state).is_over
         if self._completed:
             return False
         if event is Event.FIT_END:
             return self._average.count > 0
-        return event in (Event.BATCH_END, Event.EPOCH_END) and has_passed(state, self.swa_start)
+        return event in (Event.BATCH_END, Event.EPOCH_END) and span(self.swa_start, state).is_over
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Sample the weights, put the average into the model, or hold the weights."""
         if event is Event.AFTER_TRAIN_BATCH:
             state.model.zero_grad(set_to_none=True)  # optimizers pass over parameters without a gradient
             return
-        ends = event is Event.FIT_END or state.training_is_over or has_passed(state, self.swa_end)
-        if ends or self._is_due(event, state):
+        ends = event is Event.FIT_END or state.training_is_over or span(self.swa_end, state).is_over
+        if ends or is_due(self.update_interval, event, state):
             self._sample(state)
         if ends:
             self._average.copy_to(state.model)
@@ -115,10 +113,6 @@ class SWA(Algorithm):
             self._start_lrs = [group["lr"] for group in _groups(state)]
         self._average.update(state.model)
         self._sampled_at = batch
-
-    def _is_due(self, event: Event, state: State) -> bool:
-        interval = self.update_interval
-        return event is self._update_event and state.timestamp.count(interval.unit) % interval.value == 0
 
     def _set_learning_rates(self, state: State) -> None:
         fraction = min(1.0, self._average.count / self.anneal_steps)

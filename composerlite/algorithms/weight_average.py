@@ -11,14 +11,36 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from composerlite import dist
-from composerlite.core import clean_name
-from composerlite.errors import IncompatibleCheckpointError
+from composerlite.core import Event, State, Time, TimeUnit, clean_name
+from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-__all__ = ["AverageFunction", "WeightAverage"]
+__all__ = ["AverageFunction", "WeightAverage", "is_due", "read_update_interval", "update_event"]
 
 AverageFunction: TypeAlias = "Callable[[Any, Any, int], None]"
 """Adds the second list of tensors to the first, which is an average of so many; see ``torch.optim.swa_utils``."""
+
+
+def read_update_interval(name: str, value: Time | str) -> Time:
+    """The argument ``name`` as a positive number of batches or epochs between two updates of an average.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    time = Time.from_input(value)
+    if time.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH) or time.value <= 0:
+        raise ConfigError(f"{name}={str(value)!r}: want batches or epochs, e.g. '10ba' or '1ep'.")
+    return time
+
+
+def update_event(interval: Time) -> Event:
+    """The event at which what happens every ``interval`` happens."""
+    return Event.BATCH_END if interval.unit is TimeUnit.BATCH else Event.EPOCH_END
+
+
+def is_due(interval: Time, event: Event, state: State) -> bool:
+    """Whether what happens every ``interval`` happens now."""
+    return event is update_event(interval) and state.timestamp.count(interval.unit) % interval.value == 0
 
 
 @final

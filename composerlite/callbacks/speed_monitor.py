@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final, runtime_checkable
 
-from composerlite.core import Callback, TimeUnit
+from composerlite.core import Callback, span
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 
 if TYPE_CHECKING:
@@ -205,10 +205,5 @@ class RuntimeEstimator(Callback):
 
 def _fraction_done(state: State) -> float:
     """How much of training is done, 0 to 1, to the batch where that can be told. Ask while training, not evaluating."""
-    end, now = state.max_duration, state.timestamp
-    if end is None or end.value == 0:
-        return 0.0
-    length = state.dataloader_len
-    if end.unit is TimeUnit.EPOCH and length is not None and length.value > 0:
-        return (int(now.epoch) + int(now.batch_in_epoch) / int(length)) / end.value
-    return now.count(end.unit) / end.value
+    end = state.max_duration
+    return 0.0 if end is None else span(end, state).fraction

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from composerlite.core.event import Event
 from composerlite.core.interval import AutoInterval, IntervalScheduler, SchedulePredicate, create_interval_scheduler
 from composerlite.core.parallelism import FSDPConfig, ParallelismConfig, TPConfig, ensure_parallelism
+from composerlite.core.progress import Span, read_time, span
 from composerlite.core.time import Time, TimeInput, Timestamp, TimeUnit, ensure_time
 from composerlite.on_demand import lazy_names
 from composerlite.types import JSON, Batch, CheckpointNews, CheckpointStep
@@ -74,6 +75,7 @@ __all__ = [
     "RunState",
     "SchedulePredicate",
     "Serializable",
+    "Span",
     "State",
     "TPConfig",
     "Time",
@@ -102,10 +104,12 @@ __all__ = [
     "lost_parameters",
     "metric_values",
     "move_to_device",
+    "read_time",
     "seed_all",
     "seed_context",
     "seed_of_rank",
     "seed_torch",
+    "span",
     "split_batch",
 ]
 

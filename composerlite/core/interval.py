@@ -7,10 +7,10 @@ import re
 import statistics
 from collections import deque
 from collections.abc import Callable
-from fractions import Fraction
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from composerlite.core.event import Event
+from composerlite.core.progress import Progress, span
 from composerlite.core.time import MICROSECONDS, Time, TimeInput, Timestamp, TimeUnit
 from composerlite.errors import ConfigError
 
@@ -26,25 +26,6 @@ _MARGIN = 0.9
 """The part of the budget that is planned with. The rest takes up what saves cost more than the typical one."""
 _SAVES = 5
 """How many of the last saves say what one costs."""
-
-
-class Progress(Protocol):
-    """What an interval asks of a :class:`State`."""
-
-    @property
-    def timestamp(self) -> Timestamp: ...
-
-    @property
-    def previous_timestamp(self) -> Timestamp | None: ...
-
-    @property
-    def max_duration(self) -> Time | None: ...
-
-    @property
-    def dataloader_len(self) -> Time | None: ...
-
-    @property
-    def training_is_over(self) -> bool: ...
 
 
 @final
@@ -86,33 +67,22 @@ class IntervalScheduler:
         return event in self._final_events and state.training_is_over
 
     def _crossed(self, state: Progress) -> bool:
-        previous = state.previous_timestamp
+        previous, now = state.previous_timestamp, state.timestamp
         if previous is None:
             return False
-        unit = self.interval.unit
+        unit, step = self.interval.unit, self.interval.value
         if unit is not TimeUnit.DURATION:
-            step = self.interval.value
-            return previous.count(unit) // step != state.timestamp.count(unit) // step
-        fraction, count = self._fraction_of_training(state)
-        return math.floor(count(previous) / fraction) != math.floor(count(state.timestamp) / fraction)
-
-    def _fraction_of_training(self, state: Progress) -> tuple[Fraction, Callable[[Timestamp], int | float]]:
-        """The interval in counts of ``max_duration``'s unit, and how to count. Exact: 0.1dur of 30 batches is 3."""
+            return previous.count(unit) // step != now.count(unit) // step
         end = state.max_duration
         if end is None:
             raise ConfigError(f"interval {self.interval}: a fraction of training needs max_duration.")
-        fraction = Fraction(str(self.interval.value))
-        if end.unit is not TimeUnit.EPOCH:
-            return fraction * Fraction(end.value), lambda timestamp: timestamp.count(end.unit)
-        length = state.dataloader_len
-        if length is None:
+        if end.unit is TimeUnit.EPOCH and state.dataloader_len is None:
             raise ConfigError(
                 f"interval {self.interval} with max_duration={end}: a fraction of epochs needs a data loader with a "
                 "length. Give max_duration in batches, or train_subset_num_batches."
             )
-        batches = int(length)
-        in_batches = lambda timestamp: int(timestamp.epoch) * batches + int(timestamp.batch_in_epoch)  # noqa: E731
-        return fraction * int(end) * batches, in_batches
+        before, after = (span(self.interval, state, at=stamp).periods for stamp in (previous, now))
+        return math.floor(before) != math.floor(after)
 
     def __repr__(self) -> str:
         return f"IntervalScheduler({str(self.interval)!r} at {self.event.value})"

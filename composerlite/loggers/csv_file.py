@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -58,22 +57,12 @@ class CSVLogger(FileOfRun):
         remote_file_name: str | None = None,
         flush_seconds: float = 1.0,
     ) -> None:
-        if not flush_seconds >= 0:
-            raise ConfigError(f"CSVLogger(flush_seconds={flush_seconds!r}): want seconds, 0 or more.")
-        super().__init__(filename, remote_file_name, name="metrics.csv")
-        self._flush_seconds = flush_seconds
-        self._flushed_at = time.monotonic()
-        self._state: State | None = None
-        self._is_ready = False
+        super().__init__(filename, remote_file_name, name="metrics.csv", flush_seconds=flush_seconds)
         self._columns: list[str] = []
         self._rows: list[dict[str, Any]] = []  # not written, or not as they are now; the last may get more cells
         self._written_bytes = 0  # of the file, up to the first of these rows
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def init(self, state: State, logger: Logger) -> None:
-        super().init(state, logger)
-        self._state = state
-
     def after_load(self, state: State, logger: Logger) -> None:
         if not self.is_kept:
             return
@@ -86,10 +75,6 @@ class CSVLogger(FileOfRun):
         for row in early:
             self._add({name: value for name, value in row.items() if name not in _FIRST}, batch)
         self._flush()
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        if time.monotonic() - self._flushed_at >= self._flush_seconds:
-            self._flush()
 
     def log_checkpoint(self, news: CheckpointNews) -> None:
         self._flush()
@@ -108,11 +93,10 @@ class CSVLogger(FileOfRun):
             self._rows.append({"batch": step, "epoch": epoch})
         self._rows[-1].update(cells)
 
-    def _flush(self) -> None:
+    def _write_waiting(self) -> bool:
         """Write the rows that wait. The last is written too and stays here: more may be logged at its batch."""
-        self._flushed_at = time.monotonic()
-        if not self._is_ready or not self._rows:
-            return
+        if not self._rows:
+            return False
         if not self._columns:
             self._columns = list(_FIRST)
         names = {name: None for row in self._rows for name in row if name not in self._columns}
@@ -125,7 +109,7 @@ class CSVLogger(FileOfRun):
             file.truncate()
         self._written_bytes += len(done)
         del self._rows[:-1]
-        self._uploaded = False
+        return True
 
     def _write_anew(self, columns: list[str]) -> None:
         """Write the header and the rows that are done again, with ``columns``."""

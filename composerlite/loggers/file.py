@@ -52,7 +52,6 @@ class FileLogger(FileOfRun):
         self._flush_interval = flush_interval
         self._overwrite = overwrite
         self._unwritten: list[str] = []
-        self._is_ready = False
 
     def init(self, state: State, logger: Logger) -> None:
         super().init(state, logger)
@@ -92,10 +91,10 @@ class FileLogger(FileOfRun):
         batch = "" if step is None else f"[batch={step}]"
         self._unwritten.append(f"{prefix}{batch} {to_json(value)}\n")
 
-    def _flush(self) -> None:
-        if not self._is_ready or not self._unwritten:
-            return
+    def _write_waiting(self) -> bool:
+        if not self._unwritten:
+            return False
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(self._unwritten)
         self._unwritten.clear()
-        self._uploaded = False
+        return True

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 from composerlite.checkpoint.record.manifest import versions
 from composerlite.core import CheckpointNews
-from composerlite.errors import ConfigError, checked_arguments
+from composerlite.errors import checked_arguments
 from composerlite.loggers.run_file import FileOfRun
 from composerlite.loggers.values import to_json
 
@@ -77,29 +77,20 @@ class JSONLLogger(FileOfRun):
         log_traces: bool = False,
         overwrite: bool = False,
     ) -> None:
-        if not flush_seconds >= 0:
-            raise ConfigError(f"JSONLLogger(flush_seconds={flush_seconds!r}): want seconds, 0 or more.")
-        super().__init__(filename, remote_file_name, name="record.jsonl")
-        self._flush_seconds = flush_seconds
+        super().__init__(filename, remote_file_name, name="record.jsonl", flush_seconds=flush_seconds)
         self._with_traces = log_traces
         self._overwrite = overwrite
-        self._state: State | None = None
         self._launched_at = time.time()
-        self._knows_start = False
         self._lines: list[str] = []
-        self._flushed_at = time.monotonic()
         self._metrics: dict[str, Any] = {}
         self._metrics_of: tuple[int | None, int, float] = (0, 0, 0.0)  # batch, epoch, time
         self._eval_began = 0.0
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def init(self, state: State, logger: Logger) -> None:
-        super().init(state, logger)
-        self._state = state
-
     def after_load(self, state: State, logger: Logger) -> None:
         if not self.is_kept:
             return
+        self._end_metrics()
         batch, path = int(state.timestamp.batch), self.path
         if self._overwrite and batch == 0:
             path.write_bytes(b"")
@@ -122,7 +113,7 @@ class JSONLLogger(FileOfRun):
             },
         )
         self._lines += early
-        self._knows_start = True
+        self._is_ready = True
         self._flush()
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -132,8 +123,7 @@ class JSONLLogger(FileOfRun):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         self._end_metrics()
-        if time.monotonic() - self._flushed_at >= self._flush_seconds:
-            self._flush()
+        super().batch_end(state, logger)
 
     def eval_start(self, state: State, logger: Logger) -> None:
         self._eval_began = time.time()
@@ -148,7 +138,7 @@ class JSONLLogger(FileOfRun):
         super().fit_end(state, logger)
 
     def close(self, state: State, logger: Logger) -> None:
-        if self._knows_start:
+        if self._is_ready:
             error = sys.exception()  # the trainer is closed while it passes: by `with`, or in a `finally`
             how = "finished" if state.max_duration is not None and state.training_is_over else "closed"
             if isinstance(error, SystemExit | KeyboardInterrupt):
@@ -183,12 +173,17 @@ class JSONLLogger(FileOfRun):
             self._add("traces", {"traces": traces})
 
     def log_checkpoint(self, news: CheckpointNews) -> None:
-        facts: dict[str, Any] = {"what": news.what, "name": news.name, "where": news.where}
-        facts |= {} if news.size_bytes is None else {"size_bytes": news.size_bytes}
-        facts |= {"seconds": {name: round(value, 6) for name, value in news.seconds.items()}} if news.seconds else {}
-        facts |= {"ephemeral": True} if news.ephemeral else {}
-        facts |= {} if news.error is None else {"error": news.error}
-        self._add("checkpoint", facts, batch=news.batch, at=news.at)
+        facts = {
+            "what": news.what,
+            "name": news.name,
+            "where": news.where,
+            "size_bytes": news.size_bytes,
+            "seconds": {name: round(value, 6) for name, value in news.seconds.items()} or None,
+            "ephemeral": news.ephemeral or None,
+            "error": news.error,
+        }
+        known = {name: value for name, value in facts.items() if value is not None}
+        self._add("checkpoint", known, batch=news.batch, at=news.at)
         self._flush()
 
     # ── lines ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -202,7 +197,8 @@ class JSONLLogger(FileOfRun):
         if self._metrics:
             (batch, epoch, at), metrics = self._metrics_of, self._metrics
             self._metrics = {}
-            self._lines.append(_line({"at": _iso(at), "kind": "metrics", "batch": batch, "epoch": epoch}, metrics))
+            head = {"at": _iso(at), "kind": "metrics", "batch": batch, "epoch": epoch}
+            self._lines.append(_strict_json({**head, "metrics": metrics}))
 
     def _add(self, kind: str, facts: Mapping[str, Any], *, batch: int | None = None, at: float | None = None) -> None:
         if not self.is_kept:
@@ -213,19 +209,14 @@ class JSONLLogger(FileOfRun):
         head = {"at": _iso(time.time() if at is None else at), "kind": kind, **place}
         self._lines.append(_strict_json({**head, **facts}))
 
-    def _flush(self) -> None:
-        self._flushed_at = time.monotonic()
+    def _write_waiting(self) -> bool:
         self._end_metrics()
-        if not self._knows_start or not self._lines:
-            return
+        if not self._lines:
+            return False
         with self.path.open("ab", buffering=0) as file:
             file.write("".join(self._lines).encode())
         self._lines.clear()
-        self._uploaded = False
-
-
-def _line(head: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
-    return _strict_json({**head, "metrics": dict(metrics)})
+        return True
 
 
 def _strict_json(fields: Mapping[str, Any]) -> str:

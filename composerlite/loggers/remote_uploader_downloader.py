@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +12,16 @@ from composerlite.checkpoint.load.resolve import download_bar
 from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.core import Logger, LoggerDestination, State
 from composerlite.errors import ConfigError, checked_arguments
-from composerlite.storage import ObjectStore, RetryPolicy, Transfer, Uploader, check_name, open_store, parse_uri
+from composerlite.storage import (
+    ObjectStore,
+    RetryPolicy,
+    StagedFiles,
+    Transfer,
+    Uploader,
+    check_name,
+    open_store,
+    parse_uri,
+)
 
 __all__ = ["RemoteUploaderDownloader"]
 
@@ -78,13 +84,11 @@ class RemoteUploaderDownloader(LoggerDestination):
         self.bucket_uri = bucket_uri
         self.file_path_format_string = f"{folder.strip('/')}/{file_path_format_string}".lstrip("/")
         self.object_store: ObjectStore = open_store(f"{scheme}://{bucket}", **dict(backend_kwargs or {}))
-        self._staging_folder = None if upload_staging_folder is None else str(upload_staging_folder)
-        self._staging: Path | None = None
+        self._files = StagedFiles(upload_staging_folder)
         self._retry = RetryPolicy(attempts=num_attempts, first_delay_seconds=_FIRST_DELAY_SECONDS)
         self._uploader = Uploader(Transfer(self.object_store, retry=self._retry), num_concurrent=num_concurrent_uploads)
         self._prefix = ""
         self._run_name = ""
-        self._count = 0
         self._sent: set[str] = set()
 
     @property
@@ -138,7 +142,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         """
         self._uploader.raise_failures()
         name = self.object_name(format_name_with_dist(remote_file_name, state.run_name))
-        staged = self._stage(file_path)
+        staged = self._files.copy(file_path, file_path.name)
 
         def upload(transfer: Transfer) -> None:
             try:
@@ -148,7 +152,7 @@ class RemoteUploaderDownloader(LoggerDestination):
                     )
                 transfer.upload(name, staged)
             finally:
-                staged.unlink(missing_ok=True)
+                self._files.give_back(staged)
 
         self._sent.add(name)
         self._uploader.submit(
@@ -156,7 +160,7 @@ class RemoteUploaderDownloader(LoggerDestination):
             upload,
             what=self.object_store.get_uri(name),
             replaces=True,
-            dropped=lambda: staged.unlink(missing_ok=True),
+            dropped=lambda: self._files.give_back(staged),
         )
 
     def download_file(
@@ -196,16 +200,4 @@ class RemoteUploaderDownloader(LoggerDestination):
             self._uploader.close(_WAIT_SECONDS)
         finally:
             self.object_store.close()
-            if self._staging is not None:
-                shutil.rmtree(self._staging, ignore_errors=True)
-
-    def _stage(self, file: Path) -> Path:
-        """A copy of ``file`` that nobody else changes; a second name for it would follow what is written to it."""
-        if self._staging is None:
-            if self._staging_folder is not None:
-                Path(self._staging_folder).mkdir(parents=True, exist_ok=True)
-            self._staging = Path(tempfile.mkdtemp(prefix=f"upload-{os.getpid()}-", dir=self._staging_folder))
-        self._count += 1
-        staged = self._staging / f"{self._count}-{file.name}"
-        shutil.copyfile(file, staged)
-        return staged
+            self._files.remove()

@@ -1,7 +1,8 @@
-"""A file that a logger keeps of a run: made when the run begins, gone on with by the next launch, and uploaded."""
+"""A file that a logger keeps of a run: made when the run begins, continued by the next launch, and uploaded."""
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -29,7 +30,8 @@ class _Saver(Protocol):
 class FileOfRun(LoggerDestination):
     """A logger that keeps what it gets in the file ``template`` of this run.
 
-    It is written and uploaded after each epoch and at the end; a subclass writes at other events, too.
+    It is written at the end of a batch where something has waited for ``flush_seconds``; after each epoch and at the end
+    it is written and uploaded.
 
     Args:
         template: the file's name, with ``{run_name}`` and the variables of ranks; ``None``: ``name`` in the folder of
@@ -37,18 +39,28 @@ class FileOfRun(LoggerDestination):
         remote_template: the name under which other loggers keep it; ``None``: they do not.
         name: what the file is called where no other name is given.
         on_every_rank: every rank has a file of its own; else global rank 0 alone.
+        flush_seconds: how long what is logged may wait.
 
     Attributes:
         path: of the file, from ``INIT`` on.
         is_kept: this rank has one.
 
     Raises:
-        ConfigError: an unknown variable; at ``INIT`` a file that cannot be written, or nobody who can take it.
+        ConfigError: an unknown variable, or a negative time; at ``INIT`` a file that cannot be written, or nobody who
+            can take it.
     """
 
     def __init__(
-        self, template: str | Path | None, remote_template: str | None, *, name: str = "", on_every_rank: bool = False
+        self,
+        template: str | Path | None,
+        remote_template: str | None,
+        *,
+        name: str = "",
+        on_every_rank: bool = False,
+        flush_seconds: float = 1.0,
     ) -> None:
+        if not flush_seconds >= 0:
+            raise ConfigError(f"{type(self).__name__}(flush_seconds={flush_seconds!r}): want seconds, 0 or more.")
         template = None if template is None else str(template)
         for one in (template, remote_template):
             if one is not None:
@@ -56,7 +68,11 @@ class FileOfRun(LoggerDestination):
         self._template = template
         self._name = name
         self._remote_template = remote_template
-        self._uploaded = True  # a subclass that writes says that it is not
+        self._flush_seconds = flush_seconds
+        self._flushed_at = time.monotonic()
+        self._uploaded = True
+        self._state: State | None = None
+        self._is_ready = False  # a subclass says when what is logged may be written
         self.is_kept = on_every_rank or dist.get_global_rank() == 0
         self.path = Path(name)
 
@@ -65,11 +81,17 @@ class FileOfRun(LoggerDestination):
         return str(self.path) if self.is_kept else None
 
     @abstractmethod
+    def _write_waiting(self) -> bool:
+        """Write what waits; whether there was something."""
+
     def _flush(self) -> None:
-        """Write what waits, if there is something and the file is known."""
+        self._flushed_at = time.monotonic()
+        if self._is_ready and self._write_waiting():
+            self._uploaded = False
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
     def init(self, state: State, logger: Logger) -> None:
+        self._state = state
         owner = type(self).__name__
         template = self._beside_checkpoints(state) if self._template is None else self._template
         self.path = Path(format_name_with_dist(template, state.run_name)).absolute()
@@ -89,16 +111,17 @@ class FileOfRun(LoggerDestination):
                 "can."
             ) from e
 
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if time.monotonic() - self._flushed_at >= self._flush_seconds:
+            self._flush()
+
     def epoch_end(self, state: State, logger: Logger) -> None:
-        self._flush()
         self._upload(state, logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        self._flush()
         self._upload(state, logger)
 
     def close(self, state: State, logger: Logger) -> None:
-        self._flush()
         self._upload(state, logger)
 
     def post_close(self) -> None:
@@ -123,7 +146,8 @@ class FileOfRun(LoggerDestination):
                 return
 
     def _upload(self, state: State, logger: Logger) -> None:
-        """Hand the file to the loggers that keep files, if it has changed."""
+        """Write what waits, and hand the file to the loggers that keep files, if it has changed."""
+        self._flush()
         if self._remote_template is None or not self.is_kept or self._uploaded:
             return
         logger.upload_file(format_name_with_dist(self._remote_template, state.run_name), self.path, overwrite=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from composerlite.storage.background import Background, StagedFiles
 from composerlite.storage.disk.digests import Digester, FileDigest, chunk_bytes_for
 from composerlite.storage.disk.files import (
     SecondName,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RING_BYTES",
+    "Background",
     "Copier",
     "Copying",
     "Digester",
@@ -57,6 +59,7 @@ __all__ = [
     "SecondName",
     "Sink",
     "StagedFile",
+    "StagedFiles",
     "StagedLink",
     "StreamWriter",
     "Transfer",

@@ -20,8 +20,8 @@ import torch
 from composerlite import dist
 from composerlite.core import LoggerDestination
 from composerlite.errors import ConfigError
-from composerlite.loggers.services.background import Background, StagedFiles
 from composerlite.loggers.values import plain, to_json
+from composerlite.storage import Background, StagedFiles
 
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
@@ -94,7 +94,11 @@ class ServiceLogger(LoggerDestination, Generic[R]):
 
         def write(run: R, batch: int) -> None:
             self._background.submit(
-                what, lambda: work(run, batch), name=name, dropped=lambda: self._files.give_back(staged)
+                what,
+                lambda: work(run, batch),
+                lane=name,
+                replaces=True,
+                dropped=lambda: self._files.give_back(staged),
             )
 
         self._write(write, batch)

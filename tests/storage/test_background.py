@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from composerlite.errors import ComposerliteError
-from composerlite.loggers.services.background import Background, StagedFiles
+from composerlite.storage import Background, StagedFiles
 
 
 def test_everything_is_done_in_order():
@@ -57,7 +57,8 @@ def test_of_one_name_the_newest_is_done():
         background.submit(
             "uploading",
             lambda number=number: done.append(number),
-            name="a",
+            lane="a",
+            replaces=True,
             dropped=lambda number=number: dropped.append(number),
         )
     may_go.set()

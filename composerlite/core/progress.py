@@ -1,18 +1,37 @@
-"""How much of a time has passed: what every schedule is a function of."""
+"""How much of a time has passed in training: what schedules, averages, estimates and intervals are functions of."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
-from composerlite.core import Time, TimeUnit
+from composerlite.core.time import Time, Timestamp, TimeUnit
 from composerlite.errors import ConfigError
 
-if TYPE_CHECKING:
-    from composerlite.core import State
+__all__ = ["Progress", "Span", "read_time", "span"]
 
-__all__ = ["Span", "read_time", "span"]
+
+class Progress(Protocol):
+    """Where a run stands and when it ends: what this module and intervals ask of a :class:`State`."""
+
+    @property
+    def timestamp(self) -> Timestamp: ...
+
+    @property
+    def previous_timestamp(self) -> Timestamp | None: ...
+
+    @property
+    def max_duration(self) -> Time | None: ...
+
+    @property
+    def iteration_length(self) -> Time: ...
+
+    @property
+    def dataloader_len(self) -> Time | None: ...
+
+    @property
+    def training_is_over(self) -> bool: ...
 
 
 class Span(NamedTuple):
@@ -39,40 +58,47 @@ class Span(NamedTuple):
 
 
 def read_time(name: str, value: Time | str, *, empty: bool = True) -> Time:
-    """The argument ``name`` of a scheduler as a :class:`Time`.
+    """The argument ``name`` of a schedule or an algorithm as a :class:`Time`.
 
     Raises:
         ConfigError: it cannot be read, is negative, or is empty where it must not be.
     """
     time = Time.from_input(value)
     if time.value < 0 or (time.value == 0 and not empty):
-        raise ConfigError(f"{name}={str(value)!r}: want a time of {'zero or more' if empty else 'more than zero'}.")
+        least = "zero or more" if empty else "more than zero"
+        raise ConfigError(f"{name}={str(value)!r}: want a time of {least}, e.g. '0.1dur'.")
     return time
 
 
-def span(time: Time, state: State, ssr: float = 1.0) -> Span:
+def span(time: Time, state: Progress, ssr: float = 1.0, *, at: Timestamp | None = None) -> Span:
     """``time`` since the start of training, and how much of it has passed.
 
-    Epochs are counted in batches where the loader has a length, so that a schedule in epochs moves at every batch.
-    ``ssr`` scales every unit but ``dur``: ``max_duration``, of which that is a fraction, is scaled already.
+    Epochs are counted in batches where the loader has a length, so that what is given in epochs moves at every batch.
+
+    Args:
+        time: may be a fraction of training.
+        state: where training stands.
+        ssr: scale schedule ratio of every unit but ``dur``: ``max_duration``, of which that is a fraction, is scaled
+            already.
+        at: another moment than now.
 
     Raises:
         ConfigError: a time in ``dur`` while there is no ``max_duration``.
     """
-    unit = time.unit
+    unit, stamp = time.unit, state.timestamp if at is None else at
     if unit is TimeUnit.DURATION:
         end = state.max_duration
         if end is None:
-            raise ConfigError(f"the schedule's {time} is a fraction of training and needs a max_duration.")
+            raise ConfigError(f"{time} is a fraction of training and needs a max_duration.")
         unit, value = end.unit, _product(time.value, end.value)
     else:
         value = _product(ssr, time.value)
     if unit is TimeUnit.ITERATION and state.iteration_length.unit is TimeUnit.EPOCH:
         unit, value = TimeUnit.EPOCH, value * int(state.iteration_length)
-    now, length = state.timestamp.count(unit), state.dataloader_len
+    now, length = stamp.count(unit), state.dataloader_len
     if unit is TimeUnit.EPOCH and length is not None:
         batches = int(length)
-        return Span(value * batches, now * batches + int(state.timestamp.batch_in_epoch), TimeUnit.BATCH)
+        return Span(value * batches, now * batches + int(stamp.batch_in_epoch), TimeUnit.BATCH)
     return Span(value, now, unit)
 
 

@@ -1,0 +1,246 @@
+"""Jobs in the background: in order where order matters, and what fails is raised in training."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, final
+
+from composerlite.errors import ComposerliteError
+from composerlite.storage.helpers import start_threads
+
+__all__ = ["Background", "StagedFiles"]
+
+log = logging.getLogger(__name__)
+
+
+class _Job(NamedTuple):
+    """Something to do.
+
+    Attributes:
+        what: for messages: ``'a.txt'``.
+        lane: jobs of one lane run one after the other, in the order in which they came; ``None``: it waits for none.
+        dropped: is called instead of ``work`` if something newer takes its place.
+    """
+
+    what: str
+    work: Callable[[], object]
+    lane: str | None
+    dropped: Callable[[], object]
+
+
+@final
+class Background:
+    """Does jobs in threads of its own; with one thread in the order in which they came.
+
+    What fails is kept until :meth:`raise_failures` or :meth:`close` raises it; later jobs are done all the same. The
+    threads begin with the first job and end with :meth:`stop`; a program that ends without it does not wait for them.
+
+    Args:
+        who: wants them done, for messages: ``'MLFlowLogger'``.
+        jobs: what they are, for messages.
+        num_concurrent: jobs at the same time, of different lanes.
+        error: what is raised for a job that cannot be taken.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        *,
+        jobs: str = "things",
+        num_concurrent: int = 1,
+        error: type[ComposerliteError] = ComposerliteError,
+    ) -> None:
+        self._who = who
+        self._jobs = jobs
+        self._num_concurrent = num_concurrent
+        self._error = error
+        self._waiting: deque[_Job] = deque()
+        self._running: list[_Job] = []
+        self._failures: list[Exception] = []
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._closing = False
+
+    def submit(
+        self,
+        what: str,
+        work: Callable[[], object],
+        *,
+        lane: str | None = None,
+        replaces: bool = False,
+        dropped: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Have ``work`` done behind this thread, after everything that came before in its lane.
+
+        Args:
+            what: is done, for messages.
+            work: does it.
+            lane: what has to be in order, such as the name of an object.
+            replaces: what waits in the lane and has not begun is not done any more: this is newer.
+            dropped: is called if this is not done for that reason, or because of :meth:`stop`.
+
+        Raises:
+            ComposerliteError: after :meth:`stop`, or where the system gives no thread.
+        """
+        obsolete: list[_Job] = []
+        with self._changed:
+            if self._closing:
+                raise self._error(f"{self._who}: {what} comes too late: it is closed.")
+            if len(self._threads) < self._num_concurrent:
+                self._threads += start_threads(self._run, 1, name=f"{self._who} background")
+            if not self._threads:
+                raise self._error(f"{self._who}: {what} cannot be done: no thread can be started for it.")
+            if replaces:
+                obsolete = [job for job in self._waiting if job.lane == lane]
+                self._waiting = deque(job for job in self._waiting if job.lane != lane)
+            self._waiting.append(_Job(what, work, lane, dropped))
+            self._changed.notify_all()
+        for job in obsolete:
+            job.dropped()
+
+    @property
+    def pending(self) -> list[str]:
+        """What is not done yet, the oldest first."""
+        with self._changed:
+            return [job.what for job in (*self._running, *self._waiting)]
+
+    @property
+    def failed(self) -> str:
+        """What failed since the last time that failures were raised, for messages."""
+        return "; ".join(str(failure) for failure in self._failures)
+
+    def raise_failures(self) -> None:
+        """Raise what failed since the last time, if anything did. A note says what it was."""
+        with self._changed:
+            failures, self._failures = self._failures, []
+        if len(failures) == 1:
+            raise failures[0]
+        if failures:
+            raise ExceptionGroup(f"{self._who}: {len(failures)} {self._jobs} failed", failures)
+
+    def wait(self, seconds: float, *, lane: str | None = None, at_most: int = 0) -> bool:
+        """Wait until at most so many jobs are pending, ``seconds`` at most; whether that is so.
+
+        ``lane``: only those of this lane count.
+        """
+        until = time.monotonic() + seconds
+        with self._changed:
+            while sum(lane in (None, job.lane) for job in (*self._running, *self._waiting)) > at_most:
+                left = until - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(min(left, 1.0))  # in short turns, so that an interrupt is heard
+        return True
+
+    def stop(self, seconds: float) -> list[str]:
+        """Wait until everything is done, ``seconds`` at most, and end the threads; twice is fine.
+
+        Returns:
+            What is not done by then. It is dropped, if it has not begun.
+        """
+        in_time = self.wait(seconds)
+        late = self.pending
+        with self._changed:
+            self._closing = True
+            left, self._waiting = self._waiting, deque()
+            self._changed.notify_all()
+        for job in left:
+            job.dropped()
+        if in_time:
+            for thread in self._threads:
+                thread.join()
+        return [] if in_time else late
+
+    def close(self, seconds: float) -> None:
+        """Wait until everything is done, end the threads and raise what failed; twice is fine.
+
+        Raises:
+            TimeoutError: it is not within ``seconds``; the message says what is missing.
+            Exception: what failed.
+        """
+        if late := self.stop(seconds):
+            failed = f" Failed: {self.failed}" if self.failed else ""
+            raise TimeoutError(f"{self._who}: not done within {seconds:.0f} s: {', '.join(late)}.{failed}")
+        self.raise_failures()
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            failure: Exception | None = None
+            try:
+                job.work()
+            except Exception as e:  # noqa: BLE001 - raised by raise_failures, in the thread that can do something about it
+                log.error("%s: %s failed: %s", self._who, job.what, e)
+                e.add_note(f"{self._who} could not do this behind training: {job.what}.")
+                failure = e
+            with self._changed:
+                if failure is not None:
+                    self._failures.append(failure)
+                self._running.remove(job)
+                self._changed.notify_all()
+
+    def _next(self) -> _Job | None:
+        """The oldest job whose lane is free; ``None`` at the end."""
+        with self._changed:
+            while True:
+                busy = {job.lane for job in self._running} - {None}
+                for job in self._waiting:
+                    if job.lane not in busy:
+                        self._waiting.remove(job)
+                        self._running.append(job)
+                        return job
+                if self._closing:
+                    return None
+                self._changed.wait()
+
+
+@final
+class StagedFiles:
+    """Copies of files that wait to be uploaded, which nobody else changes.
+
+    A second name for a file would follow what is written to it.
+
+    Args:
+        folder: where a folder for them is made; that of the system for temporary files by default.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self._parent = folder
+        self._folder: Path | None = None
+        self._count = 0
+
+    def copy(self, file: Path, name: str) -> Path:
+        """A copy of ``file`` that is called ``name``.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        if self._folder is None:
+            if self._parent is not None:
+                Path(self._parent).mkdir(parents=True, exist_ok=True)
+            self._folder = Path(tempfile.mkdtemp(prefix="composerlite-files-", dir=self._parent))
+        self._count += 1
+        staged = self._folder / str(self._count) / name
+        staged.parent.mkdir()
+        try:
+            shutil.copyfile(file, staged)
+        except BaseException:
+            self.give_back(staged)
+            raise
+        return staged
+
+    def give_back(self, staged: Path) -> None:
+        """Remove what :meth:`copy` gave."""
+        shutil.rmtree(staged.parent, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Remove all; twice is fine."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = None
