@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from composerlite.models.base import ComposerModel
-from composerlite.models.classifier import ComposerClassifier
+from composerlite.models.classifier import ComposerClassifier, soft_cross_entropy
 from composerlite.models.huggingface import HuggingFaceModel
-from composerlite.models.loss import soft_cross_entropy
 from composerlite.on_demand import lazy_names
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor, nn
 
 from composerlite.errors import ConfigError
-from composerlite.models.hf_libraries import peft_library
+from composerlite.models.hf_record import library
 from composerlite.types import StateDict
 
 __all__ = ["Adapters", "adapters_of", "with_adapters"]
@@ -78,7 +78,7 @@ def with_adapters(model: nn.Module, config: Any) -> nn.Module:
     Raises:
         ConfigError: it has adapters already, or PEFT is not installed.
     """
-    peft = peft_library("HuggingFaceModel(peft_config=…)")
+    peft = library("peft", wanted_by="HuggingFaceModel(peft_config=…)")
     if isinstance(model, peft.PeftModel):
         raise ConfigError(
             f"HuggingFaceModel: model is a {type(model).__name__} and has adapters: leave peft_config out, or pass "
@@ -97,7 +97,7 @@ def adapters_of(model: Any, *, with_embeddings: bool) -> Adapters:
     Raises:
         ConfigError: what is learned are no weights of layers but the input.
     """
-    peft = peft_library("HuggingFaceModel")
+    peft = library("peft", wanted_by="HuggingFaceModel")
     active = model.active_adapter
     name = active if isinstance(active, str) else active[0]
     config = model.peft_config[name]

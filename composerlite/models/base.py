@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
@@ -11,11 +12,14 @@ from composerlite.errors import TrainingError
 from composerlite.types import Batch, StateDict
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric
+    from torchmetrics import Metric, MetricCollection
 
     from composerlite.core import Logger
 
-__all__ = ["ComposerModel"]
+__all__ = ["ComposerModel", "Metrics", "by_name"]
+
+Metrics: TypeAlias = "Metric | MetricCollection | Mapping[str, Metric] | Sequence[Metric]"
+"""What may be given as the metrics of a model."""
 
 
 class ComposerModel(nn.Module, ABC):
@@ -69,3 +73,18 @@ class ComposerModel(nn.Module, ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Without the logger, through which a copy would take the whole training state along."""
         return {**self.__dict__, "logger": None}
+
+
+def by_name(metrics: Metrics | None) -> dict[str, Metric]:
+    """Metrics by the names that they were given under, else by class."""
+    from torchmetrics import Metric
+
+    if metrics is None:
+        return {}
+    if isinstance(metrics, Metric):
+        return {type(metrics).__name__: metrics}
+    if isinstance(metrics, Mapping):  # a MetricCollection is none
+        return dict(metrics)
+    if isinstance(metrics, nn.Module):
+        return {str(name): metric for name, metric in metrics.items()}  # type: ignore[operator]
+    return {type(metric).__name__: metric for metric in metrics}

@@ -1,23 +1,44 @@
-"""ComposerClassifier: a plain module that classifies, made ready for the trainer."""
+"""ComposerClassifier: a plain module that classifies, made ready for the trainer, and its loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from composerlite.errors import ConfigError, checked_arguments
-from composerlite.models.base import ComposerModel
-from composerlite.models.loss import soft_cross_entropy
+from composerlite.models.base import ComposerModel, Metrics, by_name
 from composerlite.types import Batch
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric, MetricCollection
+    from torchmetrics import Metric
 
-__all__ = ["ComposerClassifier"]
+__all__ = ["ComposerClassifier", "soft_cross_entropy"]
 
-Metrics: TypeAlias = "Metric | MetricCollection | Mapping[str, Metric]"
+
+def soft_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """Cross entropy against class numbers or against probabilities (smoothed or mixed labels).
+
+    Args:
+        logits: shape (N, C, …).
+        target: class numbers of shape (N, …), or probabilities or one-hot labels of shape (N, C, …).
+        weight: weight of each class, shape (C,).
+        ignore_index: class number that does not count.
+        reduction: ``'mean'``, ``'sum'`` or ``'none'``. The mean is over N and the extra dimensions.
+    """
+    if target.shape == logits.shape:
+        target = target.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, target, weight=weight, ignore_index=ignore_index, reduction=reduction)
 
 
 class ComposerClassifier(ComposerModel):
@@ -72,8 +93,7 @@ class ComposerClassifier(ComposerModel):
         given = self._given_metrics[is_train]
         if given is None:
             return self._default_metrics(is_train=is_train)
-        named = given if isinstance(given, Mapping) else _by_name(given)
-        return {name: metric.clone() for name, metric in named.items()}
+        return {name: metric.clone() for name, metric in by_name(given).items()}
 
     def update_metric(self, batch: Batch, outputs: Any, metric: Metric) -> None:
         """Add the logits and the targets to ``metric``."""
@@ -90,11 +110,3 @@ class ComposerClassifier(ComposerModel):
             "MulticlassAccuracy": MulticlassAccuracy(num_classes=self.num_classes, average="micro")
         }
         return accuracy if is_train else {**accuracy, "CrossEntropy": CrossEntropy()}
-
-
-def _by_name(metrics: Metric | MetricCollection) -> dict[str, Metric]:
-    from torchmetrics import Metric
-
-    if isinstance(metrics, Metric):
-        return {type(metrics).__name__: metrics}
-    return {str(name): metric for name, metric in metrics.items()}

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import Metric
-
-from composerlite.models.loss import soft_cross_entropy
 
 __all__ = ["CrossEntropy"]
 
@@ -35,7 +34,8 @@ class CrossEntropy(Metric):
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Add a batch: logits of shape (N, C, …); class numbers (N, …) or probabilities (N, C, …)."""
         is_soft = target.shape == preds.shape
-        self.sum_loss += soft_cross_entropy(preds.float(), target, ignore_index=self.ignore_index, reduction="sum")
+        labels = target.float() if is_soft else target
+        self.sum_loss += F.cross_entropy(preds.float(), labels, ignore_index=self.ignore_index, reduction="sum")
         self.count += target.numel() // target.shape[1] if is_soft else (target != self.ignore_index).sum()
 
     def compute(self) -> Tensor:

@@ -11,7 +11,8 @@ from composerlite.checkpoint.tools.huggingface import write_huggingface
 from composerlite.checkpoint.tools.whole import model_and_integrations
 from composerlite.core import clean_name
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
-from composerlite.models.hf_libraries import peft_library, transformers_library
+from composerlite.models.hf_loading import kept_at, model_class_of
+from composerlite.models.hf_record import library
 from composerlite.models.huggingface import HuggingFaceModel
 from composerlite.types import StateDict
 
@@ -48,12 +49,7 @@ def write_huggingface_pretrained_from_composer_checkpoint(
         CheckpointError: it is not there, or damaged.
         ConfigError: ``dtype`` is none, or safetensors is not installed.
     """
-    source = str(checkpoint_path)
-    if local_checkpoint_save_location is not None:
-        from composerlite.checkpoint.load.resolve import get_file
-
-        get_file(source, local_checkpoint_save_location)
-        source = str(local_checkpoint_save_location)
+    source = kept_at(str(checkpoint_path), local_checkpoint_save_location)
     write_huggingface(
         model_and_integrations(source),
         Path(output_folder),
@@ -76,7 +72,7 @@ def huggingface_contents(folder: str | Path, *, base_model: Any = None) -> State
         IncompatibleCheckpointError: the folder cannot be loaded.
     """
     path = Path(folder)
-    transformers = transformers_library(f"{path} is a folder of Hugging Face")
+    transformers = library("transformers", wanted_by=f"{path} is a folder of Hugging Face")
     try:
         if (path / "adapter_config.json").is_file():
             model = _with_adapters(transformers, path, base_model)
@@ -109,18 +105,16 @@ def dtype_of(name: torch.dtype | str | None) -> torch.dtype | None:
 
 def _class_of(transformers: Any, path: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    for name in config.architectures or ():
-        found = getattr(transformers, str(name), None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found
-    raise ConfigError(
-        f"{str(path)!r}: its config names no class of transformers in 'architectures', but {config.architectures!r}: "
-        "load it with its own class, and save a checkpoint of HuggingFaceModel(model)."
-    )
+    if (found := model_class_of(transformers, map(str, config.architectures or ()))) is None:
+        raise ConfigError(
+            f"{str(path)!r}: its config names no class of transformers in 'architectures', but "
+            f"{config.architectures!r}: load it with its own class, and save a checkpoint of HuggingFaceModel(model)."
+        )
+    return found
 
 
 def _with_adapters(transformers: Any, path: Path, base_model: Any) -> Any:
-    peft = peft_library(f"{path} is a folder of adapters")
+    peft = library("peft", wanted_by=f"{path} is a folder of adapters")
     if base_model is None:
         name = peft.PeftConfig.from_pretrained(path).base_model_name_or_path
         if not name or not Path(name).is_dir():

@@ -7,22 +7,35 @@ weight is a second name of.
 
 from __future__ import annotations
 
+import importlib
 import json
-import logging
 import tempfile
 from pathlib import Path
 from typing import Any, cast
 
+from composerlite.errors import ConfigError
 from composerlite.types import StateDict
 
-__all__ = ["as_json", "config_record", "differences", "tokenizer_record"]
-
-log = logging.getLogger(__name__)
+__all__ = ["as_json", "config_record", "differences", "library", "tokenizer_record"]
 
 LARGEST_PARSED_BYTES = 1 << 18
 """A larger file of JSON is kept as text: a million small objects would hold up every save."""
 
 _OF_NO_WEIGHT = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
+
+
+def library(name: str, *, wanted_by: str) -> Any:
+    """The package ``transformers`` or ``peft``, which are optional and imported when they are used.
+
+    Raises:
+        ConfigError: it is not installed. ``wanted_by`` is named in the message.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as e:
+        raise ConfigError(
+            f"{wanted_by}: {name} cannot be imported: {e}. pip install 'composerlite[huggingface]'"
+        ) from e
 
 
 def as_json(config: Any) -> StateDict:

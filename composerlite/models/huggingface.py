@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +15,16 @@ from composerlite import dist
 from composerlite.core import clean_name
 from composerlite.errors import ConfigError, TrainingError, checked_arguments
 from composerlite.models.adapters import adapters_of, with_adapters
-from composerlite.models.base import ComposerModel
-from composerlite.models.hf_libraries import transformers_library
-from composerlite.models.hf_record import as_json, config_record, differences, tokenizer_record
+from composerlite.models.base import ComposerModel, Metrics, by_name
+from composerlite.models.hf_record import as_json, config_record, differences, library, tokenizer_record
 from composerlite.types import Batch, StateDict
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric, MetricCollection
+    from torchmetrics import Metric
 
 __all__ = ["HuggingFaceModel"]
 
 log = logging.getLogger(__name__)
-Metrics: TypeAlias = "Metric | MetricCollection | Mapping[str, Metric] | Sequence[Metric]"
 _IGNORED = -100
 _SHOWN = 10
 
@@ -72,7 +70,7 @@ class HuggingFaceModel(ComposerModel):
         should_save_peft_only: bool = True,
     ) -> None:
         super().__init__()
-        transformers = transformers_library("HuggingFaceModel")
+        transformers = library("transformers", wanted_by="HuggingFaceModel")
         has_new_rows = tokenizer is not None and _fit_embedding(model, tokenizer, may_resize=allow_embedding_resizing)
         self.model: Any = model if peft_config is None else with_adapters(model, peft_config)
         self.tokenizer = tokenizer
@@ -139,7 +137,7 @@ class HuggingFaceModel(ComposerModel):
 
     def get_metrics(self, is_train: bool) -> dict[str, Metric]:
         """Fresh metrics by class name, or by the names they were given under."""
-        return {name: metric.clone() for name, metric in _by_name(self._given_metrics[is_train]).items()}
+        return {name: metric.clone() for name, metric in by_name(self._given_metrics[is_train]).items()}
 
     def update_metric(self, batch: Batch, outputs: Any, metric: Metric) -> None:
         """Add what :meth:`eval_forward` gave and the labels to ``metric``; -100 is where there is no label."""
@@ -193,8 +191,7 @@ class HuggingFaceModel(ComposerModel):
         record = cast("StateDict", (saved.get("huggingface") or {}).get("model") or {})
         content = (record.get("config") or {}).get("content")
         if changed := differences(content, as_json(self._base_model().config)):
-            more = f"; and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-            log.warning("%s: the config is another now, and holds: %s%s", source, "; ".join(changed[:_SHOWN]), more)
+            log.warning("%s: the config is another now, and holds: %s", source, _first(changed))
         files = (saved.get("huggingface") or {}).get("tokenizer")
         if files and self.tokenizer is not None and _texts(files) != _texts(self._tokenizer_record()):
             log.warning("%s: the tokenizer is another now, and holds", source)
@@ -209,10 +206,9 @@ class HuggingFaceModel(ComposerModel):
             )
         if not (wrong := self.adapters.wrong_shapes(then)):
             return []
-        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         return [
-            f"{source}: its adapters were trained on a base model of another shape ({len(wrong)}): "
-            f"{'; '.join(wrong[:_SHOWN])}{more}. Build the base model of that run."
+            f"{source}: its adapters were trained on a base model of another shape ({len(wrong)}): {_first(wrong)}. "
+            "Build the base model of that run."
         ]
 
     @staticmethod
@@ -281,22 +277,14 @@ def _tied_weights(model: nn.Module) -> dict[str, str]:
     return {name: other for name, other in found.items() if name != other}
 
 
+def _first(things: list[str]) -> str:
+    """The first of ``things``, and how many there are besides."""
+    more = f"; and {len(things) - _SHOWN} more" if len(things) > _SHOWN else ""
+    return f"{'; '.join(things[:_SHOWN])}{more}"
+
+
 def _texts(files: Any) -> dict[str, str]:
     return {str(name): repr(file.get("content")) for name, file in files.items() if isinstance(file, Mapping)}
-
-
-def _by_name(metrics: Metrics | None) -> dict[str, Metric]:
-    from torchmetrics import Metric
-
-    if metrics is None:
-        return {}
-    if isinstance(metrics, Metric):
-        return {type(metrics).__name__: metrics}
-    if isinstance(metrics, Mapping):  # a MetricCollection is none
-        return dict(metrics)
-    if isinstance(metrics, nn.Module):
-        return {str(name): metric for name, metric in metrics.items()}  # type: ignore[operator]
-    return {type(metric).__name__: metric for metric in metrics}
 
 
 def _keep_adapters(module: nn.Module, state_dict: StateDict, prefix: str, local_metadata: object) -> None:
