@@ -30,8 +30,8 @@ class _Saver(Protocol):
 class FileOfRun(LoggerDestination):
     """A logger that keeps what it gets in the file ``template`` of this run.
 
-    It is written at the end of a batch where something has waited for ``flush_seconds``; after each epoch and at the end
-    it is written and uploaded.
+    It is written at the end of a batch where something has waited for ``flush_seconds``; after each epoch and at the
+    end it is written and uploaded.
 
     Args:
         template: the file's name, with ``{run_name}`` and the variables of ranks; ``None``: ``name`` in the folder of
