@@ -31,7 +31,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "UntrustedCheckpointError",
     "checked_arguments",
     "did_you_mean",
+    "raise_all",
 ]
 
 P = ParamSpec("P")
@@ -157,6 +158,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{hint} Known: {', '.join(known)}."
+
+
+def raise_all(errors: Sequence[Exception], message: str) -> None:
+    """Raise the one of ``errors``, or an ``ExceptionGroup`` of several, with ``message``; nothing if there are none."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ExceptionGroup(message, errors)
 
 
 def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:

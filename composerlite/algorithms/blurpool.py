@@ -78,7 +78,7 @@ class BlurMaxPool2d(nn.Module):
         return _blur(maxima, self.filt2d.expand(x.shape[-3], 1, 3, 3), stride=self.stride)
 
     def extra_repr(self) -> str:
-        """What stands in the parentheses when the model is printed."""
+        """Text in the parentheses when the model is printed."""
         return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}, dilation={self.dilation}"
 
 
@@ -91,7 +91,7 @@ def apply_blurpool(
 ) -> nn.Module:
     """Replace the strided convolutions and max poolings within ``model``, in place.
 
-    Parameters stay the same objects, so an optimizer that was built before goes on training them. What was replaced
+    Parameters stay the same objects, so an optimizer that was built before continues to train them. What was replaced
     already stays as it is. Poolings with ``return_indices`` or ``ceil_mode`` have no anti-aliased form and are left.
 
     Args:

@@ -21,7 +21,7 @@ __all__ = ["EMA"]
 class EMA(Algorithm):
     """Keeps an exponential moving average of the weights and evaluates with it.
 
-    At each update ``average = smoothing × average + (1 - smoothing) × weights``. Training goes on with the weights
+    At each update ``average = smoothing × average + (1 - smoothing) × weights``. Training continues with the weights
     themselves, and they are what a checkpoint holds as the model; the average is in the state of this algorithm. It
     costs the memory of the weights once more (Polyak & Juditsky 1992; as in `Tarvainen & Valpola 2017
     <https://arxiv.org/abs/1703.01780>`_).

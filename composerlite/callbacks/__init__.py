@@ -1,4 +1,4 @@
-"""What takes part in training besides the algorithms: monitors, and what stops, saves and loads.
+"""Callbacks: monitors, and what stops, saves and loads.
 
 Each is imported when it is first used.
 """

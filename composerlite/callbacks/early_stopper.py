@@ -28,8 +28,8 @@ class EarlyStopper(Callback):
     """Ends training when ``monitor`` has not improved for longer than ``patience``.
 
     The metric is looked at after each evaluation on ``dataloader_label`` during ``fit``, or after each epoch if that is
-    the training data. A resumed run goes on as if it had not been interrupted, and a run that was stopped stays stopped
-    when it is started again (unless with more patience, or a later end).
+    the training data. A resumed run continues as if it had not been interrupted, and a run that was stopped stays
+    stopped when it is started again (unless with more patience, or a later end).
 
     Args:
         monitor: name of the metric, without ``metrics/<label>/``.

@@ -47,7 +47,7 @@ class GoodputMonitor(Callback):
 
     They are logged at ``log_interval``, at the end of epochs and at the end of ``fit``. Time between two calls of
     ``fit`` does not count, but for what saves take of it; nor does the time before a run that had reached its end is
-    trained further. A run goes on counting where its checkpoint stopped if it has the same ``run_name``; a clock that
+    trained further. A run continues counting where its checkpoint stopped if it has the same ``run_name``; a clock that
     went back counts as no time.
 
     Args:
@@ -88,7 +88,7 @@ class GoodputMonitor(Callback):
 
     # ── report ───────────────────────────────────────────────────────────────────────────────────────────────────
     def report(self) -> dict[str, float]:
-        """What is logged, without ``goodput/``: ``{'seconds/train': 3.5, …, 'fraction/train': 0.9, …, 'restarts': 0}``.
+        """The metrics, without ``goodput/``: ``{'seconds/train': 3.5, …, 'fraction/train': 0.9, …, 'restarts': 0}``.
 
         Fractions are 0 before there is anything to take a part of.
         """
@@ -172,7 +172,7 @@ class GoodputMonitor(Callback):
 
     # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────
     def state_dict(self) -> dict[str, Any]:
-        """What was counted so far, and when that was."""
+        """The counts so far, and when that was."""
         self._look_at_the_clock()
         return {
             "run_name": self._run_name,
@@ -183,7 +183,7 @@ class GoodputMonitor(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting from there. What has passed since then is a restart, unless training was not going on."""
+        """Continue counting from there. What has passed since then is a restart, unless training was not going on."""
         self._start_over(state_dict["run_name"])
         self._wall = float(state_dict["wall"])
         self._seconds.update(state_dict["seconds"])
@@ -191,7 +191,7 @@ class GoodputMonitor(Callback):
         self._resumed_from = state_dict["interrupted_at"]
 
     def _is_unfinished(self) -> bool:
-        """Whether a checkpoint of now would be one of a training that goes on."""
+        """Tell whether a checkpoint of now would be one of a training that continues."""
         if self._looked_at is None or self._state is None:
             return False
         return self._end is None or self._state.timestamp < self._end

@@ -1,4 +1,4 @@
-"""PreemptionHandler: a run that is asked to end saves what there is time for, and can be launched again."""
+"""PreemptionHandler: a preempted run saves what there is time for, and can be launched again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 @final
 class PreemptionHandler(Callback):
-    """Ends training in good order when the process is asked to end: by a scheduler, a spot market or Ctrl-C.
+    """Ends training in good order when the process is preempted: by a scheduler, a spot market or Ctrl-C.
 
     A signal is only taken note of. The run ends at the next moment at which it has done a whole number of steps: after
     the batch, or in an evaluation (the resumed run begins with it); where batches take over a second, also between
@@ -45,7 +45,7 @@ class PreemptionHandler(Callback):
     the same batch if one of them was asked. Then every :class:`CheckpointSaver` that saves more than weights saves
     where the run stands, if that can be done in time, and ``fit`` raises :class:`Preempted`, a ``SystemExit``.
 
-    ``Trainer(autoresume=True)`` has one by itself: the same command goes on where the run was.
+    ``Trainer(autoresume=True)`` has one by itself: the same command resumes where the run was.
 
     Args:
         grace_period: how long there is between the request and the kill, as ``'30s'``, ``'2m'`` or a number of
@@ -244,7 +244,7 @@ def _signal_number(name: str) -> int:
 
 
 def _restorable(handler: Handler) -> Any:
-    """What ``signal.signal`` takes; ``None`` is a handler that Python has not set."""
+    """Handler as ``signal.signal`` takes it; ``None`` is a handler that Python has not set."""
     return signal.SIG_DFL if handler is None else handler
 
 

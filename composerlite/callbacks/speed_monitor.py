@@ -40,7 +40,7 @@ class _CountsFlops(Protocol):
 
 
 class _Point(NamedTuple):
-    """How much was done at the end of a batch."""
+    """Totals at the end of a batch."""
 
     seconds: float
     batches: int
@@ -61,7 +61,7 @@ class SpeedMonitor(Callback):
     ``throughput/device/flops_per_sec``  that of one device
     ``throughput/device/mfu``            that as a part of ``gpu_flops_available``
     ``wall_clock/train``                 time spent training, ``wall_clock/val`` evaluating, ``wall_clock/total`` both,
-                                         in ``time_unit``; a resumed run goes on counting
+                                         in ``time_unit``; a resumed run continues counting
     ===================================  ==============================================================================
 
     Args:
@@ -204,6 +204,6 @@ class RuntimeEstimator(Callback):
 
 
 def _fraction_done(state: State) -> float:
-    """How much of training is done, 0 to 1, to the batch where that can be told. Ask while training, not evaluating."""
+    """Fraction of training that is done, to the batch where that can be told. Ask while training, not evaluating."""
     end = state.max_duration
     return 0.0 if end is None else span(end, state).fraction

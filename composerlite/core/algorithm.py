@@ -28,7 +28,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def match(self, event: Event, state: State) -> bool:
-        """Whether :meth:`apply` is to be called at ``event``."""
+        """Tell whether :meth:`apply` is to be called at ``event``."""
 
     @abstractmethod
     def apply(self, event: Event, state: State, logger: Logger) -> int | None:
@@ -41,7 +41,7 @@ class Algorithm(ABC):
 
     @staticmethod
     def required_on_load() -> bool:
-        """Whether a checkpoint of a run with this algorithm fits only a model that it was applied to."""
+        """Tell whether a checkpoint of a run with this algorithm fits only a model that it was applied to."""
         return False
 
     def config(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Callback: what others write to take part in training; LoggerDestination, and Logger, which sends things there."""
+"""Callback: takes part in training at its events. LoggerDestination: keeps what is logged. Logger: sends it there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from composerlite.core.event import Event
 from composerlite.core.state.state import State
+from composerlite.errors import raise_all
 from composerlite.types import CheckpointNews
 
 if TYPE_CHECKING:
@@ -168,14 +169,14 @@ class Callback:
 
 
 class LoggerDestination(Callback):
-    """Where metrics go. Override what the destination can take; the rest is ignored.
+    """A destination of metrics. Override what the destination can take; the rest is ignored.
 
     A destination is also a :class:`Callback`: it runs first at ``INIT`` and last at every other event.
     """
 
     @property
     def place(self) -> str | None:
-        """Where it puts what it gets, a path or an address, for people; known from ``INIT`` on. ``None``: nowhere."""
+        """Path or address of what it keeps, for people; known from ``INIT`` on. ``None``: it keeps nothing."""
         return None
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
@@ -190,7 +191,7 @@ class LoggerDestination(Callback):
         """A small table."""
 
     def log_traces(self, traces: dict[str, Any]) -> None:
-        """Which algorithms ran at which event."""
+        """Traces: the algorithms that ran, and at which event."""
 
     def log_images(
         self, images: Any, name: str = "Images", channels_last: bool = False, step: int | None = None
@@ -204,7 +205,7 @@ class LoggerDestination(Callback):
         """Keep a copy of the file ``file_path`` under ``remote_file_name``. Do not wait for it."""
 
     def can_upload_files(self) -> bool:
-        """Whether :meth:`upload_file` does anything."""
+        """Tell whether :meth:`upload_file` does anything."""
         return False
 
     @property
@@ -214,7 +215,7 @@ class LoggerDestination(Callback):
 
     @property
     def checkpoint_prefix(self) -> str:
-        """What stands before the names of checkpoints in that store."""
+        """Prefix of the names of checkpoints in that store."""
         return ""
 
 
@@ -292,13 +293,10 @@ class Logger:
                 destination.upload_file(self._state, remote_file_name, path, overwrite=overwrite)
             except Exception as e:  # noqa: BLE001 - raised below: the others must get the file first
                 errors.append(e)
-        if len(errors) == 1:
-            raise errors[0]
-        if errors:
-            raise ExceptionGroup(f"several loggers failed while {remote_file_name!r} was handed to them", errors)
+        raise_all(errors, f"several loggers failed while {remote_file_name!r} was handed to them")
 
     def has_file_upload_destination(self) -> bool:
-        """Whether any destination keeps files."""
+        """Tell whether any destination keeps files."""
         return any(destination.can_upload_files() for destination in self.destinations)
 
     def _now(self) -> int:

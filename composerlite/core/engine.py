@@ -13,13 +13,14 @@ from composerlite.core.callback import Callback, Logger, LoggerDestination
 from composerlite.core.event import Event
 from composerlite.core.state.run_state import by_class
 from composerlite.core.state.state import State
+from composerlite.errors import raise_all
 
 __all__ = ["AlgorithmPass", "Engine", "Trace", "Traces", "algorithms_of", "callbacks_of"]
 
 
 @dataclass(slots=True)
 class Trace:
-    """What one algorithm did at one event.
+    """Record of one algorithm at one event.
 
     Attributes:
         name: the algorithm's class name; ``:1``, ``:2``, … is added for further ones of the same class.
@@ -152,10 +153,7 @@ class Engine:
         self.handlers = {}
         self._handlers = {}
         self._algorithms = ()
-        if len(errors) == 1:
-            raise errors[0]
-        if errors:
-            raise ExceptionGroup("several callbacks failed to close", errors)
+        raise_all(errors, "several callbacks failed to close")
 
     def _resolve(self) -> None:
         """Look up who is called when. The order of callbacks is loggers last, except at INIT."""
@@ -197,7 +195,7 @@ class Engine:
 
 
 def _handler(callback: Callback, event: Event) -> Handler | None:
-    """What to call on ``callback`` at ``event``; ``None`` if it does nothing then."""
+    """Return the function to call for ``callback`` at ``event``; ``None`` if it does nothing then."""
     if type(callback).run_event is not Callback.run_event:
         return functools.partial(callback.run_event, event)
     if getattr(type(callback), event.value) is getattr(Callback, event.value) and event.value not in vars(callback):

@@ -60,17 +60,17 @@ class Interruption:
 
     @property
     def agreed(self) -> bool:
-        """Whether a rank was asked to end and all know: the same on every rank."""
+        """True if a rank is preempted and all know: the same on every rank."""
         return self._asking.total > 0
 
     @property
     def batches_are_slow(self) -> bool:
-        """Whether the last batch took long on a rank: the same on every rank."""
+        """True if the last batch took long on a rank: the same on every rank."""
         return self._slow.total > 0
 
     @property
     def is_watched(self) -> bool:
-        """Whether anybody listens, so that looking at it is of use. The same on every rank."""
+        """True if a listener is there, so that looking at it is of use. The same on every rank."""
         return self.leave is not None
 
     def watch(self, leave: Callable[[], None], signals: Sequence[int]) -> None:
@@ -120,38 +120,30 @@ class Interruption:
         finally:
             self._breaks = False
 
-    def sparing_children(self, loader: Any) -> contextlib.AbstractContextManager[None]:
-        """Workers of ``loader`` that are started within it do not end by the signals that the run is asked by."""
-        return _spared_children(self._signals, loader)
+    @contextlib.contextmanager
+    def shielding_workers(self, loader: Any) -> Generator[None]:
+        """Workers of ``loader`` that are forked within it heed the signals only if they come from this process.
+
+        Schedulers and terminals send them to all processes of a job. Without its workers a loader would fail before the
+        run could save what it has. Workers that are not forked stay as they are.
+        """
+        global _shielded
+        if not self._signals or not _forks(loader):
+            yield
+            return
+        # Blocked before the fork: there is no moment at which a signal could end the child.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+        _shielded = tuple(self._signals)
+        try:
+            yield
+        finally:
+            _shielded = ()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ── the workers of loaders ──────────────────────────────────────────────────────────────────────────────────────────
-_spared: tuple[int, ...] = ()
-
-
-@contextlib.contextmanager
-def _spared_children(signals: Sequence[int], loader: Any = None) -> Generator[None]:
-    """Processes that are forked within it heed these signals only if they come from this process.
-
-    Schedulers and terminals send them to all processes of a job. Without its workers a loader would fail before the run
-    could save what it has.
-
-    Args:
-        signals: numbers of signals.
-        loader: whose workers are to be started. Those that are not forked stay as they are.
-    """
-    global _spared
-    if not signals or not _forks(loader):
-        yield
-        return
-    # Blocked before the fork: there is no moment at which a signal could end the child.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    _spared = tuple(signals)
-    try:
-        yield
-    finally:
-        _spared = ()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+_shielded: tuple[int, ...] = ()
+"""The signals that a process which is forked now heeds from its parent only."""
 
 
 def _forks(loader: Any) -> bool:
@@ -161,8 +153,8 @@ def _forks(loader: Any) -> bool:
 
 def _watch_parent() -> None:
     """In a child: end when the parent says so, which is how it ends workers that hang."""
-    if _spared:
-        threading.Thread(target=_end_with_parent, args=(_spared,), name="signals", daemon=True).start()
+    if _shielded:
+        threading.Thread(target=_end_with_parent, args=(_shielded,), name="signals", daemon=True).start()
 
 
 def _end_with_parent(signals: Sequence[int]) -> None:

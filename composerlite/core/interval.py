@@ -204,7 +204,7 @@ class AutoInterval:
         self._interval = max(self.shortest_seconds, blocked / (_MARGIN * self.budget), 2 * in_flight)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured, so that a resumed run need not measure again."""
+        """The measurements, so that a resumed run need not measure again."""
         return {
             "blocked": list(self._blocked),
             "in_flight": list(self._in_flight),
@@ -214,7 +214,7 @@ class AutoInterval:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with what :meth:`state_dict` had measured. A save that was in flight then is not."""
+        """Continue with what :meth:`state_dict` had measured. A save that was in flight then is not."""
         self._blocked.clear()
         self._blocked.extend(state_dict["blocked"])
         self._in_flight.clear()

@@ -42,7 +42,7 @@ def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def _updated(metrics: Sequence[Metric]) -> list[bool]:
-    """Which of them have seen a batch on any rank: only those can be computed, and by all ranks."""
+    """Tell of each metric whether it has seen a batch on any rank: only those can be computed, and by all ranks."""
     counts = torch.tensor([metric.update_count for metric in metrics], dtype=torch.int64)
     if metrics and dist.get_world_size() > 1:
         dist.all_reduce(counts, "MAX")
@@ -53,7 +53,7 @@ def _updated(metrics: Sequence[Metric]) -> list[bool]:
 
 
 def gives_one_value(metric: Metric) -> bool:
-    """Whether ``metric`` says that it computes a tensor. Others may give a dict, whose keys are known once computed."""
+    """Tell whether ``metric`` declares that it computes a tensor. Others may give a dict, whose keys come with it."""
     returns = getattr(type(metric).compute, "__annotations__", {}).get("return")
     return returns in (torch.Tensor, "Tensor", "torch.Tensor")
 
@@ -84,7 +84,7 @@ class MeasuredMetrics:
         return dict(self._values) if self._moment == _moment(state) else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured last, and when; empty if nothing was."""
+        """The last measurements, and when they were made; empty if there are none."""
         return {"values": dict(self._values), "moment": list(self._moment)} if self._values else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -170,7 +170,7 @@ def _that_keep_lists(metric: Metric) -> list[Metric]:
 
 
 def _form(part: Metric) -> list[Any]:
-    """What has to be the same on every rank."""
+    """The form of lists that has to be the same on every rank."""
     from torchmetrics.utilities import dim_zero_cat
 
     forms: list[Any] = []

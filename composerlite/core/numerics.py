@@ -1,4 +1,4 @@
-"""What decides which numbers are computed: precision, seeds, deterministic kernels.
+"""Settings that decide which numbers are computed: precision, seeds, deterministic kernels.
 
 Saving and restoring the state of generators is ``composerlite.checkpoint.record.rng``.
 """

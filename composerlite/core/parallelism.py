@@ -1,4 +1,4 @@
-"""How a model is spread over ranks: what the user may say, checked."""
+"""Configuration of how a model is distributed over ranks, checked."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class TPConfig:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ParallelismConfig:
-    """How a model is spread over ranks.
+    """Configuration of how a model is distributed over ranks.
 
     Attributes:
         fsdp: shard it. tp: split its layers.

@@ -1,4 +1,4 @@
-"""How much of a time has passed in training: what schedules, averages, estimates and intervals are functions of."""
+"""Progress through a time: what schedules, averages, estimates and intervals are functions of."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Progress", "Span", "read_time", "span"]
 
 
 class Progress(Protocol):
-    """Where a run stands and when it ends: what this module and intervals ask of a :class:`State`."""
+    """Position and end of a run: what this module and intervals ask of a :class:`State`."""
 
     @property
     def timestamp(self) -> Timestamp: ...
@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """Whether the time has passed."""
+        """True if the time has passed."""
         return self.now >= self.value
 
     @property
@@ -53,7 +53,7 @@ class Span(NamedTuple):
 
     @property
     def periods(self) -> Fraction:
-        """How often the time fits into what has passed: exact, so that its whole part is. 0 for an empty time."""
+        """Number of times that it fits into what has passed: exact, so that its whole part is. 0 for an empty time."""
         return Fraction(self.now) / self.value if self.value else Fraction(0)
 
 

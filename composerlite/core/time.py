@@ -17,7 +17,7 @@ __all__ = ["Time", "TimeUnit", "Timestamp", "ensure_time"]
 
 
 class TimeUnit(StrEnum):
-    """What a :class:`Time` counts."""
+    """Unit of a :class:`Time`."""
 
     ITERATION = "iter"
     EPOCH = "ep"
@@ -139,7 +139,7 @@ class Time:
 
     @property
     def unit(self) -> TimeUnit:
-        """What is counted."""
+        """The unit of the count."""
         return self._unit
 
     def to_timestring(self) -> str:
@@ -315,7 +315,7 @@ def _bare(name: str, value: int | float | Time | timedelta) -> int:
 @final
 @total_ordering
 class Timestamp:
-    """Where a run stands: ten counts and four wall-clock times, fourteen fields in all. Immutable.
+    """Position of a run: ten counts and four wall-clock times, fourteen fields in all. Immutable.
 
     ``epoch``, ``batch``, ``sample``, … are :class:`Time`; ``total_wct`` and the other clocks are ``timedelta`` and
     do not include evaluation. A timestamp compares with a :class:`Time` or a time string in that unit.
@@ -362,12 +362,12 @@ class Timestamp:
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def get(self, unit: str | TimeUnit) -> Time:
-        """How much of ``unit`` has been done. ``dur`` is not known here: ask ``State.get_elapsed_duration``."""
+        """Total of ``unit`` so far. ``dur`` is not known here: ask ``State.get_elapsed_duration``."""
         unit = TimeUnit(unit)
         return Time(int(self.count(unit)), unit)
 
     def count(self, unit: TimeUnit) -> int | float:
-        """How much of ``unit`` has been done, as a bare number (seconds with their fraction)."""
+        """Total of ``unit`` so far, as a bare number (seconds with their fraction)."""
         if unit is TimeUnit.DURATION:
             raise ConfigError(
                 "a Timestamp cannot tell 'dur': it does not know the end. Use State.get_elapsed_duration()."

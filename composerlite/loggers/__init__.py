@@ -1,4 +1,4 @@
-"""Where metrics and files go: the terminal, files, tables, memory, TensorBoard, W&B, MLflow, object stores.
+"""Destinations of metrics and files: the terminal, files, tables, memory, TensorBoard, W&B, MLflow, object stores.
 
 Each is imported when it is first used.
 """

@@ -25,7 +25,7 @@ __all__ = ["ConsoleLogger", "StreamInput", "TextStream", "is_terminal", "open_st
 
 
 class TextStream(Protocol):
-    """What is written to: any text file will do."""
+    """Something to write text to: any text file will do."""
 
     def write(self, text: str, /) -> object: ...
 
@@ -62,7 +62,7 @@ def open_stream(stream: StreamInput) -> TextStream:
 
 
 def is_terminal(stream: TextStream) -> bool:
-    """Whether ``stream`` is a terminal that can redraw a line."""
+    """Tell whether ``stream`` is a terminal that can redraw a line."""
     isatty = getattr(stream, "isatty", None)  # a stream of one's own may have write and flush only
     return isatty is not None and isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 

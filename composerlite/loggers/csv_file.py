@@ -30,7 +30,7 @@ class CSVLogger(FileOfRun):
 
     The first columns are ``batch`` and ``epoch``; what was not logged at a batch is empty there. A metric that appears
     later gets a column of its own at the right, and the file is written anew for it, whole or not at all. A resumed run
-    goes on with the table: rows of batches after its checkpoint are of training that was lost, and are removed, so
+    continues the table: rows of batches after its checkpoint are of training that was lost, and are removed, so
     that every batch is there once. (:class:`JSONLLogger` keeps both.) A run that starts from its beginning begins a new
     table in place of the old one. Only numbers and texts become cells. Only global
     rank 0 writes.
@@ -42,7 +42,7 @@ class CSVLogger(FileOfRun):
         filename: the file; ``metrics.csv`` in the folder of the checkpoints by default, or in a folder named after the
             run. ``{run_name}`` and the variables of ranks are filled in.
         remote_file_name: hand the file to the loggers that keep files under this name, after each epoch and at the end.
-            A run that goes on on another machine fetches it first.
+            A run that is resumed on another machine fetches it first.
         flush_seconds: how long rows may wait. 0 writes after every batch.
 
     Raises:
@@ -122,7 +122,7 @@ class CSVLogger(FileOfRun):
         self._written_bytes = len(data)
 
     def _take_up(self, batch: int) -> None:
-        """Go on with the table of an earlier launch, up to ``batch``. From the beginning of a run it is empty."""
+        """Continue the table of an earlier launch, up to ``batch``. From the beginning of a run it is empty."""
         path = self.path
         header, rows = _read(path, path.stat().st_size)
         if header and tuple(header[:2]) != _FIRST:

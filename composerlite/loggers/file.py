@@ -19,7 +19,7 @@ class FileLogger(FileOfRun):
     """Writes a line for everything that is logged: ``[metric][batch=12] {"loss/train/total": 0.5}``.
 
     What follows the brackets is JSON. Each start of a run writes a line ``[start]``, or ``[resume]`` with the batch it
-    goes on from: lines of higher batches above it are of training that was lost and done again. Lines reach the file
+    resumes from: lines of higher batches above it are of training that was lost and done again. Lines reach the file
     every ``flush_interval`` batches, after each evaluation and epoch, and when the trainer closes, also after an
     error. The file is open only while lines are written, so worker processes inherit nothing.
 

@@ -34,7 +34,7 @@ class JSONLLogger(FileOfRun):
     ``composerlite report`` makes a page of it. Each line has ``at`` (UTC), ``kind``, ``batch``, ``epoch``. Kinds are
 
     ===================  ==============================================================================================
-    ``start``            a launch begins to train, or ``resume``: it goes on from a checkpoint, at ``batch``
+    ``start``            a launch begins to train, or ``resume``: it resumes from a checkpoint, at ``batch``
     ``fit_start``        ``fit`` was called, and ``fit_end``: it is over
     ``metrics``          what was logged at ``batch``
     ``evaluation``       one has ended: ``label``, ``seconds``
@@ -51,14 +51,14 @@ class JSONLLogger(FileOfRun):
 
     A line is in the file, where SIGKILL does not touch it, ``flush_seconds`` after it was logged at most, or at the end
     of the batch if that comes later; and at once after an evaluation, an epoch, a resume, an end, and before a
-    checkpoint: whatever was logged up to a checkpoint is there when the run goes on from it. A last line that a kill
+    checkpoint: whatever was logged up to a checkpoint is there when the run resumes from it. A last line that a kill
     has torn stays, and the next launch begins a new one.
 
     Args:
         filename: the file; ``record.jsonl`` in the folder of the checkpoints by default, or in a folder named after the
             run. ``{run_name}`` and the variables of ranks are filled in.
         remote_file_name: hand the file to the loggers that keep files under this name, after each epoch and at the end.
-            A run that goes on on another machine fetches it first.
+            A run that is resumed on another machine fetches it first.
         flush_seconds: how long lines may wait. 0 writes after every batch.
         log_traces: also write which algorithms ran.
         overwrite: empty the file when a run starts from its beginning. A resumed run always appends.
@@ -242,7 +242,7 @@ def _iso(seconds: float) -> str:
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether the file ends within a line."""
+    """Tell whether the file ends within a line."""
     with path.open("rb") as file:
         if file.seek(0, os.SEEK_END) == 0:
             return False

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 from composerlite.core import LoggerDestination, SchedulePredicate, TimeInput, TimeUnit
 from composerlite.errors import checked_arguments
@@ -19,46 +19,28 @@ if TYPE_CHECKING:
     from composerlite.core import Logger, State
     from composerlite.loggers.console import TextStream
 
-__all__ = ["Bars", "LiveBars", "NoBars", "ProgressBarLogger"]
+__all__ = ["Bars", "LiveBars", "ProgressBarLogger"]
 
 _SECONDS_BETWEEN_DRAWS = 0.1
 
 
-class Bars(Protocol):
-    """A stack of progress bars: evaluation opens one on top of that of training. Text goes above them."""
+class Bars:
+    """A stack of progress bars, for where there is no terminal: it shows nothing.
+
+    Evaluation opens a bar on top of that of training. Text goes above them.
+    """
 
     def open(self, title: str, total: int | None, completed: int = 0) -> None:
         """Put a bar on top. ``total`` is ``None`` where it is not known."""
-        ...
 
     def advance(self, values: Mapping[str, Any]) -> None:
         """Count one more on the top bar."""
-        ...
 
     def finish(self, values: Mapping[str, Any]) -> None:
         """Take the top bar off; it stays visible as it is."""
-        ...
 
     def stop(self) -> None:
         """Take all bars off and leave the terminal as it was. Safe to call at any time."""
-        ...
-
-
-@final
-class NoBars:
-    """The bars where there is no terminal."""
-
-    def open(self, title: str, total: int | None, completed: int = 0) -> None:
-        pass
-
-    def advance(self, values: Mapping[str, Any]) -> None:
-        pass
-
-    def finish(self, values: Mapping[str, Any]) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
 
 
 @dataclass(slots=True)
@@ -68,7 +50,7 @@ class _Bar:
 
 
 @final
-class LiveBars:
+class LiveBars(Bars):
     """Bars drawn with rich, at most ten times a second and on the calling thread: nothing runs between two draws.
 
     It is a text stream too: what is written appears above the bars.
@@ -184,7 +166,7 @@ class ProgressBarLogger(LoggerDestination):
     ) -> None:
         output = open_stream(stream)
         shows_bars = progress_bar and is_terminal(output)
-        self._bars: Bars = NoBars()
+        self._bars = Bars()
         if shows_bars:
             self._bars = output = LiveBars(output)
         self._lines: LoggerDestination = LoggerDestination()  # one that ignores everything

@@ -93,12 +93,12 @@ class RemoteUploaderDownloader(LoggerDestination):
 
     @property
     def uploader(self) -> Uploader:
-        """What uploads, for who has an order to keep."""
+        """The uploader, for those who have an order to keep."""
         return self._uploader
 
     @property
     def checkpoint_prefix(self) -> str:
-        """What stands before the remote names of checkpoints.
+        """Prefix of the remote names of checkpoints.
 
         Raises:
             ConfigError: ``file_path_format_string`` puts something behind them.
@@ -111,7 +111,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         return format_name_with_dist(self.file_path_format_string.removesuffix(_NAME), self._run_name)
 
     def can_upload_files(self) -> bool:
-        """Whether :meth:`upload_file` does anything: always."""
+        """Tell whether :meth:`upload_file` does anything: always."""
         return True
 
     def object_name(self, remote_file_name: str, run_name: str | None = None) -> str:

@@ -133,7 +133,7 @@ class FileOfRun(LoggerDestination):
         return f"{folders[0] if folders else '{run_name}'}/{self._name}"
 
     def _fetch(self, state: State, logger: Logger) -> None:
-        """Where a run goes on on another machine and the file here is empty: get what was uploaded before."""
+        """Download the file where a run is resumed on another machine and the file here is empty."""
         if self._remote_template is None or not self.is_kept or self.path.stat().st_size > 0:
             return
         name = format_name_with_dist(self._remote_template, state.run_name)

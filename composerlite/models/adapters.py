@@ -1,4 +1,4 @@
-"""Which weights of a model belong to adapters, as PEFT knows it, and what PEFT calls them in its own files."""
+"""Weights of adapters in a model of PEFT, and their names in PEFT's own files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Adapters:
     class_name: str
 
     def record(self) -> StateDict:
-        """What a checkpoint keeps of them, beside their weights."""
+        """Record of the adapters in a checkpoint, beside their weights."""
         return {
             "file_extension": ".json",
             "content": self.config,
@@ -56,7 +56,7 @@ class Adapters:
         }
 
     def wrong_shapes(self, saved: StateDict) -> list[str]:
-        """Where the base model has another shape than the one that was ``saved`` with :meth:`record`."""
+        """Differences in shape between the base model and the one that was ``saved`` with :meth:`record`."""
         shapes = saved.get("base_shapes") or {}
         own = {name: tuple(shape) for name, shape in self.base_shapes.items()}
         then = {str(name): tuple(shape) for name, shape in shapes.items()}
@@ -67,7 +67,7 @@ class Adapters:
         return other + gone + [f"{name}: not there then, {own[name]} now" for name in own if name not in then]
 
     def is_other_base(self, saved: StateDict) -> bool:
-        """Whether the numbers of the base model are known to be others than those then."""
+        """Tell whether the numbers of the base model are known to be others than those then."""
         then = saved.get("base_digest")
         return then is not None and self.base_digest is not None and then != self.base_digest
 

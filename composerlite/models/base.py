@@ -61,7 +61,7 @@ class ComposerModel(nn.Module, ABC):
         )
 
     def integrations(self) -> StateDict:
-        """What checkpoints keep of the model beside its weights, under the name of each library. By default nothing."""
+        """Record of the model in checkpoints beside its weights, under the name of each library. By default empty."""
         return {}
 
     def integration_problems(self, saved: StateDict, *, source: str) -> list[str]:

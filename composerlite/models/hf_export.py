@@ -61,7 +61,7 @@ def write_huggingface_pretrained_from_composer_checkpoint(
 
 
 def huggingface_contents(folder: str | Path, *, base_model: Any = None) -> StateDict:
-    """What a checkpoint of the model in a folder of Hugging Face holds: its weights, config and tokenizer.
+    """Contents of a checkpoint of the model in a folder of Hugging Face: its weights, config and tokenizer.
 
     Args:
         folder: as ``save_pretrained`` writes it: of a model, or of adapters.

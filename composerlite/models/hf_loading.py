@@ -75,7 +75,7 @@ def model_class_of(transformers: Any, names: Iterable[str]) -> type[Any] | None:
 @final
 @dataclass(frozen=True)
 class _Found:
-    """What a checkpoint has kept for transformers.
+    """Record of a model of transformers in a checkpoint.
 
     Attributes:
         transformers: the library.
@@ -178,7 +178,7 @@ def _imported(model_class: type[Any] | str) -> type[Any]:
 
 # ── adapters ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _of_base(weights: Mapping[str, Tensor], adapter: StateDict) -> dict[str, Tensor]:
-    """Those of the base model, by its own names; none where adapters were saved alone."""
+    """Return the weights of the base model, by its own names; none where adapters were saved alone."""
     names = adapter.get("base_shapes")
     base = names if isinstance(names, Mapping) else {name for name in weights if ".default" not in name}
     return {

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a model of Hugging Face beside its weights: its config and the files of its tokenizer.
+"""Record of a model of Hugging Face in a checkpoint, beside its weights: its config and the files of its tokenizer.
 
 The shape is Composer's: ``{'model': {'config': {'file_extension', 'content', 'class'}}, 'tokenizer': {name:
 {'file_extension', 'content'}}}``. Added under ``'model'``: ``'generation_config'``, and ``'tied_weights'``, what a
@@ -44,7 +44,7 @@ def as_json(config: Any) -> StateDict:
 
 
 def config_record(config: Any, model_class: str, generation: Any, tied: dict[str, str]) -> StateDict:
-    """What is kept of the model.
+    """Record of the model.
 
     Args:
         config: of the model.
@@ -59,7 +59,7 @@ def config_record(config: Any, model_class: str, generation: Any, tied: dict[str
 
 
 def tokenizer_record(tokenizer: Any) -> StateDict:
-    """What is kept of the tokenizer: the files that it writes, by name."""
+    """Record of the tokenizer: the files that it writes, by name."""
     with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
         tokenizer.save_pretrained(folder)
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
@@ -70,7 +70,7 @@ def tokenizer_record(tokenizer: Any) -> StateDict:
 
 
 def _content(path: Path) -> Any:
-    """As Composer has it: JSON parsed, lines of ``.txt``, else text; bytes of what is no text."""
+    """Content as Composer has it: JSON parsed, lines of ``.txt``, else text; bytes of what is no text."""
     data = path.read_bytes()
     try:
         text = data.decode()
@@ -82,7 +82,7 @@ def _content(path: Path) -> Any:
 
 
 def differences(saved: Any, own: StateDict) -> list[str]:
-    """What is another in the ``saved`` config than in one's ``own``, of what matters to the weights."""
+    """Differences between the ``saved`` config and one's ``own`` that matter to the weights."""
     if not isinstance(saved, dict):
         return []
     then = cast("StateDict", saved)

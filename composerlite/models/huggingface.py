@@ -106,7 +106,7 @@ class HuggingFaceModel(ComposerModel):
 
     # ── training and evaluation ──────────────────────────────────────────────────────────────────────────────────
     def forward(self, batch: Batch) -> Any:
-        """What the model returns for those parts of ``batch`` that it knows."""
+        """Outputs of the model for those parts of ``batch`` that it knows."""
         if not isinstance(batch, Mapping):
             raise TrainingError(
                 f"HuggingFaceModel: a batch is a {type(batch).__name__}: want a mapping with the names of the model's "
@@ -147,7 +147,7 @@ class HuggingFaceModel(ComposerModel):
         metric.update(outputs, labels)
 
     def generate(self, input_ids: Tensor, **arguments: Any) -> Any:
-        """What the model goes on with, by its ``generate``, which takes the ``arguments``.
+        """Continuation of ``input_ids`` by the model's ``generate``, which takes the ``arguments``.
 
         Raises:
             TrainingError: the model is spread over ranks.

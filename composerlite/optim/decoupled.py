@@ -25,7 +25,7 @@ _HIGH_DECAY = 1e-3
 
 
 class _DecoupledOptimizer(Optimizer, ABC):
-    """What both optimizers share: ``initial_lr`` in every group, decay scaled by the schedule, one step.
+    """Base of both optimizers: ``initial_lr`` in every group, decay scaled by the schedule, one step.
 
     A step first multiplies each weight by ``1 - weight_decay × lr / initial_lr`` and then moves it along the gradient.
     Parameters without a gradient are left alone, and with ``lr=0`` so are all.

@@ -39,7 +39,7 @@ __all__ = [
 class ComposerScheduler(Protocol):
     """A learning-rate schedule: the factor that the initial learning rate is multiplied by.
 
-    The factor depends on ``state.timestamp`` and ``state.max_duration`` only, so a resumed run goes on exactly. Any
+    The factor depends on ``state.timestamp`` and ``state.max_duration`` only, so a resumed run continues exactly. Any
     function ``(state, ssr=1.0) -> float`` is one.
     """
 

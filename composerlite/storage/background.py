@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, final
 
-from composerlite.errors import ComposerliteError
+from composerlite.errors import ComposerliteError, raise_all
 from composerlite.storage.helpers import start_threads
 
 __all__ = ["Background", "StagedFiles"]
@@ -120,10 +120,7 @@ class Background:
         """Raise what failed since the last time, if anything did. A note says what it was."""
         with self._changed:
             failures, self._failures = self._failures, []
-        if len(failures) == 1:
-            raise failures[0]
-        if failures:
-            raise ExceptionGroup(f"{self._who}: {len(failures)} {self._jobs} failed", failures)
+        raise_all(failures, f"{self._who}: {len(failures)} {self._jobs} failed")
 
     def wait(self, seconds: float, *, lane: str | None = None, at_most: int = 0) -> bool:
         """Wait until at most so many jobs are pending, ``seconds`` at most; whether that is so.

@@ -258,7 +258,7 @@ def _batches(state: State, spec: DataSpec, limit: int, ranks: Ranks) -> Iterator
 
     Where a forward pass waits for other ranks, one whose batches have ended gives its last one again until all end.
     """
-    with state.interruption.sparing_children(spec.dataloader):
+    with state.interruption.shielding_workers(spec.dataloader):
         own = EvaluationBatches(spec, ranks.share)
     batches = iter(own) if limit < 0 else itertools.islice(own, limit)
     batch: Batch = None

@@ -134,7 +134,7 @@ def _epoch(loop: Loop, before: DataRollback | None) -> tuple[bool, bool]:
     state, engine = loop.state, loop.engine
     interruption = state.interruption
     done = int(state.timestamp.batch_in_epoch)
-    with interruption.sparing_children(loop.spec.dataloader):
+    with interruption.shielding_workers(loop.spec.dataloader):
         batches = loop.position.epoch(int(state.timestamp.epoch), done if loop.spin_dataloaders else 0)
     if loop.subset_num_batches >= 0:
         batches = itertools.islice(batches, max(0, loop.subset_num_batches - done))

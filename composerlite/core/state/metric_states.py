@@ -80,7 +80,7 @@ def _copied(value: Any, device: torch.device) -> Any:
 
 
 def _merged(name: str, metric: Metric, every: Sequence[Any], rank: int, world_size: int) -> StateDict | None:
-    """What ``rank`` of ``world_size`` starts from, if ``every`` other number of ranks had this; ``None``: afresh."""
+    """State that ``rank`` of ``world_size`` starts from, merged from that of ``every`` saved rank; ``None``: afresh."""
     from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
     first = rank == 0

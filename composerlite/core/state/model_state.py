@@ -68,7 +68,7 @@ def model_places(model: nn.Module, saved: StateDict) -> StateDict:
 
 
 def _changes_what_is_loaded(hook: Any) -> bool:
-    """Not those of ``fully_shard``, which only see to it that the parameters are sharded."""
+    """Tell hooks of the user from those of ``fully_shard``, which only keep the parameters sharded."""
     return not str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed.fsdp.")
 
 

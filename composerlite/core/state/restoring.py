@@ -31,7 +31,7 @@ class Integrated(Protocol):
     """A model that has something to keep: every ``ComposerModel`` is one, and most keep nothing."""
 
     def integrations(self) -> StateDict:
-        """What goes into checkpoints, under the name of each library: plain values. Called at every save."""
+        """The record that goes into checkpoints, under the name of each library: plain values. Called at every save."""
         ...
 
     def integration_problems(self, saved: StateDict, *, source: str) -> list[str]:
@@ -185,7 +185,7 @@ class StateLoader:
                 state.scaler.load_state_dict(next(iter(contents["scaler"].values())))
 
     def _load_time(self) -> None:
-        """Where the run stands, and what belongs to that."""
+        """Restore the position of the run, and what belongs to it."""
         state, contents = self.state, self.contents
         metadata = contents.get("metadata", {})
         if "timestamp" in contents:
@@ -302,7 +302,7 @@ class StateLoader:
                 log.warning("%s holds state of %r in %s, which this run has not: not restored", self.source, name, part)
 
     def _check_form(self) -> None:
-        """That the parts which are read here are what they are in every checkpoint."""
+        """Check that the parts which are read here have the form that they have in every checkpoint."""
         contents = self.contents
         mappings = ("model", "optimizers", "schedulers", "callbacks", "scaler", "timestamp", "metadata", "integrations")
         wrong = [part for part in mappings if not isinstance(contents.get(part, {}), Mapping)]

@@ -28,7 +28,7 @@ K = TypeVar("K", bound="KeptCallback")
 
 
 class KeptCallback(Protocol):
-    """What a state does with a :class:`Callback`: it saves its progress. Callbacks know the state, not it them."""
+    """A :class:`Callback` as a state sees it: its progress is saved. Callbacks know the state, not it them."""
 
     @property
     def state_key(self) -> str: ...
@@ -39,7 +39,7 @@ class KeptCallback(Protocol):
 
 
 class KeptAlgorithm(KeptCallback, Protocol):
-    """What a state does with an :class:`Algorithm`: it saves its progress, and how to build it again."""
+    """An :class:`Algorithm` as a state sees it: its progress is saved, and how to build it again."""
 
     @staticmethod
     def required_on_load() -> bool: ...
@@ -67,7 +67,7 @@ class RunState:
         lineage: the attempt of the run whose checkpoints are saved, and those that it came from.
         evaluated_at: the batch count of the last evaluation, by the evaluator's label: there is one at most for each.
         learning_rates: of the optimizer's groups, as the script has given them. resumed_learning_rates: those that were
-            given to the run that this one goes on with.
+            given to the run that this one continues.
         eval_timestamp, predict_timestamp: progress of the current evaluation and prediction.
         train_metrics: metrics by name. eval_metrics: metrics by evaluator label and name.
         train_metric_values, eval_metric_values: last computed values by metric name.
@@ -187,7 +187,7 @@ class RunState:
     # ── how long ─────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def max_duration(self) -> Time | None:
-        """When training ends; a plain number counts epochs."""
+        """End of training; a plain number counts epochs."""
         return self._max_duration
 
     @max_duration.setter
@@ -209,7 +209,7 @@ class RunState:
 
     @property
     def iteration_length(self) -> Time:
-        """How long an iteration is, in epochs or tokens; a plain number counts epochs."""
+        """Length of an iteration, in epochs or tokens; a plain number counts epochs."""
         return self._iteration_length
 
     @iteration_length.setter
@@ -221,7 +221,7 @@ class RunState:
 
     @property
     def training_is_over(self) -> bool:
-        """Whether the run has reached ``max_duration``."""
+        """True if the run has reached ``max_duration``."""
         return self.timestamp.fields[self._end_field] >= self._end
 
     def get_elapsed_duration(self) -> Time | None:
@@ -251,7 +251,7 @@ class RunState:
 
     @property
     def sharding(self) -> str | None:
-        """How a checkpoint of a model that is spread over ranks is laid out: 'sharded', 'full' or 'deepspeed'.
+        """Layout of a checkpoint of a model that is distributed over ranks: 'sharded', 'full' or 'deepspeed'.
 
         ``None`` where every rank has the whole model.
         """
@@ -263,7 +263,7 @@ class RunState:
 
     @property
     def deepspeed_enabled(self) -> bool:
-        """Whether DeepSpeed trains the model."""
+        """True if DeepSpeed trains the model."""
         return self.deepspeed_config is not None
 
     # ── identity ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -58,7 +58,7 @@ class State(RunState):
         }
 
     def weights_state_dict(self) -> StateDict:
-        """What a weights-only checkpoint holds: model, integrations, metadata, the algorithms that the weights need."""
+        """Contents of a weights-only checkpoint: model, integrations, metadata, algorithms that the weights need."""
         required = [(a.state_key, _described(a, {})) for a in self.algorithms if a.required_on_load()]
         contents: StateDict = {
             "model": model_state(self.model),
@@ -150,7 +150,7 @@ class State(RunState):
 
 
 def _described(algorithm: KeptAlgorithm, state: StateDict) -> StateDict:
-    """What a checkpoint holds of ``algorithm``. ``repr`` is for people: nothing evaluates it."""
+    """Record of ``algorithm`` in a checkpoint. ``repr`` is for people: nothing evaluates it."""
     return {
         "repr": repr(algorithm),
         "required": algorithm.required_on_load(),

@@ -32,11 +32,11 @@ _EXPERIMENT = "Default"
 
 @final
 class MLFlowLogger(ServiceLogger[MlflowRun]):
-    """Logs to a run of MLflow, and goes on with it when the run is resumed.
+    """Logs to a run of MLflow, and continues it when the run is resumed.
 
     The id of the MLflow run is in each checkpoint. A resumed run of the same ``run_name`` continues that MLflow run;
     batches that are trained again are logged again, at their step. Metrics that are numbers, hyperparameters, tables
-    and images are sent behind training, and so are files that are handed to ``Logger.upload_file``. What fails, after
+    and images are sent in the background, and so are files that are handed to ``Logger.upload_file``. What fails, after
     MLflow has tried again as often as it does, is raised at the next batch or when the trainer closes. Checkpoints are
     no artifacts: they go to ``save_folder``, which may be a bucket.
 
@@ -51,7 +51,7 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
             them as well.
         rename_metrics: ``{'name here': 'name in MLflow'}``.
         ignore_metrics: globs of metrics that are not logged. ignore_hyperparameters: the same for hyperparameters.
-        resume: go on with the MLflow run of the checkpoint; otherwise every start is a new one.
+        resume: continue the MLflow run of the checkpoint; otherwise every start is a new one.
         timeout: seconds to wait, when the trainer closes, until everything is sent.
 
     Attributes:
@@ -89,7 +89,7 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
         self._name = run_name
         self._tags = {name: str(value) for name, value in (tags or {}).items()}
         self._uri = tracking_uri.absolute().as_uri() if isinstance(tracking_uri, Path) else tracking_uri
-        super().__init__(rank_zero_only=rank_zero_only, timeout=timeout)
+        super().__init__("MLflow", rank_zero_only=rank_zero_only, timeout=timeout)
         self._flush_interval = float(flush_interval)
         self._renamed = dict(rename_metrics or {})
         self._ignored_metrics = tuple(ignore_metrics or ())
@@ -105,7 +105,7 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
 
     @property
     def place(self) -> str | None:
-        """Where the MLflow run is kept, and its id; ``None`` where this rank does not log."""
+        """Address of the MLflow run, and its id; ``None`` where this rank does not log."""
         return None if self._client is None else f"{self._client.tracking_uri}, run {self.run_id}"
 
     # ── beginning ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -119,7 +119,7 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
                 self._client, self.experiment_id = open_experiment(self._uri, name)
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Start the MLflow run, or go on with that of the checkpoint."""
+        """Start the MLflow run, or continue that of the checkpoint."""
         self._batch = int(state.timestamp.batch)
         with dist.get_group().all_or_none("starting the run of MLflow"):
             if self._client is not None and self._run is None:
@@ -206,25 +206,15 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
 
     # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────
     def can_upload_files(self) -> bool:
-        """Whether files become artifacts: always, also on ranks where rank 0 alone keeps them."""
+        """Tell whether files become artifacts: always, also on ranks where rank 0 alone keeps them."""
         return True
 
     def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
-        """Keep the file as an artifact of the run, behind training.
+        check_name(format_name_with_dist(remote_file_name, state.run_name))
+        super().upload_file(state, remote_file_name, file_path, overwrite=overwrite)
 
-        Raises:
-            FileNotFoundError: there is no such file.
-            Exception: what went wrong with something earlier.
-        """
-        if self._is_silent:
-            return
-        name = check_name(format_name_with_dist(remote_file_name, state.run_name))
-
-        def keep(run: MlflowRun, staged: Path, _: int) -> None:
-            run.send_file(name, staged, overwrite=overwrite)
-
-        batch = int(state.timestamp.batch)
-        self._keep(f"keeping {name!r} as an artifact of MLflow", name, file_path, keep, batch)
+    def _send_file(self, run: MlflowRun, name: str, staged: Path, batch: int, *, overwrite: bool) -> None:
+        run.send_file(name, staged, overwrite=overwrite)
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -253,7 +243,7 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
 
     # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────
     def state_dict(self) -> dict[str, Any]:
-        """Which MLflow run this is, of each rank; and the metrics of rank 0 that may not have been sent yet.
+        """The ids of the MLflow runs, by rank; and the metrics of rank 0 that may not have been sent yet.
 
         A run that is killed now would not log them again: the resumed one sends what has not arrived.
         """
@@ -261,7 +251,7 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
         return {"run_name": self._run_name, "run_ids": list(self._ids), "unsent": unsent}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with that MLflow run, if it is of this run."""
+        """Continue that MLflow run, if it is of this run."""
         if self._resume and state_dict.get("run_name") == self._run_name and "run_ids" in state_dict:
             self._ids = list(state_dict["run_ids"])
             self._unsent = [Point(*point) for point in state_dict["unsent"]]

@@ -1,5 +1,5 @@
-"""What loggers to services share: a run that is known late, files that are kept behind training, packages that may be
-missing, values as services take them, how a run ends.
+"""The base of loggers to services: a run that is known late, files that are kept in the background, packages that may
+be missing, values as services take them, how a run ends.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from composerlite import dist
+from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.core import LoggerDestination
 from composerlite.errors import ConfigError
 from composerlite.loggers.values import plain, to_json
@@ -32,14 +33,16 @@ R = TypeVar("R")
 
 
 class ServiceLogger(LoggerDestination, Generic[R]):
-    """Logs to a run ``R`` of a service, which is known from ``AFTER_LOAD`` on: a resumed run goes on with its own.
+    """Logs to a run ``R`` of a service, which is known from ``AFTER_LOAD`` on: a resumed run continues its own.
 
     Args:
+        service: its name, for messages.
         rank_zero_only: only global rank 0 logs and keeps files; else each rank has a run.
         timeout: seconds to wait at the end.
     """
 
-    def __init__(self, *, rank_zero_only: bool, timeout: float = 600.0) -> None:
+    def __init__(self, service: str, *, rank_zero_only: bool, timeout: float = 600.0) -> None:
+        self._service = service
         self._rank_zero_only = rank_zero_only
         self._is_silent = rank_zero_only and dist.get_global_rank() != 0
         self._timeout = float(timeout)
@@ -64,7 +67,7 @@ class ServiceLogger(LoggerDestination, Generic[R]):
         """Call ``write`` with the run and the batch."""
         if self._is_silent:
             return
-        if self._run is None:  # before AFTER_LOAD it is not known which run it belongs to, and where that goes on
+        if self._run is None:  # before AFTER_LOAD it is not known which run it belongs to, and where that resumes
             self._early.append(write)
         else:
             with self._reaching(self._run):
@@ -76,32 +79,40 @@ class ServiceLogger(LoggerDestination, Generic[R]):
         for write in early:
             self._write(write, None)
 
-    def _keep(self, what: str, name: str, file: Path, keep: Callable[[R, Path, int], object], batch: int) -> None:
-        """Have a copy of ``file`` kept under ``name``, behind training.
+    # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
+        """Keep a copy of the file as an artifact of the run, in the background.
 
         Raises:
             FileNotFoundError: there is no such file.
             Exception: what went wrong with something earlier.
         """
+        if self._is_silent or not self.can_upload_files():
+            return
+        name = format_name_with_dist(remote_file_name, state.run_name)
         self._background.raise_failures()
-        staged = self._files.copy(file, Path(name).name)
+        staged = self._files.copy(file_path, Path(name).name)
 
-        def work(run: R, batch: int) -> None:
+        def keep(run: R, batch: int) -> None:
             try:
-                keep(run, staged, batch)
+                self._send_file(run, name, staged, batch, overwrite=overwrite)
             finally:
                 self._files.give_back(staged)
 
         def write(run: R, batch: int) -> None:
             self._background.submit(
-                what,
-                lambda: work(run, batch),
+                f"keeping {name!r} as an artifact of {self._service}",
+                lambda: keep(run, batch),
                 lane=name,
                 replaces=True,
                 dropped=lambda: self._files.give_back(staged),
             )
 
-        self._write(write, batch)
+        self._write(write, int(state.timestamp.batch))
+
+    def _send_file(self, run: R, name: str, staged: Path, batch: int, *, overwrite: bool) -> None:
+        """Keep the file ``staged`` as the artifact ``name``: for loggers that can upload files."""
+        raise NotImplementedError
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -133,7 +144,7 @@ def need_package(package: str, *, who: str, extra: str) -> None:
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Those of ``metrics`` that are numbers."""
+    """Return those of ``metrics`` that are numbers."""
     values = {name: plain(value) for name, value in metrics.items()}
     return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
@@ -159,13 +170,13 @@ def pictures(images: Any, *, channels_last: bool) -> list[npt.NDArray[Any]]:
 
 
 def exit_code(*, training: bool) -> int:
-    """How the process of a run that closes now is about to end: 0, 1 after an error, or the code of its ``SystemExit``.
+    """Exit code that the process is about to have: 0, 1 after an error, or that of its ``SystemExit``.
 
     Args:
         training: ``fit`` began and did not come to its end. That is an error also where nobody handles it any more.
     """
     error = sys.exc_info()[1]
-    if isinstance(error, SystemExit):  # a run that is asked to end ends with 128 and the number of the signal
+    if isinstance(error, SystemExit):  # a preempted run ends with 128 and the number of the signal
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
         return 130

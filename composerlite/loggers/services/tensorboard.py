@@ -23,9 +23,9 @@ __all__ = ["TensorboardLogger"]
 class TensorboardLogger(ServiceLogger["SummaryWriter"]):
     """Writes metrics for TensorBoard, one folder per run.
 
-    A resumed run goes on in the folder of the interrupted one. TensorBoard then drops the steps that were logged after
-    the checkpoint and are trained again, so no step shows twice; a run that starts again from its beginning replaces
-    what earlier attempts of the same name showed.
+    A resumed run continues in the folder of the interrupted one. TensorBoard then drops the steps that were logged
+    after the checkpoint and are trained again, so no step shows twice; a run that starts again from its beginning
+    replaces what earlier attempts of the same name showed.
 
     Args:
         log_dir: the folder; ``tensorboard_logs`` by default. The run's name is added below it, unless ``log_dir`` says
@@ -47,7 +47,7 @@ class TensorboardLogger(ServiceLogger["SummaryWriter"]):
                 f"TensorboardLogger(flush_interval={flush_interval}): want a number of batches, 1 or more."
             )
         need_package("tensorboard", who="TensorboardLogger", extra="tensorboard")
-        super().__init__(rank_zero_only=rank_zero_only)
+        super().__init__("TensorBoard", rank_zero_only=rank_zero_only)
         folder = "tensorboard_logs" if log_dir is None else str(log_dir)
         if "{run_name}" not in folder:
             folder = f"{folder}/{{run_name}}"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from composerlite import dist
-from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.loggers.services.service import ServiceLogger, exit_code, json_of, need_package, pictures
 from composerlite.loggers.values import plain
@@ -34,14 +33,15 @@ _FLUSH_SECONDS = 1.0
 
 @final
 class WandBLogger(ServiceLogger["wandb.Run"]):
-    """Logs to a run of Weights & Biases, and goes on with it when the run is resumed.
+    """Logs to a run of Weights & Biases, and continues it when the run is resumed.
 
     The id of the W&B run is in each checkpoint. A resumed run of the same ``run_name`` continues that W&B run, also
     where it goes back to an earlier batch: the charts are drawn over ``trainer/batch``, and batches that are trained
-    again are logged again. W&B sends what is logged behind training. A run that ends with an error is marked as failed.
+    again are logged again. W&B sends what is logged in the background. A run that ends with an error is marked as
+    failed.
 
     Files that are handed to ``Logger.upload_file`` are kept as artifacts with ``log_artifacts=True``, each upload a new
-    version. They are sent behind training; what fails is raised at the next batch or when the trainer closes.
+    version. They are sent in the background; what fails is raised at the next batch or when the trainer closes.
     Checkpoints are no artifacts: they go to ``save_folder``, which may be a bucket.
 
     Where a W&B run is open already, as in a sweep, that one is logged to, and who has started it finishes it.
@@ -91,7 +91,7 @@ class WandBLogger(ServiceLogger["wandb.Run"]):
             )
         self._init_kwargs = {**given, **own}
         self._log_artifacts = log_artifacts
-        super().__init__(rank_zero_only=rank_zero_only, timeout=timeout)
+        super().__init__("W&B", rank_zero_only=rank_zero_only, timeout=timeout)
         self._id: str | None = None
         self._is_resumed = False
         self._finishes = True
@@ -110,7 +110,7 @@ class WandBLogger(ServiceLogger["wandb.Run"]):
             self._run_name, self._id = state.run_name, None
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Start the W&B run, or go on with that of the checkpoint."""
+        """Start the W&B run, or continue that of the checkpoint."""
         group = dist.get_group()
         self._batch = int(state.timestamp.batch)
         self._id, self._is_resumed = group.from_first("naming the run of W&B", self._choose_id)
@@ -157,7 +157,7 @@ class WandBLogger(ServiceLogger["wandb.Run"]):
         self._run.define_metric("*", step_metric=_BATCH, step_sync=True)
 
     def _settings(self, given: Any) -> wandb.Settings:
-        """What the user has set, and what is needed so that no wait is endless and no kill loses much."""
+        """Settings of the user, and those that are needed so that no wait is endless and no kill loses much."""
         import wandb
 
         settings = wandb.Settings(**given) if isinstance(given, Mapping) else copy.copy(given)
@@ -230,31 +230,18 @@ class WandBLogger(ServiceLogger["wandb.Run"]):
 
     # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────
     def can_upload_files(self) -> bool:
-        """Whether files become artifacts: on every rank the same, also where rank 0 alone logs."""
+        """Tell whether files become artifacts: on every rank the same, also where rank 0 alone logs."""
         return self._log_artifacts
 
-    def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
-        """Keep the file as an artifact, behind training; an older one of that name stays as an older version.
+    def _send_file(self, run: wandb.Run, name: str, staged: Path, batch: int, *, overwrite: bool) -> None:
+        """Keep the file as an artifact; an older one of that name stays as an older version."""
+        import wandb
 
-        Raises:
-            FileNotFoundError: there is no such file.
-            Exception: what went wrong with an earlier upload.
-        """
-        if self._is_silent or not self._log_artifacts:
-            return
-        name = format_name_with_dist(remote_file_name, state.run_name)
-
-        def keep(run: wandb.Run, staged: Path, batch: int) -> None:
-            import wandb
-
-            artifact = wandb.Artifact(_artifact_name(name), type="file", metadata={"name": name, "batch": batch})
-            artifact.add_file(str(staged), name=staged.name, skip_cache=True)
-            logged = run.log_artifact(artifact, aliases=["latest", f"ba{batch}"])
-            if not run.offline:
-                logged.wait(timeout=int(max(1.0, self._timeout)))
-
-        batch = int(state.timestamp.batch)
-        self._keep(f"keeping {name!r} as an artifact of W&B", name, file_path, keep, batch)
+        artifact = wandb.Artifact(_artifact_name(name), type="file", metadata={"name": name, "batch": batch})
+        artifact.add_file(str(staged), name=staged.name, skip_cache=True)
+        logged = run.log_artifact(artifact, aliases=["latest", f"ba{batch}"])
+        if not run.offline:
+            logged.wait(timeout=int(max(1.0, self._timeout)))
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -297,12 +284,12 @@ class WandBLogger(ServiceLogger["wandb.Run"]):
 
     # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────
     def state_dict(self) -> dict[str, Any]:
-        """Which W&B run this is. What is logged up to here is not held back any longer: it is not logged again."""
+        """The id of the W&B run. What is logged up to here is not held back any longer: it is not logged again."""
         self._send()
         return {"run_name": self._run_name, "id": self._id}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with that W&B run, if it is of this run. Composer's state has no id that is one."""
+        """Continue that W&B run, if it is of this run. Composer's state has no id that is one."""
         saved = state_dict.get("id")
         if state_dict.get("run_name") == self._run_name and isinstance(saved, str):
             self._id = saved
