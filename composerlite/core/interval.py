@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, final
 
 from composerlite.core.event import Event
 from composerlite.core.progress import Progress, span
-from composerlite.core.time import MICROSECONDS, Time, TimeInput, Timestamp, TimeUnit
+from composerlite.core.time import Time, TimeInput, Timestamp, TimeUnit
 from composerlite.errors import ConfigError
 
 __all__ = ["AutoInterval", "IntervalScheduler", "SchedulePredicate", "create_interval_scheduler"]
@@ -20,7 +20,6 @@ SchedulePredicate: TypeAlias = Callable[[Any, Event], bool]
 """Says of a :class:`State` whether to act at an event. May be called at any event, also at those it never acts at."""
 
 _TEXT = re.compile(r"\s*auto\s*:\s*([0-9.]+)\s*%\s*", re.IGNORECASE)
-_SECONDS = Timestamp.field_of(TimeUnit.SECOND)
 _FINAL = frozenset({Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT})
 _MARGIN = 0.9
 """The part of the budget that is planned with. The rest takes up what saves cost more than the typical one."""
@@ -161,7 +160,7 @@ class AutoInterval:
     def save_began(self, state: Progress) -> None:
         """A save begins now. Until it is over no other is due."""
         self._look_at_the_clock(state)
-        self._last = _seconds(state)
+        self._last = _seconds(state.timestamp)
         self._saving += 1
 
     def record_save(self, blocked_seconds: float, in_flight_seconds: float = 0.0) -> None:
@@ -191,10 +190,10 @@ class AutoInterval:
 
     def _look_at_the_clock(self, state: Progress) -> float:
         """Seconds of training now. Measuring begins when this is first asked, and anew where time was set back."""
-        now = _seconds(state)
+        now = _seconds(state.timestamp)
         if now < self._last:
             before = state.previous_timestamp
-            self._began = self._last = now if before is None else min(now, before.fields[_SECONDS] / MICROSECONDS)
+            self._began = self._last = now if before is None else min(now, _seconds(before))
             self._all_blocked = 0.0
         return now
 
@@ -230,8 +229,8 @@ class AutoInterval:
         return f"AutoInterval({self.budget:.3%}, {self._interval:.1f} s at present)"
 
 
-def _seconds(state: Progress) -> float:
-    return state.timestamp.fields[_SECONDS] / MICROSECONDS
+def _seconds(timestamp: Timestamp) -> float:
+    return timestamp.count(TimeUnit.SECOND)
 
 
 def create_interval_scheduler(

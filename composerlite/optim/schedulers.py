@@ -294,6 +294,8 @@ class _Ramp(ComposerScheduler, ABC):
 
 
 class _Linear(_Ramp):
+    """A straight line between the factors that a subclass sets."""
+
     alpha_i: float
     alpha_f: float
 
@@ -302,6 +304,8 @@ class _Linear(_Ramp):
 
 
 class _Cosine(_Ramp):
+    """Half a cosine wave from 1 to the factor that a subclass sets."""
+
     alpha_f: float
 
     def _at(self, fraction: float) -> float:
@@ -309,6 +313,8 @@ class _Cosine(_Ramp):
 
 
 class _Polynomial(_Ramp):
+    """A power of the time that is left, from 1 to the factor that a subclass sets."""
+
     power: float
     alpha_f: float
 

@@ -120,6 +120,14 @@ def test_a_fraction_of_epochs_is_counted_in_batches() -> None:
     assert sorted({int(stamp.batch) for stamp in fired}) == [3, 6, 9, 12, 15, 18, 21, 24, 27, 30]
 
 
+def test_a_fraction_of_iterations_is_counted_in_batches() -> None:
+    """With ``max_duration='3iter'`` of an epoch each, ``'0.1dur'`` is as often as with ``'3ep'``."""
+    state = new_state("3iter")
+    state.set_dataloader([0] * 10)
+    fired = firings(state, [[(8, 0.25)] * 10] * 3, IntervalScheduler("0.1dur"))
+    assert sorted({int(stamp.batch) for stamp in fired}) == [3, 6, 9, 12, 15, 18, 21, 24, 27, 30]
+
+
 @pytest.mark.parametrize(("unit", "per_batch"), [("sp", 8), ("tok", 24), ("sec", 0.25)])
 def test_a_fraction_of_samples_tokens_or_seconds(unit: str, per_batch: float) -> None:
     """A fraction of training is counted in the unit in which training ends."""

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from composerlite import dist
 from composerlite._torch_compat import load_hooks
-from composerlite.core.state.optimizer_state import clean_name
+from composerlite.core.state.optimizer_state import clean_name, like_live
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
 
@@ -23,15 +22,22 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 def model_state(model: nn.Module) -> StateDict:
     """The tensors of ``model`` by the names that checkpoints give them. They are not copied."""
-    return {clean_name(name): value for name, value in model.state_dict().items()}
+    return _cleaned(model.state_dict())
+
+
+def _cleaned(weights: StateDict) -> StateDict:
+    return {clean_name(name): value for name, value in weights.items()}
+
+
+def _only_in_one(own: StateDict, saved: StateDict) -> tuple[list[str], list[str]]:
+    """Names that the checkpoint lacks, and names that the model has not."""
+    return [name for name in own if name not in saved], [name for name in saved if name not in own]
 
 
 def model_problems(model: nn.Module, saved: StateDict, *, strict: bool, source: str) -> list[str]:
     """Why ``saved`` cannot be loaded into ``model``."""
-    own = {clean_name(name): value for name, value in model.state_dict().items()}
-    saved = {clean_name(name): value for name, value in saved.items()}
-    missing = [name for name in own if name not in saved]
-    unexpected = [name for name in saved if name not in own]
+    own, saved = model_state(model), _cleaned(saved)
+    missing, unexpected = _only_in_one(own, saved)
     both = [(name, value, own[name]) for name, value in saved.items() if isinstance(own.get(name), torch.Tensor)]
     no_tensors = [name for name, value, _ in both if not isinstance(value, torch.Tensor)]
     shapes = [
@@ -63,7 +69,7 @@ def model_places(model: nn.Module, saved: StateDict) -> StateDict:
     """The tensors of ``model`` by their names in ``saved``; none where a hook of the model changes what is loaded."""
     if any(_changes_what_is_loaded(hook) for module in model.modules() for hook in load_hooks(module)):
         return {}
-    own = {clean_name(name): value for name, value in model.state_dict().items()}
+    own = model_state(model)
     return {name: own[clean_name(name)] for name in saved if clean_name(name) in own}
 
 
@@ -77,9 +83,8 @@ def load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str)
     if problems := model_problems(model, saved, strict=strict, source=source):
         raise IncompatibleCheckpointError("\n".join(problems))
     own = {clean_name(name): (name, value) for name, value in model.state_dict().items()}
-    saved = {clean_name(name): value for name, value in saved.items()}
-    missing = [name for name in own if name not in saved]
-    unexpected = [name for name in saved if name not in own]
+    saved = _cleaned(saved)
+    missing, unexpected = _only_in_one(own, saved)
     if missing or unexpected:
         log.warning(
             "%s: loaded without strictness; stays as it is: %s; not used: %s",
@@ -98,12 +103,6 @@ def load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str)
         if name in own and own[name][1].layout in _COMPRESSED and value.layout is own[name][1].layout:
             own[name][1].resize_as_sparse_(value)  # else only one with as many numbers could be copied
     model.load_state_dict(
-        {own[name][0]: _distributed_as(value, own[name][1]) for name, value in saved.items() if name in own},
+        {own[name][0]: like_live(value, own[name][1]) for name, value in saved.items() if name in own},
         strict=False,
     )
-
-
-def _distributed_as(value: Any, own: Any) -> Any:
-    """A whole tensor as a distributed one, where that of the model is one."""
-    whole = isinstance(value, torch.Tensor) and not dist.is_distributed_tensor(value)
-    return dist.distributed_like(value, own) if whole and dist.is_distributed_tensor(own) else value

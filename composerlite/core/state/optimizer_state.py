@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from composerlite.types import items_of, with_items
 
 __all__ = [
     "clean_name",
+    "like_live",
     "load_named_optimizer_state",
     "lost_parameters",
     "named_optimizer_state",
@@ -35,6 +36,11 @@ def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]
         [by_id.get(id(parameter), f"optimizer.{g}.{i}") for i, parameter in enumerate(group["params"])]
         for g, group in enumerate(optimizer.param_groups)
     ]
+
+
+def _named_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for group, names in zip(optimizer.param_groups, _names(optimizer, model), strict=True):
+        yield from zip(names, group["params"], strict=True)
 
 
 def lost_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
@@ -111,21 +117,26 @@ def optimizer_places(
     if own_way or has_load_hooks(optimizer):
         return {}
     places: dict[str, dict[str, Any]] = {}
-    for group, names in zip(optimizer.param_groups, _names(optimizer, model), strict=True):
-        for parameter, name in zip(group["params"], names, strict=True):
-            if parameter in optimizer.state:  # to read what is not there would make it
-                state = optimizer.state[parameter]
-                places[name] = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) or items_of(v)}
-            elif saved is not None and dist.is_distributed_tensor(parameter):
-                places[name] = _spread_as(parameter, dict(saved.get(name, {})))
+    for name, parameter in _named_parameters(optimizer, model):
+        if parameter in optimizer.state:  # to read what is not there would make it
+            state = optimizer.state[parameter]
+            places[name] = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) or items_of(v)}
+        elif saved is not None and dist.is_distributed_tensor(parameter):
+            places[name] = _distributed_as(parameter, dict(saved.get(name, {})))
     return places
 
 
-def _spread_as(parameter: torch.Tensor, saved: Any) -> Any:
+def _distributed_as(parameter: torch.Tensor, saved: Any) -> Any:
     """``saved`` with new tensors for those of the shape of ``parameter``, distributed as it is."""
     if isinstance(saved, torch.Tensor):
         return dist.empty_shard_like(parameter, saved.dtype) if saved.shape == parameter.shape else None
-    return with_items(saved, lambda _, item: _spread_as(parameter, item))
+    return with_items(saved, lambda _, item: _distributed_as(parameter, item))
+
+
+def like_live(value: Any, live: Any) -> Any:
+    """A whole tensor as a distributed one, where the ``live`` tensor that it is for is distributed; else itself."""
+    whole = isinstance(value, torch.Tensor) and not dist.is_distributed_tensor(value)
+    return dist.distributed_like(value, live) if whole and dist.is_distributed_tensor(live) else value
 
 
 def _as_kept(
@@ -133,12 +144,8 @@ def _as_kept(
 ) -> dict[str, Mapping[str, Any]]:
     """``saved`` with whole tensors distributed as those are that the optimizer keeps, or as the parameter is."""
     places = optimizer_places(optimizer, model)
-    parameters = {
-        name: parameter
-        for group, names in zip(optimizer.param_groups, _names(optimizer, model), strict=True)
-        for parameter, name in zip(group["params"], names, strict=True)
-        if dist.is_distributed_tensor(parameter)
-    }
+    named = _named_parameters(optimizer, model)
+    parameters = {name: parameter for name, parameter in named if dist.is_distributed_tensor(parameter)}
     if not parameters:
         return dict(saved)
 
@@ -148,10 +155,7 @@ def _as_kept(
             return with_items(value, lambda key, item: kept(item, lives.get(key), parameter))
         if live is None and value.dim() > 0 and value.shape == parameter.shape:
             live = parameter
-        is_whole = not dist.is_distributed_tensor(value)
-        return (
-            dist.distributed_like(value, cast("Any", live)) if is_whole and dist.is_distributed_tensor(live) else value
-        )
+        return like_live(value, live)
 
     return {
         name: kept(dict(state), places.get(name), parameters[name]) if name in parameters else state

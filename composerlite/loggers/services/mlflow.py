@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -148,11 +148,7 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         flat = _flat(hyperparameters)
         values = {allowed(name): text for name, text in flat if not _is_in(name, self._ignored_parameters)}
-
-        def write(run: MlflowRun, batch: int) -> None:
-            self._background.submit("sending hyperparameters", lambda: run.send_parameters(values, batch))
-
-        self._write(write, None)
+        self._send_later("sending hyperparameters", lambda run, batch: run.send_parameters(values, batch), None)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         now = int(time.time() * 1000)
@@ -169,12 +165,12 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
     ) -> None:
         names, data = list(columns), [[json_of(cell) for cell in row] for row in rows]
-
-        def write(run: MlflowRun, batch: int) -> None:
-            file = f"tables/{allowed(name)}/batch{batch}.json"
-            self._background.submit(f"sending the table {name!r}", lambda: run.send_table(names, data, file))
-
-        self._write(write, step)
+        folder = f"tables/{allowed(name)}"
+        self._send_later(
+            f"sending the table {name!r}",
+            lambda run, batch: run.send_table(names, data, f"{folder}/batch{batch}.json"),
+            step,
+        )
 
     def log_images(
         self, images: Any, name: str = "Images", channels_last: bool = False, step: int | None = None
@@ -182,11 +178,11 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
         arrays = pictures(images, channels_last=channels_last)
         one = len(arrays) == 1
         named = {allowed(name if one else f"{name}/{number}"): array for number, array in enumerate(arrays)}
+        self._send_later(f"sending the images {name!r}", lambda run, batch: run.send_images(named, batch), step)
 
-        def write(run: MlflowRun, batch: int) -> None:
-            self._background.submit(f"sending the images {name!r}", lambda: run.send_images(named, batch))
-
-        self._write(write, step)
+    def _send_later(self, what: str, send: Callable[[MlflowRun, int], object], step: int | None) -> None:
+        """Call ``send`` with the run and the batch, in the background."""
+        self._write(lambda run, batch: self._background.submit(what, lambda: send(run, batch)), step)
 
     def _send(self) -> None:
         """Have the metrics sent."""
