@@ -13,6 +13,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
+import torch
+
 from composerlite.dist.env import Control, get_control, get_world_size, initialize_dist, is_initialized
 from composerlite.errors import CheckpointError, RankError
 
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 R = TypeVar("R")
 Outcomes = Mapping[int, BaseException]
 
@@ -81,6 +84,14 @@ class Group(ABC):
     @abstractmethod
     def broadcast(self, value: T) -> T:
         """The ``value`` of rank 0."""
+
+    def sum(self, numbers: Sequence[N]) -> list[N]:
+        """Each of ``numbers`` added up over the ranks. All ranks of a run do it in one reduction, as each batch needs."""
+        return [sum(column) for column in zip(*self.gather(list(numbers)), strict=True)]  # type: ignore[misc]
+
+    def max(self, value: int) -> int:
+        """The greatest ``value`` of all ranks, as :meth:`sum` finds it."""
+        return max(self.gather(value))
 
     @abstractmethod
     def _through_first(
@@ -328,6 +339,20 @@ class AllRanks(_Several):
         from composerlite.dist.collectives import all_gather_object
 
         return all_gather_object(value)
+
+    def sum(self, numbers: Sequence[N]) -> list[N]:
+        return self._reduced(list(numbers), "SUM")
+
+    def max(self, value: int) -> int:
+        return self._reduced([value], "MAX")[0]
+
+    def _reduced(self, numbers: list[N], operation: str) -> list[N]:
+        from composerlite.dist.collectives import all_reduce
+
+        dtype = torch.float64 if any(isinstance(number, float) for number in numbers) else torch.int64
+        tensor = torch.tensor(numbers, dtype=dtype)
+        all_reduce(tensor, operation)
+        return tensor.tolist()
 
     def broadcast(self, value: T) -> T:
         from composerlite.dist.collectives import broadcast_object

@@ -7,7 +7,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, final
 
@@ -28,36 +27,25 @@ from composerlite.core import (
     move_to_device,
 )
 from composerlite.errors import ConfigError
-from composerlite.trainer.data.dataloading import EvaluationBatches, Share, batches_per_epoch
+from composerlite.trainer.data.dataloading import EvaluationBatches, batches_per_epoch
 from composerlite.trainer.generators import put_back
-from composerlite.trainer.ranks.company import Alone as NoCompany
-from composerlite.trainer.ranks.company import Company
-from composerlite.trainer.ranks.parallel import Alone, Parallel
+from composerlite.trainer.ranks.communicator import Ranks
 from composerlite.types import Batch
 
 log = logging.getLogger(__name__)
 
-__all__ = ["EvaluationSchedule", "Ranks", "evaluate", "log_metrics", "predict"]
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """What evaluation needs to know of the others."""
-
-    parallel: Parallel = field(default_factory=Alone)
-    company: Company = field(default_factory=NoCompany)
-    share: Share = field(default_factory=Share)
+__all__ = ["EvaluationSchedule", "evaluate", "log_metrics", "predict"]
 
 
 @final
 class EvaluationSchedule:
     """Runs each evaluator when its interval says so, at most once per batch count."""
 
-    def __init__(self, state: State, engine: Engine, logger: Logger, ranks: Ranks | None = None) -> None:
+    def __init__(self, state: State, engine: Engine, logger: Logger, ranks: Ranks) -> None:
         self._state = state
         self._engine = engine
         self._logger = logger
-        self._ranks = Ranks() if ranks is None else ranks
+        self._ranks = ranks
 
     def run_due(self, event: Event) -> bool:
         """Run the evaluators that are due at ``event``; whether any was.
@@ -192,7 +180,7 @@ def _evaluate_one(
         parts: Sequence[Batch] = (
             [state.batch] if size is None or size >= samples else spec.split_batch(state.batch, size)
         )
-        for number in range(ranks.company.max(len(parts)) if ranks.parallel.forward_is_shared else len(parts)):
+        for number in range(ranks.communicator.max(len(parts)) if ranks.parallel.forward_is_shared else len(parts)):
             part = parts[min(number, len(parts) - 1)]
             state.batch = part if spec.microbatch_transforms is None else spec.microbatch_transforms(part)
             engine.run_event(Event.EVAL_BEFORE_FORWARD)
@@ -271,7 +259,7 @@ def _batches(state: State, spec: DataSpec, limit: int, ranks: Ranks) -> Iterator
         counts = has_batch and not own.is_padding
         samples = spec.get_num_samples_in_batch(batch) if counts else 0
         tokens = spec.get_num_tokens_in_batch(batch) if counts else 0
-        counted = ranks.company.step(state, has_batch, samples, tokens)
+        counted = ranks.communicator.step(state, has_batch, samples, tokens)
         if counted is None:
             return
         if has_batch:

@@ -26,7 +26,7 @@ from composerlite.errors import ConfigError, TrainingError
 from composerlite.trainer.attempt import DataRollback
 from composerlite.trainer.data.dataloading import DataPosition
 from composerlite.trainer.evaluate import EvaluationSchedule, log_metrics
-from composerlite.trainer.ranks.company import Alone, Company, Counted
+from composerlite.trainer.ranks.communicator import Counted, Ranks
 from composerlite.trainer.step import TrainStep
 from composerlite.types import Batch
 
@@ -47,8 +47,7 @@ class Loop:
         subset_num_batches: batches per epoch; -1 for all.
         step_schedulers_every_batch: when learning rates change; else once per epoch.
         spin_dataloaders: in the first epoch after a resume leave out what was seen of it.
-        company: the other ranks.
-        data_ranks: into how many shares the data are dealt. weight_by_tokens: the batches of ranks count by tokens.
+        ranks: the other ones. data_ranks: into how many shares the data are divided.
         asks: before each batch the ranks tell each other how much data they have. They do without where all know the
             samples of all, from the first batch on if that has no tokens. may_stop_asking: whether they know.
         logs: whether any rank logs.
@@ -62,12 +61,11 @@ class Loop:
     position: DataPosition
     step: TrainStep
     evaluation: EvaluationSchedule
-    subset_num_batches: int = -1
-    step_schedulers_every_batch: bool = True
-    spin_dataloaders: bool = True
-    company: Company = field(default_factory=Alone)
-    data_ranks: int = 1
-    weight_by_tokens: bool = False
+    ranks: Ranks
+    subset_num_batches: int
+    step_schedulers_every_batch: bool
+    spin_dataloaders: bool
+    data_ranks: int = field(init=False)
     moves_batches: bool = field(init=False)
     logs: bool = field(init=False)
     asks: bool = field(init=False, default=True)
@@ -84,9 +82,11 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.moves_batches = self.state.device.type != "cpu"
-        self.logs = self.company.any(bool(self.logger.destinations))
+        self.data_ranks = self.ranks.share.world_size
+        communicator = self.ranks.communicator
+        self.logs = communicator.any(bool(self.logger.destinations))
         knows = self.position.knows_samples() and self.spec.get_num_samples_in_batch is count_samples
-        self.may_stop_asking = self.company.same(self.subset_num_batches) and not self.company.any(not knows)
+        self.may_stop_asking = communicator.same(self.subset_num_batches) and not communicator.any(not knows)
 
 
 def run(loop: Loop) -> None:
@@ -148,17 +148,17 @@ def _epoch(loop: Loop, before: DataRollback | None) -> tuple[bool, bool]:
                 with interruption.breaking():
                     batch = next(batches)
         except BatchAbandonedError:
-            loop.company.abandon(state)
+            loop.ranks.communicator.abandon(state)
             _give_up(loop, before)
         except StopIteration:
             if loop.asks:
-                loop.company.end_of_data(state)
+                loop.ranks.communicator.end_of_data(state)
             _check_progress(state, done)
             return True, loop.subset_num_batches < 0 or int(state.timestamp.batch_in_epoch) < loop.subset_num_batches
         samples, tokens = loop.spec.get_num_samples_in_batch(batch), loop.spec.get_num_tokens_in_batch(batch)
         if loop.position.is_padding:
             samples = tokens = 0
-        counted = loop.company.count(state, samples, tokens) if loop.asks else _known(loop, tokens)
+        counted = loop.ranks.communicator.count(state, samples, tokens) if loop.asks else _known(loop, tokens)
         if counted is None:
             _check_progress(state, done)
             return True, False
@@ -250,7 +250,7 @@ def _batch(loop: Loop, batch: Batch, clock: int, own: tuple[int, int], counted: 
     if counted.stops:
         state.end_as_stopped()
     if evaluated or loop.agrees_at_end:
-        loop.company.sync_stop(state)  # before a checkpoint, which all save together
+        loop.ranks.communicator.sync_stop(state)  # before a checkpoint, which all save together
     for handler in on[Event.BATCH_CHECKPOINT]:
         handler(state, logger)
     return now
@@ -282,7 +282,7 @@ def _end_iteration_if_due(loop: Loop) -> None:
 
 
 def _checkpoint(loop: Loop, event: Event) -> None:
-    loop.company.sync_stop(loop.state)
+    loop.ranks.communicator.sync_stop(loop.state)
     loop.engine.run_event(event)
     loop.state.interruption.look()
 
@@ -331,7 +331,7 @@ def _check_progress(state: State, done: int) -> None:
 
 def _share(loop: Loop, own: tuple[int, int], counted: Counted) -> float:
     """How much the batch of this rank counts: gradients are averaged over ranks as if all had equal batches."""
-    place = 1 if loop.weight_by_tokens else 0
+    place = 1 if loop.step.weight_by_tokens else 0
     return own[place] * loop.data_ranks / counted[place] if counted[place] else 1.0
 
 
@@ -348,4 +348,4 @@ def _log_batch(loop: Loop, share: float) -> None:
         "time/sample": int(now.sample),
         "time/token": int(now.token),
     }
-    loop.logger.log_metrics({**loop.company.mean(losses, share), **counts})
+    loop.logger.log_metrics({**loop.ranks.communicator.mean(losses, share), **counts})

@@ -22,9 +22,8 @@ from composerlite.core import (
 )
 from composerlite.errors import TrainingError
 from composerlite.trainer.attempt import BatchRollback
-from composerlite.trainer.ranks.company import Alone as NoCompany
-from composerlite.trainer.ranks.company import Company
-from composerlite.trainer.ranks.parallel import Alone, Parallel
+from composerlite.trainer.ranks.communicator import Ranks
+from composerlite.trainer.ranks.parallel import SingleDevice
 from composerlite.types import Batch
 
 __all__ = ["TrainStep"]
@@ -52,7 +51,7 @@ class TrainStep:
         engine: runs the events from ``BEFORE_TRAIN_BATCH`` to ``AFTER_TRAIN_BATCH``.
         spec: how to split and count batches.
         weight_by_tokens: weigh microbatches, and the batches of ranks, by tokens rather than samples.
-        parallel: how the ranks train the model together. company: the other ranks.
+        ranks: how this rank trains with the others.
     """
 
     def __init__(
@@ -62,16 +61,16 @@ class TrainStep:
         spec: DataSpec,
         *,
         weight_by_tokens: bool = False,
-        parallel: Parallel | None = None,
-        company: Company | None = None,
+        ranks: Ranks,
     ) -> None:
         self._state = state
         self._engine = engine
         self._spec = spec
         self._count = spec.get_num_tokens_in_batch if weight_by_tokens else spec.get_num_samples_in_batch
-        self._parallel = Alone() if parallel is None else parallel
-        self._company = NoCompany() if company is None else company
-        self._is_alone = isinstance(self._parallel, Alone)
+        self.weight_by_tokens = weight_by_tokens
+        self._parallel = ranks.parallel
+        self._communicator = ranks.communicator
+        self._is_alone = isinstance(self._parallel, SingleDevice)
         plainly = spec.split_batch is split_batch and spec.get_num_samples_in_batch is count_samples
         self._cuts_by_samples = plainly and spec.batch_transforms is None
         self._cuts_alike = False
@@ -111,7 +110,7 @@ class TrainStep:
         """
         state = self._state
         if state.device_train_microbatch_size is None:
-            state.device_train_microbatch_size = self._company.max(samples)
+            state.device_train_microbatch_size = self._communicator.max(samples)
         before = BatchRollback(state)
         while True:
             cause: Exception | None = None
@@ -122,10 +121,10 @@ class TrainStep:
                     raise
                 cause = e.with_traceback(None)  # that held the activations that did not fit
             size = state.device_train_microbatch_size
-            if not self._company.any(cause is not None):
+            if not self._communicator.any(cause is not None):
                 self._finish_gradients()
                 return
-            size = min(size, self._company.max(samples))
+            size = min(size, self._communicator.max(samples))
             if size <= 1:
                 raise TrainingError("out of memory with a microbatch of one sample: the model is too large.") from cause
             state.device_train_microbatch_size = (size + 1) // 2
@@ -148,7 +147,7 @@ class TrainStep:
         microbatches = self._microbatches(samples)
         may_stop = state.interruption.may_abandon and state.device_train_microbatch_size is not None
         if may_stop:
-            self._stop_if_asked(self._company.max(len(microbatches)) - len(microbatches))
+            self._stop_if_asked(self._communicator.max(len(microbatches)) - len(microbatches))
         if len(microbatches) == 1 and not may_stop:
             self._microbatch(None if share == 1.0 else share, last=True)
         else:
@@ -161,7 +160,7 @@ class TrainStep:
             BatchAbandonedError: on every rank.
         """
         for _ in range(times):
-            if self._company.any(self._state.interruption.requested):
+            if self._communicator.any(self._state.interruption.requested):
                 self._parallel.after_evaluation(self._state.model)
                 raise BatchAbandonedError
 
@@ -172,7 +171,7 @@ class TrainStep:
             return (batch,)
         pieces = (batch,) if size >= samples else self._spec.split_batch(batch, size)
         if self._parallel.passes_are_shared:
-            needed = -(-samples // size) if self._cuts_alike else self._company.max(len(pieces))
+            needed = -(-samples // size) if self._cuts_alike else self._communicator.max(len(pieces))
             if len(pieces) > needed:
                 raise TrainingError(
                     f"a batch of {samples} samples became {len(pieces)} microbatches of {size}: a callback has made it "

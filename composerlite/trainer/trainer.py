@@ -45,9 +45,9 @@ from composerlite.optim import ComposerScheduler
 from composerlite.storage import ObjectStore
 from composerlite.trainer import build, checks
 from composerlite.trainer.data.dataloading import DataPosition, Share, batches_per_epoch, is_same_data, position_in
-from composerlite.trainer.evaluate import EvaluationSchedule, Ranks, evaluate, predict
+from composerlite.trainer.evaluate import EvaluationSchedule, evaluate, predict
 from composerlite.trainer.loop import Loop, run
-from composerlite.trainer.ranks.company import Membership, company, connected, failing_together
+from composerlite.trainer.ranks.communicator import Communicator, Membership, Ranks, connected, failing_together
 from composerlite.trainer.ranks.parallel import check_sync_strategy, copy_model, shard_model
 from composerlite.trainer.resuming import new_lineage, newest_checkpoint
 from composerlite.trainer.step import TrainStep
@@ -355,9 +355,10 @@ class Trainer:
                 else choice.lineage
             )
             self.engine.run_event(Event.AFTER_LOAD)
-            self._parallel = copy_model(self.state, ddp_sync_strategy) if sharded is None else sharded
-            self._company = company(counts=self._parallel.counts)
-            seed_all(seed_of_rank(self.state.rank_zero_seed, self._parallel.data_rank))
+            parallel = copy_model(self.state, ddp_sync_strategy) if sharded is None else sharded
+            communicator = Communicator(dist.get_group(), counts=parallel.counts)
+            self._ranks = Ranks(parallel, communicator, self._share)
+            seed_all(seed_of_rank(self.state.rank_zero_seed, parallel.data_rank))
             if compile_config is not None:
                 self.state.model.compile(**compile_config)
         except BaseException:
@@ -463,16 +464,13 @@ class Trainer:
                 self.engine,
                 self._train_spec,
                 weight_by_tokens=self._accumulate_on_tokens,
-                parallel=self._parallel,
-                company=self._company,
+                ranks=self._ranks,
             ),
             evaluation=EvaluationSchedule(state, self.engine, self.logger, self._ranks),
             subset_num_batches=self._train_subset,
             step_schedulers_every_batch=self._schedulers_step_every_batch(),
             spin_dataloaders=self.spin_dataloaders,
-            company=self._company,
-            data_ranks=self._parallel.data_ranks,
-            weight_by_tokens=self._accumulate_on_tokens,
+            ranks=self._ranks,
         )
         try:
             run(loop)
@@ -481,7 +479,7 @@ class Trainer:
                 for saver in self._savers:
                     if saver.on_exception:
                         saver.save_after_exception(state, e)
-            self._parallel.give_up()
+            self._ranks.parallel.give_up()
             raise
         finally:
             state.interruption.unwatch()
@@ -594,7 +592,7 @@ class Trainer:
         try:
             with failing_together("closing the trainer"):
                 self.engine.close()
-                self._parallel.close()
+                self._ranks.parallel.close()
         finally:
             self._membership.leave()
 
@@ -640,10 +638,6 @@ class Trainer:
     def _use_train_data(self, spec: DataSpec) -> None:
         batches = batches_per_epoch(spec, self._share, subset=self._train_subset)
         self.state.set_dataloader(spec.dataloader, self._train_label, batches)
-
-    @property
-    def _ranks(self) -> Ranks:
-        return Ranks(self._parallel, self._company, self._share)
 
     @property
     def _share(self) -> Share:

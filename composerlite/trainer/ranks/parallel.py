@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from composerlite.core import FSDPConfig, ParallelismConfig, TPConfig
 
 __all__ = [
-    "Alone",
     "Parallel",
     "Replicated",
     "Sharded",
+    "SingleDevice",
     "check_sync_strategy",
     "copy_model",
     "saved_buffers",
@@ -104,7 +104,7 @@ class Parallel(ABC):
 
 
 @final
-class Alone(Parallel):
+class SingleDevice(Parallel):
     """One process with the whole model."""
 
     def trained(self, model: nn.Module) -> Callable[..., Any]:
@@ -470,5 +470,5 @@ def shard_model(state: State) -> Parallel | None:
 def copy_model(state: State, strategy: str) -> Parallel:
     """Make ``state.model`` ready to be trained as a whole on every rank. After a checkpoint was loaded."""
     if state.world_size == 1:
-        return Alone()
+        return SingleDevice()
     return Replicated(state.model, state.device, "forced_sync" if state.auto_microbatching else strategy)

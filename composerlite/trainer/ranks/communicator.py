@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other while they train: how much data there was, and when to stop."""
+"""The ranks of a run while they train: how much data there was, when to stop, and how long they are connected."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import atexit
 import contextlib
 import functools
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, final
 
 import torch
@@ -15,66 +15,16 @@ import torch
 from composerlite import dist
 from composerlite.core import State
 from composerlite.errors import ConfigError, Preempted, RankError
+from composerlite.trainer.data.dealing import Share
+from composerlite.trainer.ranks.parallel import Parallel, SingleDevice
 
-__all__ = [
-    "Alone",
-    "Company",
-    "Counted",
-    "Membership",
-    "Together",
-    "company",
-    "connected",
-    "end_now",
-    "failing_together",
-]
+__all__ = ["Communicator", "Counted", "Membership", "Ranks", "connected", "failing_together"]
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 P = ParamSpec("P")
 
-
 _DEFAULT_TIMEOUT_SECONDS = 300.0
-
-
-class Company(ABC):
-    """The other ranks. Every rank calls the same methods in the same order."""
-
-    @abstractmethod
-    def count(self, state: State, samples: int, tokens: int) -> Counted | None:
-        """A batch of so many is here; what all ranks have, or ``None`` if the data of one has ended."""
-
-    @abstractmethod
-    def end_of_data(self, state: State) -> None:
-        """This rank's data have ended. In place of :meth:`count`."""
-
-    @abstractmethod
-    def abandon(self, state: State) -> None:
-        """This rank gives its batch up, since the run is to end. In place of :meth:`count`."""
-
-    @abstractmethod
-    def step(self, state: State, has_batch: bool, samples: int, tokens: int) -> tuple[int, int] | None:
-        """As :meth:`count`, where ranks may have different numbers of batches: ``None`` when no rank has another."""
-
-    @abstractmethod
-    def sync_stop(self, state: State) -> None:
-        """Make training end now on every rank if it does on one. Once in a batch that no :meth:`count` began."""
-
-    @abstractmethod
-    def any(self, happened: bool) -> bool:
-        """Whether it happened on any rank."""
-
-    @abstractmethod
-    def same(self, value: int) -> bool:
-        """Whether every rank has this value."""
-
-    @abstractmethod
-    def max(self, value: int) -> int:
-        """The greatest of all ranks."""
-
-    @abstractmethod
-    def mean(self, values: Mapping[str, float], weight: float) -> dict[str, float]:
-        """The mean over ranks, where the ``weight`` of all add up to the number of ranks."""
 
 
 @final
@@ -93,126 +43,113 @@ class Counted(NamedTuple):
     stops: bool = False
 
 
-def end_now(state: State) -> None:
-    """Let training be over, as by a clock. Every rank calls it after the same batch."""
-    if not state.training_is_over:
-        state.max_duration = state.timestamp.batch
-
-
 @final
-class Alone(Company):
-    """A run of one process. Costs nothing."""
+class Communicator:
+    """What ranks tell each other in a batch. Every rank calls the same methods in the same order.
 
-    def count(self, state: State, samples: int, tokens: int) -> Counted | None:
-        return Counted(samples, tokens)
-
-    def end_of_data(self, state: State) -> None: ...
-
-    def abandon(self, state: State) -> None: ...
-
-    def step(self, state: State, has_batch: bool, samples: int, tokens: int) -> tuple[int, int] | None:
-        return (samples, tokens) if has_batch else None
-
-    def sync_stop(self, state: State) -> None: ...
-
-    def any(self, happened: bool) -> bool:
-        return happened
-
-    def same(self, value: int) -> bool:
-        return True
-
-    def max(self, value: int) -> int:
-        return value
-
-    def mean(self, values: Mapping[str, float], weight: float) -> dict[str, float]:
-        return dict(values)
-
-
-@final
-class Together(Company):
-    """Several ranks, which reduce a few numbers in host memory, apart from the process group of training.
+    The numbers are reduced in host memory, apart from the process group of training. In one process nothing is.
 
     Args:
+        group: the ranks; by default this process by itself.
         counts: whether the data of this rank are its own: those that share layers have the same.
     """
 
-    def __init__(self, *, counts: bool = True) -> None:
+    def __init__(self, group: dist.Group | None = None, *, counts: bool = True) -> None:
+        self._group = dist.SingleProcess() if group is None else group
+        self._is_single = self._group.size == 1
         self._counts = counts
-        self._world_size = dist.get_world_size()
         self._warned = False
 
     def count(self, state: State, samples: int, tokens: int) -> Counted | None:
+        """Count a batch of so many; return what all ranks have, or ``None`` if the data of one has ended."""
+        if self._is_single:
+            return Counted(samples, tokens)
         own = (samples, tokens) if self._counts else (0, 0)
         sums = self._sums(state, *own, samples, samples**2, int(state.stop_requested), 0)
         all_samples, all_tokens, added, squares, stops, ended = sums
         if ended:
             self._warn(ended)
             return None
-        return Counted(all_samples, all_tokens, are_even=self._world_size * squares == added**2, stops=stops > 0)
+        return Counted(all_samples, all_tokens, are_even=self._group.size * squares == added**2, stops=stops > 0)
 
     def end_of_data(self, state: State) -> None:
-        self._warn(self._sums(state, 0, 0, 0, 0, int(state.stop_requested), 1)[-1])
-
-    def _sums(self, state: State, *own: int) -> list[int]:
-        """What the ``own`` numbers of all ranks add up to, and with them those of the piggyback counters."""
-        numbers = torch.tensor([*own, *state.piggyback.numbers()])
-        dist.all_reduce(numbers)
-        sums: list[int] = numbers.tolist()
-        state.piggyback.take_totals(sums[len(own) :])
-        return sums[: len(own)]
+        """Say that this rank's data have ended. In place of :meth:`count`."""
+        if not self._is_single:
+            self._warn(self._sums(state, 0, 0, 0, 0, int(state.stop_requested), 1)[-1])
 
     def abandon(self, state: State) -> None:
-        self._sums(state, 0, 0, 0, 0, int(state.stop_requested), 0)
+        """Say that this rank gives its batch up, since the run is to end. In place of :meth:`count`."""
+        if not self._is_single:
+            self._sums(state, 0, 0, 0, 0, int(state.stop_requested), 0)
 
     def step(self, state: State, has_batch: bool, samples: int, tokens: int) -> tuple[int, int] | None:
+        """As :meth:`count`, where ranks may have different numbers of batches: ``None`` when no rank has another."""
+        if self._is_single:
+            return (samples, tokens) if has_batch else None
         own = [samples, tokens] if self._counts else [0, 0]
         all_samples, all_tokens, ranks = self._sums(state, *own, int(has_batch))
         return (all_samples, all_tokens) if ranks else None
 
     def sync_stop(self, state: State) -> None:
+        """Make training end now on every rank if it does on one. Once in a batch that no :meth:`count` began."""
+        if self._is_single:
+            return
         over, stops = self._sums(state, int(state.training_is_over), int(state.stop_requested))
         if stops:
             state.end_as_stopped()
-        elif over:
-            end_now(state)
+        elif over and not state.training_is_over:  # as by a clock
+            state.max_duration = state.timestamp.batch
 
     def any(self, happened: bool) -> bool:
+        """Whether it happened on any rank."""
         return bool(self.max(int(happened)))
 
     def same(self, value: int) -> bool:
+        """Whether every rank has this value."""
         return self.max(value) == -self.max(-value)
 
     def max(self, value: int) -> int:
-        greatest = torch.tensor(value)
-        dist.all_reduce(greatest, "MAX")
-        return int(greatest)
+        """The greatest of all ranks."""
+        return self._group.max(value)
 
     def mean(self, values: Mapping[str, float], weight: float) -> dict[str, float]:
-        numbers = torch.tensor(list(values.values()), dtype=torch.float64) * weight
-        dist.all_reduce(numbers)
-        return dict(zip(values, (numbers / self._world_size).tolist(), strict=True))
+        """The mean over ranks, where the ``weight`` of all add up to the number of ranks."""
+        if self._is_single:
+            return dict(values)
+        sums = self._group.sum([float(value) * weight for value in values.values()])
+        return {name: value / self._group.size for name, value in zip(values, sums, strict=True)}
+
+    def _sums(self, state: State, *own: int) -> list[int]:
+        """What the ``own`` numbers of all ranks add up to, and with them those of the piggyback counters."""
+        sums = self._group.sum([*own, *state.piggyback.numbers()])
+        state.piggyback.take_totals(sums[len(own) :])
+        return sums[: len(own)]
 
     def _warn(self, ended: int) -> None:
         """Say once on rank 0 that loaders are of different lengths."""
-        if ended == self._world_size or self._warned:
+        if ended == self._group.size or self._warned:
             return
         self._warned = True
-        if dist.get_global_rank() == 0:
+        if self._group.is_first:
             log.warning(
                 "the data of %d of %d ranks ended before those of the others, which ends the epoch for all: batches "
                 "were left out. Give every rank a loader of the same length",
                 ended,
-                self._world_size,
+                self._group.size,
             )
 
 
-def company(*, counts: bool = True) -> Company:
-    """The other ranks of this run.
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How this rank trains and evaluates with the others; by default it is the only one.
 
-    Args:
-        counts: whether the data of this rank are its own.
+    Attributes:
+        parallel: how they train one model. communicator: what they tell each other. share: this one's of the data.
     """
-    return Alone() if dist.get_world_size() == 1 else Together(counts=counts)
+
+    parallel: Parallel = field(default_factory=SingleDevice)
+    communicator: Communicator = field(default_factory=Communicator)
+    share: Share = field(default_factory=Share)
 
 
 @contextlib.contextmanager
@@ -300,14 +237,10 @@ def connected(construct: Callable[Concatenate[M, P], None]) -> Callable[Concaten
         )
         self._membership = membership  # pyright: ignore[reportPrivateUsage] - this is its constructor
         try:
-            with _succeeding_together("building the trainer"):
+            with dist.all_succeed("building the trainer") if dist.get_world_size() > 1 else contextlib.nullcontext():
                 construct(self, *args, **kwargs)
         except BaseException:
             membership.leave()
             raise
 
     return wrapper
-
-
-def _succeeding_together(what: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if dist.get_world_size() == 1 else dist.all_succeed(what)
