@@ -37,7 +37,7 @@ from composerlite.loggers import ConsoleLogger, ProgressBarLogger
 from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler, DecoupledSGDW, compile_composer_scheduler
 from composerlite.storage import ObjectStore
-from composerlite.trainer.checks import as_list, check_ratio, is_several
+from composerlite.trainer.checks import as_list, is_several
 from composerlite.types import Batch
 
 if TYPE_CHECKING:
@@ -258,7 +258,6 @@ def is_later(end: Time, stopped: Time | None) -> bool:
 
 def scaled_duration(max_duration: TimeInput | None, ratio: float) -> TimeInput | None:
     """``max_duration`` times ``scale_schedule_ratio``."""
-    check_ratio(ratio)
     if max_duration is None:
         return None
     try:

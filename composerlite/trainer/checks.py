@@ -6,7 +6,8 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar, final
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from composerlite.errors import ConfigError, UnknownArgumentError, did_you_mean
 from composerlite.models import ComposerModel
 
 __all__ = [
+    "FitSettings",
     "as_list",
     "check_compile_config",
     "check_flags",
@@ -41,6 +43,40 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitSettings:
+    """Arguments of the trainer that a call of ``fit`` may replace for itself and those after it.
+
+    Raises:
+        ConfigError: one breaks its rule.
+    """
+
+    train_dataloader_label: str
+    train_subset_num_batches: int
+    spin_dataloaders: bool
+    scale_schedule_ratio: float
+    step_schedulers_every_batch: bool | None
+    eval_interval: TimeInput | SchedulePredicate
+    eval_subset_num_batches: int
+
+    def __post_init__(self) -> None:
+        check_subset(self.train_subset_num_batches, argument="train_subset_num_batches")
+        check_subset(self.eval_subset_num_batches, argument="eval_subset_num_batches")
+        check_interval(self.eval_interval, argument="eval_interval")
+        check_ratio(self.scale_schedule_ratio)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> FitSettings:
+        """Return those among the ``arguments`` of the constructor."""
+        return cls(**{one.name: arguments[one.name] for one in fields(cls)})
+
+    def replaced(self, arguments: Mapping[str, Any]) -> FitSettings:
+        """Return these with those of ``fit``'s ``arguments`` that were given: ``None`` is none."""
+        given = {one.name: arguments[one.name] for one in fields(self) if arguments[one.name] is not None}
+        return replace(self, **given)
 
 
 def as_list(value: T | Iterable[T] | None, *kinds: type[Any], argument: str) -> list[T]:

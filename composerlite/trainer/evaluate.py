@@ -34,12 +34,17 @@ from composerlite.types import Batch
 
 log = logging.getLogger(__name__)
 
-__all__ = ["EvaluationSchedule", "evaluate", "log_metrics", "predict"]
+__all__ = ["Evaluation", "log_metrics"]
 
 
 @final
-class EvaluationSchedule:
-    """Runs each evaluator when its interval says so, at most once per batch count."""
+class Evaluation:
+    """Evaluates the model and predicts with it. What training uses of the state is as before afterwards.
+
+    Args:
+        state, engine, logger: as everywhere.
+        ranks: the metrics are those of the samples of all.
+    """
 
     def __init__(self, state: State, engine: Engine, logger: Logger, ranks: Ranks) -> None:
         self._state = state
@@ -48,7 +53,7 @@ class EvaluationSchedule:
         self._ranks = ranks
 
     def run_due(self, event: Event) -> bool:
-        """Run the evaluators that are due at ``event``; whether any was.
+        """Run the evaluators whose interval says so at ``event``, each once per batch count; whether any was.
 
         The generators of training stand afterwards as before: training is the same however often it is interrupted.
         """
@@ -65,18 +70,18 @@ class EvaluationSchedule:
         ]
         if not due:
             return False
-        self._run(event, due)
+        self._run_within_training(event, due)
         return True
 
-    def run(self, event: Event, labels: Sequence[str]) -> None:
-        """Run the evaluators of those ``labels``, which were due at ``event``."""
+    def resume(self, event: Event, labels: Sequence[str]) -> None:
+        """Run the evaluators of those ``labels``, which were due at ``event`` when the run was interrupted."""
         known = [evaluator for evaluator in self._state.evaluators if evaluator.label in labels]
         if len(known) < len(labels):
             log.warning("the interrupted run was evaluating %s: this one has %s", labels, [e.label for e in known])
         if known or not labels:
-            self._run(event, known)
+            self._run_within_training(event, known)
 
-    def _run(self, event: Event, due: Sequence[Evaluator]) -> None:
+    def _run_within_training(self, event: Event, due: Sequence[Evaluator]) -> None:
         """Run them. Whatever is saved meanwhile says which have not been run to their end."""
         state = self._state
         batch = int(state.timestamp.batch)
@@ -90,114 +95,172 @@ class EvaluationSchedule:
 
         with rng.set_aside() as generators:
             try:
-                evaluate(
-                    state, self._engine, self._logger, due, self._ranks, done=done, generators=generators, may_stop=True
-                )
+                self.run(due, done=done, generators=generators, may_stop=True)
             except EvaluationAbandonedError:
                 return
         state.interruption.evaluation = None
 
+    def run(
+        self,
+        evaluators: Sequence[Evaluator],
+        *,
+        done: Callable[[Evaluator], None] = lambda evaluator: None,
+        generators: dict[str, Any] | None = None,
+        may_stop: bool = False,
+    ) -> None:
+        """Evaluate the model on ``evaluators``. The generators of their loaders stand afterwards as before.
 
-def evaluate(
-    state: State,
-    engine: Engine,
-    logger: Logger,
-    evaluators: Sequence[Evaluator],
-    ranks: Ranks,
-    *,
-    done: Callable[[Evaluator], None] = lambda evaluator: None,
-    generators: dict[str, Any] | None = None,
-    may_stop: bool = False,
-) -> None:
-    """Evaluate the model. What training uses of the state is as before afterwards, the loaders' generators included.
+        Args:
+            evaluators: on what.
+            done: called when the values of an evaluator are there, before ``EVAL_END``.
+            generators: as each evaluator finds them, so that none depends on which ones ran before it.
+            may_stop: give up as soon as the run is to end.
 
-    The metrics are those of the samples of all ranks.
+        Raises:
+            EvaluationAbandonedError: it was given up, on every rank.
+        """
+        self._engine.run_event(Event.EVAL_BEFORE_ALL)
+        with self._evaluation_mode(), torch.no_grad():
+            self._ranks.parallel.before_evaluation(self._state.model)
+            for evaluator in evaluators:
+                if generators is not None:
+                    rng.restore([generators])
+                with put_back(evaluator.dataloader.dataloader):
+                    self._evaluate(evaluator, may_stop=may_stop)
+                done(evaluator)
+                self._engine.run_event(Event.EVAL_END)
+        self._engine.run_event(Event.EVAL_AFTER_ALL)
 
-    Args:
-        state, engine, logger: as everywhere.
-        evaluators: on what. ranks: the others.
-        done: called when the values of an evaluator are there, before ``EVAL_END``.
-        generators: as each evaluator finds them, so that none depends on which ones ran before it.
-        may_stop: give up as soon as the run is to end.
+    def predict(self, spec: DataSpec, *, subset_num_batches: int, return_outputs: bool) -> list[Any]:
+        """The model's outputs for each batch of this rank, on the CPU, in order; none without ``return_outputs``."""
+        state, engine, parallel = self._state, self._engine, self._ranks.parallel
+        outputs: list[Any] = []
+        with self._evaluation_mode(), put_back(spec.dataloader):
+            parallel.before_evaluation(state.model)
+            self._set_dataloader(spec, "predict", subset_num_batches)
+            state.predict_timestamp = Timestamp()
+            engine.run_event(Event.PREDICT_START)
+            with torch.no_grad():
+                for batch, is_padding, counted in self._batches(spec, subset_num_batches):
+                    start = time.perf_counter()
+                    state.batch = self._prepared(spec, batch)
+                    if spec.microbatch_transforms is not None:
+                        state.batch = spec.microbatch_transforms(state.batch)
+                    engine.run_event(Event.PREDICT_BATCH_START)
+                    self._forward(Event.PREDICT_BEFORE_FORWARD, Event.PREDICT_AFTER_FORWARD)
+                    if return_outputs and not is_padding:
+                        outputs.append(move_to_device(state.outputs, torch.device("cpu")))
+                    elapsed = timedelta(seconds=time.perf_counter() - start)
+                    state.predict_timestamp = state.predict_timestamp.to_next_batch(*counted, elapsed)
+                    engine.run_event(Event.PREDICT_BATCH_END)
+            parallel.after_evaluation(state.model)
+            engine.run_event(Event.PREDICT_END)
+        return outputs
 
-    Raises:
-        EvaluationAbandonedError: it was given up, on every rank.
-    """
-    engine.run_event(Event.EVAL_BEFORE_ALL)
-    with _set_aside(state), torch.no_grad():
-        ranks.parallel.before_evaluation(state.model)
-        for evaluator in evaluators:
-            if generators is not None:
-                rng.restore([generators])
-            with put_back(evaluator.dataloader.dataloader):
-                _evaluate_one(state, engine, logger, evaluator, ranks, may_stop=may_stop)
-            done(evaluator)
-            engine.run_event(Event.EVAL_END)
-    engine.run_event(Event.EVAL_AFTER_ALL)
+    def _evaluate(self, evaluator: Evaluator, *, may_stop: bool) -> None:
+        state, engine, ranks = self._state, self._engine, self._ranks
+        model: Any = state.model
+        spec = evaluator.dataloader
+        metrics = state.eval_metrics.get(evaluator.label, {})
+        for metric in metrics.values():
+            metric.reset()
+        limit = -1 if evaluator.subset_num_batches is None else evaluator.subset_num_batches
+        self._set_dataloader(spec, evaluator.label, limit)
+        state.eval_timestamp = Timestamp()
+        engine.run_event(Event.EVAL_START)
+        for batch, is_padding, counted in self._batches(spec, limit):
+            if may_stop and state.interruption.is_watched and state.interruption.agreed:
+                ranks.parallel.after_evaluation(state.model)
+                raise EvaluationAbandonedError
+            start = time.perf_counter()
+            state.batch = self._prepared(spec, batch)
+            whole, samples = state.batch, spec.get_num_samples_in_batch(batch)
+            engine.run_event(Event.EVAL_BATCH_START)
+            size = evaluator.device_eval_microbatch_size
+            parts: Sequence[Batch] = (
+                [state.batch] if size is None or size >= samples else spec.split_batch(state.batch, size)
+            )
+            count = ranks.communicator.max(len(parts)) if ranks.parallel.forward_is_shared else len(parts)
+            for number in range(count):
+                part = parts[min(number, len(parts) - 1)]
+                state.batch = part if spec.microbatch_transforms is None else spec.microbatch_transforms(part)
+                self._forward(Event.EVAL_BEFORE_FORWARD, Event.EVAL_AFTER_FORWARD)
+                if is_padding or number >= len(parts) or not ranks.parallel.counts:
+                    continue
+                for metric in metrics.values():
+                    model.update_metric(state.batch, state.outputs, metric)
+            state.batch = whole
+            elapsed = timedelta(seconds=time.perf_counter() - start)
+            state.eval_timestamp = state.eval_timestamp.to_next_batch(*counted, elapsed)
+            engine.run_event(Event.EVAL_BATCH_END)
+        ranks.parallel.after_evaluation(state.model)
+        state.eval_metric_values.update(log_metrics(self._logger, metrics, evaluator.label))
 
+    @contextlib.contextmanager
+    def _evaluation_mode(self) -> Generator[None]:
+        """Put the model in evaluation mode; afterwards all is as before that training uses, frozen parts included."""
+        state = self._state
+        length = None if state.dataloader_len is None else int(state.dataloader_len)
+        saved = state.dataloader, state.dataloader_label, length, state.batch, state.outputs
+        modes = [(module, module.training) for module in state.model.modules()]
+        try:
+            state.model.eval()
+            yield
+        finally:
+            state.model.train(modes[0][1])
+            for module, training in modes:
+                module.training = training
+            dataloader, label, length, state.batch, state.outputs = saved
+            state.set_dataloader(dataloader, label, length)
 
-@contextlib.contextmanager
-def _set_aside(state: State) -> Generator[None]:
-    """The model in evaluation mode; afterwards what training uses of the state is as before, frozen parts included."""
-    saved = state.dataloader, state.dataloader_label, _length(state), state.batch, state.outputs
-    modes = [(module, module.training) for module in state.model.modules()]
-    try:
-        state.model.eval()
-        yield
-    finally:
-        state.model.train(modes[0][1])
-        for module, training in modes:
-            module.training = training
-        dataloader, label, length, state.batch, state.outputs = saved
-        state.set_dataloader(dataloader, label, length)
+    def _set_dataloader(self, spec: DataSpec, label: str, limit: int) -> None:
+        batches = batches_per_epoch(spec, self._ranks.share, subset=limit)
+        self._state.set_dataloader(spec.dataloader, label, batches)
 
+    def _prepared(self, spec: DataSpec, batch: Batch) -> Batch:
+        batch = move_to_device(batch, self._state.device)
+        return batch if spec.batch_transforms is None else spec.batch_transforms(batch)
 
-def _length(state: State) -> int | None:
-    return None if state.dataloader_len is None else int(state.dataloader_len)
+    def _forward(self, before: Event, after: Event) -> None:
+        """Pass ``state.batch`` through the model, between these two events."""
+        state = self._state
+        model: Any = state.model
+        self._engine.run_event(before)
+        with get_precision_context(state.precision, state.device):
+            state.outputs = model.eval_forward(state.batch)
+        self._engine.run_event(after)
 
+    def _batches(self, spec: DataSpec, limit: int) -> Iterator[tuple[Batch, bool, tuple[int, int]]]:
+        """Each batch of this rank, whether it is padding, and the samples and tokens of all ranks in it.
 
-def _evaluate_one(
-    state: State, engine: Engine, logger: Logger, evaluator: Evaluator, ranks: Ranks, *, may_stop: bool
-) -> None:
-    model: Any = state.model
-    spec = evaluator.dataloader
-    metrics = state.eval_metrics.get(evaluator.label, {})
-    for metric in metrics.values():
-        metric.reset()
-    limit = -1 if evaluator.subset_num_batches is None else evaluator.subset_num_batches
-    state.set_dataloader(spec.dataloader, evaluator.label, batches_per_epoch(spec, ranks.share, subset=limit))
-    state.eval_timestamp = Timestamp()
-    engine.run_event(Event.EVAL_START)
-    for batch, is_padding, counted in _batches(state, spec, limit, ranks):
-        if may_stop and state.interruption.is_watched and state.interruption.agreed:
-            ranks.parallel.after_evaluation(state.model)
-            raise EvaluationAbandonedError
-        start = time.perf_counter()
-        state.batch = _prepare(state, spec, batch)
-        whole, samples = state.batch, spec.get_num_samples_in_batch(batch)
-        engine.run_event(Event.EVAL_BATCH_START)
-        size = evaluator.device_eval_microbatch_size
-        parts: Sequence[Batch] = (
-            [state.batch] if size is None or size >= samples else spec.split_batch(state.batch, size)
-        )
-        for number in range(ranks.communicator.max(len(parts)) if ranks.parallel.forward_is_shared else len(parts)):
-            part = parts[min(number, len(parts) - 1)]
-            state.batch = part if spec.microbatch_transforms is None else spec.microbatch_transforms(part)
-            engine.run_event(Event.EVAL_BEFORE_FORWARD)
-            with get_precision_context(state.precision, state.device):
-                state.outputs = model.eval_forward(state.batch)
-            engine.run_event(Event.EVAL_AFTER_FORWARD)
-            if is_padding or number >= len(parts) or not ranks.parallel.counts:
-                continue
-            for metric in metrics.values():
-                model.update_metric(state.batch, state.outputs, metric)
-        state.batch = whole
-        elapsed = timedelta(seconds=time.perf_counter() - start)
-        state.eval_timestamp = state.eval_timestamp.to_next_batch(*counted, elapsed)
-        engine.run_event(Event.EVAL_BATCH_END)
-    ranks.parallel.after_evaluation(state.model)
-    values = log_metrics(logger, metrics, evaluator.label)
-    state.eval_metric_values.update(values)
+        Where a forward pass waits for other ranks, one whose batches have ended gives its last one again until all end.
+        """
+        state, ranks = self._state, self._ranks
+        with state.interruption.shielding_workers(spec.dataloader):
+            own = EvaluationBatches(spec, ranks.share)
+        batches = iter(own) if limit < 0 else itertools.islice(own, limit)
+        batch: Batch = None
+        began = False
+        while True:
+            try:
+                batch, has_batch, began = next(batches), True, True
+            except StopIteration:
+                has_batch = False
+            counts = has_batch and not own.is_padding
+            samples = spec.get_num_samples_in_batch(batch) if counts else 0
+            tokens = spec.get_num_tokens_in_batch(batch) if counts else 0
+            counted = ranks.communicator.step(state, has_batch, samples, tokens)
+            if counted is None:
+                return
+            if has_batch:
+                yield batch, own.is_padding, counted
+            elif ranks.parallel.forward_is_shared:
+                if not began:
+                    raise ConfigError(
+                        "the loader to evaluate on gives no batch on this rank, and others wait for it in their "
+                        "forward passes: give every rank one at least."
+                    )
+                yield batch, True, counted
 
 
 def log_metrics(logger: Logger, metrics: dict[str, Any], label: str) -> dict[str, float]:
@@ -205,74 +268,3 @@ def log_metrics(logger: Logger, metrics: dict[str, Any], label: str) -> dict[str
     values = metric_values(metrics)
     logger.log_metrics({f"metrics/{label}/{name}": value for name, value in values.items()})
     return values
-
-
-def predict(
-    state: State, engine: Engine, spec: DataSpec, *, subset_num_batches: int, return_outputs: bool, ranks: Ranks
-) -> list[Any]:
-    """The model's outputs for each batch of this rank, on the CPU, in order; none without ``return_outputs``."""
-    outputs: list[Any] = []
-    model: Any = state.model
-    with _set_aside(state), put_back(spec.dataloader):
-        ranks.parallel.before_evaluation(model)
-        state.set_dataloader(
-            spec.dataloader, "predict", batches_per_epoch(spec, ranks.share, subset=subset_num_batches)
-        )
-        state.predict_timestamp = Timestamp()
-        engine.run_event(Event.PREDICT_START)
-        with torch.no_grad():
-            for batch, is_padding, counted in _batches(state, spec, subset_num_batches, ranks):
-                start = time.perf_counter()
-                state.batch = _prepare(state, spec, batch)
-                if spec.microbatch_transforms is not None:
-                    state.batch = spec.microbatch_transforms(state.batch)
-                engine.run_event(Event.PREDICT_BATCH_START)
-                engine.run_event(Event.PREDICT_BEFORE_FORWARD)
-                with get_precision_context(state.precision, state.device):
-                    state.outputs = model.eval_forward(state.batch)
-                engine.run_event(Event.PREDICT_AFTER_FORWARD)
-                if return_outputs and not is_padding:
-                    outputs.append(move_to_device(state.outputs, torch.device("cpu")))
-                elapsed = timedelta(seconds=time.perf_counter() - start)
-                state.predict_timestamp = state.predict_timestamp.to_next_batch(*counted, elapsed)
-                engine.run_event(Event.PREDICT_BATCH_END)
-        ranks.parallel.after_evaluation(model)
-        engine.run_event(Event.PREDICT_END)
-    return outputs
-
-
-def _batches(state: State, spec: DataSpec, limit: int, ranks: Ranks) -> Iterator[tuple[Batch, bool, tuple[int, int]]]:
-    """Each batch of this rank, whether it is there only to keep step, and the samples and tokens of all ranks in it.
-
-    Where a forward pass waits for other ranks, one whose batches have ended gives its last one again until all end.
-    """
-    with state.interruption.shielding_workers(spec.dataloader):
-        own = EvaluationBatches(spec, ranks.share)
-    batches = iter(own) if limit < 0 else itertools.islice(own, limit)
-    batch: Batch = None
-    began = False
-    while True:
-        try:
-            batch, has_batch, began = next(batches), True, True
-        except StopIteration:
-            has_batch = False
-        counts = has_batch and not own.is_padding
-        samples = spec.get_num_samples_in_batch(batch) if counts else 0
-        tokens = spec.get_num_tokens_in_batch(batch) if counts else 0
-        counted = ranks.communicator.step(state, has_batch, samples, tokens)
-        if counted is None:
-            return
-        if has_batch:
-            yield batch, own.is_padding, counted
-        elif ranks.parallel.forward_is_shared:
-            if not began:
-                raise ConfigError(
-                    "the loader to evaluate on gives no batch on this rank, and others wait for it in their forward "
-                    "passes: give every rank one at least."
-                )
-            yield batch, True, counted
-
-
-def _prepare(state: State, spec: DataSpec, batch: Batch) -> Batch:
-    batch = move_to_device(batch, state.device)
-    return batch if spec.batch_transforms is None else spec.batch_transforms(batch)

@@ -25,7 +25,7 @@ from composerlite.core import (
 from composerlite.errors import ConfigError, TrainingError
 from composerlite.trainer.attempt import DataRollback
 from composerlite.trainer.data.dataloading import DataPosition
-from composerlite.trainer.evaluate import EvaluationSchedule, log_metrics
+from composerlite.trainer.evaluate import Evaluation, log_metrics
 from composerlite.trainer.ranks.communicator import Counted, Ranks
 from composerlite.trainer.step import TrainStep
 from composerlite.types import Batch
@@ -60,7 +60,7 @@ class Loop:
     spec: DataSpec
     position: DataPosition
     step: TrainStep
-    evaluation: EvaluationSchedule
+    evaluation: Evaluation
     ranks: Ranks
     subset_num_batches: int
     step_schedulers_every_batch: bool
@@ -299,7 +299,7 @@ def _evaluate_what_was_interrupted(loop: Loop) -> None:
     state = loop.state
     assert state.interruption.evaluation is not None
     (event, labels), state.interruption.evaluation = state.interruption.evaluation, None
-    loop.evaluation.run(event, labels)
+    loop.evaluation.resume(event, labels)
     _checkpoint(loop, _CHECKPOINT_AFTER[event])
     if int(state.timestamp.batch_in_epoch) == 0 and event is not Event.ITERATION_END:
         _end_iteration_if_due(loop)

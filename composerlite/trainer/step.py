@@ -23,7 +23,7 @@ from composerlite.core import (
 from composerlite.errors import TrainingError
 from composerlite.trainer.attempt import BatchRollback
 from composerlite.trainer.ranks.communicator import Ranks
-from composerlite.trainer.ranks.parallel import SingleDevice
+from composerlite.trainer.ranks.parallel import Parallel
 from composerlite.types import Batch
 
 __all__ = ["TrainStep"]
@@ -70,7 +70,7 @@ class TrainStep:
         self.weight_by_tokens = weight_by_tokens
         self._parallel = ranks.parallel
         self._communicator = ranks.communicator
-        self._is_alone = isinstance(self._parallel, SingleDevice)
+        self._is_alone = type(self._parallel) is Parallel
         plainly = spec.split_batch is split_batch and spec.get_num_samples_in_batch is count_samples
         self._cuts_by_samples = plainly and spec.batch_transforms is None
         self._cuts_alike = False

@@ -45,7 +45,7 @@ from composerlite.optim import ComposerScheduler
 from composerlite.storage import ObjectStore
 from composerlite.trainer import build, checks
 from composerlite.trainer.data.dataloading import DataPosition, Share, batches_per_epoch, is_same_data, position_in
-from composerlite.trainer.evaluate import EvaluationSchedule, evaluate, predict
+from composerlite.trainer.evaluate import Evaluation
 from composerlite.trainer.loop import Loop, run
 from composerlite.trainer.ranks.communicator import Communicator, Membership, Ranks, connected, failing_together
 from composerlite.trainer.ranks.parallel import check_sync_strategy, copy_model, shard_model
@@ -227,17 +227,11 @@ class Trainer:
         ddp_sync_strategy = check_sync_strategy(ddp_sync_strategy)
         parallelism = build.parallelism(parallelism_config)
         self._autoresume = autoresume
-        self._step_schedulers_every_batch = step_schedulers_every_batch
-        self._scale_schedule_ratio = scale_schedule_ratio
         self._accumulate_on_tokens = accumulate_train_batch_on_tokens
-        self._train_label = train_dataloader_label
-        self._train_subset = checks.check_subset(train_subset_num_batches, argument="train_subset_num_batches")
-        self._eval_subset = checks.check_subset(eval_subset_num_batches, argument="eval_subset_num_batches")
-        self._eval_interval = checks.check_interval(eval_interval, argument="eval_interval")
+        self._settings = checks.FitSettings.of(arguments)
         checks.check_interval(console_log_interval, argument="console_log_interval")
         compile_config = checks.check_compile_config(compile_config)
         load_exclude_algorithms = checks.check_names(load_exclude_algorithms, argument="load_exclude_algorithms")
-        self.spin_dataloaders = spin_dataloaders
         self._fits = 0
         self._position: DataPosition | None = None
 
@@ -358,6 +352,7 @@ class Trainer:
             parallel = copy_model(self.state, ddp_sync_strategy) if sharded is None else sharded
             communicator = Communicator(dist.get_group(), counts=parallel.counts)
             self._ranks = Ranks(parallel, communicator, self._share)
+            self._evaluation = Evaluation(self.state, self.engine, self.logger, self._ranks)
             seed_all(seed_of_rank(self.state.rank_zero_seed, parallel.data_rank))
             if compile_config is not None:
                 self.state.model.compile(**compile_config)
@@ -405,21 +400,12 @@ class Trainer:
             ConfigError: there is nothing to train on, or no end, or the end is behind.
             Exception: whatever the model, an algorithm or a callback raises.
         """
+        self._settings = self._settings.replaced(locals())
         state = self.state
-        if train_dataloader_label is not None:
-            self._train_label = train_dataloader_label
-        if train_subset_num_batches is not None:
-            self._train_subset = checks.check_subset(train_subset_num_batches, argument="train_subset_num_batches")
-        if spin_dataloaders is not None:
-            self.spin_dataloaders = spin_dataloaders
         if train_dataloader is not None:
             self._set_train_data(train_dataloader)
         if self._train_spec is None:
             raise ConfigError("there is no train_dataloader: pass it to Trainer or to fit.")
-        if eval_interval is not None:
-            self._eval_interval = checks.check_interval(eval_interval, argument="eval_interval")
-        if eval_subset_num_batches is not None:
-            self._eval_subset = checks.check_subset(eval_subset_num_batches, argument="eval_subset_num_batches")
         if eval_dataloader is not None:
             self._evaluators(eval_dataloader)
             self._add_metrics()
@@ -429,10 +415,6 @@ class Trainer:
         if precision is not None and (new := ensure_precision(precision, state.device)) is not state.precision:
             self._set_precision(new)
         build.check_zero(state, self._train_spec)
-        if scale_schedule_ratio is not None:
-            self._scale_schedule_ratio = checks.check_ratio(scale_schedule_ratio)
-        if step_schedulers_every_batch is not None:
-            self._step_schedulers_every_batch = step_schedulers_every_batch
 
         number, self._fits = self._fits, self._fits + 1
         if number + 1 < len(state.fit_starts):
@@ -466,10 +448,10 @@ class Trainer:
                 weight_by_tokens=self._accumulate_on_tokens,
                 ranks=self._ranks,
             ),
-            evaluation=EvaluationSchedule(state, self.engine, self.logger, self._ranks),
-            subset_num_batches=self._train_subset,
+            evaluation=self._evaluation,
+            subset_num_batches=self._settings.train_subset_num_batches,
             step_schedulers_every_batch=self._schedulers_step_every_batch(),
-            spin_dataloaders=self.spin_dataloaders,
+            spin_dataloaders=self._settings.spin_dataloaders,
             ranks=self._ranks,
         )
         try:
@@ -495,7 +477,7 @@ class Trainer:
                 seed=state.rank_zero_seed,
                 timestamp=lambda: state.timestamp,
                 share=self._share,
-                saved=state.dataset_state["train"] if self.spin_dataloaders else None,
+                saved=state.dataset_state["train"] if self._settings.spin_dataloaders else None,
             )
             state.dataset_state = {"train": None, "eval": {}}
             state.data_position = self._position
@@ -541,7 +523,7 @@ class Trainer:
         if not evaluators:
             raise ConfigError("there is no eval_dataloader: pass it to Trainer or to eval.")
         self.engine.run_event(Event.EVAL_STANDALONE_START)
-        evaluate(self.state, self.engine, self.logger, evaluators, self._ranks)
+        self._evaluation.run(evaluators)
         self.engine.run_event(Event.EVAL_STANDALONE_END)
 
     @failing_together("prediction")
@@ -550,14 +532,9 @@ class Trainer:
 
         With ``return_outputs=False`` the list is empty and memory bounded; callbacks see each in ``state.outputs``.
         """
-        return predict(
-            self.state,
-            self.engine,
-            ensure_data_spec(dataloader),
-            subset_num_batches=checks.check_subset(subset_num_batches, argument="subset_num_batches"),
-            return_outputs=return_outputs,
-            ranks=self._ranks,
-        )
+        subset = checks.check_subset(subset_num_batches, argument="subset_num_batches")
+        spec = ensure_data_spec(dataloader)
+        return self._evaluation.predict(spec, subset_num_batches=subset, return_outputs=return_outputs)
 
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -636,8 +613,8 @@ class Trainer:
         self._use_train_data(self._train_spec)
 
     def _use_train_data(self, spec: DataSpec) -> None:
-        batches = batches_per_epoch(spec, self._share, subset=self._train_subset)
-        self.state.set_dataloader(spec.dataloader, self._train_label, batches)
+        batches = batches_per_epoch(spec, self._share, subset=self._settings.train_subset_num_batches)
+        self.state.set_dataloader(spec.dataloader, self._settings.train_dataloader_label, batches)
 
     @property
     def _share(self) -> Share:
@@ -653,7 +630,9 @@ class Trainer:
 
     def _evaluators(self, eval_dataloader: EvalLoader | None) -> None:
         self.state.evaluators = build.build_evaluators(
-            eval_dataloader, eval_interval=self._eval_interval, subset_num_batches=self._eval_subset
+            eval_dataloader,
+            eval_interval=self._settings.eval_interval,
+            subset_num_batches=self._settings.eval_subset_num_batches,
         )
 
     def _add_metrics(self) -> None:
@@ -669,7 +648,7 @@ class Trainer:
         groups = self.state.optimizers[0].param_groups
         rates = [group["lr"] for group in groups]
         self.state.schedulers = build.build_schedulers(
-            self._schedulers, self.state, scale_schedule_ratio=self._scale_schedule_ratio
+            self._schedulers, self.state, scale_schedule_ratio=self._settings.scale_schedule_ratio
         )
         if keep_rates:
             mark_as_stepped(self.state.optimizers[0])
@@ -677,8 +656,8 @@ class Trainer:
                 group["lr"] = rate
 
     def _schedulers_step_every_batch(self) -> bool:
-        if self._step_schedulers_every_batch is not None:
-            return self._step_schedulers_every_batch
+        if self._settings.step_schedulers_every_batch is not None:
+            return self._settings.step_schedulers_every_batch
         return not any(isinstance(scheduler, LRScheduler) for scheduler in self._schedulers)
 
 

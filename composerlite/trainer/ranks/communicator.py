@@ -16,7 +16,7 @@ from composerlite import dist
 from composerlite.core import State
 from composerlite.errors import ConfigError, Preempted, RankError
 from composerlite.trainer.data.dealing import Share
-from composerlite.trainer.ranks.parallel import Parallel, SingleDevice
+from composerlite.trainer.ranks.parallel import Parallel
 
 __all__ = ["Communicator", "Counted", "Membership", "Ranks", "connected", "failing_together"]
 
@@ -147,7 +147,7 @@ class Ranks:
         parallel: how they train one model. communicator: what they tell each other. share: this one's of the data.
     """
 
-    parallel: Parallel = field(default_factory=SingleDevice)
+    parallel: Parallel = field(default_factory=Parallel)
     communicator: Communicator = field(default_factory=Communicator)
     share: Share = field(default_factory=Share)
 

@@ -9,21 +9,21 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
+import hashlib
 import inspect
 import itertools
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 import torch.distributed
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from composerlite import dist
 from composerlite.core import Precision, State
 from composerlite.errors import ConfigError, TrainingError, did_you_mean
-from composerlite.trainer.ranks.same_model import check_same_model
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,7 +35,8 @@ __all__ = [
     "Parallel",
     "Replicated",
     "Sharded",
-    "SingleDevice",
+    "check_same_model",
+    "check_spreadable",
     "check_sync_strategy",
     "copy_model",
     "saved_buffers",
@@ -47,10 +48,11 @@ log = logging.getLogger(__name__)
 
 _STRATEGIES = ("single_auto_sync", "multi_auto_sync", "forced_sync")
 _BUCKET_BYTES = 25 << 20
+_SHOWN_DIFFERENCES = 3
 
 
-class Parallel(ABC):
-    """How this rank trains the model together with the others.
+class Parallel:
+    """How this rank trains the model together with the others: here, by itself.
 
     Attributes:
         data_rank: which share of the data is this rank's.
@@ -68,11 +70,10 @@ class Parallel(ABC):
     passes_are_shared: bool = False
     steps_itself: bool = False
 
-    @abstractmethod
     def trained(self, model: nn.Module) -> Callable[..., Any]:
         """What to call for the forward pass of a training batch."""
+        return model
 
-    @abstractmethod
     def before_microbatch(self, *, last: bool) -> None:
         """Call it before the forward pass of each microbatch."""
 
@@ -80,7 +81,6 @@ class Parallel(ABC):
         """The backward pass of a microbatch."""
         loss.backward()
 
-    @abstractmethod
     def reduce(self, model: nn.Module) -> None:
         """Make gradients those of all ranks, if they are not yet. Call it after the last backward pass of a batch."""
 
@@ -88,11 +88,9 @@ class Parallel(ABC):
         """Change the weights, where this does it in place of the optimizer."""
         raise AssertionError("unreachable")
 
-    @abstractmethod
     def before_evaluation(self, model: nn.Module) -> None:
         """Make the model the same on all ranks."""
 
-    @abstractmethod
     def after_evaluation(self, model: nn.Module) -> None:
         """Let go of what forward passes without a backward pass have left."""
 
@@ -101,22 +99,6 @@ class Parallel(ABC):
 
     def close(self) -> None:
         """The trainer is closed, on every rank. Twice is fine."""
-
-
-@final
-class SingleDevice(Parallel):
-    """One process with the whole model."""
-
-    def trained(self, model: nn.Module) -> Callable[..., Any]:
-        return model
-
-    def before_microbatch(self, *, last: bool) -> None: ...
-
-    def reduce(self, model: nn.Module) -> None: ...
-
-    def before_evaluation(self, model: nn.Module) -> None: ...
-
-    def after_evaluation(self, model: nn.Module) -> None: ...
 
 
 @final
@@ -163,8 +145,6 @@ class Replicated(Parallel):
 
     def before_evaluation(self, model: nn.Module) -> None:
         send_tensors(model.buffers())
-
-    def after_evaluation(self, model: nn.Module) -> None: ...
 
     def give_up(self) -> None:
         wrapper, self._wrapper = self._wrapper, None
@@ -215,9 +195,6 @@ class Sharded(Parallel):
         self._reduces = True
         _give_parameters(state, old)
 
-    def trained(self, model: nn.Module) -> Callable[..., Any]:
-        return model
-
     def before_microbatch(self, *, last: bool) -> None:
         if self._fsdp is not None and last is not self._reduces:
             self._fsdp.set_requires_gradient_sync(last)
@@ -240,8 +217,6 @@ class Sharded(Parallel):
     def reduce(self, model: nn.Module) -> None:
         send_tensors(self._buffers)
 
-    def before_evaluation(self, model: nn.Module) -> None: ...
-
     def after_evaluation(self, model: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
 
@@ -256,16 +231,69 @@ def _check_shardable(state: State) -> None:
             "parallelism_config: the model is on the meta device, it has no values to train. Build it on the CPU: "
             "sharding moves it to the device piece by piece."
         )
+    check_spreadable(state, "parallelism_config")
+
+
+def check_spreadable(state: State, argument: str) -> None:
+    """Check what cannot be where ``argument`` spreads the model.
+
+    Raises:
+        ConfigError: microbatches are to be found automatically, or the optimizer has stepped.
+    """
     if state.auto_microbatching:
         raise ConfigError(
-            "device_train_microbatch_size='auto' contradicts parallelism_config: a rank that is out of memory cannot "
-            "leave a forward pass in which the others wait for its shards. Give a number of samples."
+            f"device_train_microbatch_size='auto' contradicts {argument}: a rank that is out of memory cannot leave a "
+            "pass in which the others wait for it. Give a number of samples."
         )
     if any(optimizer.state for optimizer in state.optimizers):
         raise ConfigError(
-            "optimizers: the optimizer has stepped before the model is sharded, and its state cannot follow. Build a "
-            "new one; load_path restores its state."
+            f"optimizers: the optimizer has stepped before {argument} spreads the model, and its state cannot follow. "
+            "Build a new one; load_path restores its state."
         )
+
+
+def check_same_model(model: nn.Module) -> None:
+    """Check that the tensors of ``model`` have the same names, shapes and kinds on every rank. Every rank calls it.
+
+    Raises:
+        ConfigError: they differ. The message names the first rank with another model and the first differences.
+    """
+    own = _description(model)
+    group = dist.get_group()
+    digests = group.gather(hashlib.sha256(repr(own).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    first = group.broadcast(own)
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    differences = group.gather(_differences(first, own))[others[0]]
+    shown = "; ".join(differences[:_SHOWN_DIFFERENCES])
+    more = f"; and {len(differences) - _SHOWN_DIFFERENCES} more" if len(differences) > _SHOWN_DIFFERENCES else ""
+    raise ConfigError(
+        f"rank {others[0]} has another model than rank 0: {shown}{more}. Build the same model on every rank."
+    )
+
+
+def _description(model: nn.Module) -> list[tuple[str, str]]:
+    """Name and kind of every tensor, in order: it is the order in which the ranks exchange them."""
+    parameters = [(name, f"{_kind(p)}{'' if p.requires_grad else ', frozen'}") for name, p in model.named_parameters()]
+    return [*parameters, *((name, _kind(buffer)) for name, buffer in model.named_buffers())]
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of an unknown shape" if is_lazy(tensor) else f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _differences(first: list[tuple[str, str]], own: list[tuple[str, str]]) -> list[str]:
+    """What this rank has other than rank 0."""
+    theirs, mine = dict(first), dict(own)
+    found = [
+        f"{name!r} is {mine[name]} and not {theirs[name]}"
+        for name in theirs
+        if mine.get(name, theirs[name]) != theirs[name]
+    ]
+    found += [f"it has no {name!r}" for name in theirs if name not in mine]
+    found += [f"it has {name!r}, which rank 0 has not" for name in mine if name not in theirs]
+    return found or (["the order of its parameters differs"] if first != own else [])
 
 
 def send_tensors(tensors: Iterable[torch.Tensor]) -> None:
@@ -470,5 +498,5 @@ def shard_model(state: State) -> Parallel | None:
 def copy_model(state: State, strategy: str) -> Parallel:
     """Make ``state.model`` ready to be trained as a whole on every rank. After a checkpoint was loaded."""
     if state.world_size == 1:
-        return SingleDevice()
+        return Parallel()
     return Replicated(state.model, state.device, "forced_sync" if state.auto_microbatching else strategy)

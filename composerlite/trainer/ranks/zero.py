@@ -35,8 +35,13 @@ from composerlite.checkpoint.record.contents import Restoring
 from composerlite.core import Precision, State
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.storage import ObjectStore
-from composerlite.trainer.ranks.parallel import Parallel, saved_buffers, send_tensors
-from composerlite.trainer.ranks.same_model import check_same_model
+from composerlite.trainer.ranks.parallel import (
+    Parallel,
+    check_same_model,
+    check_spreadable,
+    saved_buffers,
+    send_tensors,
+)
 from composerlite.trainer.ranks.zero_config import check_algorithms, engine_config
 from composerlite.types import StateDict
 
@@ -72,7 +77,7 @@ class ZeRO(Parallel):
         self._stage: int = config["zero_optimization"]["stage"]
         self.forward_is_shared = self._stage == 3
         check_algorithms(state, self._stage)
-        _check_trainable(state)
+        check_spreadable(state, "deepspeed_config")
         if state.world_size > 1:
             check_same_model(state.model)
         config = engine_config(config, state, batch_size)
@@ -106,10 +111,6 @@ class ZeRO(Parallel):
 
     def step(self) -> None:
         self._engine.step()
-
-    def before_evaluation(self, model: nn.Module) -> None: ...
-
-    def after_evaluation(self, model: nn.Module) -> None: ...
 
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -357,19 +358,6 @@ def _differences(
 
 def _misfit(source: str, problems: list[str], way_out: str) -> IncompatibleCheckpointError:
     return IncompatibleCheckpointError(f"{source} does not fit the model.\n  {chr(10).join(problems)}\n{way_out}")
-
-
-def _check_trainable(state: State) -> None:
-    if state.auto_microbatching:
-        raise ConfigError(
-            "device_train_microbatch_size='auto' contradicts deepspeed_config: a rank that is out of memory cannot "
-            "leave a pass in which the others wait for it. Give a number of samples."
-        )
-    if any(optimizer.state for optimizer in state.optimizers):
-        raise ConfigError(
-            "optimizers: the optimizer has stepped before DeepSpeed divides its state, which cannot follow. Build a "
-            "new one; load_path restores its state."
-        )
 
 
 def _in_short_format(
