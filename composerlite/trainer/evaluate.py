@@ -28,7 +28,7 @@ from composerlite.core import (
 )
 from composerlite.errors import ConfigError
 from composerlite.trainer.data.dataloading import EvaluationBatches, batches_per_epoch
-from composerlite.trainer.generators import put_back
+from composerlite.trainer.data.position import put_back
 from composerlite.trainer.ranks.communicator import Ranks
 from composerlite.types import Batch
 

@@ -22,12 +22,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from composerlite import dist
 from composerlite.core import DataSpec, Timestamp
 from composerlite.errors import ConfigError
-from composerlite.trainer.data.data_position import DataPosition
-from composerlite.trainer.data.dealing import GlobalSampler, Share, deals_by_itself
-from composerlite.trainer.data.dealt_position import DealtPosition
-from composerlite.trainer.data.indexed_position import IndexedPosition
-from composerlite.trainer.data.replay_position import ReplayPosition
-from composerlite.trainer.data.stateful_position import StatefulPosition, is_streaming
+from composerlite.trainer.data.map_style import DealtPosition, IndexedPosition
+from composerlite.trainer.data.position import DataPosition
+from composerlite.trainer.data.samplers import GlobalSampler, Share, deals_by_itself
+from composerlite.trainer.data.streams import ReplayPosition, StatefulPosition, is_streaming
 from composerlite.types import Batch, StateDict, Stateful
 
 __all__ = [

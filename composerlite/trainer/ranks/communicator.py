@@ -15,7 +15,7 @@ import torch
 from composerlite import dist
 from composerlite.core import State
 from composerlite.errors import ConfigError, Preempted, RankError
-from composerlite.trainer.data.dealing import Share
+from composerlite.trainer.data.samplers import Share
 from composerlite.trainer.ranks.parallel import Parallel
 
 __all__ = ["Communicator", "Counted", "Membership", "Ranks", "connected", "failing_together"]

@@ -1,4 +1,4 @@
-"""The position in a plain DataLoader over a map-style data set that the trainer deals out to several ranks."""
+"""The position in a plain DataLoader over a map-style data set: samples already seen are skipped by index."""
 
 from __future__ import annotations
 
@@ -10,22 +10,81 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, final
 
 import torch
-from torch.utils.data import DataLoader, Subset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, MapDataPipe, Subset, default_collate
 
 from composerlite import dist
-from composerlite._torch_compat import forget_workers
+from composerlite._torch_compat import forget_workers, is_iterated_by_torch
 from composerlite.checkpoint import rng
 from composerlite.core import Timestamp
 from composerlite.errors import IncompatibleCheckpointError
-from composerlite.trainer.data.data_position import DataPosition
-from composerlite.trainer.data.dealing import GlobalSampler, SavedBatches, Share
-from composerlite.trainer.data.index_sampler import ReseedingDataset
-from composerlite.trainer.data.indexed_position import fetched, warn_of_disorder
+from composerlite.trainer.data.position import DataPosition, RewindingPosition
+from composerlite.trainer.data.samplers import GlobalSampler, IndexSampler, ReseedingDataset, SavedBatches, Share
 from composerlite.types import Batch, StateDict
 
-__all__ = ["DealtPosition"]
+__all__ = ["DealtPosition", "IndexedPosition"]
 
 log = logging.getLogger(__name__)
+
+
+@final
+class IndexedPosition(RewindingPosition):
+    """A plain DataLoader over a map-style data set: batches already seen are skipped by index, without loading them.
+
+    In worker processes the generators are seeded for each batch from (seed, epoch, batch), so that random transforms of
+    a batch do not depend on which batches the worker loaded before.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        timestamp: Callable[[], Timestamp],
+        *,
+        seed: int,
+        share: Share = Share(),  # noqa: B008 - frozen
+    ) -> None:
+        super().__init__(loader, share)
+        self._loader: DataLoader[Any] = loader
+        self._timestamp = timestamp
+        self._sampler = IndexSampler(loader)
+        self._own = _with_sampler(loader, self._sampler, seed)
+        if loader.persistent_workers:
+            self._own.generator = torch.Generator()  # draws the workers' seed, which says nothing: see _start
+
+    def close(self) -> None:
+        """See :meth:`DataPosition.close`."""
+        forget_workers(self._own)
+
+    def _depends_on_workers(self, before: int, now: int) -> bool:
+        return (before == 0) != (now == 0)  # workers seed each batch, whichever of them loads it
+
+    def _start(self, skip: int) -> Iterator[Batch]:
+        """Begin the epoch. The order of indices is compared with that of the interrupted run."""
+        drawn = self._own_state() if self._restored is None else self._restored
+        self._restored = None
+        self._sampler.begin(self._number, skip, drawn.get("drawn", 0) if skip else 0)
+        if self._own.persistent_workers and self._number == 0:
+            # A loader draws a seed when it starts its workers. Those that persist start in the first epoch, or wherever
+            # a resume finds itself; what training sees must not depend on it.
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        batches = _fetched(self._own)
+        if skip:
+            digest = self._sampler.draw_again()
+            if digest != drawn.get("indices", digest):
+                raise IncompatibleCheckpointError(
+                    "the data loader gives another order of samples than in the interrupted run (epoch "
+                    f"{self._number}, first {skip} batches). The data set, batch size or sampler has changed, or it "
+                    "draws from a generator that is shared with training: give it a generator of its own. To go on "
+                    "regardless, pass spin_dataloaders=False."
+                )
+        return batches
+
+    def _own_state(self) -> StateDict:
+        if int(self._timestamp().batch_in_epoch) == 0 or self._sampler.drawn == 0:
+            return {}
+        batch_sampler = self._loader.batch_sampler
+        batch_size = batch_sampler.batch_size if type(batch_sampler) is BatchSampler else None
+        return {"drawn": self._sampler.drawn, "indices": self._sampler.digest, "batch_size": batch_size}
+
 
 _REMEMBERED = 64  # batches that were given and are perhaps not yet trained on
 
@@ -49,18 +108,11 @@ class DealtPosition(DataPosition):
         super().__init__(loader, share)
         self._loader: DataLoader[Any] = loader
         self._timestamp = timestamp
-        warn_of_disorder(loader)
-        self._dealer = GlobalSampler(loader, share, self._drawing)
-        # The user's loader is left as it is, as in IndexedPosition.
-        own = copy.copy(loader)
-        forget_workers(own)
-        vars(own)["batch_sampler" if loader.batch_sampler is not None else "sampler"] = self._dealer
-        own.generator = torch.Generator()
+        self._sampler = GlobalSampler(loader, share, self._drawing)
+        self._own = _with_sampler(loader, self._sampler, seed)
+        self._own.generator = torch.Generator()
         if seed is None:
-            vars(own)["persistent_workers"] = False
-        elif loader.num_workers:
-            vars(own)["dataset"] = ReseedingDataset(loader.dataset, seed)
-        self._own = own
+            vars(self._own)["persistent_workers"] = False
         self._stream: dict[str, Any] | None = None
         self._agreed = False
         self._number = 0
@@ -71,7 +123,7 @@ class DealtPosition(DataPosition):
     def epoch(self, number: int, skip: int) -> Iterator[Batch]:
         """See :meth:`DataPosition.epoch`. The order is compared with that of the interrupted run."""
         self._number = number
-        self._dealer.set_epoch(number)
+        self._sampler.set_epoch(number)
         self._set_epoch(number)
         self._agree()
         done, digest, saved = self._where(skip) if skip else (0, 0, None)
@@ -90,8 +142,8 @@ class DealtPosition(DataPosition):
                 seed = torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
                 assert self._own.generator is not None
                 self._own.generator.manual_seed(int(seed))
-            found = self._dealer.begin(done, saved)
-        if found is None or (digest is not None and (self._dealer.done, found) != (done, digest)):
+            found = self._sampler.begin(done, saved)
+        if found is None or (digest is not None and (self._sampler.done, found) != (done, digest)):
             raise IncompatibleCheckpointError(
                 "the data loader gives another order of samples than in the interrupted run (epoch "
                 f"{number}, first {done} {self._unit}). The data set or sampler has changed, or it draws from "
@@ -100,15 +152,15 @@ class DealtPosition(DataPosition):
         self._begun_at = int(self._timestamp().batch_in_epoch)
         self._given = 0
         self._reached.clear()
-        self._reached.append((self._begun_at, self._dealer.done, found))
-        return self._counted(fetched(self._own))
+        self._reached.append((self._begun_at, self._sampler.done, found))
+        return self._counted(_fetched(self._own))
 
     def batches_in_epoch(self) -> int | None:
         """See :meth:`DataPosition.batches_in_epoch`. Those done may have been of another size."""
         try:
             if not self._reached:
-                return len(self._dealer)
-            return self._reached[0][0] + self._dealer.batches_after(self._reached[0][1])
+                return len(self._sampler)
+            return self._reached[0][0] + self._sampler.batches_after(self._reached[0][1])
         except (TypeError, NotImplementedError):
             return None
 
@@ -118,7 +170,7 @@ class DealtPosition(DataPosition):
         while type(dataset) is Subset:
             dataset = dataset.dataset
         whole = self._loader.collate_fn is default_collate and not hasattr(dataset, "__getitems__")
-        return whole and self._dealer.counts_samples
+        return whole and self._sampler.counts_samples
 
     def finish_epoch(self, *, exhausted: bool) -> None:
         """See :meth:`DataPosition.finish_epoch`."""
@@ -137,7 +189,7 @@ class DealtPosition(DataPosition):
 
     @property
     def _unit(self) -> str:
-        return "samples" if self._dealer.counts_samples else "batches"
+        return "samples" if self._sampler.counts_samples else "batches"
 
     def _accepts(self, kind: object) -> bool:
         return kind in ("DealtPosition", "IndexedPosition")
@@ -171,10 +223,10 @@ class DealtPosition(DataPosition):
                     "afresh with spin_dataloaders=False."
                 )
             return saved["done"], saved["order"], None
-        batch_size = saved.get("batch_size", self._dealer.batch_size)
+        batch_size = saved.get("batch_size", self._sampler.batch_size)
         noted = SavedBatches(saved["drawn"], batch_size, saved["indices"]) if "drawn" in saved else None
         if noted is None:
-            return skip * self._dealer.global_batch, None, None
+            return skip * self._sampler.global_batch, None, None
         return skip * (batch_size or 1), None, noted
 
     def _agree(self) -> None:
@@ -202,7 +254,7 @@ class DealtPosition(DataPosition):
 
     def _counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
-            part = self._dealer.parts.popleft()
+            part = self._sampler.parts.popleft()
             self._given += 1
             self.is_padding = part.is_padding
             self.samples = part.end - self._reached[-1][1]
@@ -213,3 +265,44 @@ class DealtPosition(DataPosition):
 def _on_cpu(states: dict[str, Any]) -> dict[str, Any]:
     """The generators that samplers draw from."""
     return {name: state for name, state in states.items() if name != "cuda"}
+
+
+def _with_sampler(loader: DataLoader[Any], sampler: object, seed: int | None) -> DataLoader[Any]:
+    """Copy ``loader`` with another (batch) sampler; workers seed their generators unless ``seed`` is ``None``.
+
+    The user's loader is left as it is: DataLoader forbids to change it, and others may iterate over it.
+    """
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        log.warning("DataLoader(in_order=False): the order of batches depends on timing, a resume is not exact")
+    own = copy.copy(loader)
+    forget_workers(own)
+    vars(own)["batch_sampler" if loader.batch_sampler is not None else "sampler"] = sampler
+    if loader.num_workers and seed is not None:
+        vars(own)["dataset"] = ReseedingDataset(loader.dataset, seed)
+    return own
+
+
+def _fetched(loader: DataLoader[Any]) -> Iterator[Batch]:
+    """The batches of a loader over a map-style data set."""
+    return _fetched_here(loader) if _loads_in_process(loader) else iter(loader)
+
+
+def _loads_in_process(loader: DataLoader[Any]) -> bool:
+    sharded = isinstance(loader.dataset, MapDataPipe)  # by the loader's iterator
+    return loader.num_workers == 0 and not loader.pin_memory and is_iterated_by_torch(loader) and not sharded
+
+
+def _fetched_here(loader: DataLoader[Any]) -> Iterator[Batch]:
+    """What ``iter(loader)`` gives of a map-style data set, without the profiler's record around each batch.
+
+    That record costs more than a step of the training loop itself, and is made whether or not anyone profiles.
+    """
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # the workers' seed, drawn without workers
+    dataset: Any = loader.dataset
+    collate = loader.collate_fn
+    batch_sampler = loader.batch_sampler
+    if batch_sampler is None:
+        return (collate(dataset[index]) for index in loader.sampler)
+    if fetch := getattr(dataset, "__getitems__", None):
+        return (collate(fetch(indices)) for indices in batch_sampler)
+    return (collate([dataset[index] for index in indices]) for indices in batch_sampler)
