@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from composerlite.dist.env import (
     Control,
@@ -19,6 +18,7 @@ from composerlite.dist.env import (
     is_available,
     is_initialized,
 )
+from composerlite.on_demand import lazy_names
 
 if TYPE_CHECKING:
     from composerlite.dist.collectives import (
@@ -35,11 +35,9 @@ if TYPE_CHECKING:
         run_local_rank_zero_first,
     )
     from composerlite.dist.group import (
-        AllRanks,
         Group,
         PiggybackCounter,
         PiggybackCounters,
-        RanksOf,
         SingleProcess,
         Vote,
         get_group,
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
     )
     from composerlite.dist.sampling import get_sampler
     from composerlite.dist.shards import (
-        LocalShard,
         any_distributed,
         distributed_like,
         empty_shard_like,
@@ -61,15 +58,12 @@ if TYPE_CHECKING:
     from composerlite.dist.transfers import Move, NodeBroadcast, Transfer, exchange, move, node_broadcast
 
 __all__ = [
-    "AllRanks",
     "Control",
     "Group",
-    "LocalShard",
     "Move",
     "NodeBroadcast",
     "PiggybackCounter",
     "PiggybackCounters",
-    "RanksOf",
     "SingleProcess",
     "Transfer",
     "Vote",
@@ -112,54 +106,35 @@ __all__ = [
     "total_norm",
 ]
 
-_MODULES = {
-    "collectives": (
-        "all_gather",
-        "all_gather_object",
-        "all_reduce",
-        "all_succeed",
-        "barrier",
-        "broadcast",
-        "broadcast_object",
-        "broadcast_object_list",
-        "cause_elsewhere",
-        "leave_with",
-        "run_local_rank_zero_first",
-    ),
-    "group": (
-        "AllRanks",
-        "Group",
-        "PiggybackCounter",
-        "PiggybackCounters",
-        "RanksOf",
-        "SingleProcess",
-        "Vote",
-        "get_group",
-        "group_of",
-    ),
-    "sampling": ("get_sampler",),
-    "shards": (
-        "LocalShard",
-        "any_distributed",
-        "distributed_like",
-        "empty_shard_like",
-        "full_tensor",
-        "has_copies",
-        "is_distributed_tensor",
-        "local_shard",
-        "shards_like",
-        "total_norm",
-    ),
-    "transfers": ("Move", "NodeBroadcast", "Transfer", "exchange", "move", "node_broadcast"),
-}
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'composerlite.dist' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"composerlite.dist.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        ".collectives": [
+            "all_gather",
+            "all_gather_object",
+            "all_reduce",
+            "all_succeed",
+            "barrier",
+            "broadcast",
+            "broadcast_object",
+            "broadcast_object_list",
+            "cause_elsewhere",
+            "leave_with",
+            "run_local_rank_zero_first",
+        ],
+        ".group": ["Group", "PiggybackCounter", "PiggybackCounters", "SingleProcess", "Vote", "get_group", "group_of"],
+        ".sampling": ["get_sampler"],
+        ".shards": [
+            "any_distributed",
+            "distributed_like",
+            "empty_shard_like",
+            "full_tensor",
+            "has_copies",
+            "is_distributed_tensor",
+            "local_shard",
+            "shards_like",
+            "total_norm",
+        ],
+        ".transfers": ["Move", "NodeBroadcast", "Transfer", "exchange", "move", "node_broadcast"],
+    },
+)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed
 
 from composerlite.dist.env import get_control, get_local_rank, get_world_size
-from composerlite.dist.store_barrier import format_ranks, rank_error
+from composerlite.dist.store_barrier import format_ranks
 from composerlite.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def barrier(what: str = "barrier", timeout: timedelta | None = None) -> None:
         RankError: a rank failed on its way here.
         LateRankError: not every rank came in ``timeout``.
     """
-    _meet(what, timeout, None)
+    _meet(what, timeout)
 
 
 @contextlib.contextmanager
@@ -76,16 +76,11 @@ def all_succeed(what: str, timeout: timedelta | None = None) -> Generator[None]:
             way, and in a run of one process: the exception.
         LateRankError: not every rank came to the end of the block in ``timeout``.
     """
-    try:
+    if get_world_size() == 1:
         yield
-    except Exception as e:
-        if not (isinstance(e, RankError) and e.everywhere):
-            _meet(what, timeout, e)
-        raise
-    except BaseException as e:  # an exit, not a failure: it must not wait
-        leave_with(e)
-        raise
-    _meet(what, timeout, None)
+    else:
+        with get_control().barrier.all_succeed(what, _limit(timeout)):
+            yield
 
 
 def leave_with(error: BaseException) -> None:
@@ -93,7 +88,7 @@ def leave_with(error: BaseException) -> None:
 
     For the last words of a rank that an exception ends outside of :func:`all_succeed`. Never waits.
     """
-    if get_world_size() > 1 and not (isinstance(error, RankError) and error.everywhere):
+    if get_world_size() > 1:
         get_control().barrier.leave(error)
 
 
@@ -230,7 +225,7 @@ def run_local_rank_zero_first(timeout: timedelta | None = None) -> Generator[Non
         with all_succeed("run_local_rank_zero_first", timeout):
             yield
     else:
-        _meet("run_local_rank_zero_first", timeout, None)
+        _meet("run_local_rank_zero_first", timeout)
         yield
 
 
@@ -238,14 +233,10 @@ def _limit(timeout: timedelta | None) -> timedelta:
     return get_control().timeout if timeout is None else timeout
 
 
-def _meet(what: str, timeout: timedelta | None, error: Exception | None) -> None:
+def _meet(what: str, timeout: timedelta | None, error: Exception | None = None) -> None:
     """Wait for every rank, and raise what any of them failed with. One process by itself raises nothing here."""
-    if get_world_size() == 1:
-        return
-    if failures := get_control().barrier.wait(what, _limit(timeout), error):
-        if error is not None and len(failures) == get_world_size() and len({f.text for f in failures}) == 1:
-            raise error  # everybody's: the user's mistake, most likely
-        raise rank_error(what, failures, error)
+    if get_world_size() > 1:
+        get_control().barrier.succeed(what, _limit(timeout), error)
 
 
 def _pickled_together(what: str, obj: object, timeout: timedelta | None) -> bytes:

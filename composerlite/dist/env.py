@@ -7,10 +7,9 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TYPE_CHECKING, final
 
 import torch
 import torch.distributed
@@ -171,8 +170,6 @@ class Control:
     timeout: timedelta
 
 
-T = TypeVar("T")
-
 _log = logging.getLogger(__name__)
 
 _control: Control | None = None
@@ -217,7 +214,7 @@ def initialize_dist(
 
     Raises:
         ConfigError: the environment says only half of what is needed, or contradicts itself.
-        RankError: a rank failed here; every rank raises it.
+        RankError: a rank failed here; every rank raises it. What all failed with is raised as it is.
         LateRankError: not every rank came; names those that are late.
     """
     global _control, _layout
@@ -244,31 +241,16 @@ def initialize_dist(
     barrier = StoreBarrier(PrefixStore("barrier", ours), rank, world_size)
     if is_made:
         _layout = _find_layout(PrefixStore("nodes", ours), barrier, limit)
-    chosen = _do_on_all_ranks(barrier, "connecting the ranks", limit, lambda: _claim_device(device))
-    group = _do_on_all_ranks(
-        barrier, "making process groups", limit, lambda: _make_groups(store, rank, world_size, chosen, limit)
-    )
+    with barrier.all_succeed("connecting the ranks", limit):
+        chosen = _claim_device(device)
+    with barrier.all_succeed("making process groups", limit):
+        group = _make_groups(store, rank, world_size, chosen, limit)
     commits = CommitBarrier(PrefixStore("commits", ours), rank, world_size)
     _control = Control(ours, group, barrier, commits, limit)
     # Threads of a group that nobody has ended abort the process now and then when it exits. Nobody waits long for that.
     atexit.unregister(finalize_dist)
     atexit.register(finalize_dist, _GOODBYE_AT_EXIT)
     return True
-
-
-def _do_on_all_ranks(barrier: StoreBarrier, what: str, timeout: timedelta, act: Callable[[], T]) -> T:
-    from composerlite.dist.store_barrier import rank_error
-
-    try:
-        result = act()
-    except Exception as e:
-        failures = barrier.wait(what, timeout, e)
-        if barrier.world_size == 1:
-            raise
-        raise rank_error(what, failures, e) from e
-    if failures := barrier.wait(what, timeout):
-        raise rank_error(what, failures)
-    return result
 
 
 def finalize_dist(timeout: timedelta = _GOODBYE) -> None:
@@ -356,13 +338,10 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> Store:
 
 def _find_layout(store: Store, barrier: StoreBarrier, timeout: timedelta) -> _Layout | None:
     """Which ranks are on one node; ``None`` where the environment of each says so."""
-
-    def tell() -> None:
+    with barrier.all_succeed("telling each other the nodes", timeout):
         store.set(str(barrier.rank), socket.gethostname())
         if not _environment_is_of_the_group():
             store.add("without", 1)
-
-    _do_on_all_ranks(barrier, "telling each other the nodes", timeout, tell)
     if store.add("without", 0) == 0:
         return None
     hosts = [store.get(str(rank)) for rank in range(barrier.world_size)]

@@ -242,8 +242,38 @@ class StoreBarrier:
                 self._forget_last(ticket)
         return outcome
 
+    def succeed(self, what: str, timeout: timedelta, error: Exception | None = None) -> None:
+        """:meth:`wait`, and raise what any rank failed with.
+
+        Raises:
+            RankError: a rank failed; its cause is the exception. Where all failed in the same way: the exception.
+        """
+        if failures := self.wait(what, timeout, error):
+            if error is not None and len(failures) == self.world_size and len({f.text for f in failures}) == 1:
+                raise error  # everybody's: the user's mistake, most likely
+            raise rank_error(what, failures, error)
+
+    @contextlib.contextmanager
+    def all_succeed(self, what: str, timeout: timedelta) -> Generator[None]:
+        """Run a block on every rank and :meth:`succeed`. An exit (``KeyboardInterrupt``) leaves, and does not wait."""
+        try:
+            yield
+        except Exception as e:
+            if not (isinstance(e, RankError) and e.everywhere):
+                self.succeed(what, timeout, e)
+            raise
+        except BaseException as e:
+            self.leave(e)
+            raise
+        self.succeed(what, timeout)
+
     def leave(self, error: BaseException) -> None:
-        """Tell the others that this rank failed and comes to no barrier any more: their waits end with that."""
+        """Tell the others that this rank failed and comes to no barrier any more: their waits end with that.
+
+        Never waits. An error that all ranks have is not told.
+        """
+        if isinstance(error, RankError) and error.everywhere:
+            return
         with reaching_the_store("leaving the run"):
             decide_once(self._store, "left", Failure.of(error, self.rank))
 

@@ -165,7 +165,7 @@ def _windows(transfers: Iterable[Transfer]) -> Iterator[list[Transfer]]:
 
 @final
 class _Parcel:
-    """The bytes of a transfer on one rank: those of its tensor, or, where they are several or elsewhere, a copy."""
+    """The ``bytes`` of a transfer on one rank: those of its tensor, or, where they are several or elsewhere, a copy."""
 
     def __init__(self, transfer: Transfer, rank: int) -> None:
         self._transfer = transfer
@@ -173,21 +173,21 @@ class _Parcel:
         first, *others = transfer.tensors
         self._is_copy = bool(others) or not _lies_plainly(first)
         if not self._is_copy:
-            self._bytes = _bytes_of(first)
+            self.bytes = _bytes_of(first)
         elif rank == transfer.source:
-            self._bytes = torch.cat([_bytes_of(_plain(tensor)) for tensor in transfer.tensors])
+            self.bytes = torch.cat([_bytes_of(_plain(tensor)) for tensor in transfer.tensors])
         else:
-            self._bytes = torch.empty(transfer.size_bytes, dtype=torch.uint8)
+            self.bytes = torch.empty(transfer.size_bytes, dtype=torch.uint8)
 
     def start(self, group: ProcessGroup) -> Iterator[Work]:
         """Begin to send, or to receive."""
         source = self._transfer.source
         if self._rank != source:
-            yield cast("Work", torch.distributed.irecv(self._bytes, source, group=group))
+            yield cast("Work", torch.distributed.irecv(self.bytes, source, group=group))
             return
         for rank in self._transfer.ranks:
             if rank != source:
-                yield cast("Work", torch.distributed.isend(self._bytes, rank, group=group))
+                yield cast("Work", torch.distributed.isend(self.bytes, rank, group=group))
 
     def unpack(self) -> None:
         """Put what came into the tensors, and say that it is there."""
@@ -199,7 +199,7 @@ class _Parcel:
             self._transfer.then()
 
     def _fill(self) -> None:
-        parts = self._bytes.split([tensor.nbytes for tensor in self._transfer.tensors])
+        parts = self.bytes.split([tensor.nbytes for tensor in self._transfer.tensors])
         for tensor, part in zip(self._transfer.tensors, parts, strict=True):
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a clone begins where its dtype may
 
@@ -233,6 +233,7 @@ class NodeBroadcast:
         self._what = what
         self._group = group
         self._source = source
+        self._rank = rank
         self._ticket = ticket
         self._timeout = get_control().timeout
 
@@ -287,23 +288,15 @@ class NodeBroadcast:
             raise RankError(f"{self._what}: rank {ranks[0]} needs other parts of it than these ranks: {other}", other)
 
     def _send(self, batch: Sequence[Piece]) -> None:
-        small = [(address, size) for _, address, size in batch if size <= _SMALL_BYTES]
-        if small:
-            together = torch.empty(sum(size for _, size in small), dtype=torch.uint8)
-            if self.is_source:
-                _copy(small, together.data_ptr(), gather=True)
-            self._broadcast(together)
-            if not self.is_source:
-                _copy(small, together.data_ptr(), gather=False)
-        for _, address, size in batch:
-            if size > _SMALL_BYTES:
-                memory = (ctypes.c_char * size).from_address(address)
-                self._broadcast(torch.frombuffer(memory, dtype=torch.uint8))
-
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        with naming_lost_ranks(self._what, self._timeout, self._ticket):
-            work = torch.distributed.broadcast(tensor, self._source, group=self._group, async_op=True)
-            cast("Work", work).wait(self._timeout)
+        small = [piece for piece in batch if piece[2] <= _SMALL_BYTES]
+        for pieces in [small, *([piece] for piece in batch if piece[2] > _SMALL_BYTES)]:
+            if pieces:
+                transfer = Transfer(self._source, (), [_memory(address, size) for _, address, size in pieces])
+                parcel = _Parcel(transfer, self._rank)
+                with naming_lost_ranks(self._what, self._timeout, self._ticket):
+                    work = torch.distributed.broadcast(parcel.bytes, self._source, group=self._group, async_op=True)
+                    cast("Work", work).wait(self._timeout)
+                parcel.unpack()
 
 
 @contextlib.contextmanager
@@ -351,8 +344,5 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _copy(places: Sequence[tuple[int, int]], address: int, *, gather: bool) -> None:
-    """Move bytes between ``places`` and the memory at ``address``, where they lie one after the other."""
-    for place, size in places:
-        ctypes.memmove(*((address, place) if gather else (place, address)), size)
-        address += size
+def _memory(address: int, size: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
