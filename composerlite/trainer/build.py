@@ -36,7 +36,6 @@ from composerlite.errors import ConfigError
 from composerlite.loggers import ConsoleLogger, ProgressBarLogger
 from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler, DecoupledSGDW, compile_composer_scheduler
-from composerlite.storage import ObjectStore
 from composerlite.trainer.checks import as_list, is_several
 from composerlite.types import Batch
 
@@ -54,7 +53,6 @@ __all__ = [
     "deepspeed_config",
     "eval_metrics",
     "given_rates",
-    "in_a_store",
     "is_later",
     "limited",
     "memory_saver",
@@ -63,7 +61,6 @@ __all__ = [
     "resolve_run_name",
     "saver",
     "scaled_duration",
-    "take_new_rates",
     "zero",
 ]
 
@@ -72,17 +69,6 @@ log = logging.getLogger(__name__)
 _RENAMED = {"save_interval": "save_interval", "save_async": "asynchronous"}
 _MEMORY_FAILURES = 3
 """Saves in a row that may fail for want of memory: what is on the disk is there all the same."""
-
-
-def in_a_store(uri: str, loggers: Iterable[LoggerDestination]) -> tuple[str, ObjectStore | None]:
-    """``uri`` as a name in the store of the logger that uploads there, which has settings of its own; else as it is."""
-    for logger in loggers:
-        if logger.uploader is not None:
-            store = logger.uploader.transfer.store
-            root = store.get_uri("x").removesuffix("x")
-            if uri.startswith(root):
-                return uri.removeprefix(root), store
-    return uri, None
 
 
 def resolve_run_name(run_name: str | None, *, autoresume: bool) -> tuple[str, bool]:
@@ -180,22 +166,6 @@ def build_schedulers(
 def given_rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
     """The learning rate of each group, as the script has given it: before any schedule."""
     return tuple(float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)
-
-
-def take_new_rates(state: State) -> None:
-    """Where the script of a run that goes on gives other learning rates than before, they hold from here on, scaled by
-    where the schedule stands."""
-    before, now = state.resumed_learning_rates, state.learning_rates
-    if len(before) != len(now) or before == now:
-        return
-    log.warning("the learning rate was %s in the interrupted run and is %s now: it holds from here on", before, now)
-    for group, old, new in zip(state.optimizers[0].param_groups, before, now, strict=True):
-        group["lr"] = group["lr"] * new / old if old else new
-        if "initial_lr" in group:
-            group["initial_lr"] = new
-    for scheduler in state.schedulers:
-        if len(getattr(scheduler, "base_lrs", ())) == len(now):
-            scheduler.base_lrs = list(now)
 
 
 def build_evaluators(

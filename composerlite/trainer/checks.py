@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar, final
+from typing import Any, Self, TypeVar, cast, final
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from composerlite.errors import ConfigError, UnknownArgumentError, did_you_mean
 from composerlite.models import ComposerModel
 
 __all__ = [
+    "Arguments",
     "FitSettings",
     "as_list",
     "check_compile_config",
@@ -45,9 +46,20 @@ __all__ = [
 T = TypeVar("T")
 
 
+class Arguments:
+    """Some arguments of the trainer's constructor, checked: the base of dataclasses whose fields have their names."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Return those among all the ``arguments`` of the constructor."""
+        return cls(**{one.name: arguments[one.name] for one in fields(cast("Any", cls))})
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FitSettings:
+class FitSettings(Arguments):
     """Arguments of the trainer that a call of ``fit`` may replace for itself and those after it.
 
     Raises:
@@ -67,11 +79,6 @@ class FitSettings:
         check_subset(self.eval_subset_num_batches, argument="eval_subset_num_batches")
         check_interval(self.eval_interval, argument="eval_interval")
         check_ratio(self.scale_schedule_ratio)
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> FitSettings:
-        """Return those among the ``arguments`` of the constructor."""
-        return cls(**{one.name: arguments[one.name] for one in fields(cls)})
 
     def replaced(self, arguments: Mapping[str, Any]) -> FitSettings:
         """Return these with those of ``fit``'s ``arguments`` that were given: ``None`` is none."""

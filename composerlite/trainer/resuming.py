@@ -1,32 +1,122 @@
-"""What autoresume goes on from: the newest good checkpoint of the run."""
+"""What a run begins with: its own newest good checkpoint, the one that ``load_path`` names, or nothing."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
 
 from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
+from composerlite.checkpoint import IgnoreKeys, load_checkpoint
 from composerlite.checkpoint.load.resolve import download_bar
 from composerlite.checkpoint.load.resume import Choice, begin_attempt, choose
-from composerlite.core import State
+from composerlite.checkpoint.record.contents import check_ignore_keys
+from composerlite.core import LoggerDestination, State
 from composerlite.errors import ConfigError
-from composerlite.types import Lineage
+from composerlite.storage import ObjectStore
+from composerlite.trainer.checks import Arguments, check_names, check_seconds
 
-__all__ = ["new_lineage", "newest_checkpoint"]
+if TYPE_CHECKING:
+    from composerlite.loggers import RemoteUploaderDownloader
+
+__all__ = ["LoadSettings", "load_or_resume"]
 
 log = logging.getLogger(__name__)
 
 
-def newest_checkpoint(state: State, savers: Sequence[CheckpointSaver], *, progress_bar: bool, timeout: float) -> Choice:
+@final
+@dataclass(slots=True, kw_only=True)
+class LoadSettings(Arguments):
+    """Arguments of the trainer that say what a run begins with.
+
+    Raises:
+        ConfigError: one breaks its rule.
+    """
+
+    load_path: str | Path | None
+    load_object_store: ObjectStore | RemoteUploaderDownloader | None
+    load_weights_only: bool
+    load_strict_model_weights: bool
+    load_progress_bar: bool
+    load_ignore_keys: IgnoreKeys
+    load_exclude_algorithms: Sequence[str] | None
+    trust_checkpoint: bool
+    autoresume: bool
+    autoresume_timeout: float
+
+    def __post_init__(self) -> None:
+        self.load_exclude_algorithms = check_names(self.load_exclude_algorithms, argument="load_exclude_algorithms")
+        self.load_ignore_keys = check_ignore_keys(self.load_ignore_keys, argument="load_ignore_keys")
+        if self.autoresume:
+            check_seconds(self.autoresume_timeout, argument="autoresume_timeout")
+
+
+def load_or_resume(
+    state: State, settings: LoadSettings, savers: Sequence[CheckpointSaver], loggers: Sequence[LoggerDestination]
+) -> bool:
+    """Load what the run begins with into ``state``, and begin an attempt of the run.
+
+    Args:
+        state: of the run, whole: everything that has a state is there to take it.
+        settings: what the user said.
+        savers: whose folders and buckets may hold earlier attempts. loggers: one may upload to the bucket.
+
+    Returns:
+        Whether the run resumes from a checkpoint of its own.
+    """
+    choice = _newest_checkpoint(state, settings, savers) if settings.autoresume else None
+    resumed = choice is not None and choice.place is not None
+    path = choice.place if choice is not None and choice.place is not None else settings.load_path
+    if path is not None:
+        state.load_path = str(path)
+        _load(state, settings, loggers, resumed=resumed)
+    if resumed and state.deepspeed_config is None:
+        _take_new_rates(state)
+    if choice is not None:
+        state.lineage = choice.lineage
+    else:
+        origin = None if settings.load_weights_only else state.load_path  # with weights alone a run starts from scratch
+        catalogs, buckets = (
+            [saver.catalog for saver in savers],
+            [bucket for saver in savers for bucket in saver.buckets],
+        )
+        state.lineage = begin_attempt(catalogs, state.run_name, buckets=buckets, origin=origin)
+    return resumed
+
+
+def _load(state: State, settings: LoadSettings, loggers: Iterable[LoggerDestination], *, resumed: bool) -> None:
+    assert state.load_path is not None
+    name, store = state.load_path, settings.load_object_store
+    if resumed:
+        name, store = _in_a_store(name, loggers)
+    elif store is not None and not isinstance(store, ObjectStore):
+        name, store = store.object_name(name, state.run_name), store.object_store
+    filters: dict[str, Any] = {  # of load_path; a run that resumes takes back all that it has saved
+        "load_weights_only": settings.load_weights_only,
+        "strict_model_weights": settings.load_strict_model_weights,
+        "ignore_keys": settings.load_ignore_keys,
+        "exclude_algorithms": settings.load_exclude_algorithms,
+    }
+    fsdp = None if state.parallelism is None else state.parallelism.fsdp
+    loaded = load_checkpoint(
+        name,
+        state,
+        **({} if resumed else filters),
+        object_store=store,
+        progress_bar=settings.load_progress_bar,
+        trust_checkpoint=settings.trust_checkpoint,
+        monolith_rank0_only=fsdp is not None and fsdp.load_monolith_rank0_only,
+    )
+    state.loaded_generators = state.loaded_generators if loaded is None else loaded
+
+
+def _newest_checkpoint(state: State, settings: LoadSettings, savers: Sequence[CheckpointSaver]) -> Choice:
     """Choose the newest good checkpoint of this run that any of its ``savers`` wrote.
 
     From now on no other process can be given the run: see :mod:`composerlite.checkpoint.place.lease`.
-
-    Args:
-        state: of the run. savers: where to look.
-        progress_bar: show one while a checkpoint is fetched.
-        timeout: seconds to wait for another process that has the run.
 
     Raises:
         RunInUseError: another process has the run and goes on with it.
@@ -42,8 +132,8 @@ def newest_checkpoint(state: State, savers: Sequence[CheckpointSaver], *, progre
     with dist.get_group().all_or_none("taking the lease of the run"):
         if state.rank == 0:
             for saver in savers:
-                saver.take_leases(state.run_name, timeout)
-    with download_bar(progress_bar) as tell:
+                saver.take_leases(state.run_name, settings.autoresume_timeout)
+    with download_bar(settings.load_progress_bar) as tell:
         choice = choose(
             [saver.catalog for saver in savers],
             state.run_name,
@@ -57,13 +147,28 @@ def newest_checkpoint(state: State, savers: Sequence[CheckpointSaver], *, progre
     return choice
 
 
-def new_lineage(state: State, savers: Sequence[CheckpointSaver], *, load_path: str | None) -> Lineage:
-    """Begin an attempt of a run that does not resume from its newest checkpoint.
+def _in_a_store(uri: str, loggers: Iterable[LoggerDestination]) -> tuple[str, ObjectStore | None]:
+    """``uri`` as a name in the store of the logger that uploads there, which has settings of its own; else as it is."""
+    for logger in loggers:
+        if logger.uploader is not None:
+            store = logger.uploader.transfer.store
+            root = store.get_uri("x").removesuffix("x")
+            if uri.startswith(root):
+                return uri.removeprefix(root), store
+    return uri, None
 
-    Args:
-        state: of the run. savers: whose folders and buckets may hold earlier attempts.
-        load_path: the checkpoint that training goes on from; ``None``: it starts from scratch, or with weights alone.
-    """
-    catalogs = [saver.catalog for saver in savers]
-    buckets = [bucket for saver in savers for bucket in saver.buckets]
-    return begin_attempt(catalogs, state.run_name, buckets=buckets, origin=load_path)
+
+def _take_new_rates(state: State) -> None:
+    """Where the script of a run that goes on gives other learning rates than before, they hold from here on, scaled by
+    where the schedule stands."""
+    before, now = state.resumed_learning_rates, state.learning_rates
+    if len(before) != len(now) or before == now:
+        return
+    log.warning("the learning rate was %s in the interrupted run and is %s now: it holds from here on", before, now)
+    for group, old, new in zip(state.optimizers[0].param_groups, before, now, strict=True):
+        group["lr"] = group["lr"] * new / old if old else new
+        if "initial_lr" in group:
+            group["initial_lr"] = new
+    for scheduler in state.schedulers:
+        if len(getattr(scheduler, "base_lrs", ())) == len(now):
+            scheduler.base_lrs = list(now)

@@ -13,8 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from composerlite import dist
 from composerlite._torch_compat import mark_as_stepped
 from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint import IgnoreKeys, load_checkpoint, save_checkpoint
-from composerlite.checkpoint.record.contents import check_ignore_keys
+from composerlite.checkpoint import IgnoreKeys, save_checkpoint
 from composerlite.core import (
     Algorithm,
     AlgorithmPass,
@@ -49,7 +48,7 @@ from composerlite.trainer.evaluate import Evaluation
 from composerlite.trainer.loop import Loop, run
 from composerlite.trainer.ranks.communicator import Communicator, Membership, Ranks, connected, failing_together
 from composerlite.trainer.ranks.parallel import check_sync_strategy, copy_model, shard_model
-from composerlite.trainer.resuming import new_lineage, newest_checkpoint
+from composerlite.trainer.resuming import LoadSettings, load_or_resume
 from composerlite.trainer.step import TrainStep
 from composerlite.types import Batch
 
@@ -231,7 +230,7 @@ class Trainer:
         self._settings = checks.FitSettings.of(arguments)
         checks.check_interval(console_log_interval, argument="console_log_interval")
         compile_config = checks.check_compile_config(compile_config)
-        load_exclude_algorithms = checks.check_names(load_exclude_algorithms, argument="load_exclude_algorithms")
+        load = LoadSettings.of(arguments)
         self._fits = 0
         self._position: DataPosition | None = None
 
@@ -301,53 +300,7 @@ class Trainer:
 
             # Loading comes last: everything that has a state is there to take it.
             self.engine.run_event(Event.BEFORE_LOAD)
-            load_ignore_keys = check_ignore_keys(load_ignore_keys, argument="load_ignore_keys")
-            choice = (
-                newest_checkpoint(
-                    self.state,
-                    self._savers,
-                    progress_bar=load_progress_bar,
-                    timeout=checks.check_seconds(autoresume_timeout, argument="autoresume_timeout"),
-                )
-                if autoresume
-                else None
-            )
-            self._resumed = choice is not None and choice.place is not None
-            if choice is not None and choice.place is not None:
-                self.state.load_path = str(choice.place)
-            elif load_path is not None:
-                self.state.load_path = str(load_path)
-            if self.state.load_path is not None:
-                name, store = self.state.load_path, load_object_store
-                if self._resumed:
-                    name, store = build.in_a_store(name, self.logger.destinations)
-                elif store is not None and not isinstance(store, ObjectStore):
-                    name, store = store.object_name(name, self.state.run_name), store.object_store
-                filters: dict[str, Any] = {  # of load_path; a run that resumes takes back all that it has saved
-                    "load_weights_only": load_weights_only,
-                    "strict_model_weights": load_strict_model_weights,
-                    "ignore_keys": load_ignore_keys,
-                    "exclude_algorithms": load_exclude_algorithms,
-                }
-                loaded = load_checkpoint(
-                    name,
-                    self.state,
-                    **({} if self._resumed else filters),
-                    object_store=store,
-                    progress_bar=load_progress_bar,
-                    trust_checkpoint=trust_checkpoint,
-                    monolith_rank0_only=parallelism is not None
-                    and parallelism.fsdp is not None
-                    and parallelism.fsdp.load_monolith_rank0_only,
-                )
-                self.state.loaded_generators = self.state.loaded_generators if loaded is None else loaded
-            if self._resumed and zero_config is None:
-                build.take_new_rates(self.state)
-            self.state.lineage = (
-                new_lineage(self.state, self._savers, load_path=None if load_weights_only else self.state.load_path)
-                if choice is None
-                else choice.lineage
-            )
+            self._resumed = load_or_resume(self.state, load, self._savers, self.logger.destinations)
             self.engine.run_event(Event.AFTER_LOAD)
             parallel = copy_model(self.state, ddp_sync_strategy) if sharded is None else sharded
             communicator = Communicator(dist.get_group(), counts=parallel.counts)
