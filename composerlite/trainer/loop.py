@@ -23,10 +23,10 @@ from composerlite.core import (
     move_to_device,
 )
 from composerlite.errors import ConfigError, TrainingError
-from composerlite.trainer.attempt import DataRollback
 from composerlite.trainer.data.dataloading import DataPosition
 from composerlite.trainer.evaluate import Evaluation, log_metrics
 from composerlite.trainer.ranks.communicator import Counted, Ranks
+from composerlite.trainer.rollback import DataRollback
 from composerlite.trainer.step import TrainStep
 from composerlite.types import Batch
 
@@ -138,6 +138,7 @@ def _epoch(loop: Loop, before: DataRollback | None) -> tuple[bool, bool]:
         batches = loop.position.epoch(int(state.timestamp.epoch), done if loop.spin_dataloaders else 0)
     if loop.subset_num_batches >= 0:
         batches = itertools.islice(batches, max(0, loop.subset_num_batches - done))
+    communicator = loop.ranks.communicator
     clock = time.perf_counter_ns() // 1000
     while True:
         engine.run_event(Event.BEFORE_DATALOADER)
@@ -148,17 +149,17 @@ def _epoch(loop: Loop, before: DataRollback | None) -> tuple[bool, bool]:
                 with interruption.breaking():
                     batch = next(batches)
         except BatchAbandonedError:
-            loop.ranks.communicator.abandon(state)
+            communicator.abandon(state)
             _give_up(loop, before)
         except StopIteration:
             if loop.asks:
-                loop.ranks.communicator.end_of_data(state)
+                communicator.end_of_data(state)
             _check_progress(state, done)
             return True, loop.subset_num_batches < 0 or int(state.timestamp.batch_in_epoch) < loop.subset_num_batches
         samples, tokens = loop.spec.get_num_samples_in_batch(batch), loop.spec.get_num_tokens_in_batch(batch)
         if loop.position.is_padding:
             samples = tokens = 0
-        counted = loop.ranks.communicator.count(state, samples, tokens) if loop.asks else _known(loop, tokens)
+        counted = communicator.count(state, samples, tokens) if loop.asks else _known(loop, tokens)
         if counted is None:
             _check_progress(state, done)
             return True, False

@@ -21,9 +21,9 @@ from composerlite.core import (
     split_batch,
 )
 from composerlite.errors import TrainingError
-from composerlite.trainer.attempt import BatchRollback
 from composerlite.trainer.ranks.communicator import Ranks
 from composerlite.trainer.ranks.parallel import Parallel
+from composerlite.trainer.rollback import BatchRollback
 from composerlite.types import Batch
 
 __all__ = ["TrainStep"]
