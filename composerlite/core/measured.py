@@ -43,13 +43,11 @@ def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 def _updated(metrics: Sequence[Metric]) -> list[bool]:
     """Tell of each metric whether it has seen a batch on any rank: only those can be computed, and by all ranks."""
-    counts = torch.tensor([metric.update_count for metric in metrics], dtype=torch.int64)
-    if metrics and dist.get_world_size() > 1:
-        dist.all_reduce(counts, "MAX")
-        for metric, count in zip(metrics, counts.tolist(), strict=True):
-            if count and metric.update_count == 0:  # it would warn, and the others have something for it
-                metric._update_count = 1  # pyright: ignore[reportPrivateUsage] - torchmetrics has no other way
-    return [count > 0 for count in counts.tolist()]
+    counts = dist.get_group().max([metric.update_count for metric in metrics]) if metrics else []
+    for metric, count in zip(metrics, counts, strict=True):
+        if count and metric.update_count == 0:  # it would warn, and the others have something for it
+            metric._update_count = 1  # pyright: ignore[reportPrivateUsage] - torchmetrics has no other way
+    return [count > 0 for count in counts]
 
 
 def gives_one_value(metric: Metric) -> bool:

@@ -89,9 +89,9 @@ class Group(ABC):
         """Each of ``numbers`` added up over the ranks. All ranks of a run do it in one reduction, as each batch needs."""
         return [sum(column) for column in zip(*self.gather(list(numbers)), strict=True)]  # type: ignore[misc]
 
-    def max(self, value: int) -> int:
-        """The greatest ``value`` of all ranks, as :meth:`sum` finds it."""
-        return max(self.gather(value))
+    def max(self, numbers: Sequence[N]) -> list[N]:
+        """The greatest of all ranks, of each of ``numbers``, in the same way."""
+        return [max(column) for column in zip(*self.gather(list(numbers)), strict=True)]
 
     @abstractmethod
     def _through_first(
@@ -343,8 +343,8 @@ class AllRanks(_Several):
     def sum(self, numbers: Sequence[N]) -> list[N]:
         return self._reduced(list(numbers), "SUM")
 
-    def max(self, value: int) -> int:
-        return self._reduced([value], "MAX")[0]
+    def max(self, numbers: Sequence[N]) -> list[N]:
+        return self._reduced(list(numbers), "MAX")
 
     def _reduced(self, numbers: list[N], operation: str) -> list[N]:
         from composerlite.dist.collectives import all_reduce

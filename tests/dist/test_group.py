@@ -50,7 +50,7 @@ def _tell() -> dict[str, Any]:
         "in vain": group.wait_for_all(lambda _: group.rank != group.size - 1, timedelta(seconds=0.1)),
         "no failures": group.outcomes("doing nothing", None),
         "sums": (group.sum([group.rank, 2**40]), group.sum([0.5])),
-        "max": group.max(group.rank),
+        "max": group.max([group.rank, -group.rank]),
     }
 
 
@@ -68,7 +68,7 @@ def test_a_group_of_any_size_answers_alike(size: int) -> None:
             "in vain": False,
             "no failures": {},
             "sums": ([sum(range(size)), size * 2**40], [0.5 * size]),
-            "max": size - 1,
+            "max": [size - 1, 0],
         }
 
 
@@ -267,7 +267,7 @@ def _all_of_a_group_made_by_hand() -> dict[str, Any]:
     group = _group("made by hand")
     told: dict[str, Any] = {"gathered": group.gather(group.rank), "broadcast": group.broadcast(group.rank)}
     told["in vain"] = group.wait_for_all(lambda _: group.rank != 1, timedelta(seconds=0.1))
-    told["reduced"] = group.sum([group.rank, 1]), group.max(group.rank)
+    told["reduced"] = group.sum([group.rank, 1]), group.max([group.rank])
 
     def act() -> None:
         with group.all_or_none("looking"):
@@ -280,6 +280,6 @@ def _all_of_a_group_made_by_hand() -> dict[str, Any]:
 
 def test_a_group_made_by_hand_has_all_methods() -> None:
     """Who is given a group need not know who made it."""
-    expected = {"gathered": [0, 1], "broadcast": 0, "in vain": False, "reduced": ([1, 2], 1)}
+    expected = {"gathered": [0, 1], "broadcast": 0, "in vain": False, "reduced": ([1, 2], [1])}
     raised = (CheckpointNotFoundError, "nothing (Seen by rank 1.)")
     assert run_ranks(_all_of_a_group_made_by_hand, 2) == [{**expected, "raised": raised}] * 2

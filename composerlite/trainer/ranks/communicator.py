@@ -110,7 +110,7 @@ class Communicator:
 
     def max(self, value: int) -> int:
         """The greatest of all ranks."""
-        return self._group.max(value)
+        return self._group.max([value])[0]
 
     def mean(self, values: Mapping[str, float], weight: float) -> dict[str, float]:
         """The mean over ranks, where the ``weight`` of all add up to the number of ranks."""
