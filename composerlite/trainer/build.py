@@ -44,22 +44,18 @@ if TYPE_CHECKING:
     from composerlite.trainer.ranks.parallel import Parallel
 
 __all__ = [
-    "add_preemption_handler",
     "build_evaluators",
     "build_optimizer",
+    "build_parts",
     "build_schedulers",
-    "check_parts",
     "check_zero",
     "deepspeed_config",
     "eval_metrics",
     "given_rates",
     "is_later",
     "limited",
-    "memory_saver",
-    "output_loggers",
     "parallelism",
     "resolve_run_name",
-    "saver",
     "scaled_duration",
     "zero",
 ]
@@ -244,16 +240,27 @@ def scaled_duration(max_duration: TimeInput | None, ratio: float) -> TimeInput |
     return scaled
 
 
-def check_parts(algorithms: Any, callbacks: Any, loggers: Any) -> tuple[list[Algorithm], list[Callback], list[Any]]:
-    """Algorithms, callbacks and loggers as lists, each of its kind."""
-    return (
-        as_list(algorithms, Algorithm, argument="algorithms"),
-        as_list(callbacks, Callback, argument="callbacks"),
-        as_list(loggers, LoggerDestination, argument="loggers"),
-    )
+def build_parts(
+    arguments: Mapping[str, Any],
+) -> tuple[list[Algorithm], list[Callback], list[LoggerDestination]]:
+    """Algorithms, callbacks and loggers: those of the user, and what the trainer's other ``arguments`` ask for."""
+    algorithms: list[Algorithm] = as_list(arguments["algorithms"], Algorithm, argument="algorithms")
+    callbacks: list[Callback] = as_list(arguments["callbacks"], Callback, argument="callbacks")
+    loggers: list[LoggerDestination] = as_list(arguments["loggers"], LoggerDestination, argument="loggers")
+    loggers += _output_loggers(arguments)
+    if arguments["save_folder"] is not None:
+        callbacks.append(_saver(arguments))  # last: it saves what the other callbacks have done
+    if arguments["save_memory_interval"] is not None:
+        callbacks.append(_memory_saver(arguments, callbacks))
+    if arguments["autoresume"]:
+        from composerlite.callbacks import PreemptionHandler
+
+        if not any(isinstance(callback, PreemptionHandler) for callback in callbacks):
+            callbacks.append(PreemptionHandler())  # the run saves when it is preempted
+    return algorithms, callbacks, loggers
 
 
-def output_loggers(arguments: Mapping[str, Any]) -> list[LoggerDestination]:
+def _output_loggers(arguments: Mapping[str, Any]) -> list[LoggerDestination]:
     """The progress bar or the lines on the console that the trainer's ``arguments`` ask for."""
     given: dict[str, Any] = {"stream": arguments["console_stream"], "log_traces": arguments["log_traces"]}
     interval, to_console = arguments["console_log_interval"], arguments["log_to_console"]
@@ -262,7 +269,7 @@ def output_loggers(arguments: Mapping[str, Any]) -> list[LoggerDestination]:
     return [ConsoleLogger(log_interval=interval, **given)] if to_console else []
 
 
-def saver(arguments: Mapping[str, Any]) -> CheckpointSaver:
+def _saver(arguments: Mapping[str, Any]) -> CheckpointSaver:
     """The saver that the trainer's arguments ``save_…`` describe. They are its own, with that before their names."""
     given = {
         _RENAMED.get(name, name.removeprefix("save_")): value
@@ -272,17 +279,13 @@ def saver(arguments: Mapping[str, Any]) -> CheckpointSaver:
     return CheckpointSaver(**given)
 
 
-def memory_saver(arguments: Mapping[str, Any], callbacks: Sequence[Callback]) -> CheckpointSaver | None:
-    """The saver that keeps the newest checkpoint in the memory of this machine, if the trainer's arguments ask for it.
-
-    ``callbacks``: those of the run, other savers among them.
+def _memory_saver(arguments: Mapping[str, Any], callbacks: Sequence[Callback]) -> CheckpointSaver:
+    """The saver that keeps the newest checkpoint in the memory of this machine, beside those among ``callbacks``.
 
     Raises:
         ConfigError: nobody would go on from it, or there is no such memory.
     """
     interval, folder = arguments["save_memory_interval"], Path(arguments["save_memory_folder"])
-    if interval is None:
-        return None
     if not arguments["autoresume"] or not any(isinstance(callback, CheckpointSaver) for callback in callbacks):
         raise ConfigError(
             f"save_memory_interval={interval!r} is for runs that go on by themselves after a crash, beside checkpoints "
@@ -303,14 +306,6 @@ def memory_saver(arguments: Mapping[str, Any], callbacks: Sequence[Callback]) ->
         failure_limit=_MEMORY_FAILURES,
         **{_RENAMED.get(f"save_{name}", name): arguments[f"save_{name}"] for name in same},
     )
-
-
-def add_preemption_handler(callbacks: list[Callback]) -> None:
-    """Have the run save when it is asked to end, unless one of its ``callbacks`` does so already."""
-    from composerlite.callbacks import PreemptionHandler
-
-    if not any(isinstance(callback, PreemptionHandler) for callback in callbacks):
-        callbacks.append(PreemptionHandler())
 
 
 def parallelism(value: Mapping[str, Any] | ParallelismConfig | None) -> ParallelismConfig | None:

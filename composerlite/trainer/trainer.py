@@ -225,7 +225,6 @@ class Trainer:
         zero_config = build.deepspeed_config(arguments)
         ddp_sync_strategy = check_sync_strategy(ddp_sync_strategy)
         parallelism = build.parallelism(parallelism_config)
-        self._autoresume = autoresume
         self._accumulate_on_tokens = accumulate_train_batch_on_tokens
         self._settings = checks.FitSettings.of(arguments)
         checks.check_interval(console_log_interval, argument="console_log_interval")
@@ -247,7 +246,7 @@ class Trainer:
         if parallelism is None or parallelism.fsdp is None:  # FSDP moves it piece by piece: it need not fit as a whole
             model = model.to(chosen_device)
         size, auto = checks.microbatch_size(device_train_microbatch_size)
-        user_algorithms, user_callbacks, user_loggers = build.check_parts(algorithms, callbacks, loggers)
+        user_algorithms, user_callbacks, user_loggers = build.build_parts(arguments)
         name, is_named = dist.get_group().broadcast(build.resolve_run_name(run_name, autoresume=autoresume))
         self.state = State(
             model,
@@ -267,13 +266,6 @@ class Trainer:
         )
         self.state.is_named = is_named
         self._set_precision(chosen_precision)
-        user_loggers += build.output_loggers(arguments)
-        if save_folder is not None:
-            user_callbacks.append(build.saver(arguments))  # last: it saves what the other callbacks have done
-        if (memory_saver := build.memory_saver(arguments, user_callbacks)) is not None:
-            user_callbacks.append(memory_saver)
-        if autoresume:
-            build.add_preemption_handler(user_callbacks)
         self.state.callbacks = [*user_loggers, *user_callbacks]
         self.logger = Logger(self.state, user_loggers)
         model.logger = self.logger
