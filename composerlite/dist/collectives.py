@@ -4,7 +4,7 @@ All are for the main thread. Every wait has a timeout, and its error names the r
 makes all raise the same error. In a run of one process each does what it does for a single rank, at once.
 
 Ranks meet over a store first (:mod:`composerlite.dist.store_barrier`); data go over a gloo group once all are there. Only
-:func:`all_reduce`, :func:`all_gather` and :func:`broadcast` of tensors do without the meeting, because they are called
+:func:`all_reduce`, :func:`all_gather` and :func:`broadcast` of tensors do without, because they are called
 every batch.
 """
 
@@ -57,7 +57,8 @@ def barrier(what: str = "barrier", timeout: timedelta | None = None) -> None:
         RankError: a rank failed on its way here.
         LateRankError: not every rank came in ``timeout``.
     """
-    _meet(what, timeout)
+    if get_world_size() > 1:
+        get_control().barrier.succeed(what, _limit(timeout))
 
 
 @contextlib.contextmanager
@@ -122,7 +123,8 @@ def all_gather_object(obj: T, timeout: timedelta | None = None) -> list[T]:
     """
     if get_world_size() == 1:
         return [obj]
-    pickled = _pickled_together("all_gather_object", obj, timeout)
+    with all_succeed("all_gather_object", timeout):  # before data flow: all know that there are some to come from each
+        pickled = pickle.dumps(obj)
     gathered: list[bytes] = [b""] * get_world_size()
     with naming_lost_ranks("all_gather_object", timeout) as group:
         torch.distributed.all_gather_object(gathered, pickled, group=group)
@@ -142,7 +144,8 @@ def broadcast_object(obj: T, src: int = 0, timeout: timedelta | None = None) -> 
     if world_size == 1:
         return obj
     is_source = get_control().barrier.rank == src
-    box: list[Any] = [_pickled_together("broadcast_object", obj if is_source else None, timeout)]
+    with all_succeed("broadcast_object", timeout):
+        box: list[Any] = [pickle.dumps(obj if is_source else None)]
     with naming_lost_ranks("broadcast_object", timeout) as group:
         torch.distributed.broadcast_object_list(box, src=src, group=group)
     return obj if is_source else pickle.loads(box[0])
@@ -225,29 +228,12 @@ def run_local_rank_zero_first(timeout: timedelta | None = None) -> Generator[Non
         with all_succeed("run_local_rank_zero_first", timeout):
             yield
     else:
-        _meet("run_local_rank_zero_first", timeout)
+        barrier("run_local_rank_zero_first", timeout)
         yield
 
 
 def _limit(timeout: timedelta | None) -> timedelta:
     return get_control().timeout if timeout is None else timeout
-
-
-def _meet(what: str, timeout: timedelta | None, error: Exception | None = None) -> None:
-    """Wait for every rank, and raise what any of them failed with. One process by itself raises nothing here."""
-    if get_world_size() > 1:
-        get_control().barrier.succeed(what, _limit(timeout), error)
-
-
-def _pickled_together(what: str, obj: object, timeout: timedelta | None) -> bytes:
-    """Pickle on every rank, so that all know before data flow that there are some to come from each."""
-    pickled, error = b"", None
-    try:
-        pickled = pickle.dumps(obj)
-    except Exception as e:  # noqa: BLE001 - raised on every rank, by the meeting
-        error = e
-    _meet(what, timeout, error)
-    return pickled
 
 
 @contextlib.contextmanager
