@@ -1,11 +1,11 @@
-"""What the ranks tell each other, apart from training. Every rank calls the same functions in the same order.
+"""Collectives apart from those of training. Every rank calls the same functions in the same order.
 
 All are for the main thread. Every wait has a timeout, and its error names the ranks that are late. A rank that fails
 makes all raise the same error. In a run of one process each does what it does for a single rank, at once.
 
-Ranks meet over a store first (:mod:`composerlite.dist.store_barrier`); data go over a gloo group once all are there. Only
-:func:`all_reduce`, :func:`all_gather` and :func:`broadcast` of tensors do without, because they are called
-every batch.
+Ranks wait for each other over a store first (:mod:`composerlite.dist.store_barrier`); data go over a gloo group once
+all are there. Only :func:`all_reduce`, :func:`all_gather` and :func:`broadcast` of tensors do without, because they
+are called every batch.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def barrier(what: str = "barrier", timeout: timedelta | None = None) -> None:
 def all_succeed(what: str, timeout: timedelta | None = None) -> Generator[None]:
     """Run a block on every rank; afterwards it succeeded on all, or all raise the same error.
 
-    The block may do anything, also meet other ranks: if one rank fails in it, those who wait for that rank raise its
-    error there.
+    The block may do anything, also wait for other ranks: if one rank fails in it, those who wait for that rank raise
+    its error there.
 
     Args:
         what: the block does, for the error.

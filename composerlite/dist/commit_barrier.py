@@ -76,7 +76,7 @@ class CommitBarrier:
 @final
 @dataclass(frozen=True)
 class _Ballot:
-    """What a rank says when it is done."""
+    """The vote of a rank."""
 
     value: Any
     failure: Failure | None
@@ -84,8 +84,9 @@ class _Ballot:
 
 @final
 class CommitRound:
-    """A :class:`~composerlite.dist.Vote` through the store, used in one thread. :meth:`run` is the whole of it; the other methods are its parts.
+    """A :class:`~composerlite.dist.Vote` through the store, used in one thread.
 
+    :meth:`run` is the whole of it; the other methods are its parts.
     Every rank calls :meth:`arrive`. Then rank 0 calls :meth:`decide`, commits, and calls :meth:`release`; the others
     call :meth:`wait`. The first rank whose time is up ends the round for all, unless rank 0 is committing already.
 

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks of a run, which device it uses, and how the ranks reach each other."""
+"""The rank and the device of this process, and its connection to the other ranks."""
 
 from __future__ import annotations
 
@@ -65,9 +65,10 @@ def get_world_size() -> int:
 def get_local_rank() -> int:
     """The number of this process among those of its node, from 0.
 
-    Where somebody has made a process group that the environment does not speak of (``mp.spawn``; the variables are those
-    of another job, or not all there), processes of one host name are a node. That is known once :func:`initialize_dist`
-    was called, which the trainer does; until then all are taken for those of one node, as ``mp.spawn`` starts them.
+    Where somebody has made a process group that the environment does not speak of (``mp.spawn``; the variables are
+    those of another job, or not all there), processes of one host name are a node. That is known once
+    :func:`initialize_dist` was called, which the trainer does; until then all are taken for those of one node, as
+    ``mp.spawn`` starts them.
     """
     layout = _own_layout()
     return _from_environment("LOCAL_RANK", default=0) if layout is None else layout.local_rank
@@ -88,7 +89,7 @@ def get_node_rank() -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the processes of a group are that the environment does not speak of."""
+    """The place of this process in a group that the environment does not speak of."""
 
     local_rank: int
     local_world_size: int
@@ -103,7 +104,7 @@ def _own_layout() -> _Layout | None:
 
 
 def _environment_is_of_the_group() -> bool:
-    """Whether the variables of a launcher are all there and say what the process group says."""
+    """Return whether the variables of a launcher are all there and say what the process group says."""
     said = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     if not all(text.isdecimal() for text in said):
         return False
@@ -113,12 +114,12 @@ def _environment_is_of_the_group() -> bool:
 
 
 def is_available() -> bool:
-    """Whether torch was built with ``torch.distributed``."""
+    """Return whether torch was built with ``torch.distributed``."""
     return torch.distributed.is_available()
 
 
 def is_initialized() -> bool:
-    """Whether this process has a process group."""
+    """Return whether this process has a process group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -153,7 +154,7 @@ def get_device(device: str | torch.device | None = None) -> torch.device:
 @final
 @dataclass(frozen=True)
 class Control:
-    """How the ranks agree on things, apart from training. Nothing here waits on the process group of training.
+    """The connection between the ranks apart from training. Nothing here waits on the process group of training.
 
     Attributes:
         store: keys of this run; prefix yours.
@@ -183,7 +184,7 @@ _GOODBYE_AT_EXIT = timedelta(seconds=2)
 
 
 def get_control() -> Control:
-    """What :func:`initialize_dist` made.
+    """Return what :func:`initialize_dist` made.
 
     Raises:
         ConfigError: it was not called.
@@ -202,7 +203,8 @@ def initialize_dist(
     """Connect the ranks that torchrun started: a process group for training; apart from it a gloo group and a store.
 
     Every rank calls it. Where there is a process group already, that one stays the group of training, and ranks are
-    those that it says, whatever the environment does. Nothing happens the second time, nor in a run of fewer than ``min_world_size`` processes.
+    those that it says, whatever the environment does. Nothing happens the second time, nor in a run of fewer than
+    ``min_world_size`` processes.
 
     Args:
         device: as :func:`get_device` takes it. A GPU uses NCCL, and gloo for what lies in host memory.
@@ -337,7 +339,7 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> Store:
 
 
 def _find_layout(store: Store, barrier: StoreBarrier, timeout: timedelta) -> _Layout | None:
-    """Which ranks are on one node; ``None`` where the environment of each says so."""
+    """Return which ranks are on one node; ``None`` where the environment of each says so."""
     with barrier.all_succeed("telling each other the nodes", timeout):
         store.set(str(barrier.rank), socket.gethostname())
         if not _environment_is_of_the_group():

@@ -59,11 +59,13 @@ class Group(ABC):
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which decides."""
+        """Return whether this is rank 0, which decides."""
         return self.rank == 0
 
     @abstractmethod
-    def outcomes(self, what: str, error: Exception | None, timeout: timedelta | None = None) -> dict[int, BaseException]:
+    def outcomes(
+        self, what: str, error: Exception | None, timeout: timedelta | None = None
+    ) -> dict[int, BaseException]:
         """The exceptions of the ranks that failed in ``what``, by rank: the same on every rank, empty if none did.
 
         For those who go on after a failure. An exception that cannot be pickled comes as a ``RankError`` of its text.
@@ -86,21 +88,21 @@ class Group(ABC):
         """The ``value`` of rank 0."""
 
     def sum(self, numbers: Sequence[N]) -> list[N]:
-        """Each of ``numbers`` added up over the ranks. All ranks of a run do it in one reduction, as each batch needs."""
+        """Add up each of ``numbers`` over the ranks. All ranks of a run do it in one reduction, as each batch needs."""
         return [sum(column) for column in zip(*self.gather(list(numbers)), strict=True)]  # type: ignore[misc]
 
     def max(self, numbers: Sequence[N]) -> list[N]:
-        """The greatest of all ranks, of each of ``numbers``, in the same way."""
+        """Return the greatest of all ranks, of each of ``numbers``, in the same way."""
         return [max(column) for column in zip(*self.gather(list(numbers)), strict=True)]
 
     @abstractmethod
     def _through_first(
         self, what: str, each: Callable[[], T], first: Callable[[list[T]], Any], *, scatter: bool
     ) -> tuple[Outcomes, Any]:
-        """Who failed, and what this rank gets of what ``first`` made on rank 0 of what ``each`` gave on every rank."""
+        """Return who failed, and this rank's part of what ``first`` made on rank 0 of what ``each`` gave on all."""
 
     def all_reduce(self, what: str, each: Callable[[], T], first: Callable[[list[T]], R]) -> R:
-        """What ``first`` makes on rank 0 of what ``each`` gave on every rank, on every rank. All raise what one raises."""
+        """Return what ``first`` makes on rank 0 of what ``each`` gave on every rank. All raise what one raises."""
         return self._made(*self._through_first(what, each, first, scatter=False))
 
     def reduce_scatter(self, what: str, each: Callable[[], T], first: Callable[[list[T]], list[R]]) -> R:
@@ -108,7 +110,7 @@ class Group(ABC):
         return self._made(*self._through_first(what, each, first, scatter=True))
 
     def agree(self, what: str, each: Callable[[], T]) -> T:
-        """What ``each`` gave on this rank, once it has succeeded on every rank. All raise what one raises."""
+        """Return what ``each`` gave on this rank, once it has succeeded on every rank. All raise what one raises."""
         own: list[T] = []
         self.all_reduce(what, lambda: own.append(each()), lambda _: None)
         return own[0]
@@ -169,7 +171,7 @@ class Group(ABC):
             raise self.first_error(outcomes, error) from error
 
     def from_first(self, what: str, make: Callable[[], T]) -> T:
-        """What ``make`` gives on rank 0, on every rank; it is called there only, and its error is raised by all."""
+        """Return what ``make`` gives on rank 0; it is called there only, and its error is raised by all."""
         value: T | None = None
         with self.all_or_none(what):
             if self.is_first:
@@ -201,7 +203,9 @@ class SingleProcess(Group):
     rank = 0
     size = 1
 
-    def outcomes(self, what: str, error: Exception | None, timeout: timedelta | None = None) -> dict[int, BaseException]:
+    def outcomes(
+        self, what: str, error: Exception | None, timeout: timedelta | None = None
+    ) -> dict[int, BaseException]:
         return {} if error is None else {0: error}
 
     def gather(self, value: T) -> list[T]:
@@ -293,7 +297,9 @@ class _Several(Group):
 class RanksOf(_Several):
     """The ranks of a process group that somebody else has made. Its own timeout and its own errors hold."""
 
-    def outcomes(self, what: str, error: Exception | None, timeout: timedelta | None = None) -> dict[int, BaseException]:
+    def outcomes(
+        self, what: str, error: Exception | None, timeout: timedelta | None = None
+    ) -> dict[int, BaseException]:
         from composerlite.dist.store_barrier import Failure
 
         failures = self.gather(None if error is None else Failure.of(error, self.rank))
@@ -303,7 +309,8 @@ class RanksOf(_Several):
         return self.all_reduce("gathering", lambda: value, list)
 
     def broadcast(self, value: T) -> T:
-        return self.all_reduce("broadcasting", lambda: value if self.is_first else None, lambda all_of: all_of[0])  # type: ignore[return-value]
+        own = value if self.is_first else None
+        return self.all_reduce("broadcasting", lambda: own, lambda all_of: all_of[0])  # type: ignore[return-value]
 
 
 @final
@@ -327,7 +334,9 @@ class AllRanks(_Several):
     def vote(self, what: str, *, patience: int = 1, longest_work: timedelta = timedelta()) -> Vote:
         return self._control.commits.round(what, self._control.timeout * patience, longest_work)
 
-    def outcomes(self, what: str, error: Exception | None, timeout: timedelta | None = None) -> dict[int, BaseException]:
+    def outcomes(
+        self, what: str, error: Exception | None, timeout: timedelta | None = None
+    ) -> dict[int, BaseException]:
         from composerlite.dist.store_barrier import rank_error  # a run of one process has none
 
         failures = self._control.barrier.wait(what, self._control.timeout if timeout is None else timeout, error)
@@ -400,7 +409,8 @@ class _VoteAtOnce:
 
     def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
         self.may_be_committed = True  # if a rank is lost on the way, nobody here knows
-        outcomes, value = self._group._through_first(self._what, write, commit, scatter=False)  # pyright: ignore[reportPrivateUsage] - of its class
+        through_first = self._group._through_first  # pyright: ignore[reportPrivateUsage] - of its class
+        outcomes, value = through_first(self._what, write, commit, scatter=False)
         self.may_be_committed = not outcomes
         try:
             if outcomes:
@@ -467,7 +477,7 @@ def get_group() -> Group:
 def group_of(process_group: ProcessGroup | None = None) -> Group:
     """The ranks of a process group, or all that there are; a process without ``torch.distributed`` is by itself.
 
-    Every rank of it calls this. All ranks talk apart from the group of training: they are connected if they are not yet.
+    Every rank of it calls this. All ranks talk apart from the group of training, and are connected if they are not yet.
     """
     if not is_initialized():
         return _SINGLE

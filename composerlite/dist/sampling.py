@@ -1,4 +1,4 @@
-"""Which samples of a dataset are whose."""
+"""A sampler for those who want one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def get_sampler(
     """
     from torch.utils.data import Dataset, DistributedSampler
 
-    sized: Dataset[Any] = dataset  # pyright: ignore[reportAssignmentType] - torch asks for a Dataset and uses its length
+    # torch asks for a Dataset and uses its length
+    sized: Dataset[Any] = dataset  # pyright: ignore[reportAssignmentType]
     return DistributedSampler(
         sized,
         num_replicas=get_world_size() if num_replicas is None else num_replicas,

@@ -15,7 +15,15 @@ from composerlite.types import items_of, with_items
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["LocalShard", "distributed_like", "empty_shard_like", "has_copies", "is_distributed_tensor", "local_shard", "shards_like"]
+__all__ = [
+    "LocalShard",
+    "distributed_like",
+    "empty_shard_like",
+    "has_copies",
+    "is_distributed_tensor",
+    "local_shard",
+    "shards_like",
+]
 
 
 class LocalShard(NamedTuple):
@@ -33,7 +41,7 @@ class LocalShard(NamedTuple):
 
 
 def is_distributed_tensor(value: object) -> bool:
-    """Whether ``value`` is a tensor of which each rank has a part."""
+    """Return whether ``value`` is a tensor of which each rank has a part."""
     module = sys.modules.get(
         "torch.distributed.tensor"
     )  # where it was not imported there is none, and it takes its time
@@ -41,7 +49,7 @@ def is_distributed_tensor(value: object) -> bool:
 
 
 def local_shard(tensor: Tensor) -> LocalShard:
-    """What this rank has of ``tensor``; all of it where it is not distributed."""
+    """Return this rank's shard of ``tensor``; all of it where it is not distributed."""
     if not is_distributed_tensor(tensor):
         return LocalShard((0,) * tensor.dim(), tuple(tensor.shape), tensor.detach())
     value: Any = cast("DTensor", tensor).detach()
@@ -53,7 +61,7 @@ def local_shard(tensor: Tensor) -> LocalShard:
 
 
 def has_copies(tensor: Tensor) -> bool:
-    """Whether another rank may have the same part of ``tensor``: false where each has one of its own."""
+    """Return whether another rank may have the same part of ``tensor``: false where each has one of its own."""
     if not is_distributed_tensor(tensor):
         return True
     value = cast("DTensor", tensor)
@@ -90,7 +98,7 @@ def shards_like(saved: Any, live: Any) -> Any:
 
 
 def any_distributed(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether any is distributed. Waits for nobody."""
+    """Return whether any is distributed. Waits for nobody."""
     return any(is_distributed_tensor(tensor) for tensor in tensors)
 
 

@@ -61,7 +61,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 @final
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on a rank, as it travels to the others.
+    """A failure of a rank, as it travels to the others.
 
     Attributes:
         rank: where.
@@ -181,7 +181,7 @@ def first_decision(store: Store, key: str) -> object:
 @final
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank is."""
+    """The point that a rank has come to."""
 
     ticket: int
     what: str
@@ -314,7 +314,7 @@ class StoreBarrier:
         return {rank: pickle.loads(text) for rank, text in zip(keys, texts, strict=True)}
 
     def _failures(self, ticket: int, what: str) -> list[Failure]:
-        """What the last to come reads off the places of all."""
+        """Return the failures of all, as the last to come reads them."""
         places = self._places()
         failures = [place.failure for place in places.values() if place.failure is not None]
         if failures:

@@ -1,4 +1,4 @@
-"""Move what one rank has to others that need it: tensors in memory, parts of files, and what one rank of a node reads."""
+"""Transfers from a rank to others: tensors in memory, parts of files, and what one rank of a node reads."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ T = TypeVar("T")
 Piece = tuple[int, int, int]  # offset in a file, address in memory, bytes
 
 _WINDOW_BYTES = 64 << 20
-"""What is on its way at a time."""
+"""Bytes that are on their way at a time."""
 _PIECE_BYTES = 8 << 20
-"""How much of a file is one transfer."""
+"""Bytes of a file that are one transfer."""
 _SMALL_BYTES = 64 << 10
 """Pieces up to this size are broadcast together."""
 
@@ -205,7 +205,7 @@ class _Parcel:
 
 
 def _lies_plainly(tensor: torch.Tensor) -> bool:
-    """Whether its numbers lie in host memory one after the other."""
+    """Return whether its numbers lie in host memory one after the other."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
@@ -238,7 +238,7 @@ class NodeBroadcast:
         self._timeout = get_control().timeout
 
     def object(self, make: Callable[[], T]) -> T:
-        """What ``make`` gives on the source; it is called nowhere else."""
+        """Return what ``make`` gives on the source; it is called nowhere else."""
         box: list[bytes | None] = [None]
         value: T | None = None
         failure: Exception | None = None

@@ -218,7 +218,7 @@ def eval_metrics(model: ComposerModel, evaluator: Evaluator, device: torch.devic
 
 
 def is_later(end: Time, stopped: Time | None) -> bool:
-    """Whether ``end`` is another one than the run had when it was ``stopped``, and not an earlier one."""
+    """Return whether ``end`` is another one than the run had when it was ``stopped``, and not an earlier one."""
     return stopped is not None and (end.unit is not stopped.unit or end > stopped)
 
 
@@ -309,7 +309,7 @@ def _memory_saver(arguments: Mapping[str, Any], callbacks: Sequence[Callback]) -
 
 
 def parallelism(value: Mapping[str, Any] | ParallelismConfig | None) -> ParallelismConfig | None:
-    """How the model is spread over the ranks, checked against their number; ``None`` for a whole copy on each."""
+    """Return the parallelism of the model, checked against the number of ranks; ``None`` for a whole copy on each."""
     if value is None:
         return None
     from composerlite.core import ensure_parallelism
@@ -321,7 +321,7 @@ def parallelism(value: Mapping[str, Any] | ParallelismConfig | None) -> Parallel
 
 
 def deepspeed_config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What DeepSpeed is told, as the trainer's ``arguments`` say; ``None`` where it does not train.
+    """Return what DeepSpeed is told, as the trainer's ``arguments`` say; ``None`` where it does not train.
 
     Raises:
         ConfigError: it cannot be read, or contradicts another argument.

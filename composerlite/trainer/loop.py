@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Loop:
-    """What the training loop works with.
+    """The parts that the training loop works with.
 
     Attributes:
         state, engine, logger: as everywhere.
@@ -73,7 +73,7 @@ class Loop:
 
     @property
     def agrees_at_end(self) -> bool:
-        """Whether ranks tell each other at the end of a batch who has asked for the end of training.
+        """Return whether ranks tell each other at the end of a batch who has asked for the end of training.
 
         Else they do so when they count the next batch. Whom a clock stops does not get as far as that.
         """
@@ -182,7 +182,7 @@ def _epoch(loop: Loop, before: DataRollback | None) -> tuple[bool, bool]:
 
 
 def _before_slow_batch(loop: Loop, *, is_first: bool = False) -> DataRollback | None:
-    """What to go back to where a batch that may take long is given up; ``None`` where it is not to be given up."""
+    """Return what to go back to where a batch that may take long is given up; ``None`` where none is given up."""
     state, interruption = loop.state, loop.state.interruption
     interruption.may_abandon = interruption.is_watched and interruption.batches_are_slow
     if interruption.may_abandon:
@@ -307,7 +307,7 @@ def _evaluate_what_was_interrupted(loop: Loop) -> None:
 
 
 def _at_end_of_epoch(loop: Loop) -> bool:
-    """Whether the batch that ended training was the last of its epoch: then the epoch has ended as well."""
+    """Return whether the batch that ended training was the last of its epoch: then the epoch has ended as well."""
     state, batches = loop.state, loop.position.batches_in_epoch()
     if batches is None:
         return state.dataloader_len is not None and state.timestamp.batch_in_epoch >= state.dataloader_len
@@ -331,7 +331,7 @@ def _check_progress(state: State, done: int) -> None:
 
 
 def _share(loop: Loop, own: tuple[int, int], counted: Counted) -> float:
-    """How much the batch of this rank counts: gradients are averaged over ranks as if all had equal batches."""
+    """Return how much the batch of this rank counts: gradients are averaged over ranks as if all had equal batches."""
     place = 1 if loop.step.weight_by_tokens else 0
     return own[place] * loop.data_ranks / counted[place] if counted[place] else 1.0
 

@@ -1,4 +1,4 @@
-"""What a run begins with: its own newest good checkpoint, the one that ``load_path`` names, or nothing."""
+"""The beginning of a run: its own newest good checkpoint, the one that ``load_path`` names, or nothing."""
 
 from __future__ import annotations
 
@@ -159,8 +159,10 @@ def _in_a_store(uri: str, loggers: Iterable[LoggerDestination]) -> tuple[str, Ob
 
 
 def _take_new_rates(state: State) -> None:
-    """Where the script of a run that goes on gives other learning rates than before, they hold from here on, scaled by
-    where the schedule stands."""
+    """Take the learning rates of the script, where they are others than those of the run that resumes.
+
+    They hold from here on, scaled by where the schedule stands.
+    """
     before, now = state.resumed_learning_rates, state.learning_rates
     if len(before) != len(now) or before == now:
         return

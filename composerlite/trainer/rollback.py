@@ -1,4 +1,4 @@
-"""What training changes while it tries a batch, to be put back if the batch is given up or did not fit into memory."""
+"""State that a batch changes, to be put back if the batch is given up or did not fit into memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _BEGUN = (
 
 @final
 class BatchRollback:
-    """What training changes in a batch, as it is when this is built.
+    """State that a batch changes, as it is when this is built.
 
     Random generators, the model's buffers, training metrics, the batch (its dicts and lists, not its tensors), and what
     callbacks and algorithms of the user's that take part in the batch say in their ``state_dict``. With them put back a

@@ -267,7 +267,7 @@ class TrainStep:
 
 
 def _zeroes_plainly(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its ``zero_grad`` is torch's own: that lets go of the gradients, and costs a profiler's record."""
+    """Return whether its ``zero_grad`` is torch's own: that lets go of the gradients, and costs a profiler's record."""
     return type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
 
 
@@ -282,7 +282,7 @@ def _in_precision(state: State, function: Callable[..., Any]) -> Callable[..., A
 
 
 def _total_loss(loss: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-    """What to call ``backward`` on, and all losses by logged name."""
+    """Return what to call ``backward`` on, and all losses by logged name."""
     if isinstance(loss, torch.Tensor):
         return loss, {"loss/train/total": loss.detach()}
     if isinstance(loss, Mapping):

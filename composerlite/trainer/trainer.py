@@ -563,7 +563,7 @@ class Trainer:
 
     @property
     def _share(self) -> Share:
-        """Which part of the data is this rank's: ranks that share layers have the same."""
+        """Return which part of the data is this rank's: ranks that share layers have the same."""
         state = self.state
         together = 1 if state.parallelism is None else state.parallelism.tensor_parallel_degree
         return Share(state.rank // together, state.world_size // together)

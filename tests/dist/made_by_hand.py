@@ -15,7 +15,16 @@ from composerlite.checkpoint import load_model_and_optim_state, save_model_and_o
 
 __all__ = ["ENVIRONMENTS", "spawned", "train", "who"]
 
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 ENVIRONMENTS: dict[str, dict[str, str] | None] = {
     "none": {},
     "of another job": dict(zip(NAMES, ("5", "8", "1", "4", "1", "1", "192.0.2.1", "9"), strict=True)),

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ports import reserved_port
 import torch
+from ports import reserved_port
 from torch.distributed import HashStore
 
 from composerlite import dist

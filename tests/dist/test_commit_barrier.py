@@ -199,7 +199,9 @@ class _StoreThatIsWatched(HashStore):
 def test_a_rank_that_gives_up_while_votes_are_counted_is_heeded() -> None:
     """It may remove its files now: rank 0 must not commit them."""
     store = _StoreThatIsWatched()
-    zero, one = (CommitRound(store, rank, 2, "saving ep1", limit, timedelta()) for rank, limit in enumerate((LONG, timedelta())))
+    zero, one = (
+        CommitRound(store, rank, 2, "saving ep1", limit, timedelta()) for rank, limit in enumerate((LONG, timedelta()))
+    )
     zero.arrive()
     one.arrive()
 

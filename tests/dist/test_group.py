@@ -1,4 +1,4 @@
-"""A group acts together: all have done it, or all raise the same error, which says whose it was. One process likewise."""
+"""A group acts together: all have done it, or all raise the same error, which says whose it was. One process, too."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_the_first_rank_makes_one_thing_of_what_all_have(size: int, kind: str) -
         }
 
 
-class Unpicklable(Exception):
+class UnpicklableError(Exception):
     """An exception that does not travel."""
 
     def __reduce__(self) -> Any:
@@ -246,7 +246,7 @@ def test_what_fails_on_the_way_all_raise(size: int, kind: str, error: type[BaseE
 @pytest.mark.parametrize("kind", ["all", "made by hand"])
 def test_an_error_that_does_not_travel_is_told_in_words(kind: str, where: str) -> None:
     """The text arrives where the exception cannot."""
-    for found in run_ranks(functools.partial(_fail_at, kind, where, Unpicklable), 2):
+    for found in run_ranks(functools.partial(_fail_at, kind, where, UnpicklableError), 2):
         assert len(found) == 3
         assert all("no space" in text for _, text in found)
 

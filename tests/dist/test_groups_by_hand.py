@@ -22,8 +22,8 @@ def expected(rank: int, ranks: int) -> list[Any]:
 
 @pytest.mark.parametrize("kind", list(made_by_hand.ENVIRONMENTS))
 def test_a_group_made_by_hand_says_who_the_ranks_are(tmp_path: Path, kind: str) -> None:
-    """With no variables of a launcher, those of another job, half of them or none that can be read: the trainer trains on
-    the data of all ranks, saves one checkpoint under the names of these ranks, and functions save and load."""
+    """With no variables of a launcher, those of another job, half of them or none that can be read: the trainer trains
+    on the data of all ranks, saves one checkpoint under the names of these ranks, and functions save and load."""
     assert run_ranks(made_by_hand.train, 2, tmp_path, kind, dist_timeout=None) == [expected(0, 2), expected(1, 2)]
 
 

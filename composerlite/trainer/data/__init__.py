@@ -1,1 +1,1 @@
-"""Where a run stands in its data, by kind of loader; which samples are whose over ranks; going on there on resume."""
+"""The position of a run in its data, by kind of loader; the share of each rank; resuming there."""

@@ -50,7 +50,7 @@ def position_in(
     share: Share | None = None,
     saved: StateDict | None = None,
 ) -> DataPosition:
-    """How to iterate over ``spec.dataloader`` so that a resume is exact. All ranks call it together.
+    """Return how to iterate over ``spec.dataloader`` so that a resume is exact. All ranks call it together.
 
     Args:
         spec: the training data.
@@ -74,12 +74,12 @@ def position_in(
 
 
 def is_same_data(one: DataSpec, other: DataSpec) -> bool:
-    """Whether training on ``other`` goes on with the epoch that was begun on ``one``."""
+    """Return whether training on ``other`` goes on with the epoch that was begun on ``one``."""
     return one.dataloader is other.dataloader and one.replay_on_resume == other.replay_on_resume
 
 
 def batches_per_epoch(spec: DataSpec, share: Share, *, subset: int) -> int:
-    """What limits the batches of an epoch besides the loader's length: ``subset`` and the shares of other ranks.
+    """Return what limits the batches of an epoch besides the loader's length: ``subset`` and the shares of other ranks.
 
     -1 where nothing does, as ``subset`` where it is no limit.
     """
@@ -138,7 +138,7 @@ def _choose(
 
 
 def _is_shared_out(share: Share) -> bool:
-    """Whether others need to draw the same: to have other samples, or the same where they hold parts of one model."""
+    """Return whether other ranks draw the same: to have other samples, or the same, with parts of one model."""
     return share.world_size > 1 or dist.get_world_size() > 1
 
 
@@ -156,7 +156,7 @@ def _is_dealt(spec: DataSpec) -> bool:
 
 
 def _check_loaders_agree(spec: DataSpec, share: Share) -> None:
-    """What each rank has by itself must be the same data, cut in the same way."""
+    """Check that every rank has the same data, cut in the same way."""
     loader: Any = spec.dataloader
     text = type(loader).__name__
     if _is_indexed(spec):

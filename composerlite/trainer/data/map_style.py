@@ -208,7 +208,7 @@ class DealtPosition(DataPosition):
         return {}
 
     def _where(self, skip: int) -> tuple[int, int | None, SavedBatches | None]:
-        """How much of the order is done after ``skip`` batches; its digest; or else what one process noted of it."""
+        """Return how much of the order is done after ``skip`` batches; its digest; or else what one process noted."""
         saved = self._restored
         if saved is None:
             for batches, done, digest in self._reached:
@@ -293,7 +293,7 @@ def _loads_in_process(loader: DataLoader[Any]) -> bool:
 
 
 def _fetched_here(loader: DataLoader[Any]) -> Iterator[Batch]:
-    """What ``iter(loader)`` gives of a map-style data set, without the profiler's record around each batch.
+    """Return what ``iter(loader)`` gives of a map-style data set, without the profiler's record around each batch.
 
     That record costs more than a step of the training loop itself, and is made whether or not anyone profiles.
     """

@@ -1,4 +1,4 @@
-"""Where training is in its data, whatever the loader, and the generators that the loader holds itself."""
+"""The position of training in its data, whatever the loader, and the generators that the loader holds itself."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def put_back(loader: Any) -> Generator[None]:
 
 
 def generator_state(generator: Any) -> Any:
-    """Where ``generator`` stands, as tensors and plain values."""
+    """Return where ``generator`` stands, as tensors and plain values."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -129,7 +129,7 @@ class DataPosition(ABC):
         self._epoch_generators = self._generator_states()
 
     def state_dict(self) -> StateDict:
-        """How the current epoch began, and what else the kind of loader needs. No rank waits for another here."""
+        """Return how the current epoch began, and what else the kind of loader needs. No rank waits for another."""
         own = self._state_here()
         return own if self._is_for_all() else {"kind": own["kind"], "per_rank": [own]}
 
@@ -160,7 +160,7 @@ class DataPosition(ABC):
         return None
 
     def knows_samples(self) -> bool:
-        """Whether every rank knows by itself how many samples all have in a batch, and that all have as many batches.
+        """Return whether every rank knows by itself how many samples all have in a batch, and that all have it.
 
         That is so where each sample of the order becomes one of a batch, whoever counts it.
         """
@@ -171,14 +171,14 @@ class DataPosition(ABC):
 
     @abstractmethod
     def _own_state(self) -> StateDict:
-        """What this kind of position saves besides generators."""
+        """Return what this kind of position saves besides generators."""
 
     def _accepts(self, kind: object) -> bool:
-        """Whether a state of such a kind can be taken back."""
+        """Return whether a state of such a kind can be taken back."""
         return kind == type(self).__name__
 
     def _is_for_all(self) -> bool:
-        """Whether the position of one rank is that of all."""
+        """Return whether the position of one rank is that of all."""
         return self._share.world_size == 1
 
     def _state_here(self) -> StateDict:
@@ -192,7 +192,7 @@ class DataPosition(ABC):
         return {"kind": type(self).__name__, **share, **epoch_rng, **noted, "generators": self._epoch_generators, **own}
 
     def _depends_on_workers(self, before: int, now: int) -> bool:
-        """Whether random numbers that are drawn where data are loaded are others with ``now`` workers."""
+        """Return whether random numbers that are drawn where data are loaded are others with ``now`` workers."""
         return before != now
 
     def _warn_of_workers(self, before: int | None) -> None:

@@ -196,7 +196,7 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which part of the data is this rank's: one of ``world_size`` equal ones.
+    """This rank's part of the data: one of ``world_size`` equal ones.
 
     Ranks that hold parts of one tensor-parallel model have the same share: they need the same samples.
     """
@@ -207,7 +207,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """What one rank loads of one global batch.
+    """One rank's part of one global batch.
 
     Attributes:
         indices: for the data set.
@@ -224,7 +224,7 @@ class RankBatch:
 
 @dataclass(frozen=True, slots=True)
 class SavedBatches:
-    """What a run of one process has noted of its order: so many batches of that size were drawn, with this digest."""
+    """The note of a run of one process on its order: so many batches of that size were drawn, with this digest."""
 
     count: int
     size: int | None
@@ -278,7 +278,7 @@ class GlobalSampler:
 
     @property
     def global_batch(self) -> int:
-        """How much of the order all ranks take at a time."""
+        """Return how much of the order all ranks take at a time."""
         return self._share.world_size * (self.batch_size or 1)
 
     def __len__(self) -> int:
@@ -319,7 +319,7 @@ class GlobalSampler:
         return self._digest
 
     def __iter__(self) -> Iterator[Any]:
-        """What this rank loads, from where :meth:`begin` has put it."""
+        """Return what this rank loads, from where :meth:`begin` has put it."""
         while batch := self._draw():
             if self._drop_last and len(batch) < self.global_batch:
                 return
@@ -346,7 +346,7 @@ class GlobalSampler:
         return taken
 
     def _begins_with(self, saved: SavedBatches) -> bool:
-        """Whether a run of one process would have drawn the same; nothing is taken."""
+        """Return whether a run of one process would have drawn the same; nothing is taken."""
         size = saved.size if self.counts_samples else 1
         if size is None or (saved.size is None) == self.counts_samples:
             return False
@@ -377,7 +377,7 @@ class GlobalSampler:
 
 
 def deals_by_itself(loader: DataLoader[Any]) -> bool:
-    """Whether a sampler of ``loader`` gives each rank indices of its own in a way that only itself knows."""
+    """Return whether a sampler of ``loader`` gives each rank indices of its own in a way that only itself knows."""
     batch_sampler: Any = loader.batch_sampler
     for sampler in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
         known = type(sampler).__iter__ is DistributedSampler.__iter__ if sampler is not None else True

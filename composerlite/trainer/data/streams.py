@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def has_persistent_workers(loader: Any) -> bool:
-    """Whether ``loader`` is one of torch's whose workers live on from one epoch to the next."""
+    """Return whether ``loader`` is one of torch's whose workers live on from one epoch to the next."""
     return isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
 
 
@@ -266,7 +266,7 @@ class _Pass:
         self._last: Batch = None
 
     def after(self, count: int) -> Iterator[Batch]:
-        """What comes after ``count`` batches: training may have failed on the one that was given last."""
+        """Return what comes after ``count`` batches: training may have failed on the one that was given last."""
         if self._given == count + 1:
             self._given = count
             self._batches = itertools.chain([self._last], self._batches)
@@ -302,7 +302,7 @@ def _without_drawing_a_seed(loader: Any, batches: Iterator[Batch]) -> Iterator[B
 
 
 def is_streaming(dataset: Any) -> bool:
-    """Whether ``dataset`` restores itself by sample count, as MosaicML's StreamingDataset does."""
+    """Return whether ``dataset`` restores itself by sample count, as MosaicML's StreamingDataset does."""
     state_dict = getattr(dataset, "state_dict", None)
     if not callable(state_dict) or not callable(getattr(dataset, "load_state_dict", None)):
         return False

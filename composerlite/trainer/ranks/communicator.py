@@ -29,7 +29,7 @@ _DEFAULT_TIMEOUT_SECONDS = 300.0
 
 @final
 class Counted(NamedTuple):
-    """What all ranks have of a batch.
+    """The counts of a batch over all ranks.
 
     Attributes:
         samples, tokens: of all ranks.
@@ -45,7 +45,7 @@ class Counted(NamedTuple):
 
 @final
 class Communicator:
-    """What ranks tell each other in a batch. Every rank calls the same methods in the same order.
+    """The collectives of a batch. Every rank calls the same methods in the same order.
 
     The numbers are reduced in host memory, apart from the process group of training. In one process nothing is.
 
@@ -83,7 +83,7 @@ class Communicator:
             self._sums(state, 0, 0, 0, 0, int(state.stop_requested), 0)
 
     def step(self, state: State, has_batch: bool, samples: int, tokens: int) -> tuple[int, int] | None:
-        """As :meth:`count`, where ranks may have different numbers of batches: ``None`` when no rank has another."""
+        """Count as :meth:`count` does where one rank may have more batches: ``None`` when no rank has another."""
         if self._is_single:
             return (samples, tokens) if has_batch else None
         own = [samples, tokens] if self._counts else [0, 0]
@@ -101,11 +101,11 @@ class Communicator:
             state.max_duration = state.timestamp.batch
 
     def any(self, happened: bool) -> bool:
-        """Whether it happened on any rank."""
+        """Return whether it happened on any rank."""
         return bool(self.max(int(happened)))
 
     def same(self, value: int) -> bool:
-        """Whether every rank has this value."""
+        """Return whether every rank has this value."""
         return self.max(value) == -self.max(-value)
 
     def max(self, value: int) -> int:
@@ -120,7 +120,7 @@ class Communicator:
         return {name: value / self._group.size for name, value in zip(values, sums, strict=True)}
 
     def _sums(self, state: State, *own: int) -> list[int]:
-        """What the ``own`` numbers of all ranks add up to, and with them those of the piggyback counters."""
+        """Return what the ``own`` numbers of all ranks add up to, and with them those of the piggyback counters."""
         sums = self._group.sum([*own, *state.piggyback.numbers()])
         state.piggyback.take_totals(sums[len(own) :])
         return sums[: len(own)]
@@ -141,7 +141,7 @@ class Communicator:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """How this rank trains and evaluates with the others; by default it is the only one.
+    """The other ranks, as training and evaluation need them; by default there is none.
 
     Attributes:
         parallel: how they train one model. communicator: what they tell each other. share: this one's of the data.

@@ -1,4 +1,4 @@
-"""How the ranks train one model: whole copies (DDP), shards (FSDP2, HSDP), split layers (TP), or any of these together.
+"""Training of one model by several ranks: whole copies (DDP), shards (FSDP2, HSDP), split layers (TP), or all of these.
 
 ``state.model`` stays the user's module in all of them. DDP is a wrapper that only this module and the training step
 know; sharding changes the module in place, after which its parameters are DTensors.
@@ -52,7 +52,7 @@ _SHOWN_DIFFERENCES = 3
 
 
 class Parallel:
-    """How this rank trains the model together with the others: here, by itself.
+    """A rank's way to train the model together with the others: here, by itself.
 
     Attributes:
         data_rank: which share of the data is this rank's.
@@ -71,7 +71,7 @@ class Parallel:
     steps_itself: bool = False
 
     def trained(self, model: nn.Module) -> Callable[..., Any]:
-        """What to call for the forward pass of a training batch."""
+        """Return what to call for the forward pass of a training batch."""
         return model
 
     def before_microbatch(self, *, last: bool) -> None:
@@ -284,7 +284,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _differences(first: list[tuple[str, str]], own: list[tuple[str, str]]) -> list[str]:
-    """What this rank has other than rank 0."""
+    """Return what this rank has other than rank 0."""
     theirs, mine = dict(first), dict(own)
     found = [
         f"{name!r} is {mine[name]} and not {theirs[name]}"
@@ -412,7 +412,7 @@ def _use_no_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _blocks(model: nn.Module, config: FSDPConfig) -> list[nn.Module]:
-    """What is gathered at once, inner ones first."""
+    """Return what is gathered at once, inner ones first."""
     if not config.auto_wrap:
         return []
     modules = [module for module in model.modules() if module is not model]

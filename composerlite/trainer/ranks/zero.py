@@ -124,7 +124,7 @@ class ZeRO(Parallel):
         return found
 
     def saved(self) -> dict[str, StateDict]:
-        """What this rank's files are to hold, by name. Tensors are those in use."""
+        """Return what this rank's files are to hold, by name. Tensors are those in use."""
         shelf = _Shelf()
         with tempfile.TemporaryDirectory(prefix="composerlite-") as folder, self._with(shelf):
             # It writes scripts to the folder, and nothing else.
@@ -290,7 +290,7 @@ class _Shelf:
         self.files[Path(path).name] = state_dict
 
     def load(self, path: str | Path, map_location: object = None) -> StateDict:
-        """What the file holds."""
+        """Return what the file holds."""
         return self.files[Path(path).name]
 
     def commit(self, info: object) -> bool:
@@ -305,11 +305,11 @@ class _Shelf:
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:
-        """Whether it is written behind its back."""
+        """Return whether it is written behind its back."""
         return False
 
     def preserves_storage_sharing(self) -> bool:
-        """Whether views of one tensor stay that."""
+        """Return whether views of one tensor stay that."""
         return True
 
     def set_commit_info(self, info: object) -> None:
@@ -344,7 +344,7 @@ def _let_go(engine: Any, model: nn.Module) -> None:
 def _differences(
     own: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]], *, names: bool = True
 ) -> list[str]:
-    """What of ``theirs``, shapes by name, does not fit ``own``; with ``names`` both must have the same ones."""
+    """Return what of ``theirs``, shapes by name, does not fit ``own``; with ``names`` both must have the same ones."""
     found: list[str] = []
     if names:
         found += [f"missing in the checkpoint: {name}" for name in own if name not in theirs]

@@ -1,4 +1,4 @@
-"""What a user may say to DeepSpeed, checked against what the trainer knows already."""
+"""DeepSpeed's configuration by the user, checked against what the trainer knows already."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OTHER_RANKS = {
     "pipeline": "",
     "hybrid_engine": "enabled",
 }
-"""What makes ranks share something else than the state of the optimizer, gradients and weights."""
+"""Sections that make ranks share something else than the state of the optimizer, gradients and weights."""
 _AUTO = "auto"
 
 
@@ -79,7 +79,7 @@ def read_config(value: DeepSpeedConfig | None) -> dict[str, Any] | None:
 
 
 def engine_config(given: Mapping[str, Any], state: State, batch_size: int | None) -> dict[str, Any]:
-    """What DeepSpeed's engine is given: ``given``, with all that follows from the run.
+    """Return what DeepSpeed's engine is given: ``given``, with all that follows from the run.
 
     Args:
         given: as :func:`read_config` gave it.
