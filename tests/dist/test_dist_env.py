@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -178,13 +178,13 @@ def test_where_nobody_listens_the_address_is_named(monkeypatch: pytest.MonkeyPat
         dist.initialize_dist("cpu", 1)
 
 
-def _start(late: int | None, bad_device: int | None, existing_group: bool) -> list[int]:
+def _start(late: int | None, bad_device: Collection[int], existing_group: bool) -> list[int]:
     rank = dist.get_global_rank()
     if rank == late:
         return []
     if existing_group:
         torch.distributed.init_process_group("gloo")
-    dist.initialize_dist("tpu" if rank == bad_device else "cpu", 1.0 if late is not None else 20)
+    dist.initialize_dist("tpu" if rank in bad_device else "cpu", 1.0 if late is not None else 20)
     gathered = dist.all_gather_object(rank)
     if existing_group:
         dist.finalize_dist()
@@ -195,7 +195,7 @@ def _start(late: int | None, bad_device: int | None, existing_group: bool) -> li
 
 def test_a_rank_that_does_not_start_is_named() -> None:
     """By all that wait for it."""
-    zero, one, two = run_ranks_to_the_end(_start, 3, 1, None, False, dist_timeout=None)
+    zero, one, two = run_ranks_to_the_end(_start, 3, 1, (), False, dist_timeout=None)
     assert one.error is None
     for outcome in (zero, two):
         assert isinstance(outcome.error, LateRankError)
@@ -204,14 +204,21 @@ def test_a_rank_that_does_not_start_is_named() -> None:
 
 def test_a_rank_that_cannot_start_stops_all() -> None:
     """With its cause."""
-    for outcome in run_ranks_to_the_end(_start, 2, None, 1, False, dist_timeout=None):
+    for outcome in run_ranks_to_the_end(_start, 2, None, (1,), False, dist_timeout=None):
         assert isinstance(outcome.error, RankError)
         assert "rank 1 failed: composerlite.errors.ConfigError: device='tpu' is not known" in str(outcome.error)
 
 
+def test_what_no_rank_can_start_with_is_raised_as_it_is() -> None:
+    """It is a mistake of the user's, and not of one rank."""
+    for outcome in run_ranks_to_the_end(_start, 2, None, (0, 1), False, dist_timeout=None):
+        assert isinstance(outcome.error, ConfigError)
+        assert str(outcome.error).startswith("device='tpu' is not known")
+
+
 def test_a_group_that_exists_is_used() -> None:
     """And it is still there after finalize_dist: it is not ours."""
-    assert run_ranks(_start, 2, None, None, True, dist_timeout=None) == [[0, 1]] * 2
+    assert run_ranks(_start, 2, None, (), True, dist_timeout=None) == [[0, 1]] * 2
 
 
 _PROGRAM = """
