@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from composerlite.on_demand import lazy_names
+
 if TYPE_CHECKING:
     from composerlite.checkpoint.api.checkpointer import Checkpointer, CheckpointerConfig, CheckpointMetadata
     from composerlite.checkpoint.api.state_dict import (
@@ -71,66 +73,37 @@ __all__ = [
     "unshard_zero",
 ]
 
-_HOMES = {
-    "composerlite.checkpoint.api.checkpointer": (
-        "CheckpointMetadata",
-        "Checkpointer",
-        "CheckpointerConfig",
-    ),
-    "composerlite.checkpoint.deepspeed.weights": ("unshard_zero",),
-    "composerlite.checkpoint.api.state_dict": (
-        "async_save_model_and_optim_state",
-        "async_save_state_dict",
-        "get_checkpoint_metadata",
-        "load_keys",
-        "load_model_and_optim_state",
-        "load_state_dict",
-        "save_model_and_optim_state",
-        "save_state_dict",
-    ),
-    "composerlite.checkpoint.api.unshard": (
-        "UnshardStrategy",
-        "UnshardStrategyType",
-        "unshard_checkpoint",
-    ),
-    "composerlite.checkpoint.load.restore": (
-        "load_checkpoint",
-        "read_checkpoint",
-    ),
-    "composerlite.checkpoint.load.reader": ("safe_torch_load",),
-    "composerlite.checkpoint.load.sharded_reader": ("RemoteFileSystemReader",),
-    "composerlite.checkpoint.load.state_keys": (
-        "merge_state_dicts",
-        "prune_state_dict",
-        "swap_param_keys",
-    ),
-    "composerlite.checkpoint.place.catalog": ("Catalog",),
-    "composerlite.checkpoint.record.contents": (
-        "IgnoreKeys",
-        "TrainingState",
-    ),
-    "composerlite.checkpoint.record.manifest": (
-        "FileRecord",
-        "Manifest",
-    ),
-    "composerlite.checkpoint.save.pipeline": (
-        "PendingSave",
-        "Pipeline",
-        "save_checkpoint",
-    ),
-    "composerlite.checkpoint.save.save_job": ("SaveReport",),
-    "composerlite.checkpoint.save.sharded.writing": ("RemoteFileSystemWriter",),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_LAZY, __dir__ = lazy_names(
+    __name__,
+    {
+        ".api.checkpointer": ["CheckpointMetadata", "Checkpointer", "CheckpointerConfig"],
+        ".deepspeed.weights": ["unshard_zero"],
+        ".api.state_dict": [
+            "async_save_model_and_optim_state",
+            "async_save_state_dict",
+            "get_checkpoint_metadata",
+            "load_keys",
+            "load_model_and_optim_state",
+            "load_state_dict",
+            "save_model_and_optim_state",
+            "save_state_dict",
+        ],
+        ".api.unshard": ["UnshardStrategy", "UnshardStrategyType", "unshard_checkpoint"],
+        ".load.restore": ["load_checkpoint", "read_checkpoint"],
+        ".load.reader": ["safe_torch_load"],
+        ".load.sharded_reader": ["RemoteFileSystemReader"],
+        ".load.state_keys": ["merge_state_dicts", "prune_state_dict", "swap_param_keys"],
+        ".place.catalog": ["Catalog"],
+        ".record.contents": ["IgnoreKeys", "TrainingState"],
+        ".record.manifest": ["FileRecord", "Manifest"],
+        ".save.pipeline": ["PendingSave", "Pipeline", "save_checkpoint"],
+        ".save.save_job": ["SaveReport"],
+        ".save.sharded.writing": ["RemoteFileSystemWriter"],
+    },
+)
 
 
 def __getattr__(name: str) -> Any:
     if name == "rng":
         return importlib.import_module("composerlite.checkpoint.record.rng")
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'composerlite.checkpoint' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    return _LAZY(name)

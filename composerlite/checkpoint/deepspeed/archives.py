@@ -21,11 +21,19 @@ from typing import Any, final
 from composerlite.checkpoint.format.archive import DEEPSPEED, DEEPSPEED_TYPES, STATES, is_tar_header, next_member
 from composerlite.checkpoint.format.compression import codec_of
 from composerlite.checkpoint.format.packing import is_packed, uncompressed
-from composerlite.checkpoint.format.torch_reader import ByteSource, FileSource, Piece, TorchFile
-from composerlite.checkpoint.load.reader import home_of, readable, validate, what_is_there
-from composerlite.checkpoint.load.resolve import fetched, followed, manifest_at, resolved, transferring
+from composerlite.checkpoint.format.torch_reader import ByteSource, FileSource, TorchFile, Window
+from composerlite.checkpoint.load.reader import readable, validate
+from composerlite.checkpoint.load.resolve import (
+    fetched,
+    followed,
+    home_of,
+    manifest_at,
+    resolved,
+    transferring,
+    what_is_there,
+)
 from composerlite.checkpoint.record.manifest import Manifest
-from composerlite.checkpoint.record.naming import format_name_with_dist, variables_in
+from composerlite.checkpoint.record.naming import FIRST_RANK, format_name_with_dist, variables_in
 from composerlite.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -36,22 +44,17 @@ from composerlite.storage import FileDigest, ObjectStore, ParallelReader, is_uri
 from composerlite.types import StateDict
 
 __all__ = [
+    "MODEL",
     "Archives",
-    "Member",
     "RankFiles",
     "find_archives",
     "holds_deepspeed",
-    "model_file",
     "model_states",
-    "number_of_ranks",
-    "opened_archive",
-    "stand_ins",
     "the_file",
 ]
 
 log = logging.getLogger(__name__)
 
-_BLOCK = tarfile.BLOCKSIZE
 _FILE = re.compile(rf"{DEEPSPEED}/([A-Za-z0-9_-][A-Za-z0-9_.-]*\.pt)")
 _HEAD_BYTES = 512
 
@@ -73,39 +76,8 @@ def _stand_in(full: str) -> type:
 
 
 @final
-class Member:
-    """A file within an archive, as the bytes of a torch file.
-
-    Args:
-        source: the archive.
-        start: where in it the file begins.
-        size_bytes: of the file.
-    """
-
-    def __init__(self, source: ByteSource, start: int, size_bytes: int) -> None:
-        self._source = source
-        self._start = start
-        self.size_bytes = size_bytes
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Exactly so many bytes."""
-        self._check(offset, size)
-        return self._source.read(self._start + offset, size)
-
-    def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
-        """Fill memory."""
-        for offset, _, size in targets:
-            self._check(offset, size)
-        self._source.read_into([(self._start + offset, address, size) for offset, address, size in targets], progress)
-
-    def _check(self, offset: int, size: int) -> None:
-        if offset < 0 or size < 0 or offset + size > self.size_bytes:
-            raise CorruptCheckpointError(f"it has no bytes {offset} to {offset + size}")
-
-
-@final
 class RankFiles:
-    """What is in the archive of a rank.
+    """The files in the archive of a rank.
 
     Attributes:
         names: of DeepSpeed's files in it.
@@ -135,7 +107,7 @@ class RankFiles:
                 f"checkpoint {str(path)!r} was saved without DeepSpeed: it has no {DEEPSPEED!r} in it."
             )
 
-    def member(self, name: str) -> Member:
+    def member(self, name: str) -> Window:
         """One of DeepSpeed's files."""
         return self._members[f"{DEEPSPEED}/{name}"]
 
@@ -147,7 +119,7 @@ class RankFiles:
         trust: bool = False,
         prune: Callable[[StateDict], StateDict] = _all,
     ) -> StateDict:
-        """What one of DeepSpeed's files holds.
+        """Read one of DeepSpeed's files.
 
         Args:
             name: of the file.
@@ -161,7 +133,7 @@ class RankFiles:
         return self._read(f"{DEEPSPEED}/{name}", stand_ins() if types is None else types, trust, prune)
 
     def states(self, *, trust: bool = False) -> StateDict:
-        """What ``composer_states.pt`` holds.
+        """Read ``composer_states.pt``.
 
         Raises:
             CorruptCheckpointError, RefusedError: as :class:`TorchFile`.
@@ -220,7 +192,7 @@ def opened_archive(path: Path, digest: FileDigest | None = None, *, unpacked_byt
 
 
 def holds_deepspeed(path: Path) -> bool:
-    """Whether the file ``path`` is an archive with files of DeepSpeed in it.
+    """Check whether the file ``path`` is an archive with files of DeepSpeed in it.
 
     Raises:
         CorruptCheckpointError: it is an archive, and damaged.
@@ -233,11 +205,19 @@ def holds_deepspeed(path: Path) -> bool:
     return False
 
 
-def _members(source: ByteSource, size_bytes: int) -> Iterator[tuple[str, Member]]:
+def _members(source: ByteSource, size_bytes: int) -> Iterator[tuple[str, Window]]:
     """Files in an archive by their names, each once. Folders are passed over; there is nothing else in it."""
-    position = _Position(source, size_bytes)
+    position = 0
+
+    def read(size: int) -> bytes:
+        nonlocal position
+        size = max(0, min(size, size_bytes - position))
+        data = source.read(position, size) if size else b""
+        position += size
+        return data
+
     seen: set[str] = set()
-    while (member := next_member(position)) is not None:
+    while (member := next_member(read)) is not None:
         if member.isdir():
             continue
         name = member.name.removeprefix("./")
@@ -245,59 +225,28 @@ def _members(source: ByteSource, size_bytes: int) -> Iterator[tuple[str, Member]
             what = "twice" if name in seen else "as a link, a device or a sparse file"
             raise CorruptCheckpointError(f"it is an archive that holds {member.name!r} {what}")
         seen.add(name)
-        if position.at + member.size > size_bytes:
+        if position + member.size > size_bytes:
             raise CorruptCheckpointError("it is an archive that is cut off")
-        yield name, Member(source, position.at, member.size)
-        position.at += member.size + -member.size % _BLOCK
-
-
-@final
-class _Position:
-    """A place in an archive, from where on headers are read."""
-
-    def __init__(self, source: ByteSource, size_bytes: int) -> None:
-        self.at = 0
-        self._source = source
-        self._size_bytes = size_bytes
-
-    def read(self, size: int) -> bytes:
-        """So many bytes, or fewer at the end."""
-        size = max(0, min(size, self._size_bytes - self.at))
-        data = self._source.read(self.at, size) if size else b""
-        self.at += size
-        return data
-
-    def take(self, most: int) -> bytes:
-        """Some bytes, none at the end."""
-        return self.read(most)
+        yield name, Window(source, position, member.size)
+        position += member.size + -member.size % tarfile.BLOCKSIZE
 
 
 # ── the state of the model ───────────────────────────────────────────────────────────────────────────────────────────
-_MODEL = "model_states.pt"
+MODEL = "model_states.pt"
+"""The end of the name of the file in which a rank has what it says of the model."""
 
 
-def model_states(
-    archive: RankFiles, *, prune: Callable[[StateDict], StateDict] = lambda contents: contents
-) -> StateDict:
-    """What the rank says of the model; ``prune`` chooses what is read.
-
-    Raises:
-        IncompatibleCheckpointError: there is not one such file.
-    """
-    return archive.contents(the_file(archive, _MODEL), prune=prune)
-
-
-def model_file(archive: RankFiles) -> str:
-    """The file in which the rank has what it says of the model.
+def model_states(archive: RankFiles, *, prune: Callable[[StateDict], StateDict] = _all) -> StateDict:
+    """Read what the rank says of the model; ``prune`` chooses what is read.
 
     Raises:
         IncompatibleCheckpointError: there is not one such file.
     """
-    return the_file(archive, _MODEL)
+    return archive.contents(the_file(archive, MODEL), prune=prune)
 
 
 def number_of_ranks(archive: RankFiles) -> int:
-    """How many ranks have saved the checkpoint of which ``archive`` is that of the first."""
+    """Number of ranks that saved the checkpoint of which ``archive`` is that of the first."""
     ranks = model_states(archive, prune=lambda contents: {"ranks": contents.get("dp_world_size")})["ranks"]
     if not isinstance(ranks, int) or ranks < 1:
         raise CorruptCheckpointError("it does not say how many ranks have saved it")
@@ -337,7 +286,7 @@ class Archives:
 
     @contextlib.contextmanager
     def opened(self, rank: int, object_store: ObjectStore | None) -> Generator[RankFiles]:
-        """That of ``rank``, on this machine for as long as the block lasts.
+        """Open that of ``rank``, on this machine for as long as the block lasts.
 
         Raises:
             CheckpointNotFoundError: it is not there. The message names it.
@@ -357,7 +306,7 @@ class Archives:
 
     @contextlib.contextmanager
     def all_opened(self, object_store: ObjectStore | None) -> Generator[list[RankFiles]]:
-        """Those of all ranks. Raises what :meth:`opened` does."""
+        """Open those of all ranks. Raises what :meth:`opened` does."""
         with contextlib.ExitStack() as stack:
             yield [stack.enter_context(self.opened(rank, object_store)) for rank in range(len(self.names))]
 
@@ -370,7 +319,7 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
         IncompatibleCheckpointError: it is of another kind.
         ConfigError: the name is that of one file, and nothing tells those of the other ranks; ``argument`` is named.
     """
-    first = format_name_with_dist(template, run_name, rank=0, local_rank=0, node_rank=0)
+    first = format_name_with_dist(template, run_name, **FIRST_RANK)
     if object_store is None and not is_uri(first):
         path = resolved(Path(parse_uri(first)[2]))
         if not path.is_file():

@@ -10,21 +10,29 @@ import contextlib
 import io
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 
 from composerlite import dist
-from composerlite.checkpoint.deepspeed.archives import Archives, RankFiles, find_archives, holds_deepspeed, model_file
+from composerlite.checkpoint.deepspeed.archives import (
+    MODEL,
+    Archives,
+    RankFiles,
+    find_archives,
+    holds_deepspeed,
+    the_file,
+)
 from composerlite.checkpoint.deepspeed.weights import merged_weights, untrained
 from composerlite.checkpoint.format.torch_reader import item_contents
 from composerlite.checkpoint.load.reader import RawFile, opened, readable, spread_file
 from composerlite.checkpoint.load.resolve import fetched
-from composerlite.checkpoint.record.contents import IgnoreKeys, Restoring, check_kind, half_loaded
-from composerlite.checkpoint.record.naming import format_name_with_dist
+from composerlite.checkpoint.record.contents import RestorePlan, check_kind, half_loaded
+from composerlite.checkpoint.record.naming import FIRST_RANK, format_name_with_dist
 from composerlite.errors import ConfigError
 from composerlite.storage import ObjectStore
 from composerlite.types import StateDict
@@ -85,7 +93,7 @@ class Engine(Protocol):
 
 
 def load_archives(
-    engine: Engine, template: str, restoring: Restoring, object_store: ObjectStore | None, *, trust: bool
+    engine: Engine, template: str, plan: RestorePlan, object_store: ObjectStore | None, *, trust: bool
 ) -> list[dict[str, Any]] | None:
     """Restore a state that DeepSpeed trains, on every rank; the states of the random generators, if any.
 
@@ -94,7 +102,7 @@ def load_archives(
     Args:
         engine: trains the state.
         template: the name of the archive of rank 0, or of all with ``{rank}`` in it.
-        restoring: what to restore.
+        plan: what to restore.
         object_store: the store that ``template`` is a name in.
         trust: load any type, **running whatever code the files hold**.
 
@@ -102,175 +110,163 @@ def load_archives(
         ConfigError: what is to be left out is in the files of DeepSpeed.
         CheckpointError: as :func:`composerlite.checkpoint.load_checkpoint`, on every rank.
     """
-    _check_parts(restoring.ignore_keys)
-    if restoring.weights_only:
-        return _load_weights(engine, template, restoring, object_store, trust=trust)
-    group = dist.get_group()
-    archives = group.from_first(
-        "looking for the checkpoint",
-        lambda: find_archives(template, restoring.state.run_name, object_store, argument="load_path"),
-    )
     with contextlib.ExitStack() as stack:
-        if len(archives.names) == group.size:
-            wanted = _load_own(stack, archives, engine, restoring, object_store, trust=trust)
-        else:
-            wanted = _load_converted(stack, archives, engine, restoring, object_store, trust=trust)
-    with group.all_or_none("restoring the run"):
-        return restoring.load(wanted)
+        load = _Load(engine, template, plan, object_store, trust, stack)
+        return load.weights() if plan.weights_only else load.everything()
 
 
-def _load_weights(
-    engine: Engine, template: str, restoring: Restoring, object_store: ObjectStore | None, *, trust: bool
-) -> None:
-    weights: dict[str, Tensor] | None = None
-    with dist.get_group().all_or_none(f"reading {restoring.source}"):
-        if dist.get_global_rank() == 0:
-            weights = _weights(template, restoring.state.run_name, object_store, trust=trust)
-    engine.load_weights(weights, strict=restoring.strict, source=restoring.source)
-    log.info("loaded the weights of %s", restoring.source)
+@final
+@dataclass(frozen=True)
+class _Load:
+    """One load; every rank calls its methods. For the fields see :func:`load_archives`."""
 
+    engine: Engine
+    template: str
+    plan: RestorePlan
+    object_store: ObjectStore | None
+    trust: bool
+    stack: contextlib.ExitStack
+    group: dist.Group = field(default_factory=dist.get_group)
 
-def _check_parts(ignore_keys: IgnoreKeys) -> None:
-    """See that what is left out is not in the files of DeepSpeed.
+    @property
+    def source(self) -> str:
+        """The checkpoint, for messages."""
+        return self.plan.source
 
-    Raises:
-        ConfigError: it is.
-    """
-    for glob in () if ignore_keys is None or callable(ignore_keys) else ignore_keys:
-        if glob.startswith(("state/model", "state/optimizers")):
-            raise ConfigError(
-                f"load_ignore_keys: {glob!r} is in the files of DeepSpeed, which loads weights and optimizer as a "
-                "whole. Leave it out, or load the weights alone: load_weights_only=True."
-            )
+    def _find(self) -> Archives:
+        return find_archives(self.template, self.plan.state.run_name, self.object_store, argument="load_path")
 
+    def everything(self) -> list[dict[str, Any]] | None:
+        """Restore the state; the states of the random generators."""
+        self._check_parts()
+        archives = self.group.from_first("looking for the checkpoint", self._find)
+        is_own = len(archives.names) == self.group.size
+        wanted = self._load_own(archives) if is_own else self._load_converted(archives)
+        with self.group.all_or_none("restoring the run"):
+            return self.plan.load(wanted)
 
-# ── saved by as many ranks ───────────────────────────────────────────────────────────────────────────────────────────
-def _load_own(
-    stack: contextlib.ExitStack,
-    archives: Archives,
-    engine: Engine,
-    restoring: Restoring,
-    object_store: ObjectStore | None,
-    *,
-    trust: bool,
-) -> StateDict:
-    """Load model and optimizer; what of the rest is wanted."""
-    group = dist.get_group()
-    with group.all_or_none(f"opening {restoring.source}"):
-        own = stack.enter_context(archives.opened(group.rank, object_store))
-    wanted = _states(own, restoring, trust=trust)
-    files = _files(own, restoring.source, engine.types, trust=trust)
-    with group.all_or_none("restoring the run"), half_loaded(True):
-        engine.load(files, source=restoring.source)
-    return wanted
+    def _check_parts(self) -> None:
+        """See that what is left out is not in the files of DeepSpeed.
 
+        Raises:
+            ConfigError: it is.
+        """
+        ignore_keys = self.plan.ignore_keys
+        for glob in () if ignore_keys is None or callable(ignore_keys) else ignore_keys:
+            if glob.startswith(("state/model", "state/optimizers")):
+                raise ConfigError(
+                    f"load_ignore_keys: {glob!r} is in the files of DeepSpeed, which loads weights and optimizer as a "
+                    "whole. Leave it out, or load the weights alone: load_weights_only=True."
+                )
 
-def _files(archive: RankFiles, source: str, types: dict[str, type], *, trust: bool) -> dict[str, StateDict]:
-    """What DeepSpeed's files hold that this rank needs: its own, and those of rank 0 that no other has."""
-    everywhere = dist.get_group().gather(archive.names)
-    shared = [name for name in everywhere[0] if name.startswith("mp_rank_") and len(everywhere) > 1]
-    files = {name: _of_rank_0(archive, name, source, trust=trust) for name in shared}
-    with dist.get_group().all_or_none(f"reading {source}"), readable(archive.path):
-        for name in archive.names:
-            if name not in files:
-                files[name] = archive.contents(name, types, trust=trust)
-    return files
+    # ── saved by as many ranks ───────────────────────────────────────────────────────────────────────────────────
+    def _load_own(self, archives: Archives) -> StateDict:
+        """Load model and optimizer; what of the rest is wanted."""
+        with self.group.all_or_none(f"opening {self.source}"):
+            own = self.stack.enter_context(archives.opened(self.group.rank, self.object_store))
+        wanted = self._states(own)
+        files = self._files(own)
+        with self.group.all_or_none("restoring the run"), half_loaded(True):
+            self.engine.load(files, source=self.source)
+        return wanted
 
-
-def _of_rank_0(archive: RankFiles | None, name: str, source: str, *, trust: bool) -> StateDict:
-    """What a file holds that rank 0 has, on every rank."""
-    raw = None
-    if dist.get_global_rank() == 0:
-        assert archive is not None
-        member = archive.member(name)
-        raw = RawFile(member, member.size_bytes, member.read, archive.check_sums)
-    return spread_file(raw, f"{name} of {source}", trust=trust)
-
-
-# ── saved by another number of ranks ─────────────────────────────────────────────────────────────────────────────────
-def _load_converted(
-    stack: contextlib.ExitStack,
-    archives: Archives,
-    engine: Engine,
-    restoring: Restoring,
-    object_store: ObjectStore | None,
-    *,
-    trust: bool,
-) -> StateDict:
-    """As :func:`_load_own`. The first rank of each node converts, for all that it has."""
-    group = dist.get_group()
-    source = restoring.source
-    is_first = dist.get_local_rank() == 0
-    every: list[RankFiles] = []
-    with group.all_or_none(f"opening {source}"):
-        if is_first:
-            every = stack.enter_context(archives.all_opened(object_store))
-    wanted = _states(every[0] if every else None, restoring, trust=trust)
-    first = every[0] if every else None
-    name = group.broadcast("" if first is None else model_file(first))
-    model = {name: _of_rank_0(first, name, source, trust=trust)}
-    with group.all_or_none("comparing the checkpoint with the run"):
-        engine.check_fits(model[name], source=source)
-    log.info("%s was saved by %d ranks: converting it for %d", source, len(archives.names), group.size)
-    folder: str | None = None
-    with group.all_or_none(f"converting {source}"):
-        if is_first:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="composerlite-"))
-            _save_files(every, Path(folder), engine.types, trust=trust)
-            engine.convert(Path(folder), source=source)
-    folders = group.gather((dist.get_node_rank(), folder))
-    mine = next(path for node, path in folders if node == dist.get_node_rank() and path is not None)
-    with group.all_or_none("restoring the run"), half_loaded(True):
-        engine.load_converted(Path(mine), model, source=source)
-    rest: dict[str, Tensor] | None = None
-    with group.all_or_none(f"reading {source}"):
-        if group.is_first:
-            rest = untrained(every)
-    engine.load_weights(rest, strict=False, source=source)
-    return wanted
-
-
-def _save_files(every: Sequence[RankFiles], folder: Path, types: dict[str, type], *, trust: bool) -> None:
-    """Write the files of all ranks, as they were read here: DeepSpeed runs whatever code the files that it reads "
-    "hold."""
-    for archive in every:
-        with readable(archive.path):
+    def _files(self, archive: RankFiles) -> dict[str, StateDict]:
+        """Read the files of DeepSpeed that this rank needs: its own, and those of rank 0 that no other has."""
+        everywhere = self.group.gather(archive.names)
+        shared = [name for name in everywhere[0] if name.startswith("mp_rank_") and len(everywhere) > 1]
+        files = {name: self._of_first(archive, name) for name in shared}
+        with self.group.all_or_none(f"reading {self.source}"), readable(archive.path):
             for name in archive.names:
-                torch.save(archive.contents(name, types, trust=trust), folder / name)
+                if name not in files:
+                    files[name] = archive.contents(name, self.engine.types, trust=self.trust)
+        return files
 
+    def _of_first(self, archive: RankFiles | None, name: str) -> StateDict:
+        """Read a file that rank 0 has, on every rank."""
+        raw = None
+        if self.group.is_first:
+            assert archive is not None
+            member = archive.member(name)
+            raw = RawFile(member, member.size_bytes, member.read, archive.check_sums)
+        return spread_file(raw, f"{name} of {self.source}", trust=self.trust)
 
-# ── weights alone ────────────────────────────────────────────────────────────────────────────────────────────────────
-def _weights(template: str, run_name: str, object_store: ObjectStore | None, *, trust: bool) -> dict[str, Tensor]:
-    """The state dict of a model. On rank 0."""
-    first = format_name_with_dist(template, run_name, rank=0, local_rank=0, node_rank=0)
-    with fetched(first, object_store) as path:
-        if not holds_deepspeed(path):
-            with opened(path, trust=trust) as (file, _):
-                check_kind(file.contents, f"checkpoint {first!r}")
-                file.contents = {"model": file.contents["state"].get("model", {})}
-                file.read()
-                return file.contents["model"]
-    archives = find_archives(template, run_name, object_store, argument="load_path")
-    with archives.all_opened(object_store) as every, readable(Path(first)):
-        return merged_weights(every)
+    # ── saved by another number of ranks ─────────────────────────────────────────────────────────────────────────
+    def _load_converted(self, archives: Archives) -> StateDict:
+        """Do as :meth:`_load_own`. The first rank of each node converts, for all that it has."""
+        is_first = dist.get_local_rank() == 0
+        every: list[RankFiles] = []
+        with self.group.all_or_none(f"opening {self.source}"):
+            if is_first:
+                every = self.stack.enter_context(archives.all_opened(self.object_store))
+        first = every[0] if every else None
+        wanted = self._states(first)
+        name = self.group.broadcast("" if first is None else the_file(first, MODEL))
+        model = {name: self._of_first(first, name)}
+        with self.group.all_or_none("comparing the checkpoint with the run"):
+            self.engine.check_fits(model[name], source=self.source)
+        log.info("%s was saved by %d ranks: converting it for %d", self.source, len(archives.names), self.group.size)
+        folder: str | None = None
+        with self.group.all_or_none(f"converting {self.source}"):
+            if is_first:
+                folder = self.stack.enter_context(tempfile.TemporaryDirectory(prefix="composerlite-"))
+                self._save_files(every, Path(folder))
+                self.engine.convert(Path(folder), source=self.source)
+        folders = self.group.gather((dist.get_node_rank(), folder))
+        mine = next(path for node, path in folders if node == dist.get_node_rank() and path is not None)
+        with self.group.all_or_none("restoring the run"), half_loaded(True):
+            self.engine.load_converted(Path(mine), model, source=self.source)
+        self._set_weights(lambda: untrained(every), strict=False)
+        return wanted
 
+    def _save_files(self, every: Sequence[RankFiles], folder: Path) -> None:
+        """Write the files of all ranks as they were read here: DeepSpeed runs whatever code is in what it reads."""
+        for archive in every:
+            with readable(archive.path):
+                for name in archive.names:
+                    torch.save(archive.contents(name, self.engine.types, trust=self.trust), folder / name)
 
-# ── what is the same for all ─────────────────────────────────────────────────────────────────────────────────────────
-def _states(archive: RankFiles | None, restoring: Restoring, *, trust: bool) -> StateDict:
-    """What of ``composer_states.pt`` is wanted; read by rank 0, which has the ``archive``."""
+    # ── weights alone ────────────────────────────────────────────────────────────────────────────────────────────
+    def weights(self) -> None:
+        """Restore the weights alone."""
+        self._check_parts()
+        self._set_weights(self._read_weights, strict=self.plan.strict)
+        log.info("loaded the weights of %s", self.source)
 
-    group = dist.get_group()
+    def _set_weights(self, read: Callable[[], dict[str, Tensor]], *, strict: bool) -> None:
+        """Set tensors of the model to those that rank 0 reads."""
+        weights: dict[str, Tensor] | None = None
+        with self.group.all_or_none(f"reading {self.source}"):
+            if self.group.is_first:
+                weights = read()
+        self.engine.load_weights(weights, strict=strict, source=self.source)
 
-    def packed() -> bytes:
-        assert archive is not None
-        with readable(archive.path):
-            buffer = io.BytesIO()
-            torch.save(archive.states(trust=trust), buffer)
-            return buffer.getvalue()
+    def _read_weights(self) -> dict[str, Tensor]:
+        """The state dict of the model. On rank 0."""
+        first = format_name_with_dist(self.template, self.plan.state.run_name, **FIRST_RANK)
+        with fetched(first, self.object_store) as path:
+            if not holds_deepspeed(path):
+                with opened(path, trust=self.trust) as (file, _):
+                    check_kind(file.contents, f"checkpoint {first!r}")
+                    file.contents = {"model": file.contents["state"].get("model", {})}
+                    file.read()
+                    return file.contents["model"]
+        with self._find().all_opened(self.object_store) as every, readable(Path(first)):
+            return merged_weights(every)
 
-    data = group.from_first(f"reading {restoring.source}", packed)
-    contents = torch.load(io.BytesIO(data), weights_only=False) if trust else item_contents(data)
-    with group.all_or_none("comparing the checkpoint with the run"):
-        wanted = restoring.wanted(contents)
-        restoring.places(wanted)
-    return wanted
+    # ── what is the same for all ─────────────────────────────────────────────────────────────────────────────────
+    def _states(self, archive: RankFiles | None) -> StateDict:
+        """Read what is wanted of ``composer_states.pt``, on rank 0, which has the ``archive``."""
+
+        def packed() -> bytes:
+            assert archive is not None
+            with readable(archive.path):
+                buffer = io.BytesIO()
+                torch.save(archive.states(trust=self.trust), buffer)
+                return buffer.getvalue()
+
+        data = self.group.from_first(f"reading {self.source}", packed)
+        contents = torch.load(io.BytesIO(data), weights_only=False) if self.trust else item_contents(data)
+        with self.group.all_or_none("comparing the checkpoint with the run"):
+            wanted = self.plan.wanted(contents)
+            self.plan.places(wanted)
+        return wanted

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from composerlite import dist
-from composerlite.checkpoint.deepspeed.archives import RankFiles, find_archives, model_states, the_file
+from composerlite.checkpoint.deepspeed.archives import MODEL, RankFiles, find_archives, model_states, the_file
 from composerlite.checkpoint.load.reader import readable
 from composerlite.checkpoint.save.plain_files import file_writer
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
@@ -29,7 +29,7 @@ __all__ = ["merged_weights", "unshard_zero", "untrained"]
 
 log = logging.getLogger(__name__)
 
-_MODEL, _OPTIMIZER = "model_states.pt", "optim_states.pt"
+_OPTIMIZER = "optim_states.pt"
 
 
 def merged_weights(archives: Sequence[RankFiles]) -> dict[str, Tensor]:
@@ -49,7 +49,7 @@ def merged_weights(archives: Sequence[RankFiles]) -> dict[str, Tensor]:
 
 
 def untrained(archives: Sequence[RankFiles]) -> dict[str, Tensor]:
-    """Of :func:`merged_weights` what no optimizer has: buffers, and parameters that are frozen."""
+    """Select of :func:`merged_weights` what no optimizer has: buffers, and parameters that are frozen."""
     first = model_states(archives[0], prune=_of_the_model)
     trained = {name for group in first["param_shapes"] for name in group}
     trained |= {name for name, other in dict(first.get("shared_params") or {}).items() if other in trained}
@@ -57,7 +57,7 @@ def untrained(archives: Sequence[RankFiles]) -> dict[str, Tensor]:
 
 
 class _Piece(NamedTuple):
-    """What one rank has of the weights.
+    """The part of the weights that one rank has.
 
     Attributes:
         model: its model states.
@@ -73,7 +73,7 @@ class _Piece(NamedTuple):
 
 
 def _piece(archive: RankFiles) -> _Piece:
-    has_model = any(name.endswith(_MODEL) for name in archive.names)
+    has_model = any(name.endswith(MODEL) for name in archive.names)
     model = model_states(archive, prune=_of_the_model) if has_model else {}
     optimizer = archive.contents(the_file(archive, _OPTIMIZER), prune=_of_the_optimizer)
     return _Piece(model, optimizer["stage"], optimizer["groups"], optimizer["paddings"])
@@ -145,7 +145,7 @@ def _part(vector: Tensor, start: int, size: int, name: str) -> Tensor:
 
 
 def _frozen(pieces: Sequence[_Piece]) -> dict[str, Tensor]:
-    """What is not trained, where it is saved apart: whole in stage 2, in pieces in stage 3."""
+    """Weights that are not trained, where they are saved apart: whole in stage 2, in pieces in stage 3."""
     shapes = cast("Mapping[str, Sequence[int]]", pieces[0].model.get("frozen_param_shapes") or {})
     having = [piece.model["frozen_param_fragments"] for piece in pieces if piece.model]
     found: dict[str, Tensor] = {}

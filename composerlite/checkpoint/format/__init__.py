@@ -1,5 +1,5 @@
-"""How the bytes of a checkpoint are laid out: the torch file and its zip, tensors of every kind, the index of a sharded
-directory, the files of DeepSpeed. ``packing/`` has what may be around a file: archives and compression.
+"""Layouts of the bytes of a checkpoint: the torch file and its zip, the index of a sharded directory, and what may be
+around a file: archives and compression.
 """
 
 __all__ = ["INDEX", "SUFFIX"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Protocol, final
 
@@ -16,7 +16,6 @@ __all__ = [
     "DEEPSPEED",
     "DEEPSPEED_TYPES",
     "STATES",
-    "Reader",
     "TarSink",
     "is_tar_header",
     "next_member",
@@ -112,7 +111,7 @@ class TarSink:
 
 
 def is_tar_header(block: bytes) -> bool:
-    """Whether a file that begins with ``block`` is an archive."""
+    """Check that a file that begins with ``block`` is an archive."""
     try:
         tarfile.TarInfo.frombuf(block[:_BLOCK], "utf-8", "surrogateescape")
     except tarfile.HeaderError:
@@ -124,7 +123,7 @@ class Reader(Protocol):
     """Bytes from front to back."""
 
     def read(self, size: int) -> bytes:
-        """So many bytes, or fewer at the end."""
+        """Read so many bytes, or fewer at the end."""
         ...
 
     def take(self, most: int) -> bytes:
@@ -143,7 +142,7 @@ def tar_member(source: Reader) -> Iterator[bytes]:
         IncompatibleCheckpointError: DeepSpeed's files are in it.
     """
     found = False
-    while (member := next_member(source)) is not None:
+    while (member := next_member(source.read)) is not None:
         if _is_its_folder(member):
             continue
         _check(member)
@@ -160,11 +159,14 @@ def tar_member(source: Reader) -> Iterator[bytes]:
         raise CorruptCheckpointError(f"it is an archive that holds no {STATES!r}")
 
 
-def next_member(source: Reader) -> tarfile.TarInfo | None:
-    """The next header, with what extended headers before it say; ``None`` at the end of the archive."""
+def next_member(read: Callable[[int], bytes]) -> tarfile.TarInfo | None:
+    """Return the next header, with what extended headers before it say; ``None`` at the end of the archive.
+
+    ``read`` gives so many bytes, or fewer at the end.
+    """
     name, size = None, None
     while True:
-        block = source.read(_BLOCK)
+        block = read(_BLOCK)
         if len(block) != _BLOCK:
             raise _cut_off()
         if not block.strip(b"\0"):
@@ -176,10 +178,10 @@ def next_member(source: Reader) -> tarfile.TarInfo | None:
         if member.size < 0:
             raise CorruptCheckpointError("it is an archive with a member of less than 0 bytes")
         if member.type in (_LONG_NAME, _LONG_LINK):
-            text = _extended(source, member).rstrip(b"\0")
+            text = _extended(read, member).rstrip(b"\0")
             name = text.decode("utf-8", "surrogateescape") if member.type == _LONG_NAME else name
         elif member.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE):
-            records = _records(_extended(source, member))
+            records = _records(_extended(read, member))
             name = records.get("path", name)
             size = _size(records["size"]) if "size" in records else size
         else:
@@ -205,11 +207,11 @@ def _is_its_folder(member: tarfile.TarInfo) -> bool:
     return member.isdir() and member.name.rstrip("/") in ("", ".")
 
 
-def _extended(source: Reader, member: tarfile.TarInfo) -> bytes:
+def _extended(read: Callable[[int], bytes], member: tarfile.TarInfo) -> bytes:
     if member.size > _MOST_HEADER_BYTES:
         raise CorruptCheckpointError(f"it is an archive with an extended header of {member.size} bytes")
     padded = member.size + -member.size % _BLOCK
-    data = source.read(padded)
+    data = read(padded)
     if len(data) != padded:
         raise _cut_off()
     return data[: member.size]

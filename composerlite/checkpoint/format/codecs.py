@@ -1,4 +1,4 @@
-"""How the bytes of compressed files are made: by a Python library, in blocks or as one stream, or by a program."""
+"""Encoders and decoders of compressed files: Python libraries, in blocks or as one stream, and programs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,8 @@ from typing import NoReturn, Protocol, cast, final
 from composerlite.errors import CheckpointError, SaveError
 
 __all__ = [
-    "BlockEncoder",
-    "Decoder",
     "Encoder",
     "Library",
-    "StreamCompressor",
-    "StreamEncoder",
     "ToolEncoder",
     "ToolPipe",
     "bzip2_library",
@@ -38,7 +35,7 @@ _BLOCK_BYTES = 4 << 20
 _MOST_THREADS = 8  # each holds a block and its encoding
 
 
-class Encoder(Protocol):
+class Encoder(ABC):
     """Encodes one file, block by block.
 
     Attributes:
@@ -46,24 +43,22 @@ class Encoder(Protocol):
         threads: how many blocks may be encoded at once. 1: one after the other, in order.
     """
 
-    block_bytes: int
-    threads: int
+    block_bytes = _BLOCK_BYTES
+    threads = 1
 
-    def encode(self, block: memoryview, /) -> bytes:
-        """What comes next in the file."""
-        ...
+    @abstractmethod
+    def encode(self, block: memoryview) -> bytes:
+        """Return what comes next in the file."""
 
     def finish(self) -> bytes:
-        """The end of the file. Nothing may be encoded any more."""
-        ...
+        """Return the end of the file. Nothing may be encoded any more."""
+        return b""
 
     def stop(self) -> None:
         """Do not go on. For any thread: one that waits for a program meanwhile fails."""
-        ...
 
     def close(self) -> None:
         """Give everything back, when no thread encodes any more; twice is fine."""
-        ...
 
 
 class StreamCompressor(Protocol):
@@ -73,30 +68,21 @@ class StreamCompressor(Protocol):
 
 
 @final
-class BlockEncoder:
+class BlockEncoder(Encoder):
     """Each block becomes a stream of its own; the file is one stream after the other."""
 
     def __init__(self, encode: Callable[[memoryview], bytes], block_bytes: int = _BLOCK_BYTES) -> None:
         self.block_bytes = block_bytes
         self.threads = thread_count()
-        self.encode = encode
+        self._encode = encode
 
-    def finish(self) -> bytes:
-        return b""
-
-    def stop(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    def encode(self, block: memoryview) -> bytes:
+        return self._encode(block)
 
 
 @final
-class StreamEncoder:
+class StreamEncoder(Encoder):
     """The whole file is one stream."""
-
-    block_bytes = _BLOCK_BYTES
-    threads = 1
 
     def __init__(self, compressor: StreamCompressor, start: bytes = b"") -> None:
         self._compressor = compressor
@@ -109,24 +95,13 @@ class StreamEncoder:
     def finish(self) -> bytes:
         return self._start + self._compressor.flush()
 
-    def stop(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
 
 @final
-class ToolEncoder:
+class ToolEncoder(Encoder):
     """The whole file is sent through a program."""
-
-    block_bytes = _BLOCK_BYTES
-    threads = 1
 
     def __init__(self, command: list[str]) -> None:
         self._pipe = ToolPipe(command, SaveError)
-        self.stop = self._pipe.stop
-        self.close = self._pipe.close
 
     def encode(self, block: memoryview) -> bytes:
         return b"".join(self._pipe.exchange(block))
@@ -134,9 +109,15 @@ class ToolEncoder:
     def finish(self) -> bytes:
         return b"".join(self._pipe.end())
 
+    def stop(self) -> None:
+        self._pipe.stop()
+
+    def close(self) -> None:
+        self._pipe.close()
+
 
 def thread_count() -> int:
-    """How many threads compress at once: they have a low priority, so that all processors may be used."""
+    """Number of threads that compress at once: they have a low priority, so that all processors may be used."""
     return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
 
 
@@ -164,7 +145,7 @@ class Decoder(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class Library:
-    """What a Python library does: an encoder of a file of so many bytes, a decoder, and what that raises."""
+    """A Python library: its encoder of a file of so many bytes, its decoder, and what that raises."""
 
     encoder: Callable[[int | None], Encoder]
     decoder: Callable[[], Decoder]

@@ -66,7 +66,7 @@ class Compressor:
 
     @property
     def exists(self) -> bool:
-        """Whether files can be written and read here."""
+        """Check that files can be written and read here."""
         return self._imported() is not None or shutil.which(self.tool) is not None
 
     def check_exists(self) -> None:
@@ -96,7 +96,7 @@ class Compressor:
         return ToolEncoder([self.tool, *self.options]) if library is None else library.encoder(size_bytes)
 
     def decoded(self, pieces: Iterable[bytes]) -> Generator[bytes]:
-        """What ``pieces`` of a file decode to, in pieces of 1 MiB at most.
+        """Decode ``pieces`` of a file; in pieces of 1 MiB at most.
 
         Raises:
             CorruptCheckpointError: the file is damaged or cut off.
@@ -138,7 +138,7 @@ class Compressor:
 
 
 def is_compressed_pt(filename: str | Path) -> bool:
-    """Whether the name asks for a ``.pt`` file that is compressed by itself, not in an archive."""
+    """Check that the name asks for a ``.pt`` file that is compressed by itself, not in an archive."""
     parts = Path(filename).name.lower().split(".")
     return len(parts) >= 2 and parts[-2] == "pt" and parts[-1] != "symlink"
 

@@ -1,4 +1,4 @@
-"""How a checkpoint's bytes are laid out in a file, chosen by the end of its name.
+"""Formats of a checkpoint's file, chosen by the end of its name.
 
 ============================================== ========================================================================
 ``.pt`` and endings of no known kind           the file that ``torch.load`` opens
@@ -38,7 +38,7 @@ _OTHER_KINDS = re.compile(
 @final
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a checkpoint's bytes are laid out in a file.
+    """The layout of a checkpoint's bytes in a file.
 
     Attributes:
         suffix: of its files; empty for those of no known kind.
@@ -68,7 +68,7 @@ class Format:
         ring_bytes: int = RING_BYTES,
         may_grow: bool = False,
     ) -> Sink:
-        """What takes the bytes of a ``.pt`` file and writes ``path``.
+        """Open what takes the bytes of a ``.pt`` file and writes ``path``.
 
         Args:
             path: an existing file, empty.
@@ -90,7 +90,7 @@ class Format:
     def open_archive(
         self, path: Path, members: Sequence[tuple[str, int]], *, ring_bytes: int = RING_BYTES, may_grow: bool = False
     ) -> Sink:
-        """What takes the bytes of several files, one after the other, and writes the archive ``path``.
+        """Open what takes the bytes of several files, one after the other, and writes the archive ``path``.
 
         Args:
             path: an existing file, empty.
@@ -108,7 +108,7 @@ class Format:
 
 
 def is_tar(name: str | Path) -> bool:
-    """Whether the name is that of an archive."""
+    """Check that the name is that of an archive."""
     return str(name).lower().endswith(tuple(_ARCHIVES))
 
 
@@ -148,7 +148,7 @@ _ARCHIVE_BYTES = 1 << 20  # more than an archive adds to the file in it
 
 
 def is_packed(path: Path) -> bool:
-    """Whether the file ``path`` is compressed or an archive, by its first bytes: names and links may say other things.
+    """Check whether the file ``path`` is compressed or an archive, by its first bytes: its name may say something else.
 
     Raises:
         OSError: it cannot be read.
@@ -158,7 +158,7 @@ def is_packed(path: Path) -> bool:
 
 
 def is_packed_beginning(beginning: bytes) -> bool:
-    """Whether a file with these first 512 bytes, or all that it has, is compressed or an archive."""
+    """Check whether a file with these first 512 bytes, or all that it has, is compressed or an archive."""
     if beginning.startswith(_TORCH_FILES):
         return False
     return codec_of(beginning) is not None or is_tar_header(beginning)
@@ -211,7 +211,7 @@ def _expanded(
     least_limit: int = 0,
     progress: Callable[[int], object] = int,
 ) -> Generator[IO[bytes]]:
-    """What ``inner`` makes of the file, in a file without a name; the file itself where it is not packed."""
+    """Write what ``inner`` makes of the file to one without a name; the file itself where it is not packed."""
     with contextlib.ExitStack() as stack:
         packed = stack.enter_context(path.open("rb", buffering=0))
         if not is_packed(path):
@@ -241,7 +241,7 @@ def _expanded(
 
 
 def _decoded_bytes(packed: IO[bytes], limit: _Limit, progress: Callable[[int], object]) -> Generator[bytes]:
-    """What is in the file, out of its compression."""
+    """Contents of the file, out of its compression."""
 
     def pieces() -> Generator[bytes]:
         while piece := packed.read(_PIECE_BYTES):
@@ -256,7 +256,7 @@ def _decoded_bytes(packed: IO[bytes], limit: _Limit, progress: Callable[[int], o
 
 
 def _inner_bytes(packed: IO[bytes], limit: _Limit, progress: Callable[[int], object]) -> Generator[bytes]:
-    """What is in the file, out of its compression and out of its archive."""
+    """Contents of the file, out of its compression and out of its archive."""
     with contextlib.closing(_decoded_bytes(packed, limit, progress)) as decoded:
         source = _Source(decoded)
         beginning = source.peek(_HEADER_BYTES)
@@ -276,7 +276,7 @@ def _scratch_folder(path: Path) -> Path:
 
 @final
 class _Limit:
-    """How much a file may unpack to."""
+    """The limit of what a file may unpack to."""
 
     def __init__(
         self, path: Path, *, packed_bytes: int, size_bytes: int | None, folder: Path, least_bytes: int = 0
@@ -322,7 +322,7 @@ class _Source:
         self._left = b""
 
     def read(self, size: int) -> bytes:
-        """So many bytes, or fewer at the end."""
+        """Read so many bytes, or fewer at the end."""
         data = self.peek(size)
         return self.take(len(data))
 
@@ -333,7 +333,7 @@ class _Source:
         return data
 
     def peek(self, size: int) -> bytes:
-        """So many bytes, or fewer at the end; they are read again."""
+        """Return so many bytes, or fewer at the end; they are read again."""
         while len(self._left) < size and (piece := next(self._pieces, None)) is not None:
             self._left += piece
         return self._left[:size]

@@ -84,7 +84,7 @@ class _NoStorages:
 
 
 def read_index(data: bytes, uri: str) -> Metadata:
-    """What ``.metadata`` says, made of known types only, every number of which can be.
+    """Read ``.metadata``, made of known types only, every number of which can be.
 
     Raises:
         UntrustedCheckpointError: it names something else.
@@ -142,12 +142,12 @@ def _check_tensor(key: str, stored: TensorStorageMetadata) -> None:
 
 
 def key_path(metadata: Metadata, key: str) -> tuple[str | int, ...]:
-    """Where ``key`` of the index belongs in the nested state dict."""
+    """Path of ``key`` of the index in the nested state dict."""
     return (metadata.planner_data or {}).get(key, (key,))
 
 
 def untrusted(uri: str, key: str, refused: RefusedError) -> UntrustedCheckpointError:
-    """What to raise where ``key`` of the checkpoint at ``uri`` names what is not known to be safe."""
+    """Make the error where ``key`` of the checkpoint at ``uri`` names what is not known to be safe."""
     kind = refused.name.rsplit(".", 1)[-1]
     hint = (
         f" If it is yours, allow it with torch.serialization.add_safe_globals([{kind}])." if refused.allowable else ""
@@ -267,7 +267,7 @@ def _is_split(value: Mapping[Any, Any]) -> bool:
 
 
 def _holds(value: Any, kind: type) -> bool:
-    """Whether ``value`` is of that kind, or has such a one in its dicts and lists."""
+    """Check that ``value`` is of that kind, or has such a one in its dicts and lists."""
     if isinstance(value, Mapping):
         return any(_holds(inner, kind) for inner in cast("Mapping[Any, Any]", value).values())
     if type(value) is list:
@@ -281,7 +281,7 @@ def _holds_deep(value: Any, kind: type) -> bool:
 
 
 def _is_split_by_dcp(value: Any) -> bool:
-    """Whether DCP takes the list apart."""
+    """Check that DCP takes the list apart."""
     if type(value) is not list:
         return isinstance(value, Tensor | Mapping)
     return any(map(_is_split_by_dcp, cast("list[Any]", value)))

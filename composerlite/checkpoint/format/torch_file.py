@@ -84,7 +84,7 @@ class TorchImage:
         self.size_bytes = self._layout.size_bytes
 
     def storages(self) -> list[StorageCopy]:
-        """What is to be copied before training changes it, each storage once."""
+        """List what is to be copied before training changes it, each storage once."""
         assert self._storages is not None, "the image was staged already"
         return [StorageCopy(s, r.data_offset) for s, r in zip(self._storages, self._layout.records, strict=False)]
 
@@ -259,11 +259,11 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
     def _referred(self, reference: _Reference) -> tuple[Any, ...]:
-        """What stands for a storage among the arguments of a call."""
+        """Arguments that stand for a storage in a call."""
         raise NotImplementedError
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
-        """What torch's own reduction gives, in a tenth of the time; the rare kinds of tensors are left to that."""
+        """Reduce as torch does, in a tenth of the time; the rare kinds of tensors are left to torch."""
         dtype = tensor.dtype
         storage_type = _STORAGE_TYPES.get(dtype)
         dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_neg() or tensor.is_meta)
@@ -349,9 +349,8 @@ def check_tensor(tensor: Tensor) -> None:
 
 
 def _reduced(tensor: Tensor) -> Any:
-    """What torch makes of a rare kind of tensor."""
-    if not is_dense(tensor):
-        check_savable(tensor)
+    """Reduce a rare kind of tensor as torch does."""
+    check_tensor(tensor)
     return tensor.__reduce_ex__(_PROTOCOL)
 
 
@@ -374,7 +373,7 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is nothing but numbers at strides, of which a part can be read or written by itself.
+    """Check that ``tensor`` is nothing but numbers at strides, of which a part can be read or written by itself.
 
     Others are saved as values: sparse and quantized ones, those without numbers, and those of classes of their own.
     Of a distributed one the part of this rank counts.

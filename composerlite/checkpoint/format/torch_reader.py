@@ -14,6 +14,7 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, Any, NamedTuple, Protocol, final
 
 import torch
@@ -28,12 +29,12 @@ from composerlite.errors import CorruptCheckpointError
 __all__ = [
     "ByteSource",
     "FileSource",
-    "ItemBytes",
     "MapLocation",
     "Record",
     "Sieve",
     "StoredTensor",
     "TorchFile",
+    "Window",
     "item_contents",
     "predicted",
     "runs_of",
@@ -94,6 +95,45 @@ class FileSource:
         os.posix_fadvise(self._file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A file within another one.
+
+    Attributes:
+        source: the other one.
+        start: where in it this file begins.
+        size_bytes: of this file.
+        known: what was read of it before: where each part begins, and its bytes. Where the end is looked for, zeros
+            stand for what lies before the last part.
+    """
+
+    source: ByteSource
+    start: int
+    size_bytes: int
+    known: Sequence[tuple[int, bytearray]] = ()
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Exactly so many bytes."""
+        for first, data in self.known:
+            if first <= offset and offset + size <= first + len(data):
+                return bytes(data[offset - first : offset - first + size])
+            if first + len(data) == self.size_bytes == offset + size:
+                return bytes(first - offset) + bytes(data)
+        self._check(offset, size)
+        return self.source.read(self.start + offset, size)
+
+    def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
+        """Fill memory."""
+        for offset, _, size in targets:
+            self._check(offset, size)
+        self.source.read_into([(self.start + offset, address, size) for offset, address, size in targets], progress)
+
+    def _check(self, offset: int, size: int) -> None:
+        if offset < 0 or size < 0 or offset + size > self.size_bytes:
+            raise CorruptCheckpointError(f"it has no bytes {offset} to {offset + size}")
+
+
 class Sieve(Protocol):
     """Takes the bytes of a record a part at a time, from front to back, and keeps what it needs."""
 
@@ -110,6 +150,7 @@ class Record(NamedTuple):
 
     name: str
     size: int
+    offset: int
 
 
 class _Unread(NamedTuple):
@@ -202,10 +243,8 @@ class TorchFile:
         if location not in self._devices:
             self._devices[location] = _device(self._map_location, location)
         device = self._devices[location]
-        if device == "meta":
-            return torch.UntypedStorage(record.size, device="meta")
-        storage = torch.UntypedStorage(record.size)
-        if self._eager or device != "cpu":
+        storage = torch.UntypedStorage(record.size, device="meta" if device == "meta" else "cpu")
+        if device != "meta" and (self._eager or device != "cpu"):
             self._fill([(name, storage.data_ptr())], int)
             if self._swap:
                 storage.byteswap(dtype)
@@ -222,7 +261,7 @@ class TorchFile:
         if self._swap:
             return {}
         return {
-            id(storage): Record(item.name, self._records[item.name].size)
+            id(storage): Record(item.name, self._records[item.name].size, self._records[item.name].offset)
             for item in self._unread
             if (storage := item.storage()) is not None
         }
@@ -241,7 +280,11 @@ class TorchFile:
             sieves: what else takes records, by their names.
             progress: is told of each so many bytes.
         """
-        alive = [(item, storage) for item in self._unread if (storage := item.storage()) is not None]
+        alive = [
+            (item, storage)
+            for item in self._unread
+            if (storage := item.storage()) is not None and storage.device.type != "meta"
+        ]
         self._fill(
             [(item.name, storage.data_ptr()) for item, storage in alive] + list((places or {}).items()), progress
         )
@@ -348,7 +391,7 @@ class TorchFile:
 
 
 def _trusted(data: bytes, storages: TorchFile) -> Any:
-    """What the pickle holds, made by pickle: whatever code it names is run."""
+    """Load the pickle with pickle itself: whatever code it names is run."""
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
@@ -384,7 +427,6 @@ def _moved(storage: torch.UntypedStorage, map_location: MapLocation, location: s
 
 
 # ── a file inside another: an item of a sharded checkpoint ───────────────────────────────────────────────────────────
-_MOST_ITEM_PICKLE_BYTES = 1 << 20
 _MOST_RUNS = 4096
 
 
@@ -404,99 +446,35 @@ class StoredTensor(NamedTuple):
 
 @functools.lru_cache(1024)
 def predicted(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[StoredTensor, int]:
-    """How this package lays a tensor out in an item, and where what follows its numbers begins."""
+    """Layout of a tensor in an item of this package, and where what follows its numbers begins."""
     (record,) = Layout([("data/0", math.prod(shape) * dtype.itemsize)]).records
     return StoredTensor(shape, dtype, record.data_offset), record.data_offset + record.size_bytes
 
 
-@final
-class ItemBytes:
-    """The bytes of an item, of which some parts were read before.
-
-    Args:
-        source: the file.
-        offset: where in it the item begins.
-        size_bytes: of the item.
-        parts: where a part begins in the item, and its bytes.
-    """
-
-    def __init__(
-        self, source: ByteSource, offset: int, size_bytes: int, parts: Sequence[tuple[int, bytearray]]
-    ) -> None:
-        self._source = source
-        self._offset = offset
-        self._parts = parts
-        self.size_bytes = size_bytes
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Exactly so many bytes. Of the end, where the directory is looked for, those that were read, after zeros."""
-        for start, data in self._parts:
-            if start <= offset and offset + size <= start + len(data):
-                return bytes(data[offset - start : offset - start + size])
-            if start + len(data) == self.size_bytes == offset + size:
-                return bytes(start - offset) + bytes(data)
-        if offset < 0 or size < 0 or offset + size > self.size_bytes:
-            raise CorruptCheckpointError(
-                f"an item of {self.size_bytes} bytes has none from {offset} to {offset + size}"
-            )
-        return self._source.read(self._offset + offset, size)
-
-
-@final
-class _Places:
-    """Storages without bytes, and the records that have these."""
-
-    def __init__(self, records: dict[str, Entry]) -> None:
-        self.known: dict[str, tuple[torch.UntypedStorage, Entry]] = {}
-        self._records = records
-
-    def storage(self, identity: Any) -> torch.storage.TypedStorage:
-        mark, kind, key, _, count = identity
-        record = self._records.get(f"data/{key}")
-        if mark != "storage" or not isinstance(kind, StorageKind) or type(key) is not str or record is None:
-            raise ValueError("a storage in a form that torch does not write")
-        if type(count) is not int or count * kind.dtype.itemsize != record.size:
-            raise ValueError(f"the storage {key!r} of {count!r} × {kind.dtype} in {record.size} bytes")
-        if key not in self.known:
-            self.known[key] = torch.UntypedStorage(record.size, device="meta"), record
-        return torch.storage.TypedStorage(wrap_storage=self.known[key][0], dtype=kind.dtype, _internal=True)
-
-    def read_now(self) -> None:
-        raise ValueError("a tensor of a class of the user's")
-
-
-def stored_tensor(item: ItemBytes) -> StoredTensor | None:
+def stored_tensor(item: Window) -> StoredTensor | None:
     """The tensor that the item holds, its numbers unread; ``None`` if it is of a rarer kind than row-major.
 
+    Read as a whole an item says what is wrong with it, or is of a kind that can be read so only.
+
     Raises:
-        CorruptCheckpointError: it is no torch file.
         RefusedError: it names something that is not known to be safe.
     """
-    listed = entries(item.size_bytes, item.read, item.read)
-    root = records_root(listed)
-    records = {name.removeprefix(root): entry for name, entry in listed.items() if name.startswith(root)}
-    pickled, order = records["data.pkl"], records.get("byteorder")
-    if pickled.size > _MOST_ITEM_PICKLE_BYTES:
-        return None
-    if order is not None and item.read(order.offset, order.size) != sys.byteorder.encode():
-        return None
-    places = _Places(records)
     try:
-        contents = RestrictedUnpickler(item.read(pickled.offset, pickled.size), places).load()
-    except ValueError:
-        return None  # read as a whole it says what is wrong, or is a kind that can be read so only
-    if type(contents) not in (Tensor, nn.Parameter) or contents.layout is not torch.strided or len(places.known) != 1:
+        file = TorchFile(item, item.size_bytes, peek=item.read, map_location="meta")
+    except CorruptCheckpointError:
         return None
-    if not contents.is_contiguous() or contents.is_conj() or contents.is_neg() or contents.is_quantized:
+    contents, unread = file.contents, file.unread()
+    if type(contents) not in (Tensor, nn.Parameter) or contents.layout is not torch.strided or contents.is_quantized:
         return None
-    ((_, record),) = places.known.values()
-    return StoredTensor(
-        tuple(contents.shape), contents.dtype, record.offset + contents.storage_offset() * contents.itemsize
-    )
+    record = unread.get(id(contents.untyped_storage()))
+    if record is None or len(unread) != 1 or not contents.is_contiguous() or contents.is_conj() or contents.is_neg():
+        return None
+    start = record.offset + contents.storage_offset() * contents.itemsize
+    return StoredTensor(tuple(contents.shape), contents.dtype, start)
 
 
 def item_contents(data: bytes | bytearray) -> Any:
-    """What an item holds that was read as a whole.
+    """Return what an item holds that was read as a whole.
 
     Raises:
         CorruptCheckpointError: it is no torch file, or its own checksums say that it is damaged.

@@ -1,4 +1,4 @@
-"""Where the records of a ``.pt`` file lie: a zip archive, stored without compression, that torch and unzip read.
+"""Places of the records of a ``.pt`` file: a zip archive, without compression, that torch and unzip read.
 
 The layout of those that are written here depends on names and sizes only, so it is known before a byte is written.
 Large records begin on 4096-byte boundaries, data first, the pickle and the directory last. Archives of any origin are
@@ -49,12 +49,12 @@ class Record(NamedTuple):  # one is made for each tensor of each save
 
     @property
     def data_offset(self) -> int:
-        """Where its data begin."""
+        """Offset of its data."""
         return self.offset + len(self.header)
 
     @property
     def end(self) -> int:
-        """Where its data descriptor ends."""
+        """Offset of the end of its data descriptor."""
         return self.data_offset + self.size_bytes + self._descriptor.size
 
     @property
@@ -63,17 +63,17 @@ class Record(NamedTuple):  # one is made for each tensor of each save
 
     @property
     def _wide(self) -> list[int]:
-        """What does not fit the 32 bits that the central directory has for it."""
+        """Numbers that do not fit the 32 bits that the central directory has for them."""
         if self.size_bytes < _MAX_32 and self.offset < _MAX_32:
             return []
         return [value for value in (self.size_bytes, self.size_bytes, self.offset) if value >= _MAX_32]
 
     def descriptor(self, crc: int) -> bytes:
-        """What follows the data."""
+        """Bytes that follow the data."""
         return self._descriptor.pack(b"PK\x07\x08", crc, self.size_bytes, self.size_bytes)
 
     def directory_entry(self, crc: int) -> bytes:
-        """What stands in the central directory."""
+        """Entry in the central directory."""
         name = self.name.encode()
         wide = self._wide
         extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
@@ -124,7 +124,7 @@ class Layout:
 
     @property
     def size_bytes(self) -> int:
-        """Of the archive: the records and their :func:`trailer`, which does not depend on the data."""
+        """Size of the archive: the records and their :func:`trailer`, which does not depend on the data."""
         wide = _END_64.size + _LOCATOR_64.size if _is_large(len(self.records), self.directory_bytes, self.end) else 0
         return self.end + self.directory_bytes + wide + _END.size
 
@@ -164,7 +164,7 @@ def trailer(records: Sequence[Record], crcs: Sequence[int], start: int) -> bytes
 
 
 def _is_large(count: int, size: int, start: int) -> bool:
-    """Whether the end of the archive needs its large form."""
+    """Check that the end of the archive needs its large form."""
     return count >= 0xFFFF or start >= _MAX_32 or size >= _MAX_32
 
 
@@ -250,7 +250,7 @@ def records_root(names: dict[str, Entry]) -> str:
 
 
 def _directory(size_bytes: int, read: Read) -> tuple[int, int, int]:
-    """Where the directory begins, its size in bytes, and how many records it has."""
+    """Find the directory: where it begins, its size in bytes, and how many records it has."""
     tail_start = max(0, size_bytes - _TAIL_BYTES)
     tail = read(tail_start, size_bytes - tail_start)
     place = tail.rfind(b"PK\x05\x06")
@@ -276,7 +276,7 @@ def _directory(size_bytes: int, read: Read) -> tuple[int, int, int]:
 
 
 def _listed(directory: bytes, count: int) -> dict[str, _Listed]:
-    """What the directory says of each record."""
+    """List what the directory says of each record."""
     listed: dict[str, _Listed] = {}
     place = 0
     for _ in range(count):

@@ -1,3 +1,1 @@
-"""How a checkpoint is found and restored: what a path or a URI means, reading and verifying files, which one a run
-resumes from. ``sharded/`` has what is read of a directory.
-"""
+"""Loading: a checkpoint is found, verified, read and restored; the choice of the one that a run resumes from."""

@@ -11,8 +11,9 @@ import importlib
 import logging
 import os
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar, cast, final
+from typing import Any, NamedTuple, TypeVar, cast, final
 
 import xxhash
 
@@ -20,7 +21,7 @@ from composerlite import dist
 from composerlite.checkpoint.format.packing import is_packed, unpacked
 from composerlite.checkpoint.format.torch_reader import ByteSource, FileSource, MapLocation, Piece, TorchFile
 from composerlite.checkpoint.format.zip_file import entries
-from composerlite.checkpoint.load.resolve import Progress, progress_of
+from composerlite.checkpoint.load.resolve import Progress, home_of, progress_of, what_is_there
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.trust.trusted import RefusedError
@@ -35,15 +36,12 @@ from composerlite.storage import FileDigest, ParallelReader
 
 __all__ = [
     "RawFile",
-    "home_of",
     "opened",
-    "opened_as",
     "opened_together",
     "readable",
     "safe_torch_load",
     "spread_file",
     "validate",
-    "what_is_there",
 ]
 
 log = logging.getLogger(__name__)
@@ -69,7 +67,7 @@ class RawFile(NamedTuple):
     expect: Callable[[int, int], object] | None = None
 
     def torch_file(self, *, map_location: MapLocation = "cpu", trust: bool = False) -> TorchFile:
-        """What is in it."""
+        """Return what is in it."""
         return TorchFile(
             self.source,
             self.size_bytes,
@@ -114,82 +112,46 @@ def opened_as(make: Callable[[RawFile], T], path: Path, *, progress_bar: bool = 
     validate(path)
     catalog, name = home_of(path)
     manifest = catalog.manifest_of(name)
-    with progress_of(f"reading {path.name}", path.stat().st_size, progress_bar) as progress, readable(path):
-        if is_packed(path):
-            _check_whole(catalog, manifest, path)
-            size_bytes = manifest.unpacked_bytes if manifest is not None and manifest.unpacked_bytes else None
-            with unpacked(path, size_bytes=size_bytes) as file:
-                yield make(_raw_file(FileSource(file), file, check_sums=manifest is None)), progress
-            return
-        with contextlib.ExitStack() as stack:
-            yield _verified(stack, path, catalog, manifest, make), progress
-
-
-def _verified(
-    stack: contextlib.ExitStack, path: Path, catalog: Catalog, manifest: Manifest | None, make: Callable[[RawFile], T]
-) -> T:
-    """What ``make`` makes of the file, whose bytes are compared with the manifest as they are read."""
-    file = stack.enter_context(path.open("rb", buffering=0))
-
-    def made(digest: FileDigest | None, *, check_sums: bool = False) -> T:
-        reader = stack.enter_context(ParallelReader(path, digest))
-        return make(_raw_file(reader, file, check_sums=check_sums))
-
     if manifest is None:
         log.warning("checkpoint %s has no manifest: it is loaded unverified", path)
-        return made(None, check_sums=True)
-    try:
-        return made(_digest(catalog, manifest, path))
-    except CorruptCheckpointError:
-        if not catalog.is_replaced(manifest):
-            raise
-        return made(None)
+    with (
+        progress_of(f"reading {path.name}", path.stat().st_size, progress_bar) as progress,
+        readable(path),
+        contextlib.ExitStack() as stack,
+    ):
+        try:
+            made = make(_raw_file(stack, path, catalog, manifest, verified=True))
+        except CorruptCheckpointError:
+            if manifest is None or not catalog.is_replaced(manifest):
+                raise
+            made = make(_raw_file(stack, path, catalog, manifest, verified=False))
+        yield made, progress
 
 
-def _raw_file(source: ByteSource, file: IO[bytes], *, check_sums: bool) -> RawFile:
+def _raw_file(
+    stack: contextlib.ExitStack, path: Path, catalog: Catalog, manifest: Manifest | None, *, verified: bool
+) -> RawFile:
+    """The bytes of the torch file: compared with the manifest as they are read, or all before if it is packed."""
+    if is_packed(path):
+        if manifest is not None and verified:
+            catalog.verify(manifest)
+        size_bytes = None if manifest is None else manifest.unpacked_bytes or None
+        file = stack.enter_context(unpacked(path, size_bytes=size_bytes))
+        source: ByteSource = FileSource(file)
+    else:
+        file = stack.enter_context(path.open("rb", buffering=0))
+        digest = _digest(catalog, manifest, path) if manifest is not None and verified else None
+        source = stack.enter_context(ParallelReader(path, digest))
     beside = FileSource(file)
-    return RawFile(source, file.seek(0, os.SEEK_END), beside.read, check_sums, beside.expect)
+    return RawFile(source, file.seek(0, os.SEEK_END), beside.read, manifest is None, beside.expect)
 
 
 def _digest(catalog: Catalog, manifest: Manifest, path: Path) -> FileDigest:
-    """What ``path`` must contain."""
+    """Return the digest of what ``path`` must contain."""
     for record in manifest.files:
         if (catalog.folder / record.path).resolve() == path:
             return record.digest
     raise CorruptCheckpointError(f"the manifest of checkpoint {str(path)!r} does not have it among its files.")
-
-
-def _check_whole(catalog: Catalog, manifest: Manifest | None, path: Path) -> None:
-    """Compare all bytes with the manifest before one of them is used."""
-    if manifest is None:
-        log.warning("checkpoint %s has no manifest: it is loaded unverified", path)
-        return
-    try:
-        catalog.verify(manifest)
-    except CorruptCheckpointError:
-        if not catalog.is_replaced(manifest):
-            raise
-
-
-# ── finding it ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def home_of(path: Path) -> tuple[Catalog, str]:
-    """The catalog that knows ``path`` and the name it has there: its folder, or one above for names with folders."""
-    for folder in path.parents:
-        if (folder / ".manifest" / f"{path.relative_to(folder)}.json").is_file():
-            return Catalog(folder), str(path.relative_to(folder))
-    return Catalog(path.parent), path.name
-
-
-def what_is_there(path: Path) -> str:
-    """What a user may have meant by ``path``, where there is no checkpoint: a sentence, with a space before it."""
-    folder = path if path.is_dir() else path.parent
-    if not folder.is_dir():
-        return f" The folder {str(folder)!r} does not exist either."
-    names = [manifest.name for manifest in Catalog(folder).manifests()]
-    if not names:
-        return f" The folder {str(folder)!r} holds no checkpoint."
-    kind = "is a folder that holds" if path.is_dir() else "does not exist; the folder holds"
-    return f" {str(path)!r} {kind}: {', '.join(names[-8:])}. Give one of these files."
 
 
 def safe_torch_load(path: str | Path, map_location: MapLocation = "cpu", *, trust_checkpoint: bool = False) -> Any:
@@ -208,14 +170,12 @@ def safe_torch_load(path: str | Path, map_location: MapLocation = "cpu", *, trus
     path = Path(path)
     if not path.is_file():
         raise CheckpointNotFoundError(f"there is no checkpoint {str(path)!r}.")
-    with readable(path), path.open("rb", buffering=0) as raw:
-        source = FileSource(raw)
-        size = raw.seek(0, 2)
-        file = TorchFile(
-            source, size, peek=source.read, map_location=map_location, trust=trust_checkpoint, check_sums=True
-        )
-        file.read()
-        return file.contents
+    with readable(path), path.open("rb", buffering=0) as file:
+        source = FileSource(file)
+        raw = RawFile(source, file.seek(0, os.SEEK_END), source.read, check_sums=True)
+        torch_file = raw.torch_file(map_location=map_location, trust=trust_checkpoint)
+        torch_file.read()
+        return torch_file.contents
 
 
 @contextlib.contextmanager
@@ -235,7 +195,7 @@ def readable(path: Path) -> Generator[None]:
 
 
 def _way_out(refused: RefusedError) -> str:
-    """What to do about it, up to the word "or"."""
+    """Say what to do about it, up to the word "or"."""
     if refused.allowable:
         kind = refused.name.rsplit(".", 1)[-1]
         return (
@@ -278,7 +238,7 @@ def opened_together(
             if rank == 0:
                 assert path is not None
                 mine, progress = stack.enter_context(
-                    opened_as(lambda raw: _Primed.of(raw, trust=trust), path, progress_bar=progress_bar)
+                    opened_as(lambda raw: _Primed(raw, trust=trust), path, progress_bar=progress_bar)
                 )
         if rank != 0 and dist.get_local_rank() == 0 and path is not None and not rank0_only:
             mine = _opened_here(stack, path, trust=trust)
@@ -286,14 +246,13 @@ def opened_together(
             progress = stack.enter_context(progress_of(name, 0, False))
         sources = _sources_of(None if mine is None else mine.digest)
         spread = stack.enter_context(dist.node_broadcast(f"reading {name}", sources))
-        raw, known = spread.object(lambda: _shared(mine))
-        source = _SpreadSource(spread, mine.raw if spread.is_source and mine is not None else None, known)
+        raw = _shared(spread, mine)
         with group.all_or_none(f"reading {name}"):
-            yield RawFile(source, raw[0], source.read, raw[1] and spread.is_source).torch_file(trust=trust), progress
+            yield raw.torch_file(trust=trust), progress
 
 
 def spread_file(raw: RawFile | None, what: str, *, trust: bool = False) -> Any:
-    """What a torch file holds that rank 0 has, on every rank; all of it is read there, once.
+    """Read a torch file that rank 0 has; what it holds, on every rank.
 
     Args:
         raw: the file, on rank 0. what: it is, for messages.
@@ -305,11 +264,9 @@ def spread_file(raw: RawFile | None, what: str, *, trust: bool = False) -> Any:
     mine: _Primed | None = None
     with dist.get_group().all_or_none(f"opening {what}"):
         if raw is not None:
-            mine = _Primed.of(raw, trust=trust)
+            mine = _Primed(raw, trust=trust)
     with dist.node_broadcast(f"reading {what}", [0] * dist.get_world_size()) as spread:
-        shared, known = spread.object(lambda: _shared(mine))
-        source = _SpreadSource(spread, None if mine is None else mine.raw, known)
-        file = RawFile(source, shared[0], source.read, shared[1] and spread.is_source).torch_file(trust=trust)
+        file = _shared(spread, mine).torch_file(trust=trust)
         file.read()
         return file.contents
 
@@ -319,7 +276,7 @@ def _opened_here(stack: contextlib.ExitStack, path: Path, *, trust: bool) -> _Pr
     if not path.is_file():
         return None
     try:
-        return stack.enter_context(opened_as(lambda raw: _Primed.of(raw, trust=trust), path))[0]
+        return stack.enter_context(opened_as(lambda raw: _Primed(raw, trust=trust), path))[0]
     except (CheckpointError, OSError) as e:
         log.warning("this node's file is not used, but that of rank 0: %s", e)
         return None
@@ -341,86 +298,78 @@ def _sources_of(digest: str | None) -> list[int]:
     return [readers.get(node, 0) for node, _ in told]
 
 
-class _Primed(NamedTuple):
-    """A file, and what was read of it to see what it holds."""
+@final
+class _Primed:
+    """A file, and what was read of it to see what it holds: all that lies beside the tensors."""
 
-    raw: RawFile
-    known: Known
-
-    @classmethod
-    def of(cls, raw: RawFile, *, trust: bool) -> _Primed:
-        known: Known = {}
-
-        def remembered(read: Callable[[int, int], bytes]) -> Callable[[int, int], bytes]:
-            def reading(offset: int, size: int) -> bytes:
-                known[offset, size] = data = read(offset, size)
-                return data
-
-            return reading
-
-        source = _Remembering(remembered(raw.source.read))
+    def __init__(self, raw: RawFile, *, trust: bool) -> None:
+        self.raw = raw
+        self.known: Known = {}
         if trust:  # its code would run here, and again on every rank
-            entries(raw.size_bytes, source.read, remembered(raw.peek))
+            entries(raw.size_bytes, self.read, self._peek)
         else:
-            TorchFile(source, raw.size_bytes, peek=remembered(raw.peek), map_location="meta")
-        return cls(raw, known)
+            TorchFile(self, raw.size_bytes, peek=self._peek, map_location="meta")
 
     @property
     def digest(self) -> str:
-        """What two files have in common that are the same: names, sizes and sums of records."""
+        """Digest of what two files have in common that are the same: names, sizes and sums of records."""
         digest = xxhash.xxh3_128(str(self.raw.size_bytes).encode())
         for place in sorted(self.known):
             digest.update(self.known[place])
         return digest.hexdigest()
 
-
-@final
-class _Remembering:
-    """Reads what lies beside the tensors."""
-
-    def __init__(self, read: Callable[[int, int], bytes]) -> None:
-        self._read = read
-
     def read(self, offset: int, size: int) -> bytes:
-        """Exactly so many bytes."""
-        return self._read(offset, size)
+        """Exactly so many bytes, which are kept."""
+        self.known[offset, size] = data = self.raw.source.read(offset, size)
+        return data
+
+    def _peek(self, offset: int, size: int) -> bytes:
+        self.known[offset, size] = data = self.raw.peek(offset, size)
+        return data
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
         """Tensors are not read here."""
         raise AssertionError("read before it is known where to")
 
 
-def _shared(mine: _Primed | None) -> tuple[tuple[int, bool], Known]:
-    assert mine is not None
-    return (mine.raw.size_bytes, mine.raw.check_sums), mine.known
+def _shared(spread: dist.NodeBroadcast, mine: _Primed | None) -> RawFile:
+    """The file on every rank, of which the sources of ``spread`` have it as ``mine``."""
+
+    def told() -> tuple[int, bool, Known]:
+        assert mine is not None
+        return mine.raw.size_bytes, mine.raw.check_sums, mine.known
+
+    size_bytes, check_sums, known = spread.object(told)
+    source = _SpreadSource(spread, mine.raw.source if mine is not None and spread.is_source else None, known)
+    return RawFile(source, size_bytes, source.read, check_sums and spread.is_source)
 
 
 @final
+@dataclass(frozen=True)
 class _SpreadSource:
-    """The bytes of a file that one rank reads."""
+    """The bytes of a file that one rank reads, from its ``source``; ``known`` ones all ranks have."""
 
-    def __init__(self, spread: dist.NodeBroadcast, raw: RawFile | None, known: Known) -> None:
-        self._spread = spread
-        self._raw = raw
-        self._known = known
+    spread: dist.NodeBroadcast
+    source: ByteSource | None
+    known: Known
 
     def read(self, offset: int, size: int) -> bytes:
         """Exactly so many bytes."""
-        data = self._known.get((offset, size))
-        return self._spread.object(lambda: self._read(offset, size)) if data is None else data
+        data = self.known.get((offset, size))
+        return self.spread.object(lambda: self._read(offset, size)) if data is None else data
 
     def _read(self, offset: int, size: int) -> bytes:
-        assert self._raw is not None
-        return self._raw.source.read(offset, size)
+        assert self.source is not None
+        return self.source.read(offset, size)
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
         """Fill memory on every rank."""
 
         def read(pieces: Sequence[Piece]) -> None:
-            assert self._raw is not None
-            self._raw.source.read_into(pieces, progress)
+            assert self.source is not None
+            self.source.read_into(pieces, progress)
 
-        self._spread.fill(targets, read)
+        self.spread.fill(targets, read)
 
 
 # ── the user's own check ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""What the name of a checkpoint stands for: a file or the directory of a sharded one, on this machine or elsewhere.
+"""Names of checkpoints, and the file or the sharded directory that each stands for, on this machine or elsewhere.
 
 What is elsewhere and is one file is brought here.
 """
@@ -21,7 +21,7 @@ from composerlite.checkpoint.format.packing import is_packed, is_tar, unpacked
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import INDEX, CheckpointFolder, LocalFolder, RemoteFolder, folder_of
 from composerlite.checkpoint.place.remote import LINK_SUFFIX, RemoteCatalog
-from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.record.manifest import MANIFESTS, Manifest
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import ObjectStore, RetryPolicy, StagedFile, is_uri, open_store, parse_uri, replace_symlink
 
@@ -36,18 +36,20 @@ __all__ = [
     "fetched",
     "followed",
     "get_file",
+    "home_of",
     "located",
     "manifest_at",
     "progress_of",
     "resolved",
     "transferring",
+    "what_is_there",
 ]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Where a checkpoint is.
+    """The place of a checkpoint.
 
     Attributes:
         name: as it was asked for.
@@ -67,14 +69,13 @@ class Located:
         """The directory, from this rank."""
         if self.path is not None:
             path = Path(os.path.realpath(self.path))
-            roots = (root for root in path.parents if (root / ".manifest" / f"{path.relative_to(root)}.json").is_file())
-            return LocalFolder(path, next(roots, None))
+            return LocalFolder(path, _root_of(path))
         return RemoteFolder(object_store, self.key) if object_store is not None else folder_of(self.uri)
 
 
 @contextlib.contextmanager
 def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool) -> Generator[Located]:
-    """What ``name`` is, the same on every rank, for as long as the block lasts. Rank 0 looks.
+    """Find what ``name`` stands for, the same on every rank, for as long as the block lasts. Rank 0 looks.
 
     A file that is elsewhere is downloaded, by rank 0. A directory is left where it is: each rank reads its part of it.
 
@@ -277,7 +278,7 @@ def resolved(path: Path) -> Path:
 
 
 def _beside(link: Path, target: str) -> Path:
-    """Where the object ``target`` is in a copy of a bucket: the link's folder has it, without the folders before it."""
+    """Path of the object ``target`` in a copy of a bucket: the link's folder has it, without the folders before it."""
     return link.parent / PurePosixPath(target).name
 
 
@@ -294,10 +295,47 @@ def followed(transfer: Transfer, name: str) -> str:
     raise CorruptCheckpointError(f"{transfer.store.get_uri(name)} leads from one link to the next without an end.")
 
 
+# ── who knows it ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def _root_of(path: Path) -> Path | None:
+    """Find the folder that has the manifest of ``path``: its own, or one above for names with folders."""
+    return next(
+        (root for root in path.parents if (root / MANIFESTS / f"{path.relative_to(root)}.json").is_file()), None
+    )
+
+
+def home_of(path: Path) -> tuple[Catalog, str]:
+    """Return the catalog that knows ``path``, or would, and the name it has there."""
+    root = _root_of(path) or path.parent
+    return Catalog(root), str(path.relative_to(root))
+
+
+def manifest_at(transfer: Transfer, name: str) -> tuple[RemoteCatalog | None, Manifest | None]:
+    """Find the catalog that knows the object ``name``, and its manifest: that of its folder, or of one above."""
+    for folder in PurePosixPath(name).parents:
+        root = "" if str(folder) == "." else str(folder)
+        home = RemoteCatalog(transfer, root)
+        manifest = home.manifest_of(str(PurePosixPath(name).relative_to(folder)))
+        if manifest is not None:
+            return home, manifest
+    return None, None
+
+
+def what_is_there(path: Path) -> str:
+    """Say what a user may have meant by ``path``, where there is no checkpoint: a sentence, with a space before it."""
+    folder = path if path.is_dir() else path.parent
+    if not folder.is_dir():
+        return f" The folder {str(folder)!r} does not exist either."
+    names = [manifest.name for manifest in Catalog(folder).manifests()]
+    if not names:
+        return f" The folder {str(folder)!r} holds no checkpoint."
+    kind = "is a folder that holds" if path.is_dir() else "does not exist; the folder holds"
+    return f" {str(path)!r} {kind}: {', '.join(names[-8:])}. Give one of these files."
+
+
 # ── downloads ────────────────────────────────────────────────────────────────────────────────────────────────────────
 @contextlib.contextmanager
 def transferring(path: str | Path, object_store: ObjectStore | None) -> Generator[tuple[Transfer, str]]:
-    """What moves the bytes, and the name of the object ``path``."""
+    """Open what moves the bytes; that, and the name of the object ``path``."""
     if object_store is not None:
         with storage.Transfer(object_store) as transfer:
             yield transfer, str(path)
@@ -317,17 +355,6 @@ def _download(transfer: Transfer, name: str, folder: Path, progress_bar: bool) -
     with download_bar(progress_bar) as tell:
         home.fetch(manifest, Catalog(folder), tell)
     return folder / manifest.name
-
-
-def manifest_at(transfer: Transfer, name: str) -> tuple[RemoteCatalog | None, Manifest | None]:
-    """The catalog that knows the object ``name``, and its manifest: that of its folder, or of one above."""
-    for folder in PurePosixPath(name).parents:
-        root = "" if str(folder) == "." else str(folder)
-        home = RemoteCatalog(transfer, root)
-        manifest = home.manifest_of(str(PurePosixPath(name).relative_to(folder)))
-        if manifest is not None:
-            return home, manifest
-    return None, None
 
 
 def _download_object(transfer: Transfer, name: str, target: Path, progress_bar: bool) -> None:
@@ -363,7 +390,7 @@ def progress_of(what: str, total_bytes: int, wanted: bool) -> Generator[Progress
 
 @contextlib.contextmanager
 def download_bar(wanted: bool) -> Generator[Callable[[int, int], object]]:
-    """What is to be told how many bytes of how many are there: it shows a bar as :func:`progress_of` does."""
+    """Show a bar as :func:`progress_of` does; gives what is to be told how many bytes of how many are there."""
     if not wanted or not sys.stderr.isatty():
         yield lambda done, total: None
         return

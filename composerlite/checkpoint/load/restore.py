@@ -19,7 +19,7 @@ from composerlite.checkpoint.load.reader import opened, readable
 from composerlite.checkpoint.load.resolve import Located, Progress, located
 from composerlite.checkpoint.record.contents import (
     IgnoreKeys,
-    Restoring,
+    RestorePlan,
     TrainingState,
     check_ignore_keys,
     check_kind,
@@ -30,7 +30,7 @@ from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.storage import ObjectStore
 from composerlite.types import StateDict, items_of, with_items
 
-__all__ = ["Places", "load_checkpoint", "placed", "read_checkpoint"]
+__all__ = ["load_checkpoint", "read_checkpoint"]
 
 log = logging.getLogger(__name__)
 
@@ -116,39 +116,39 @@ def load_checkpoint(
     group = dist.get_group()
     ignore_keys = check_ignore_keys(ignore_keys, argument="load_ignore_keys")
     name = group.from_first("naming the checkpoint", lambda: format_name_with_dist(str(path), state.run_name))
-    restoring = Restoring(
+    plan = RestorePlan(
         state,
         weights_only=load_weights_only,
         strict=strict_model_weights,
         ignore_keys=ignore_keys,
-        exclude_algorithms=list(exclude_algorithms or ()),
+        exclude_algorithms=tuple(exclude_algorithms or ()),
         source=f"checkpoint {name!r}",
     )
     if state.sharding == "deepspeed":
         assert state.deepspeed is not None, "its engine is made before anything is loaded"
-        return state.deepspeed.load_checkpoint(str(path), restoring, object_store, trust=trust_checkpoint)
+        return state.deepspeed.load_checkpoint(str(path), plan, object_store, trust=trust_checkpoint)
     with located(name, object_store, progress_bar=progress_bar) as place:
         if place.is_directory:
             from composerlite.checkpoint.load.sharded import load_directory
 
-            return load_directory(place.folder(object_store), restoring)
+            return load_directory(place.folder(object_store), plan)
         return _load_file(
-            place, restoring, progress_bar=progress_bar, trust=trust_checkpoint, rank0_only=monolith_rank0_only
+            place, plan, progress_bar=progress_bar, trust=trust_checkpoint, rank0_only=monolith_rank0_only
         )
 
 
 def _load_file(
-    place: Located, restoring: Restoring, *, progress_bar: bool, trust: bool, rank0_only: bool
+    place: Located, plan: RestorePlan, *, progress_bar: bool, trust: bool, rank0_only: bool
 ) -> list[dict[str, Any]] | None:
     group = dist.get_group()
     with _opened(place, progress_bar=progress_bar, trust=trust, rank0_only=rank0_only) as (file, progress):
         with group.all_or_none("comparing the checkpoint with the run"):
-            file.contents = restoring.wanted(file.contents)
-            live = restoring.places(file.contents)
+            file.contents = plan.wanted(file.contents)
+            live = plan.places(file.contents)
         _read_in_place(file, live, progress, place.path)
         contents = file.contents
     with group.all_or_none("restoring the run"):
-        return restoring.load(contents)
+        return plan.load(contents)
 
 
 def _opened(
@@ -164,15 +164,15 @@ def _opened(
 
 def _read_in_place(file: TorchFile, live: StateDict, progress: Progress, path: Path | None) -> None:
     """Read the tensors of ``file``, those that can into ``live`` ones, which then are in the contents instead."""
-    file.contents, places = placed(file.contents, live, file.unread())
-    with contextlib.nullcontext() if path is None else readable(path.resolve()), half_loaded(bool(places)):
-        file.read(places=places.addresses, sieves=places.sieves, progress=progress)
+    file.contents, targets = placed(file.contents, live, file.unread())
+    with contextlib.nullcontext() if path is None else readable(path.resolve()), half_loaded(bool(targets)):
+        file.read(places=targets.addresses, sieves=targets.sieves, progress=progress)
 
 
 # ── tensors that are read in place ───────────────────────────────────────────────────────────────────────────────────
 @final
-class Places(NamedTuple):
-    """Where to read which record.
+class LoadTargets(NamedTuple):
+    """Places to read records to.
 
     Attributes:
         addresses: of the memory of live tensors, by record.
@@ -193,7 +193,7 @@ class _Pair(NamedTuple):
     live: Tensor | None
 
 
-def placed(contents: Any, live: Any, unread: Mapping[int, Record]) -> tuple[Any, Places]:
+def placed(contents: Any, live: Any, unread: Mapping[int, Record]) -> tuple[Any, LoadTargets]:
     """``contents`` with live tensors in the place of those that can be read into them, and where to read which record.
 
     A tensor of the checkpoint is read in place where it is all of its storage, in the same order as the live one, on
@@ -209,7 +209,7 @@ def placed(contents: Any, live: Any, unread: Mapping[int, Record]) -> tuple[Any,
     for pair in _pairs(contents, live):
         groups.setdefault(id(pair.saved.untyped_storage()), []).append(pair)
     shared = _shared_memory(groups)
-    places = Places({}, {})
+    places = LoadTargets({}, {})
     replaced: dict[int, Tensor] = {}
     taken: set[int] = set()
     for storage, pairs in groups.items():
@@ -307,7 +307,7 @@ def _fits(pair: _Pair, first: _Pair, record: Record) -> bool:
 
 
 def _same_order(*tensors: Tensor) -> bool:
-    """Whether the elements of tensors of one shape follow each other in the same order."""
+    """Check that the elements of tensors of one shape follow each other in the same order."""
     strides = {tensor.stride() for tensor in tensors}
     return len(strides) == 1 or all(_strides(tensor) == _strides(tensors[0]) for tensor in tensors)
 
@@ -318,7 +318,7 @@ def _strides(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements are next to each other in memory, in any order of dimensions."""
+    """Check that its elements are next to each other in memory, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1

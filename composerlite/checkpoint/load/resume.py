@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from."""
+"""The choice of the checkpoint that a run resumes from."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from composerlite.errors import (
 )
 from composerlite.types import Lineage
 
-__all__ = ["Bucket", "Choice", "begin_attempt", "check_unlisted", "choose", "newest_good", "unlisted"]
+__all__ = ["Bucket", "Choice", "begin_attempt", "choose", "newest_good"]
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class _Candidate:
 
     @property
     def place(self) -> Path | str:
-        """Where it is once it was checked: directories stay where they are."""
+        """The place of it once it was checked: directories stay where they are."""
         if self.remote is not None and self.is_directory:
             return self.remote.uri(self.manifest.name)
         return self.catalog.folder / self.manifest.name
@@ -86,7 +86,7 @@ class _Candidate:
     def check(self, progress: Callable[[int, int], object] | None) -> None:
         """See that it is good, and bring it to the folder if it is a file that is not there."""
         if not self.listed:
-            check_unlisted(self.catalog, self.manifest)
+            _check_unlisted(self.catalog, self.manifest)
             return
         if self.remote is None:
             self.catalog.verify(self.manifest)
@@ -198,10 +198,12 @@ def choose(
             if search is not None:
                 candidate = search.next()
         offer = group.broadcast(None if candidate is None else _offer(candidate))
+        lineage = Lineage()  # that of rank 0 counts
         if offer is None:
-            return Choice(None, _of_first_rank(None if search is None else search.new_attempt()))
+            if search is not None:
+                lineage = search.new_attempt()
+            return Choice(None, group.broadcast(lineage))
         error = _checked(candidate, offer, progress)
-        lineage: Lineage | None = None
         with group.all_or_none("looking for checkpoints"):
             if search is not None and candidate is not None:
                 if error is None:
@@ -210,7 +212,7 @@ def choose(
                     search.reject(candidate, error)
             _follow(offer, error, damaged, its_links)
         if error is None:
-            return Choice(offer.place, _of_first_rank(lineage))
+            return Choice(offer.place, group.broadcast(lineage))
 
 
 def begin_attempt(
@@ -223,24 +225,17 @@ def begin_attempt(
         origin: the checkpoint that training goes on from; of an older one of the same run, in one of these places, what
             was saved until then belongs to the new attempt, too.
     """
-    lineage: Lineage | None = None
-    with dist.get_group().all_or_none("looking for earlier attempts"):
-        if dist.get_global_rank() == 0:
-            known = [m for catalog in catalogs for m in catalog.manifests() if m.run_name == run_name]
-            for bucket in buckets:
-                latest = None if bucket.link is None else bucket.remote.latest(bucket.link)
-                known += bucket.remote.manifests() if latest is None else [latest]
-            parent = None if origin is None else _manifest_at(str(origin), catalogs, buckets)
-            of_run = parent if parent is not None and parent.run_name == run_name else None
-            lineage = new_attempt(highest_attempt(m for m in known if m.run_name == run_name), of_run)
-    return _of_first_rank(lineage)
 
+    def begun() -> Lineage:
+        known = [m for catalog in catalogs for m in catalog.manifests() if m.run_name == run_name]
+        for bucket in buckets:
+            latest = None if bucket.link is None else bucket.remote.latest(bucket.link)
+            known += bucket.remote.manifests() if latest is None else [latest]
+        parent = None if origin is None else _manifest_at(str(origin), catalogs, buckets)
+        of_run = parent if parent is not None and parent.run_name == run_name else None
+        return new_attempt(highest_attempt(m for m in known if m.run_name == run_name), of_run)
 
-def _of_first_rank(lineage: Lineage | None) -> Lineage:
-    """Return the lineage that rank 0 has made."""
-    told = dist.get_group().broadcast(lineage)
-    assert told is not None
-    return told
+    return dist.get_group().from_first("looking for earlier attempts", begun)
 
 
 def _manifest_at(place: str, catalogs: Sequence[Catalog], buckets: Sequence[Bucket]) -> Manifest | None:
@@ -262,7 +257,7 @@ def _manifest_at(place: str, catalogs: Sequence[Catalog], buckets: Sequence[Buck
 
 @final
 class _Links(NamedTuple):
-    """What the links of a saver are called, and what they lead to."""
+    """Names of the links of a saver, and of what they lead to."""
 
     names: re.Pattern[str]
     targets: re.Pattern[str]
@@ -318,8 +313,8 @@ class _Search:
         self._left = list(self._candidates)
 
     def _unlisted(self, catalog: Catalog, template: str, known: Sequence[Manifest]) -> list[_Candidate]:
-        """What no manifest vouches for; its attempt is not known, unless the run has one only."""
-        without = unlisted(catalog, template, self._run_name)
+        """Find what no manifest vouches for; its attempt is not known, unless the run has one only."""
+        without = _unlisted_in(catalog, template, self._run_name)
         lineages = {manifest.lineage for manifest in known} or {Lineage()}
         if without and len(lineages) > 1:
             log.warning(
@@ -361,7 +356,7 @@ class _Search:
         return None
 
     def reject(self, candidate: _Candidate, error: CorruptCheckpointError | OSError) -> None:
-        """It is damaged, or a rank cannot read it."""
+        """Pass over a candidate that is damaged, or that a rank cannot read."""
         log.warning("passed over %s: %s", candidate.source, error)
         self._rejected.append((candidate, error))
         if not isinstance(error, CorruptCheckpointError):
@@ -376,7 +371,7 @@ class _Search:
             self._left = [one for one in line if id(one) not in tried]
 
     def accept(self, candidate: _Candidate) -> Lineage:
-        """It is the one: set aside what is damaged in folders, and return the lineage of what is saved from now on."""
+        """Take a candidate: set aside what is damaged in folders; the lineage of what is saved from now on."""
         set_aside: list[Manifest] = []
         for rejected, error in self._rejected:
             if rejected.place == candidate.place:
@@ -406,18 +401,11 @@ def _offer(candidate: _Candidate) -> Offer:
 def _checked(
     candidate: _Candidate | None, offer: Offer, progress: Callable[[int, int], object] | None
 ) -> CorruptCheckpointError | OSError | None:
-    """What is wrong with it, the same on every rank. One process raises what is not damage."""
+    """Verify it; what is wrong with it, the same on every rank. One process raises what is not damage."""
     group = dist.get_group()
-    if group.size == 1:
-        assert candidate is not None
-        try:
-            candidate.check(progress)
-        except CorruptCheckpointError as e:
-            return e
-        return None
     error: Exception | None = None
     try:
-        if offer.folder is not None and len(offer.manifest.files) > 1:
+        if group.size > 1 and offer.folder is not None and len(offer.manifest.files) > 1:
             _check_share(Catalog(offer.folder), offer.manifest)
         elif candidate is not None:
             candidate.check(progress)
@@ -426,13 +414,13 @@ def _checked(
     except Exception as e:  # noqa: BLE001 - goes to every rank
         error = e
     outcomes = group.outcomes(f"verifying checkpoint {offer.manifest.name!r}", error)
-    return _verdict(outcomes, error, is_here=offer.folder is not None)
+    return _verdict(outcomes, error, may_be_passed_over=offer.folder is not None and group.size > 1)
 
 
 def _verdict(
-    outcomes: Mapping[int, BaseException], own: Exception | None, *, is_here: bool
+    outcomes: Mapping[int, BaseException], own: Exception | None, *, may_be_passed_over: bool
 ) -> CorruptCheckpointError | OSError | None:
-    """What counts of what the ranks met with. A bucket that cannot be read stops the run.
+    """Choose what counts of what the ranks met. What cannot be read stops the run, unless it ``may_be_passed_over``.
 
     Raises:
         Exception: it says nothing of the checkpoint.
@@ -440,7 +428,7 @@ def _verdict(
     group = dist.get_group()
     if not outcomes:
         return None
-    verdicts = (CorruptCheckpointError, OSError) if is_here else (CorruptCheckpointError,)
+    verdicts = (CorruptCheckpointError, OSError) if may_be_passed_over else (CorruptCheckpointError,)
     if others := {rank: error for rank, error in outcomes.items() if not isinstance(error, verdicts)}:
         raise group.first_error(others, own)
     damages = {rank: e for rank, e in outcomes.items() if isinstance(e, CorruptCheckpointError)}
@@ -479,7 +467,7 @@ def _check_share(catalog: Catalog, manifest: Manifest) -> None:
 
 
 def _not_everywhere(catalog: Catalog, manifest: Manifest, blind: list[int], bare: list[int]) -> Exception:
-    """What to raise for a checkpoint that is there for rank 0 and not for ``blind`` ranks; ``bare`` ones see none."""
+    """Make the error of a checkpoint that is there for rank 0 and not for ``blind`` ranks; ``bare`` ones see none."""
     if manifest.node is not None and not bare:  # their disks are those of this run: it was lost there
         return CorruptCheckpointError(
             f"checkpoint {str(catalog.folder / manifest.name)!r} is not on the disks of the ranks {blind}, which have "
@@ -552,7 +540,7 @@ def _manifest(candidate: _Candidate) -> Manifest:
 _NEEDED = {"model", "optimizers", "timestamp"}
 
 
-def unlisted(catalog: Catalog, template: str, run_name: str) -> list[Manifest]:
+def _unlisted_in(catalog: Catalog, template: str, run_name: str) -> list[Manifest]:
     """The checkpoints of ``run_name`` named by ``template`` that have no manifest, each with one made of its contents.
 
     Tensors are not read for it. What cannot be read at all is set aside: the run will come to write that name again.
@@ -578,7 +566,7 @@ def unlisted(catalog: Catalog, template: str, run_name: str) -> list[Manifest]:
     return found
 
 
-def check_unlisted(catalog: Catalog, manifest: Manifest) -> None:
+def _check_unlisted(catalog: Catalog, manifest: Manifest) -> None:
     """Read all of a checkpoint that has no manifest and compare it with its own checksums.
 
     Raises:
@@ -589,7 +577,7 @@ def check_unlisted(catalog: Catalog, manifest: Manifest) -> None:
 
 
 def _described(catalog: Catalog, name: str, template: str) -> Manifest | None:
-    """What a manifest of the file ``name`` would say; ``None`` if one cannot resume from it."""
+    """Make the manifest of the file ``name``; ``None`` if one cannot resume from it."""
     path = catalog.folder / name
     with opened(path) as (file, _):
         contents: Any = file.contents

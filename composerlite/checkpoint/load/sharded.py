@@ -32,9 +32,9 @@ from composerlite.checkpoint.format.sharded_index import filled, inner_tensors, 
 from composerlite.checkpoint.format.torch_file import is_dense
 from composerlite.checkpoint.format.torch_reader import item_contents
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, safe_contents
-from composerlite.checkpoint.load.sharing import Elsewhere, Told, Wishes
+from composerlite.checkpoint.load.sharing import RankReport, ReadRequests, RemoteShardFetcher
 from composerlite.checkpoint.place.directory import CheckpointFolder
-from composerlite.checkpoint.record.contents import Restoring, half_loaded
+from composerlite.checkpoint.record.contents import RestorePlan, half_loaded
 from composerlite.dist import Group, SingleProcess, empty_shard_like, exchange, group_of
 from composerlite.errors import CheckpointError, IncompatibleCheckpointError, RankError
 from composerlite.types import StateDict, items_of, with_items
@@ -50,7 +50,6 @@ __all__ = [
     "load",
     "load_directory",
     "load_flat",
-    "load_leaves",
     "model_state",
     "optimizer_state",
     "read_whole",
@@ -61,7 +60,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 
-def load_directory(folder: CheckpointFolder, restoring: Restoring) -> list[dict[str, Any]] | None:
+def load_directory(folder: CheckpointFolder, plan: RestorePlan) -> list[dict[str, Any]] | None:
     """Restore a state from the directory ``folder``, on every rank; the states of the random generators, if any.
 
     What it holds is compared with the state before a tensor is read. Tensors are then read in place.
@@ -71,46 +70,46 @@ def load_directory(folder: CheckpointFolder, restoring: Restoring) -> list[dict[
     """
 
     def read(reader: RemoteFileSystemReader) -> Any:
-        with Elsewhere(folder, reader, restoring.source) as elsewhere:
-            return _read_state(reader, elsewhere, restoring)
+        with RemoteShardFetcher(folder, reader, plan.source) as fetcher:
+            return _read_state(reader, fetcher, plan)
 
     with RemoteFileSystemReader(folder) as reader:
         wanted = read_whole(reader, dist.get_group(), read)
     with dist.get_group().all_or_none("restoring the run"):
-        return restoring.load(wanted)
+        return plan.load(wanted)
 
 
-def _read_state(reader: RemoteFileSystemReader, elsewhere: Elsewhere, restoring: Restoring) -> Any:
-    """What is to be restored, with its tensors, those that can in the live ones."""
-    with dist.get_group().all_or_none(f"reading the index of {restoring.source}"):
+def _read_state(reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, plan: RestorePlan) -> Any:
+    """Read what is to be restored, with its tensors, those that can in the live ones."""
+    with dist.get_group().all_or_none(f"reading the index of {plan.source}"):
         metadata = reader.read_metadata()
-    values = _plain_values(reader, elsewhere, restoring.source)
+    values = _plain_values(reader, fetcher, plan.source)
     tensors = _unread_tensors(metadata)
     with dist.get_group().all_or_none("comparing the checkpoint with the run"):
         held = nested(metadata, "", list(metadata.state_dict_metadata), {**values, **tensors})
-        wanted = restoring.wanted(_as_of_a_run(held, restoring))
-        live = restoring.places(wanted)
+        wanted = plan.wanted(_as_of_a_run(held, plan))
+        live = plan.places(wanted)
     key_of = {id(tensor): key for key, tensor in tensors.items()}
     targets: dict[str, Tensor] = {}
     wanted = _with_targets(wanted, live, key_of, targets, set())
-    _read(reader, elsewhere, targets)
+    _read(reader, fetcher, targets)
     return wanted
 
 
-def _read(reader: RemoteFileSystemReader, elsewhere: Elsewhere, targets: dict[str, Tensor]) -> None:
+def _read(reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, targets: dict[str, Tensor]) -> None:
     """Fill ``targets``, on every rank. What several ranks want of the files that they see one of them reads."""
-    elsewhere.bring_tensors(targets)
+    fetcher.bring_tensors(targets)
     with half_loaded(bool(targets)):
         load_leaves(reader, targets, group=dist.get_group())
 
 
-def _plain_values(reader: RemoteFileSystemReader, elsewhere: Elsewhere, source: str) -> dict[str, Any]:
-    """What is no tensor, read by rank 0."""
+def _plain_values(reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, source: str) -> dict[str, Any]:
+    """Read what is no tensor, on rank 0, for every rank."""
     stored = reader.read_metadata().state_dict_metadata
     keys = [key for key, kind in stored.items() if not isinstance(kind, TensorStorageMetadata)]
     if dist.get_world_size() == 1:
         return load_flat(reader, keys)
-    elsewhere.bring_values(keys)
+    fetcher.bring_values(keys)
 
     def packed() -> bytes:
         buffer = io.BytesIO()
@@ -129,13 +128,13 @@ def _unread_tensors(metadata: Metadata) -> dict[str, Tensor]:
     }
 
 
-def _as_of_a_run(held: Any, restoring: Restoring) -> Any:
+def _as_of_a_run(held: Any, plan: RestorePlan) -> Any:
     """The contents of a checkpoint of a run; those of a model and its optimizer have another form there."""
     if not isinstance(held, dict):
         return held
     contents = cast("StateDict", held)
     if "state" not in contents and isinstance(contents.get("model"), dict):
-        contents = _of_model_and_optimizer(contents, restoring)
+        contents = _of_model_and_optimizer(contents, plan)
     return as_in_a_file(contents)
 
 
@@ -155,19 +154,19 @@ def as_in_a_file(contents: StateDict) -> StateDict:
     return contents
 
 
-def _of_model_and_optimizer(held: StateDict, restoring: Restoring) -> StateDict:
-    """What ``save_model_and_optim_state`` and OLMo-core save: nothing but weights and the state of one optimizer."""
+def _of_model_and_optimizer(held: StateDict, plan: RestorePlan) -> StateDict:
+    """Contents of a run from what ``save_model_and_optim_state`` and OLMo-core save: a model and one optimizer."""
     state: StateDict = {"model": held["model"]}
-    optimizers = restoring.state.optimizers
+    optimizers = plan.state.optimizers
     saved = held.get("optim")
     if isinstance(saved, dict) and optimizers:
         if not isinstance(saved.get("param_groups"), list):  # pyright: ignore[reportUnknownMemberType]
             raise IncompatibleCheckpointError(
-                f"{restoring.source} has the settings of its optimizer by parameter, not by group: load it with "
+                f"{plan.source} has the settings of its optimizer by parameter, not by group: load it with "
                 "composerlite.checkpoint.load_model_and_optim_state, or its model alone with load_weights_only=True."
             )
         state["optimizers"] = {type(optimizers[0]).__qualname__: saved}
-    log.warning("%s holds a model and its optimizer only: time, data and callbacks start afresh", restoring.source)
+    log.warning("%s holds a model and its optimizer only: time, data and callbacks start afresh", plan.source)
     return {"state": state}
 
 
@@ -182,7 +181,7 @@ def _with_targets(wanted: Any, live: Any, key_of: dict[int, str], targets: dict[
 
 
 def _live_or_new(unread: Tensor, live: Any, taken: set[int]) -> Tensor:
-    """Where to read a tensor to. No two are read to the same memory: what is loaded last counts there."""
+    """Choose where to read a tensor to. No two are read to the same memory: what is loaded last counts there."""
     if not isinstance(live, Tensor) or is_lazy(live) or live.shape != unread.shape or live.is_meta:
         return torch.empty(unread.shape, dtype=unread.dtype)
     local = dist.local_shard(live).local
@@ -205,7 +204,7 @@ _PAUSE_SECONDS = 0.02
 
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def read_whole(reader: RemoteFileSystemReader, group: Group, read: Callable[[RemoteFileSystemReader], T]) -> T:
-    """What ``read`` makes of one checkpoint, the same on all ranks: the old one or the new one, if it is replaced.
+    """Read one checkpoint, the same on all ranks: the old one or the new one, if it is replaced.
 
     Every rank calls it. ``read`` may be called several times, and fails on all ranks if it does on one.
     """
@@ -262,7 +261,7 @@ def _check_kind(key: str, own: Tensor, loaded: Any, uri: str) -> None:
 
 
 def _target(stored: Any, live: Tensor | None) -> Tensor:
-    """Where to read what is ``stored`` for the place that has ``live`` now."""
+    """Choose where to read what is ``stored`` for the place that has ``live`` now."""
     dtype = stored.properties.dtype
     if live is None or live.shape != stored.size:
         return torch.empty(stored.size, dtype=dtype)
@@ -293,14 +292,14 @@ def load_leaves(reader: RemoteFileSystemReader, state: StateDict, *, group: Grou
         own = group.agree("planning a load", plan)
         group.agree("reading a sharded checkpoint", lambda: read(own))
         return
-    wishes: list[Wishes] = []
+    requests: list[ReadRequests] = []
 
-    def wish() -> Told:
-        wishes.append(Wishes(plan(), planner, reader.place))
-        return wishes[0].told
+    def report() -> RankReport:
+        requests.append(ReadRequests(plan(), planner, reader.place))
+        return requests[0].told
 
-    told = group.all_reduce("planning a load", wish, list)
-    own, transfers = wishes[0].divided(group, told)
+    told = group.all_reduce("planning a load", report, list)
+    own, transfers = requests[0].divided(group, told)
     group.agree("reading a sharded checkpoint", lambda: read(own))
     exchange(f"checkpoint {reader.uri!r}", transfers)
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 import xxhash
@@ -27,9 +27,9 @@ from torch.futures import Future
 from composerlite.checkpoint.format.sharded_index import read_index, untrusted
 from composerlite.checkpoint.format.torch_reader import (
     ByteSource,
-    ItemBytes,
     Piece,
     StoredTensor,
+    Window,
     item_contents,
     predicted,
     runs_of,
@@ -44,12 +44,9 @@ from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointEr
 from composerlite.storage import FileDigest, Helpers, ObjectStore, make_folder, number_of
 
 __all__ = [
-    "Box",
     "DistCPObjectStoreReader",
     "FileSystemReaderWithValidation",
-    "Item",
     "RemoteFileSystemReader",
-    "read_items",
     "safe_contents",
 ]
 
@@ -66,7 +63,6 @@ def safe_contents(data: bytes, key: str, uri: str) -> Any:
 
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-@final
 class RemoteFileSystemReader(StorageReader):
     """Reads a sharded checkpoint for ``torch.distributed.checkpoint.load`` from a path or a URI.
 
@@ -109,7 +105,7 @@ class RemoteFileSystemReader(StorageReader):
 
     @property
     def uri(self) -> str:
-        """Where the checkpoint is, for messages."""
+        """The place of the checkpoint, for messages."""
         return self._folder.uri
 
     @property
@@ -157,12 +153,12 @@ class RemoteFileSystemReader(StorageReader):
         return self._metadata
 
     def version(self) -> str:
-        """What tells this checkpoint from another in its place. Raises as :meth:`read_metadata`."""
+        """Digest that tells this checkpoint from another in its place. Raises as :meth:`read_metadata`."""
         self.read_metadata()
         return self._index_digest
 
     def was_replaced(self) -> bool:
-        """Whether another checkpoint has come to its place since it was opened, or is about to."""
+        """Check whether another checkpoint has come to its place since it was opened, or is about to."""
         try:
             if any(True for _ in self._folder.begun()):
                 return True
@@ -214,7 +210,7 @@ class RemoteFileSystemReader(StorageReader):
         self.close()
 
     def _items(self, plan: LoadPlan, planner: LoadPlanner) -> dict[str, list[Item]]:
-        """What is wanted of each file."""
+        """Collect what is wanted of each file."""
         metadata = self.read_metadata()
         items: dict[MetadataIndex, Item] = {}
         files: dict[str, list[Item]] = {}
@@ -238,7 +234,7 @@ class RemoteFileSystemReader(StorageReader):
                 stored = metadata.state_dict_metadata[index.fqn]
                 item.shape = _chunk_shape(stored, index)
                 item.dtype = stored.properties.dtype  # type: ignore[union-attr]
-                item.boxes.append(_Box(planner, wanted, self._lock))
+                item.boxes.append(Box(planner, wanted, self._lock))
         return files
 
     def _taker(self, planner: LoadPlanner, wanted: ReadItem) -> Callable[[bytes], object]:
@@ -311,73 +307,7 @@ def _chunk_shape(stored: Any, index: MetadataIndex) -> tuple[int, ...]:
 
 
 @final
-class _Box:
-    """What one item of a plan wants of a stored tensor."""
-
-    def __init__(self, planner: LoadPlanner, wanted: ReadItem, lock: threading.Lock) -> None:
-        self._planner = planner
-        self._wanted = wanted
-        self._lock = lock
-        self.offsets: Sequence[int] = wanted.storage_offsets
-        self.lengths: Sequence[int] = wanted.lengths
-
-    def target(self) -> Tensor:
-        with self._lock:
-            target = self._planner.resolve_tensor(self._wanted).detach()
-        if tuple(target.shape) != tuple(self.lengths):
-            raise IncompatibleCheckpointError(
-                f"{self._wanted.dest_index.fqn!r}: {tuple(self.lengths)} is to go to {tuple(target.shape)}"
-            )
-        return target
-
-    def done(self, target: Tensor) -> None:
-        with self._lock:
-            self._planner.commit_tensor(self._wanted, target)
-
-
-class _WrappedReader(StorageReader):
-    """Does what the reader that it was made with does."""
-
-    def __init__(self, reader: RemoteFileSystemReader) -> None:
-        super().__init__()
-        self._reader = reader
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin again, with another checkpoint if one is given."""
-        self._reader.reset(checkpoint_id)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index, read once."""
-        return self._reader.read_metadata(*args, **kwargs)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is needed: the index is this reader's own."""
-        self._reader.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
-        return self._reader.prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
-        return self._reader.prepare_global_plan(plans)
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what ``plan`` wants and give it to ``planner``."""
-        return self._reader.read_data(plan, planner)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path or URI may be one."""
-        return RemoteFileSystemReader.validate_checkpoint_id(checkpoint_id)
-
-    def close(self) -> None:
-        """Let go of connections and temporary files; twice is fine."""
-        self._reader.close()
-
-
-@final
-class FileSystemReaderWithValidation(_WrappedReader):
+class FileSystemReaderWithValidation(RemoteFileSystemReader):
     """Reads a sharded checkpoint from a folder, verified by its commit record, if it has one.
 
     Each file is first shown to the function that the environment variable ``CHECKPOINT_VALIDATION_FUNCTION`` names.
@@ -387,11 +317,11 @@ class FileSystemReaderWithValidation(_WrappedReader):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(RemoteFileSystemReader(path))
+        super().__init__(path)
 
 
 @final
-class DistCPObjectStoreReader(_WrappedReader):
+class DistCPObjectStoreReader(RemoteFileSystemReader):
     """Reads a sharded checkpoint from an object store; brings the files that this rank needs to this machine first.
 
     The ranks of one machine bring each file once. Files stay, for this very checkpoint only.
@@ -406,8 +336,7 @@ class DistCPObjectStoreReader(_WrappedReader):
     def __init__(
         self, source_path: str, destination_path: str, object_store: ObjectStore, device_mesh: Any = None
     ) -> None:
-        folder = RemoteFolder(object_store, source_path)
-        super().__init__(RemoteFileSystemReader(folder, pre_download=True, work_dir=destination_path))
+        super().__init__(RemoteFolder(object_store, source_path), pre_download=True, work_dir=destination_path)
 
 
 # ── items of one file ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -418,24 +347,36 @@ _LEAST_RUN_BYTES = 64 << 10
 _BATCH_BYTES = 128 << 20
 
 
-class Box(Protocol):
-    """A part of a stored tensor, and where it goes."""
+@final
+class Box:
+    """A part of a stored tensor that one item of a plan wants, and where it goes."""
 
-    offsets: Sequence[int]
-    lengths: Sequence[int]
+    def __init__(self, planner: LoadPlanner, wanted: ReadItem, lock: threading.Lock) -> None:
+        self._planner = planner
+        self._wanted = wanted
+        self._lock = lock
+        self.offsets: Sequence[int] = wanted.storage_offsets
+        self.lengths: Sequence[int] = wanted.lengths
 
     def target(self) -> Tensor:
         """The tensor, of the shape of the box, that it goes to."""
-        ...
+        with self._lock:
+            target = self._planner.resolve_tensor(self._wanted).detach()
+        if tuple(target.shape) != tuple(self.lengths):
+            raise IncompatibleCheckpointError(
+                f"{self._wanted.dest_index.fqn!r}: {tuple(self.lengths)} is to go to {tuple(target.shape)}"
+            )
+        return target
 
     def done(self, target: Tensor) -> None:
-        """Is called when the target is filled."""
-        ...
+        """Hand the target over, filled."""
+        with self._lock:
+            self._planner.commit_tensor(self._wanted, target)
 
 
 @dataclass
 class Item:
-    """What is wanted of one item of a file.
+    """One item of a file, and what is wanted of it.
 
     Attributes:
         name: of it, for messages.
@@ -481,7 +422,7 @@ def read_items(
 
 
 def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """As many items at a time as the memory for them takes, which most large ones do not need."""
+    """Batches of as many items as the memory for them takes, which most large ones do not need."""
     batch: list[Item] = []
     size = 0
     for item in items:
@@ -542,7 +483,7 @@ class _Reading:
         self._filled = [_Filled(box, stored) for box in self._item.boxes]
 
     def wanted(self) -> Iterator[Piece]:
-        """What is to be read before :meth:`advance` is called."""
+        """List what is to be read before :meth:`advance` is called."""
         offset = self._item.offset
         for part in self._frame:
             yield part.piece(offset)
@@ -557,7 +498,7 @@ class _Reading:
             return True
         if self._frame:
             parts = [(part.start, part.data) for part in self._frame]
-            found = stored_tensor(ItemBytes(self._source, self._item.offset, self._item.size_bytes, parts))
+            found = stored_tensor(Window(self._source, self._item.offset, self._item.size_bytes, parts))
             self._frame = []
             if found is None or (found.shape, found.dtype) != (self._item.shape, self._item.dtype):
                 self._filled, self._whole, self._frame = [], True, [_Part(0, self._item.size_bytes)]

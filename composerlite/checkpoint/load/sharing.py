@@ -1,4 +1,4 @@
-"""What ranks read of a sharded checkpoint for each other.
+"""Parts of a sharded checkpoint that ranks read for each other.
 
 Of the ranks that want the same numbers one reads them, and the others get them from it. Parts that lie on the disks of
 other nodes are brought to this one before they are read.
@@ -33,7 +33,7 @@ from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-__all__ = ["Elsewhere", "Told", "Wishes"]
+__all__ = ["RankReport", "ReadRequests", "RemoteShardFetcher"]
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ class _Part(NamedTuple):
 
 
 @final
-class Told(NamedTuple):
-    """What a rank tells the others of its wishes.
+class RankReport(NamedTuple):
+    """A rank's report of its requests to the others.
 
     Attributes:
         digest: of the names of what it wants; empty if there is nothing that others could want, too.
@@ -78,8 +78,8 @@ class Told(NamedTuple):
 
 
 @final
-class Wishes:
-    """What this rank wants of a checkpoint, and divides with those that want the same.
+class ReadRequests:
+    """Requests of this rank to a checkpoint, divided with those that want the same.
 
     Args:
         plan: what this rank wants.
@@ -95,10 +95,10 @@ class Wishes:
         self._parts = dict(_named(plan.items, planner, place))
         self._names = b"".join(self._parts)
         digest = xxhash.xxh3_128_digest(self._names) if self._parts else b""
-        self.told = Told(digest, self._names if len(self._parts) <= _FEW_NAMES else b"")
+        self.told = RankReport(digest, self._names if len(self._parts) <= _FEW_NAMES else b"")
 
-    def divided(self, group: dist.Group, told: Sequence[Told]) -> tuple[LoadPlan, Sequence[dist.Transfer]]:
-        """What this rank reads, and what it sends then to others and gets from them. All of ``group`` call it.
+    def divided(self, group: dist.Group, told: Sequence[RankReport]) -> tuple[LoadPlan, Sequence[dist.Transfer]]:
+        """Divide the reading: what this rank reads, and what it sends and gets. All of ``group`` call it.
 
         Args:
             group: the ranks that load together.
@@ -117,7 +117,7 @@ class Wishes:
 
 
 def _named(items: Iterable[ReadItem], planner: DefaultLoadPlanner, place: str) -> Sequence[tuple[bytes, _Part]]:
-    """What other ranks may want too, by a name that says what it is; in the order of names.
+    """List what other ranks may want too, by a name that says what it is; in the order of names.
 
     Nothing that is no tensor: it is small. Nor that of which each rank has another part.
     """
@@ -155,7 +155,7 @@ def _groups(mine: Mapping[bytes, _Part], wanted: Sequence[bytes]) -> dict[Rankin
 def _dealt(
     groups: Mapping[Ranking, Sequence[bytes]], mine: Mapping[bytes, _Part], rank: int
 ) -> tuple[list[ReadItem], list[dist.Transfer]]:
-    """What this rank reads for others, and all transfers that it has a part in."""
+    """Deal what is wanted: what this rank reads for others, and all transfers that it has a part in."""
     items: list[ReadItem] = []
     transfers: list[tuple[bytes, dist.Transfer]] = []
     for members, names in groups.items():
@@ -198,7 +198,7 @@ def _moved(offsets: Sequence[int], rows: int) -> torch.Size:
 
 
 def _parcels(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """What is sent at once: each large part, and small ones together."""
+    """Parcels to be sent at once: each large part, and small ones together."""
     together: list[_Part] = []
     size = 0
     for part in parts:
@@ -222,8 +222,8 @@ Node = tuple[int, str]
 
 @final
 @dataclass(frozen=True)
-class _Told:
-    """What a rank tells the others.
+class _NodeReport:
+    """A rank's report to the others.
 
     Attributes:
         node: on which it is: its number, which not every launcher gives, and its name.
@@ -239,7 +239,7 @@ class _Told:
 
 
 @final
-class Elsewhere:
+class RemoteShardFetcher:
     """The parts of a checkpoint that this node's disk does not have. Used as a context manager, on every rank.
 
     Where all files are in one folder there is nothing to do. Else a rank of a node that has a part sends it to one of
@@ -263,7 +263,7 @@ class Elsewhere:
         self._manifest: Manifest | None = None
         self.are_apart = False
 
-    def __enter__(self) -> Elsewhere:
+    def __enter__(self) -> RemoteShardFetcher:
         group = dist.get_group()
         if group.size > 1 and self._folder is not None:
             folder = self._folder
@@ -305,7 +305,7 @@ class Elsewhere:
         if size := sum(one.size_bytes for one in moves if one.target == group.rank):
             log.info("brought %.1f MB of %s from the disks of other nodes", size / 1e6, self._source)
 
-    def _told(self, wanted: StateDict) -> _Told:
+    def _told(self, wanted: StateDict) -> _NodeReport:
         assert self._folder is not None
         self._manifest = self._manifest or self._folder.manifest()
         if self._manifest is None:
@@ -319,7 +319,7 @@ class Elsewhere:
                 lacks.setdefault(name, []).append((begin, end))
         if self._place is None and dist.get_local_rank() == 0:
             self._place = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="composerlite-")))
-        return _Told((dist.get_node_rank(), socket.gethostname()), has, lacks, self._place)
+        return _NodeReport((dist.get_node_rank(), socket.gethostname()), has, lacks, self._place)
 
     @property
     def _records(self) -> dict[str, FileRecord]:
@@ -335,8 +335,8 @@ class Elsewhere:
             place = metadata.storage_data[item.storage_index]
             yield place.relative_path, place.offset, place.offset + place.length
 
-    def _moves(self, everyone: Sequence[_Told]) -> list[dist.Move]:
-        """What goes from which rank to which, the same on every rank: to one of each node, from all that have it."""
+    def _moves(self, everyone: Sequence[_NodeReport]) -> list[dist.Move]:
+        """List what goes from rank to rank, the same on every rank: to one of each node, from all that have it."""
         lacks: dict[tuple[int, str], list[tuple[int, int]]] = {}
         for told in everyone:
             for name, ranges in told.lacks.items():
@@ -377,7 +377,7 @@ class _Files:
         self._open: dict[str, int] = {}
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        """So many bytes of the file on this disk."""
+        """Read so many bytes of the file on this disk."""
         data = os.pread(self._descriptor(self._here / name, os.O_RDONLY), size, offset)
         if len(data) != size:
             raise OSError(f"{str(self._here / name)!r} ends before byte {offset + size}")
@@ -405,7 +405,7 @@ def _is_apart(folder: LocalFolder) -> bool:
     return manifest is not None and manifest.node is not None
 
 
-def _first_of_node(everyone: Sequence[_Told], node: Node) -> int:
+def _first_of_node(everyone: Sequence[_NodeReport], node: Node) -> int:
     """The lowest rank that keeps what is brought to ``node``."""
     return min(rank for rank, told in enumerate(everyone) if told.node == node and told.place is not None)
 

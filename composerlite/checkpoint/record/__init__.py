@@ -1,3 +1,3 @@
-"""What is written down about a checkpoint, as plain data and pure functions: its name, its manifest, which attempt of a
-run it belongs to, which parts of the state it holds, which ones are kept. No function here opens a checkpoint.
+"""Records of a checkpoint as plain data and pure functions: its name, its manifest, the attempt of a run that it is of,
+the parts of the state in it, and which ones are kept. No function here opens a checkpoint.
 """

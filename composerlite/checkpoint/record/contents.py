@@ -1,4 +1,4 @@
-"""What goes into a checkpoint, and what is taken out of it."""
+"""Contents of a checkpoint: what goes in, and what is taken out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import fnmatch
 import io
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, final
 
 import torch
@@ -24,7 +25,7 @@ from composerlite.types import StateDict, items_of
 __all__ = [
     "EngineFiles",
     "IgnoreKeys",
-    "Restoring",
+    "RestorePlan",
     "TrainingState",
     "check_ignore_keys",
     "check_kind",
@@ -46,18 +47,18 @@ class EngineFiles(Protocol):
     """The engine of DeepSpeed, as far as it saves and loads files. Every rank calls these together."""
 
     def saved(self) -> dict[str, StateDict]:
-        """What this rank's files are to hold, by name. Tensors are those in use."""
+        """Return what this rank's files are to hold, by name. Tensors are those in use."""
         ...
 
     def load_checkpoint(
-        self, template: str, restoring: Restoring, object_store: ObjectStore | None, *, trust: bool
+        self, template: str, plan: RestorePlan, object_store: ObjectStore | None, *, trust: bool
     ) -> list[dict[str, Any]] | None:
         """Restore what is trained, and the rest of the state: as ``checkpoint.deepspeed.loading.load_archives``."""
         ...
 
 
 class TrainingState(Protocol):
-    """What the checkpoint engine needs of a training state. It knows nothing of the trainer."""
+    """A training state, as far as the checkpoint engine needs it. It knows nothing of the trainer."""
 
     run_name: str
 
@@ -194,7 +195,7 @@ def _with_all_metrics(contents: StateDict) -> StateDict:
 
 
 def _of_all_ranks(own: Any) -> list[Any]:
-    """What each rank gives, on the CPU."""
+    """Gather what each rank gives, on the CPU."""
     data = io.BytesIO()
     torch.save(own, data)  # tensors of some types cannot be pickled otherwise
     # Not the restricted unpickler: this comes from ranks of this run, and a loader's state may be anything.
@@ -287,37 +288,28 @@ WEIGHTS_ONLY = {"model", "integrations", "metadata", "algorithms"}
 
 
 @final
-class Restoring:
+@dataclass
+class RestorePlan:
     """One load of a checkpoint into a state: first :meth:`wanted`, then :meth:`places`, then :meth:`load`.
 
-    Args:
+    Attributes:
         state: what to restore.
+        source: the checkpoint, for messages.
         weights_only: restore the model alone.
         strict: parameter names must agree exactly.
         ignore_keys: what to leave as it is in ``state``.
         exclude_algorithms: names of those that are not restored.
-        source: the checkpoint, for messages.
     """
 
-    def __init__(
-        self,
-        state: TrainingState,
-        *,
-        weights_only: bool,
-        strict: bool,
-        ignore_keys: IgnoreKeys,
-        exclude_algorithms: Sequence[str],
-        source: str,
-    ) -> None:
-        self.state = state
-        self.source = source
-        self.weights_only = weights_only
-        self.strict = strict
-        self.ignore_keys = ignore_keys
-        self._exclude = exclude_algorithms
+    state: TrainingState
+    source: str
+    weights_only: bool = False
+    strict: bool = True
+    ignore_keys: IgnoreKeys = None
+    exclude_algorithms: Sequence[str] = ()
 
     def wanted(self, contents: Any) -> StateDict:
-        """What of ``contents`` is wanted; the numbers in its tensors do not matter.
+        """Select what of ``contents`` is wanted; the numbers in its tensors do not matter.
 
         Raises:
             IncompatibleCheckpointError: they are not those of a checkpoint.
@@ -336,7 +328,7 @@ class Restoring:
             wanted["state"],
             weights_only=self.weights_only,
             strict=self.strict,
-            exclude_algorithms=self._exclude,
+            exclude_algorithms=self.exclude_algorithms,
             source=self.source,
         )
         return {"state": live}
@@ -345,12 +337,12 @@ class Restoring:
         """Restore the state from what was ``wanted``, its tensors read; the states of the random generators."""
         if self.weights_only:
             self.state.load_model_state(
-                wanted["state"], strict=self.strict, exclude_algorithms=self._exclude, source=self.source
+                wanted["state"], strict=self.strict, exclude_algorithms=self.exclude_algorithms, source=self.source
             )
             log.info("loaded the weights of %s", self.source)
             return None
         self.state.load_state_dict(
-            wanted["state"], strict=self.strict, exclude_algorithms=self._exclude, source=self.source
+            wanted["state"], strict=self.strict, exclude_algorithms=self.exclude_algorithms, source=self.source
         )
         log.info("loaded %s", self.source)
         return wanted["rng"]

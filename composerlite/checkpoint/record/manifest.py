@@ -25,6 +25,7 @@ from composerlite.storage import FileDigest
 from composerlite.types import Lineage
 
 __all__ = [
+    "MANIFESTS",
     "SCHEMA",
     "Amount",
     "CheckpointMetadata",
@@ -65,14 +66,14 @@ class FileRecord:
 
     @property
     def digest(self) -> FileDigest:
-        """What the file must contain."""
+        """Digest of what the file must contain."""
         return FileDigest(self.size_bytes, self.xxh3_128, self.chunk_bytes, self.chunks)
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of, and of which moment of which run it is.
+    """The files of a checkpoint, and the moment of the run that it is of.
 
     Attributes:
         name: path of the checkpoint below its folder.
@@ -130,7 +131,7 @@ class Manifest:
 
     @property
     def identity(self) -> str:
-        """What the records of one save have in common on all disks, and no other has."""
+        """Digest that the records of one save have in common on all disks, and no other has."""
         return _digest({**dataclasses.asdict(self), "node": None})
 
     @property
@@ -140,7 +141,7 @@ class Manifest:
 
     @property
     def is_directory(self) -> bool:
-        """Whether it is a directory with files in it."""
+        """True for a directory with files in it."""
         return any(file.path.startswith(f"{self.name}/") for file in self.files)
 
     @property
@@ -212,7 +213,7 @@ class Manifest:
             raise ValueError(f"{strange[0]!r} is no file of checkpoint {self.name!r}")
 
     def _owns(self, path: str) -> bool:
-        """Whether ``path`` is its name, below its name, or, where each rank has a file, its name for another rank."""
+        """Check that ``path`` is its name, below its name, or, where ranks have files, its name for another rank."""
         if self.kind == "deepspeed":
             return _NUMBER.sub("0", path) == _NUMBER.sub("0", self.name)
         return path == self.name or path.startswith(f"{self.name}/")
@@ -229,7 +230,7 @@ def plain_timestamp(fields: Mapping[str, Any]) -> dict[str, int | float]:
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """What a checkpoint is saved with."""
+    """Versions that a checkpoint is saved with."""
 
     import torch
 
@@ -244,7 +245,7 @@ def versions() -> Mapping[str, str]:
 @final
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """What ``.metadata.json`` says.
+    """The contents of ``.metadata.json``.
 
     Attributes:
         version: of composerlite, which saved it.
@@ -259,12 +260,12 @@ class CheckpointMetadata:
     train: tuple[FileRecord, ...] = ()
 
     def to_json(self) -> bytes:
-        """As it is written."""
+        """Return the bytes that are written."""
         return json.dumps(dataclasses.asdict(self), indent=1).encode()
 
     @classmethod
     def from_json(cls, data: bytes, source: str) -> CheckpointMetadata:
-        """What was written, by this package or by OLMo-core.
+        """Read what was written, by this package or by OLMo-core.
 
         Raises:
             CorruptCheckpointError: it is nothing of that kind; names ``source``.

@@ -49,13 +49,13 @@ _RANK = re.compile(r"[-_.]?(?:rank)?\{(?:rank|local_rank|node_rank)(?:![^}]*|:[^
 
 
 class TimestampLike(Protocol):
-    """What a name needs of a timestamp."""
+    """A timestamp, as far as a name needs it."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
 
 class NamedState(Protocol):
-    """What a name needs of a training state."""
+    """A training state, as far as a name needs it."""
 
     run_name: str
 
@@ -303,7 +303,7 @@ def ensure_no_conflict(
 
 
 def _is_ahead(found: Mapping[str, str], own: Mapping[str, str]) -> bool:
-    """Whether a name with the numbers ``found`` comes later in a run than the one with ``own``."""
+    """Check that a name with the numbers ``found`` comes later in a run than the one with ``own``."""
     progress = [(int(found[name]), int(own[name])) for name in _TOTALS if name in found]
     if "total_wct" in found and all(theirs == ours for theirs, ours in progress):
         progress = [(float(found["total_wct"]), float(own["total_wct"]))]

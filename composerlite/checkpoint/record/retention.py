@@ -1,9 +1,10 @@
-"""Which checkpoints may go: a pure function of manifests and a policy."""
+"""The choice of checkpoints that may go: a pure function of manifests and a policy."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, final
 
 from composerlite.checkpoint.record.manifest import Manifest
@@ -55,11 +56,11 @@ class KeepAll:
 
 
 @final
+@dataclass(frozen=True)
 class KeepLast:
     """The newest ``count`` stay."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    count: int
 
     def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
         """The last ``count`` stay."""
@@ -95,16 +96,16 @@ class KeepEvery:
 
 
 @final
+@dataclass(frozen=True)
 class KeepBest:
     """The ``count`` checkpoints with the best value of ``metric`` stay; of equal ones the newer.
 
     NaN is worse than any number. A checkpoint without the metric is none of the best and pushes none out.
     """
 
-    def __init__(self, count: int, metric: str, mode: str = "max") -> None:
-        self.count = count
-        self.metric = metric
-        self.mode = mode
+    count: int
+    metric: str
+    mode: str = "max"
 
     def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
         """The best ``count`` stay."""
@@ -120,11 +121,11 @@ class KeepBest:
 
 
 @final
+@dataclass(frozen=True)
 class KeepAny:
-    """What any of ``policies`` keeps stays."""
+    """A policy by which what any of ``policies`` keeps stays."""
 
-    def __init__(self, policies: Iterable[RetentionPolicy]) -> None:
-        self.policies = tuple(policies)
+    policies: Sequence[RetentionPolicy]
 
     def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
         """The union of what each keeps."""
@@ -178,7 +179,7 @@ def retention_policy(
 
 
 def deletions(manifests: Sequence[Manifest], policy: RetentionPolicy) -> list[Manifest]:
-    """What goes of ``manifests``, oldest first: what ``policy`` gives up, and ephemeral ones.
+    """List what goes of ``manifests``, oldest first: what ``policy`` gives up, and ephemeral ones.
 
     Two are never among them: the newest, and the newest that is not ephemeral. An ephemeral one stays as long as it is
     the newest of all; it is not shown to the policy, so it does not count among the last N or the best K.
@@ -195,7 +196,7 @@ def deletions(manifests: Sequence[Manifest], policy: RetentionPolicy) -> list[Ma
 
 
 def _counts_anew(before: Manifest, manifest: Manifest) -> bool:
-    """Whether ``reset_time`` lies between the two: a later call of ``fit``, and no more batches than before."""
+    """Check that ``reset_time`` lies between the two: a later call of ``fit``, and no more batches than before."""
     return manifest.fit_calls > before.fit_calls and manifest.batch <= before.batch
 
 

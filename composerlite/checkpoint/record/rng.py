@@ -55,14 +55,14 @@ def of_training() -> dict[str, Any]:
 
 
 def packed(state: Mapping[str, Any]) -> torch.Tensor:
-    """What :func:`capture` gave as one tensor of bytes: what travels between ranks, and is in sharded checkpoints."""
+    """Pack what :func:`capture` gave into a tensor of bytes, for other ranks and for sharded checkpoints."""
     data = io.BytesIO()
     torch.save(dict(state), data)
     return torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
 
 
 def unpacked(state: torch.Tensor) -> dict[str, Any]:
-    """What :func:`packed` was given."""
+    """Return what :func:`packed` was given."""
     return torch.load(io.BytesIO(bytes(state.numpy())), weights_only=True)
 
 

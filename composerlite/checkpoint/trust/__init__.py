@@ -1,1 +1,1 @@
-"""What may be in a checkpoint, and reading a pickle without running code."""
+"""Types that may be in a checkpoint, and reading a pickle without running code."""

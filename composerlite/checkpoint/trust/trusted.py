@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import datetime
 import enum
+import functools
 import math
 import pathlib
 import re
@@ -26,8 +27,8 @@ from composerlite._torch_compat import negative_view, rebuild_quantized_tensor, 
 
 __all__ = [
     "Dtype",
-    "Maker",
     "RefusedError",
+    "SafeConstructor",
     "StorageKind",
     "Storages",
     "check_shape",
@@ -61,7 +62,7 @@ class RefusedError(Exception):
 
 @final
 class StorageKind:
-    """What a pickle calls the storages of one type of numbers."""
+    """The kind of storage of one type of numbers, as a pickle calls it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -97,12 +98,12 @@ _LAYOUTS = {str(value): value for value in _CONSTANTS.values() if isinstance(val
 
 
 def storage_kind(module: str, name: str) -> StorageKind | None:
-    """What ``module.name`` is, if it is a kind of storage."""
+    """Return the kind of storage that ``module.name`` is, if it is one."""
     return _KINDS.get(name) if module in ("torch", "torch.storage", "torch.cuda") else None
 
 
 class Storages(Protocol):
-    """Where the bytes of tensors come from."""
+    """The source of the bytes of tensors."""
 
     def storage(self, identity: Any) -> Any:
         """The storage that the pickle calls ``identity``. Its bytes need not have been read."""
@@ -114,7 +115,7 @@ class Storages(Protocol):
 
 
 def _user_types() -> dict[str, Any]:
-    """What the user has allowed, by name."""
+    """Types that the user has allowed, by name."""
     allowed: dict[str, Any] = {}
     for item in torch.serialization.get_safe_globals():
         if isinstance(item, tuple):
@@ -135,11 +136,10 @@ def _own_enum(name: str) -> type[enum.Enum] | None:
 
 
 def is_loadable(thing: Any) -> bool:
-    """Whether a checkpoint that names the class or function ``thing`` loads without ``trust_checkpoint=True``."""
+    """Check that a checkpoint that names the class or function ``thing`` loads without ``trust_checkpoint=True``."""
     module, name = thing.__module__, thing.__qualname__
     full = f"{module}.{name}"
-    tables: tuple[dict[str, Any], ...] = (_CALLS, _CONSTANTS, _VALUES, _user_types())
-    known = any(full in table for table in tables)
+    known = full in _KNOWN or full in _user_types()
     return known or _own_enum(full) is not None or storage_kind(module, name) is not None
 
 
@@ -161,7 +161,7 @@ class _Function:
 
 
 @final
-class Maker:
+class SafeConstructor:
     """Makes what one pickle names, and nothing else.
 
     Args:
@@ -180,7 +180,7 @@ class Maker:
 
     # ── names and calls ──────────────────────────────────────────────────────────────────────────────────────────
     def named(self, module: str, name: str) -> Any:
-        """What the pickle calls ``module.name``.
+        """Find what the pickle calls ``module.name``.
 
         Raises:
             RefusedError: it is not known to be safe.
@@ -191,11 +191,8 @@ class Maker:
             raise RefusedError(full, allowable=False)
         if (kind := storage_kind(module, name)) is not None:
             return kind
-        for table in (_VALUES, _CONSTANTS):
-            if full in table:
-                return table[full]
-        if full in _CALLS:
-            return _CALLS[full]
+        if full in _KNOWN:
+            return _KNOWN[full]
         if full in self._user:
             self._storages.read_now()  # the user's code may look at the numbers in the tensors that it is given
             return self._user[full]
@@ -222,7 +219,7 @@ class Maker:
         raise ValueError(f"a call of {type(what).__name__}")
 
     def new_object(self, kind: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
-        """What ``kind.__new__`` gives."""
+        """Call ``kind.__new__``."""
         if type(arguments) is not tuple:
             raise ValueError(f"arguments that are {type(arguments).__name__}")
         if isinstance(kind, type) and id(kind) in self._user_ids:
@@ -249,7 +246,7 @@ class Maker:
         return target
 
     def is_dict(self, target: Any) -> bool:
-        """Whether keys may be set in ``target``."""
+        """Check that keys may be set in ``target``."""
         return type(target) in _DICTS or (isinstance(target, dict) and id(type(target)) in self._user_ids)  # pyright: ignore[reportUnknownArgumentType]
 
     def keys(self, items: list[Any]) -> list[Any]:
@@ -344,7 +341,7 @@ class Maker:
         return kind(*parts)
 
     def enum_member(self, kind: Any, name: Any) -> Any:
-        """What ``getattr(Color, 'RED')`` gives: so Python 3.11 writes members. Nothing else has attributes here."""
+        """Member that ``getattr(Color, 'RED')`` gives: so Python 3.11 writes it. Nothing else has attributes here."""
         allowed = isinstance(kind, type) and issubclass(kind, enum.Enum)
         if not allowed or type(name) is not str or name not in kind.__members__:
             raise RefusedError("builtins.getattr", allowable=False)
@@ -389,8 +386,8 @@ class Maker:
         hooks: Any = None,
         metadata: Any = None,
     ) -> Tensor:
-        """A dense tensor."""
-        return _tensor(storage, storage.dtype, offset, shape, stride, requires_grad, metadata)
+        """A dense tensor of the type of its storage."""
+        return self.tensor_of_type(storage, offset, shape, stride, requires_grad, hooks, storage.dtype, metadata)
 
     def tensor_of_type(
         self,
@@ -403,8 +400,18 @@ class Maker:
         dtype: Any,
         metadata: Any = None,
     ) -> Tensor:
-        """A dense tensor of a type that has no storage of its own."""
-        return _tensor(storage, dtype, offset, shape, stride, requires_grad, metadata)
+        """A dense tensor, whose type may have no storage of its own."""
+        _check_extent(storage, dtype.itemsize, offset, shape, stride)
+        untyped = untyped_storage(storage)
+        made = torch.empty(0, dtype=dtype, device=untyped.device).set_(untyped, offset, shape, stride)
+        if requires_grad:
+            made.requires_grad_(True)
+        for name, value in (metadata or {}).items():
+            if name == "conj" and value is True:
+                made = made.conj()
+            elif name == "neg" and value is True:
+                made = negative_view(made)
+        return made
 
     def quantized(
         self, storage: Any, offset: Any, shape: Any, stride: Any, quantizer: Any, requires_grad: Any, hooks: Any
@@ -502,22 +509,6 @@ def _check_extent(storage: Any, item_bytes: int, offset: Any, shape: Any, stride
         raise ValueError(f"a tensor of the shape {shape} at {offset} in a storage of {have} bytes")
 
 
-def _tensor(
-    storage: Any, dtype: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any, metadata: Any
-) -> Tensor:
-    _check_extent(storage, dtype.itemsize, offset, shape, stride)
-    untyped = untyped_storage(storage)
-    made = torch.empty(0, dtype=dtype, device=untyped.device).set_(untyped, offset, shape, stride)
-    if requires_grad:
-        made.requires_grad_(True)
-    for name, value in (metadata or {}).items():
-        if name == "conj" and value is True:
-            made = made.conj()
-        elif name == "neg" and value is True:
-            made = negative_view(made)
-    return made
-
-
 def _set_attributes(target: Any, state: Any) -> None:
     """Attributes that the class does not have: nothing that it does changes."""
     parts = state if isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 2 else (state,)
@@ -529,7 +520,7 @@ def _set_attributes(target: Any, state: Any) -> None:
 
 
 def _restore(target: Any, state: Any) -> None:
-    """What pickle does for an object of the user's."""
+    """Restore an object of the user's as pickle does."""
     own = getattr(type(target), "__setstate__", None)
     if own is not None and own is not Tensor.__setstate__:  # that of tensors takes what older torch wrote
         target.__setstate__(state)
@@ -617,27 +608,23 @@ _CONTAINERS = (dict, list, tuple, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 _FACTORIES = (list, dict, set, int, float, str, bool, tuple, bytes, *_DICTS, collections.deque)
 
-Self = Maker
+_PLAIN = (slice, datetime.timedelta, datetime.datetime, datetime.date, datetime.time, datetime.timezone, torch.device)
+_PATHS = (pathlib.PosixPath, pathlib.PurePosixPath)
+
+Self = SafeConstructor
 _MAKERS: dict[type, Callable[..., Any]] = {
     set: lambda self, items=(): set(self.sized(items)),
     frozenset: lambda self, items=(): frozenset(self.sized(items)),
     bytes: Self.new_bytes,
     bytearray: lambda self, *arguments: bytearray(self.new_bytes(*arguments)),
     complex: lambda self, real, imaginary=0.0: complex(float(real), float(imaginary)),
-    slice: lambda self, *arguments: slice(*arguments),
     collections.deque: Self.new_deque,
     collections.defaultdict: Self.new_defaultdict,
     collections.Counter: Self.new_counter,
     collections.OrderedDict: Self.new_ordered,
-    datetime.timedelta: lambda self, *arguments: datetime.timedelta(*arguments),
-    datetime.datetime: lambda self, *arguments: datetime.datetime(*arguments),
-    datetime.date: lambda self, *arguments: datetime.date(*arguments),
-    datetime.time: lambda self, *arguments: datetime.time(*arguments),
-    datetime.timezone: lambda self, *arguments: datetime.timezone(*arguments),
-    pathlib.PosixPath: lambda self, *parts: self.path(pathlib.PosixPath, *parts),
-    pathlib.PurePosixPath: lambda self, *parts: self.path(pathlib.PurePosixPath, *parts),
+    **{kind: functools.partial(lambda kind, self, *arguments: kind(*arguments), kind) for kind in _PLAIN},
+    **{kind: functools.partial(lambda kind, self, *parts: self.path(kind, *parts), kind) for kind in _PATHS},
     torch.Size: lambda self, items=(): torch.Size(items),
-    torch.device: lambda self, *arguments: torch.device(*arguments),
     TorchVersion: lambda self, text: TorchVersion(self.new_bytes(text, "latin1").decode()),
     nn.Parameter: Self.parameter,
     np.dtype: Self.dtype,
@@ -680,3 +667,4 @@ _CALLS: dict[str, _Function] = {
     )
     for name in names
 }
+_KNOWN: dict[str, Any] = {**_CONSTANTS, **_VALUES, **_CALLS}

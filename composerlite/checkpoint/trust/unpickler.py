@@ -1,4 +1,4 @@
-"""A reader of pickles that runs none of what they say: what they name is made by :class:`Maker` or not at all."""
+"""A reader of pickles that runs none of what they say: what they name :class:`SafeConstructor` makes, or nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, final
 
-from composerlite.checkpoint.trust.trusted import Dtype, Maker, Storages, check_shape, short
+from composerlite.checkpoint.trust.trusted import Dtype, SafeConstructor, Storages, check_shape, short
 
 __all__ = ["RestrictedUnpickler"]
 
@@ -31,13 +31,13 @@ class RestrictedUnpickler:
         self._data = data
         self._at = 0
         self._storages = storages
-        self._maker = Maker(len(data), storages, types or {})
+        self._constructor = SafeConstructor(len(data), storages, types or {})
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
 
     def load(self) -> Any:
-        """What the pickle holds.
+        """Return what the pickle holds.
 
         Raises:
             RefusedError: it names something that is not known to be safe.
@@ -134,11 +134,11 @@ class RestrictedUnpickler:
         target = self._stack[-1]
         if type(target) is not set:
             raise ValueError(f"items for {type(target).__name__}, which is no set")
-        target.update(self._maker.keys(items))
+        target.update(self._constructor.keys(items))
 
     def _frozenset(self) -> None:
         items = self._since_mark()
-        self._stack.append(frozenset(self._maker.keys(items)))
+        self._stack.append(frozenset(self._constructor.keys(items)))
 
     def _dict(self) -> None:
         items = self._since_mark()
@@ -147,9 +147,9 @@ class RestrictedUnpickler:
 
     def _set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
-        if not self._maker.is_dict(target):
+        if not self._constructor.is_dict(target):
             raise ValueError(f"keys for {type(target).__name__}, which is no dict")
-        for key, value in zip(self._maker.keys(items[::2]), items[1::2], strict=True):
+        for key, value in zip(self._constructor.keys(items[::2]), items[1::2], strict=True):
             target[key] = value
 
     # ── memo ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -178,13 +178,13 @@ class RestrictedUnpickler:
     # ── names and what they make ─────────────────────────────────────────────────────────────────────────────────
     def _global(self) -> None:
         module, name = self._line(), self._line()
-        self._stack.append(self._maker.named(module, name))
+        self._stack.append(self._constructor.named(module, name))
 
     def _stack_global(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if type(name) is not str or type(module) is not str:
             raise ValueError("a name that is no text")
-        self._stack.append(self._maker.named(module, name))
+        self._stack.append(self._constructor.named(module, name))
 
     def _persistent(self) -> None:
         self._stack.append(self._storages.storage(self._stack.pop()))
@@ -193,21 +193,21 @@ class RestrictedUnpickler:
         arguments, what = self._stack.pop(), self._stack.pop()
         if type(arguments) is not tuple:
             raise ValueError(f"arguments that are {type(arguments).__name__}")
-        self._stack.append(self._maker.make(what, arguments))
+        self._stack.append(self._constructor.make(what, arguments))
 
     def _new(self) -> None:
         arguments, kind = self._stack.pop(), self._stack.pop()
-        self._stack.append(self._maker.new_object(kind, arguments, {}))
+        self._stack.append(self._constructor.new_object(kind, arguments, {}))
 
     def _new_with_keywords(self) -> None:
         keywords, arguments, kind = self._stack.pop(), self._stack.pop(), self._stack.pop()
         if type(keywords) is not dict:
             raise ValueError("keywords that are no dict")
-        self._stack.append(self._maker.new_object(kind, arguments, keywords))
+        self._stack.append(self._constructor.new_object(kind, arguments, keywords))
 
     def _build(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]
-        built = self._stack[-1] = self._maker.build(target, state)
+        built = self._stack[-1] = self._constructor.build(target, state)
         if type(target) is Dtype:
             for key in target.memo_keys:
                 if self._memo.get(key) is target:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from composerlite import dist
 from composerlite.checkpoint.deepspeed.loading import load_archives
 from composerlite.checkpoint.format.archive import DEEPSPEED_TYPES
-from composerlite.checkpoint.record.contents import Restoring
+from composerlite.checkpoint.record.contents import RestorePlan
 from composerlite.core import Precision, State
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.storage import ObjectStore
@@ -132,10 +132,10 @@ class ZeRO(Parallel):
         return {name: _plain(contents) for name, contents in shelf.files.items()}
 
     def load_checkpoint(
-        self, template: str, restoring: Restoring, object_store: ObjectStore | None, *, trust: bool
+        self, template: str, plan: RestorePlan, object_store: ObjectStore | None, *, trust: bool
     ) -> list[dict[str, Any]] | None:
         """Restore the state that this engine trains: see :func:`load_archives`."""
-        return load_archives(self, template, restoring, object_store, trust=trust)
+        return load_archives(self, template, plan, object_store, trust=trust)
 
     def load(self, files: Mapping[str, StateDict], *, source: str) -> None:
         """Restore the model and the optimizer from what this rank's files hold, by name.
