@@ -208,7 +208,7 @@ class StagedFiles:
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        self._parent = folder
+        self._parent = None if folder is None else Path(folder).absolute()  # the script may change its folder
         self._folder: Path | None = None
         self._count = 0
 
@@ -220,7 +220,7 @@ class StagedFiles:
         """
         if self._folder is None:
             if self._parent is not None:
-                Path(self._parent).mkdir(parents=True, exist_ok=True)
+                self._parent.mkdir(parents=True, exist_ok=True)
             self._folder = Path(tempfile.mkdtemp(prefix="composerlite-files-", dir=self._parent))
         self._count += 1
         staged = self._folder / str(self._count) / name

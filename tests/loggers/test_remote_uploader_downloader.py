@@ -62,6 +62,22 @@ def test_a_file_may_go_as_soon_as_it_is_handed_over(
     assert store.read_range("my-run/a.txt", 0, 100) == b"content"
 
 
+def test_a_relative_staging_folder_stays_where_it_was(
+    s3_server: Any, bucket: str, store: ObjectStore, state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that changes its working directory between two files uploads both."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    logger = started(bucket, s3_server, state, upload_staging_folder="staging")
+    for number in range(2):
+        (tmp_path / "a").write_text(str(number))
+        logger.upload_file(state, f"{number}.txt", tmp_path / "a", overwrite=False)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+    logger.post_close()
+    assert [store.read_range(f"{number}.txt", 0, 100) for number in range(2)] == [b"0", b"1"]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_the_newest_content_of_a_name_is_what_is_there(
     s3_server: Any, bucket: str, store: ObjectStore, state: State, tmp_path: Path
 ) -> None:
