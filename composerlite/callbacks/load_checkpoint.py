@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from composerlite.checkpoint import IgnoreKeys, load_checkpoint
 from composerlite.checkpoint.record.contents import check_ignore_keys
@@ -15,7 +15,7 @@ __all__ = ["LoadCheckpoint"]
 
 @final
 class LoadCheckpoint(Callback):
-    """Loads a checkpoint when ``event`` happens first.
+    """Loads a checkpoint when ``event`` happens first in the run: a run that is resumed has what it loaded already.
 
     For a model that is built from two checkpoints: a base through this callback, the rest through the trainer's
     ``load_path``, which loads later than ``BEFORE_LOAD``.
@@ -45,11 +45,19 @@ class LoadCheckpoint(Callback):
         self.strict_model_weights = strict_model_weights
         self.ignore_keys = check_ignore_keys(ignore_keys, argument="ignore_keys")
         self.event = Event(event)
-        self._loaded = False
+        self._loaded: list[str] | None = None
+        """The run, and what was loaded into it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loaded": self._loaded}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict["loaded"]
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         """Load if this is the event and nothing was loaded yet."""
-        if event is self.event and not self._loaded:
+        own = [state.run_name, self.load_path]
+        if event is self.event and self._loaded != own:
             generators = load_checkpoint(
                 self.load_path,
                 state,
@@ -57,6 +65,6 @@ class LoadCheckpoint(Callback):
                 strict_model_weights=self.strict_model_weights,
                 ignore_keys=self.ignore_keys,
             )
-            self._loaded = True
+            self._loaded = own
             if generators is not None:
                 state.loaded_generators = generators

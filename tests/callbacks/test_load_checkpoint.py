@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoint.tiny_training import train, trainer
 from torch import nn
 
+from composerlite import Callback
 from composerlite.callbacks import LoadCheckpoint
 from composerlite.checkpoint import save_checkpoint
 from composerlite.core import Engine, Event, Logger, State
@@ -66,6 +69,38 @@ def test_it_loads_at_its_event(checkpoint: str, event: Event | str | None, at: E
     nn.init.constant_(state.model.get_parameter("weight"), 5.0)
     engine.run_event(at)
     assert weight(state) == 5
+
+
+class StopsAt(Callback):
+    """Raises at a batch."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.batch) == self.batch:
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("event", [Event.BEFORE_LOAD, Event.AFTER_LOAD, Event.FIT_START])
+def test_a_run_that_is_resumed_does_not_load_it_again(event: Event, tmp_path: Path) -> None:
+    """A fine-tuning script that is restarted keeps what it has trained, whichever event the base is loaded at."""
+    train(save_folder=tmp_path / "base", run_name="base")
+    base = LoadCheckpoint(tmp_path / "base" / "latest-rank0.pt", load_weights_only=True, event=event)
+
+    def tuning(folder: str, *callbacks: Callback, **how: Any) -> Any:
+        load = copy.copy(base)
+        arguments = {"save_folder": tmp_path / folder, "save_interval": "1ba", "autoresume": True, "run_name": folder}
+        return trainer(callbacks=[load, *callbacks], **{**arguments, **how})
+
+    with tuning("whole") as whole:
+        whole.fit()
+    with pytest.raises(InterruptedError), tuning("cut", StopsAt(5)) as cut:
+        cut.fit()
+    with tuning("cut") as resumed:
+        resumed.fit()
+    for name, expected in whole.state.model.state_dict().items():
+        assert torch.equal(resumed.state.model.state_dict()[name], expected), name
 
 
 def load(state: State) -> None:
