@@ -33,9 +33,12 @@ __all__ = ["RankOutcome", "quick_processes", "run_ranks", "run_ranks_to_the_end"
 # opens a process group when it is imported; torch._dynamo is imported by the first optimizer.
 _processes = multiprocessing.get_context("forkserver")
 _PRELOAD = [
+    "composerlite.checkpoint.api.checkpointer",
+    "composerlite.checkpoint.api.state_dict",
     "composerlite.storage.stores.s3",
     "composerlite.testing.cluster",
     "composerlite.trainer",
+    "composerlite.utils.dist",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",

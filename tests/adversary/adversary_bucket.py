@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Protocol
 
 import hypothesis.strategies as st
 from adversary_checks import SECONDS, Machine, Project
-from adversary_oracle import Entry, FoundError, Line, begun_in, entries_of, line_of
-from adversary_run import LONGEST, Order, as_json, live_alone
+from adversary_oracle import Entry, FoundError, Line, begun_in, entries_of
+from adversary_run import FILTERS, LONGEST, Order, as_json, live_alone
 from forked import run_forked
 from hypothesis.stateful import rule
 
@@ -151,10 +151,13 @@ class BucketAdversary(Machine):
         keep=st.sampled_from([-1, -1, 1, 2]),
         interval=st.sampled_from([1, 1, 2]),
         clock=st.sampled_from([0.0] * 6 + [-48.0, 5.0]),
+        load=st.one_of(st.none(), st.tuples(st.integers(0, 30), st.sampled_from([*FILTERS]))),
     )
-    def launch(self, lost: bool, more: int, **given: Any) -> None:
-        """The script is started, as by a scheduler; it goes on by itself."""
+    def launch(self, lost: bool, more: int, load: tuple[int, str] | None, **given: Any) -> None:
+        """The script is started, as by a scheduler; it goes on by itself, whatever it says of how it once began."""
         self.change_machine(lost)
+        if load is not None and (chosen := self.one_of(self.project, load[0])) is not None:
+            given |= {"load": f"{self.project.uri}/{chosen.name}", "filtered": load[1]}
         acceptable = self.may_start_from()
         self.run(self.project, self.bucket_order(until=self.later(acceptable, more), **given), acceptable)
 
@@ -180,6 +183,27 @@ class BucketAdversary(Machine):
         order = self.bucket_order(resume=False, load=load, until=until, dies=dies)
         self.run(self.project, order, [chosen.line])
 
+    @rule(
+        lost=st.booleans(),
+        more=st.integers(1, 3),
+        what=st.sampled_from(["ls", "prune", "gc"]),
+        waits_at=st.integers(1, 160),
+        keep=st.sampled_from([-1, 1, 2]),
+        keeps=st.integers(1, 2),
+    )
+    def use_a_tool_while_a_run_lives(self, lost: bool, more: int, what: str, keeps: int, **given: Any) -> None:
+        """At an event where one thread of the run has stopped the user looks, makes room, or tidies up."""
+        self.change_machine(lost)
+        acceptable = self.may_start_from()
+        order = self.bucket_order(until=self.later(acceptable, more), **given)
+
+        def beside() -> None:
+            if self.entries(self.project):
+                self.command(what, self.project.uri, *(("--keep-last", keeps) if what == "prune" else ()))
+
+        keeps = keeps if what == "prune" else -1
+        self.run(self.project, order, acceptable, beside=beside, keeps=keeps)
+
     @rule(more=st.integers(2, 5))
     def two_launches_at_once(self, more: int) -> None:
         """The scheduler starts the run twice, on two machines: one trains it, the other is told, or comes after it."""
@@ -196,22 +220,7 @@ class BucketAdversary(Machine):
             done = list(threads.map(self.live_with_others, orders))
         if not any(one.returncode == 0 for one in done):
             raise FoundError(f"[two] neither of {[order.launch for order in orders]} has trained: {done[0].stderr}")
-        told = [(order, found) for order in orders if "started" in (found := self.told(order))]
-        begins = {order.launch: line_of(found["weights at start"]) for order, found in told}
-        told.sort(key=lambda one: begins[one[0].launch] not in (*acceptable, (one[0].launch,)))
-        trained, last = 0, orders[0]
-        for order, found in told:
-            start = begins[order.launch]
-            if trained:  # it came when the other had ended, or was about to
-                ended = [line_of(other["weights at end"]) for _, other in told if "weights at end" in other]
-                self.check_start(order, start, [*ended, *acceptable])
-            else:
-                self.check_start(order, start, acceptable)
-            if "closed" in found and len(line_of(found["weights at end"])) > len(start):
-                trained, last = trained + 1, order
-        if trained > 1:
-            raise FoundError(f"[two] both of {[order.launch for order in orders]} have trained the run to {until}")
-        self.check_what_stays(last, before, self.entries(self.project))
+        self.check_two(self.project, orders, {order.launch: acceptable for order in orders}, before)
 
     def live_with_others(self, order: Order) -> subprocess.CompletedProcess[str]:
         """In a process of its own; it may be told that another one trains the run."""

@@ -7,24 +7,30 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from adversary_oracle import Entry, FoundError, History, Line, Planted, begun_in, entries_of, line_of
-from adversary_run import LONGEST, Order, as_json, live, live_alone
+from adversary_oracle import Entry, FoundError, History, Line, Planted, begun_in, entries_of, line_in, line_of
+from adversary_run import LONGEST, Order, as_json, live, live_alone, live_as_rank
 from click.testing import CliRunner
 from forked import run_forked
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from composerlite.cli.app import app
+from composerlite.testing.cluster import run_ranks_to_the_end
 
 __all__ = ["SECONDS", "Machine", "Project"]
 
+NONE_GOOD = "none of them is good, so it does not start over"
 MEMORY = Path("/dev/shm")
 SECONDS = 60.0
+RANK_SECONDS = 20.0
+"""After which a rank gives up another one that is late."""
 
 
 @dataclass
@@ -74,22 +80,39 @@ class Machine(RuleBasedStateMachine):
         folder = str(project.folder)
         return Order(launch=self.launches, folder=folder, notes=str(self.root / f"notes{self.launches}"), **given)
 
-    def run(self, project: Project, order: Order, acceptable: list[Line | None] | None) -> None:
-        """Let it live, and compare what it did with what it had to do. ``acceptable``: what it may start from."""
+    def run(
+        self,
+        project: Project,
+        order: Order,
+        acceptable: list[Line | None] | None,
+        *,
+        ranks: int = 1,
+        beside: Callable[[], object] | None = None,
+        keeps: int = -1,
+    ) -> None:
+        """Let it live, and compare what it did with what it had to do.
+
+        ``acceptable``: what it may start from. ``beside``: what others do where it waits, who leave so many checkpoints
+        as ``keeps`` says.
+        """
         before = self.entries(project)
         others = [e for other in self.projects if other is not project for e in self.entries(other)]
+        loaded = self.with_load(order)
         none_good = order.resume and bool(before) and not any(e.line for e in before if e.kind != "weights")
-        self.let_live(order, may_refuse=none_good)
+        if beside is not None:
+            with self.living_beside(order) as life:
+                beside()
+            self.check_life(order, life.result(), may_refuse=none_good)
+        elif ranks > 1:
+            self.let_ranks_live(order, ranks, may_refuse=none_good)
+        else:
+            self.let_live(order, may_refuse=none_good)
         self.look_for_mended()
         told = self.told(order)
-        if (started := told.get("started")) is not None:
-            self.check_start(order, line_of(told["weights at start"]), acceptable)
-            if started != len(line_of(told["weights at start"])) - 1:
-                raise FoundError(
-                    f"[resume] launch {order.launch} is at batch {started} with {told['weights at start']}"
-                )
+        if "started" in told:
+            self.check_start(order, told, acceptable, loaded, before)
         after = self.entries(project)
-        self.check_what_stays(order, before, after)
+        self.check_what_stays(order, before, after, keeps)
         for entry in others:
             if not (entry.folder / entry.name).exists():
                 raise FoundError(f"[others] {entry.folder / entry.name} of the other project is gone")
@@ -101,20 +124,58 @@ class Machine(RuleBasedStateMachine):
 
         ``may_refuse``: what is left is damaged, as where the good ones were pruned: it may say so and not start.
         """
-        if not (order.die_at or order.clock or order.sharded or self.has_pipe or may_refuse):
-            try:
-                live(order)
-            except Exception as e:
-                raise FoundError(f"[crash] launch {order.launch} ended with {e!r}") from e
+        if order.die_at or order.clock or order.sharded or self.has_pipe or may_refuse:
+            self.check_life(order, self.live_alone(order), may_refuse=may_refuse)
             return
         try:
-            done = run_forked(live_alone, as_json(order), cwd=self.root, timeout=SECONDS)
+            live(order)
+        except Exception as e:
+            raise FoundError(f"[crash] launch {order.launch} ended with {e!r}") from e
+
+    def live_alone(self, order: Order) -> subprocess.CompletedProcess[str]:
+        """In a process of its own."""
+        try:
+            return run_forked(live_alone, as_json(order), cwd=self.root, timeout=SECONDS)
         except subprocess.TimeoutExpired as e:
             raise FoundError(f"[hang] launch {order.launch} does not end: {e.stderr!r}") from e
-        if may_refuse and "none of them is good, so it does not start over" in done.stderr:
+
+    def check_life(self, order: Order, done: subprocess.CompletedProcess[str], *, may_refuse: bool) -> None:
+        """It has ended as it may."""
+        if may_refuse and NONE_GOOD in done.stderr:
             return
         if done.returncode not in ((0, -signal.SIGKILL) if order.die_at else (0,)):
             raise FoundError(f"[crash] launch {order.launch} ended with {done.returncode}: {done.stderr[-3000:]}")
+
+    def let_ranks_live(self, order: Order, ranks: int, *, may_refuse: bool) -> None:
+        """In processes that train together, of which one may be killed."""
+        try:
+            done = run_ranks_to_the_end(
+                live_as_rank,
+                ranks,
+                order,
+                timeout=SECONDS,
+                dist_timeout=RANK_SECONDS,
+                fresh=bool(order.die_at),  # its fuse stays in the process
+            )
+        except TimeoutError as e:
+            raise FoundError(f"[hang] ranks of launch {order.launch} do not end") from e
+        errors = [one.error for one in done if one.error is not None]
+        if may_refuse and any(NONE_GOOD in str(error) for error in errors):
+            return
+        if errors and not any(isinstance(error, ChildProcessError) for error in errors):
+            raise FoundError(f"[crash] ranks of launch {order.launch} ended with {errors}") from errors[0]
+
+    @contextmanager
+    def living_beside(self, order: Order) -> Iterator[Future[subprocess.CompletedProcess[str]]]:
+        """Within it the launch lives, and waits at its event unless it has ended before."""
+        with ThreadPoolExecutor(1) as threads:
+            life = threads.submit(self.live_alone, order)
+            try:
+                while not life.done() and "waits" not in self.told(order):
+                    time.sleep(0.005)
+                yield life
+            finally:
+                order.go.touch()
 
     def told(self, order: Order) -> dict[str, Any]:
         """What the launch has told."""
@@ -164,21 +225,60 @@ class Machine(RuleBasedStateMachine):
         found = [entry for folder in folders for entry in entries_of(folder, set())]
         return [entry for entry in found if self.owners[entry.launch] is project]
 
-    def check_start(self, order: Order, start: Line, acceptable: list[Line | None] | None) -> None:
-        """It starts from where it has to."""
+    def with_load(self, order: Order) -> tuple[int, Line] | None:
+        """The batch and the weights that the launch has where it begins with its ``load_path`` and resumes nothing."""
+        if not (order.load and order.resume) or order.staging:  # what is loaded from a bucket is there to be resumed
+            return None
+        line = line_in(Path(order.load))
+        known = {"whole": (len(line) - 1, line), "nothing": (0, (order.launch,)), "weights": (0, line)}
+        return known.get(order.filtered, (len(line) - 1, (order.launch,)))
+
+    def check_start(
+        self,
+        order: Order,
+        told: Mapping[str, Any],
+        acceptable: list[Line | None] | None,
+        loaded: tuple[int, Line] | None,
+        before: Sequence[Entry],
+    ) -> None:
+        """It starts from where it has to. ``loaded``: so with its ``load_path``; ``before``: what was there."""
+        batch, start = told["started"], line_of(told["weights at start"])
         found = None if start == (order.launch,) else start
-        self.history.begin(order.launch, start, goes_on=order.resume and found is not None)
+        if loaded == (batch, start) and acceptable is not None and None in acceptable and found not in acceptable[1:]:
+            own = start if order.filtered == "whole" else (order.launch,) * (batch + 1)
+            self.history.begin(order.launch, own, goes_on=False)
+            return
+        goes_on = order.resume and found is not None and not self.is_passed_over(start, before)
+        self.history.begin(order.launch, start, goes_on=goes_on)
+        if loaded is not None and acceptable is not None:
+            acceptable = [line for line in acceptable if line is not None]
         if acceptable is not None and found not in acceptable:
             raise FoundError(f"[resume] launch {order.launch} started from {found}, and not from one of {acceptable}")
+        if batch != len(start) - 1:
+            raise FoundError(f"[resume] launch {order.launch} is at batch {batch} with {start}")
 
-    def check_what_stays(self, order: Order, before: list[Entry], after: list[Entry]) -> None:
-        """What was there is there, or is one of those that this launch may delete or write over."""
+    def is_passed_over(self, start: Line, before: Sequence[Entry]) -> bool:
+        """Whether there was a checkpoint of a later attempt, which was not good: a new attempt begins then."""
+        kept = [entry for entry in before if entry.kind != "weights"]
+        attempts = [self.damaged.get(e.data, 0) if e.line is None else self.history.attempts[e.launch] for e in kept]
+        return self.history.attempts[start[-1]] < max(attempts, default=0)
+
+    def check_what_stays(self, order: Order, before: list[Entry], after: list[Entry], keeps: int = -1) -> None:
+        """What was there is there, or is one of those that this launch may delete or write over.
+
+        ``keeps``: what ``prune`` has left meanwhile, of each kind of name.
+        """
         now = {entry.name: entry for entry in after}
         stays = {e.name: e for e in before if e.line is not None}
-        if order.keep != -1:
-            stays = self.what_stays(before, after, order.filename, order.keep)
+        limits = [(template, keeps) for template in {e.template for e in before} if keeps != -1]
+        limits += [(order.filename, order.keep)] if order.keep != -1 else []
+        for template, keep in limits:
+            left = self.what_stays(before, after, template, keep)
+            stays = {name: e for name, e in stays.items() if name in left}
+        if limits:
             first = len(self.history.starts.get(order.launch, ()))  # of the names that it may give, and take again
-            own = {order.filename.format(batch=batch) for batch in range(first, order.until)}
+            names = [order.filename.format(batch=batch) for batch in range(first, order.until)]
+            own = {*names, *(f"weights-{name}" for name in names if keeps != -1)}
             stays = {name: e for name, e in stays.items() if name not in own or e in self.history.living(after)}
         self.check_are_there(stays.values(), now, launch=order.launch)
 
@@ -226,6 +326,44 @@ class Machine(RuleBasedStateMachine):
         if link.resolve() not in [(e.folder / e.name).resolve() for e in saved]:
             raise FoundError(f"[latest] {link} leads to {link.readlink()}, and not to {saved[0].name}")
 
+    def check_two(
+        self,
+        project: Project,
+        orders: Sequence[Order],
+        acceptable: Mapping[int, list[Line | None] | None],
+        before: list[Entry],
+    ) -> None:
+        """Of two launches at once one has trained the run, and the other was told, or came after it.
+
+        ``acceptable``: what each may start from if it is the first, by the number of the launch.
+        """
+        found = {order.launch: self.told(order) for order in orders}
+        told = [order for order in orders if "started" in found[order.launch]]
+        told.sort(key=lambda order: found[order.launch]["at"])
+        starts = {order.launch: line_of(found[order.launch]["weights at start"]) for order in told}
+        trained: list[Order] = []
+        for order in told:
+            came_after = trained and order.resume
+            may = [self.end_of(trained[-1])] if came_after else acceptable[order.launch]
+            self.check_start(order, found[order.launch], may, None, before)
+            if "closed" in found[order.launch] and len(self.end_of(order)) > len(starts[order.launch]):
+                trained.append(order)
+        if len(trained) > 1 and all(order.resume for order in orders):
+            raise FoundError(f"[two] both of {[order.launch for order in orders]} have trained the run")
+        after = self.entries(project)
+        for order in orders if trained else ():
+            self.check_what_stays(order, [e for e in before if e.name not in self.names_of(orders)], after)
+        if trained and (last := trained[-1]).resume:
+            self.check_end(project, last, self.end_of(last), after)
+
+    def names_of(self, orders: Iterable[Order]) -> set[str]:
+        """What the launches may call their checkpoints."""
+        return {order.filename.format(batch=batch) for order in orders for batch in range(1, order.until + 1)}
+
+    def end_of(self, order: Order) -> Line:
+        """The weights with which the launch has ended."""
+        return line_of(self.told(order)["weights at end"])
+
     def note_damage(self, path: Path, attempt: int) -> None:
         """The data at ``path``, of a checkpoint of ``attempt``, are not what was saved, until they are another file."""
         self.damaged[path] = self.marks[path, _mark(path)] = attempt
@@ -252,8 +390,8 @@ class Machine(RuleBasedStateMachine):
             if link.is_symlink() and not link.exists() and not set_aside:
                 raise FoundError(f"[latest] {link} leads to {link.readlink()}, which is not there")
 
-    def command(self, *arguments: object) -> None:
-        """``composerlite checkpoint …``."""
+    def command(self, *arguments: object) -> str:
+        """Run ``composerlite checkpoint …``; what it has printed."""
         given = ["checkpoint", *map(str, arguments)]
         if self.has_pipe:
             try:
@@ -262,10 +400,11 @@ class Machine(RuleBasedStateMachine):
                 raise FoundError(f"[hang] {given}") from e
             if done.returncode:
                 raise FoundError(f"[crash] {given}: {done.stderr[-3000:]}")
-            return
+            return done.stdout
         result = CliRunner().invoke(app, given)
         if result.exit_code:
             raise FoundError(f"[crash] {given}: {result.output[-3000:]}") from result.exception
+        return result.stdout
 
     def one_of(self, project: Project, which: int) -> Entry | None:
         """Any checkpoint that can be resumed from."""

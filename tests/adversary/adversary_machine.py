@@ -8,19 +8,20 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
 from adversary_checks import SECONDS, Machine, Project
-from adversary_oracle import FoundError, line_in
-from adversary_run import LONGEST, RUN, load_saved, save_alone
+from adversary_oracle import FoundError, Line, line_in
+from adversary_run import FILTERS, LONGEST, RUN, Order, elsewhere, live, load_saved, save_alone
 from forked import run_forked
 from hypothesis.stateful import precondition, rule
 
 from composerlite.checkpoint import FileRecord, Manifest
-from composerlite.errors import CheckpointNotFoundError
+from composerlite.errors import CheckpointNotFoundError, RunInUseError
 
 __all__ = ["Adversary"]
 
@@ -91,20 +92,34 @@ class Adversary(Machine):
         interval=st.sampled_from([1, 1, 2, 3]),
         suffix=st.sampled_from(["", "", "", ".gz"]),
         weights=st.booleans(),
+        relative=st.sampled_from([False, False, True]),
         sharded=st.sampled_from([False] * 7 + [True]),
+        two_ranks=st.sampled_from([False] * 19 + [True]),
+        load=st.one_of(st.none(), st.none(), st.tuples(numbers, st.sampled_from([*FILTERS]))),
     )
-    def launch(self, b: bool, more: int, memory: bool, suffix: str, sharded: bool, **given: Any) -> None:
-        """The script is started, as by a scheduler; it goes on by itself."""
+    def launch(
+        self, b: bool, more: int, memory: bool, suffix: str, sharded: bool, two_ranks: bool, load: Any, **given: Any
+    ) -> None:
+        """The script is started, as by a scheduler; it goes on by itself, whatever it says of how it once began."""
         project = self.projects[b]
+        ranks = 2 if two_ranks and may("ranks")(self) else 1
         memory = memory and may("memory")(self)
-        acceptable = self.acceptable(project, memory=memory)
-        until = self.later(acceptable, more)
         name = f"ba{{batch}}.pt{suffix}"
         if sharded and may("sharded")(self):
             given |= {"sharded": True, "weights": False}
             name, memory = "ba{batch}", False
+        if ranks > 1:
+            memory, given["relative"] = False, False
+        acceptable = self.acceptable(project, memory=memory)
+        until = self.later(acceptable, more)
+        if load is not None and not sharded and may("load")(self) and acceptable is not None:
+            chosen = self.one_of(self.projects[load[0] % 2], load[0] // 2)
+            if chosen is not None and (None not in acceptable or chosen.batch + more < LONGEST):
+                given |= {"load": str(chosen.folder / chosen.name), "filtered": load[1]}
+                until = max(until, chosen.batch + more) if None in acceptable else until
         order = self.order(project, until=until, filename=name, **given)
-        self.run(project, replace(order, memory=str(self.memory) if memory else ""), acceptable)
+        order = replace(order, memory=str(self.memory) if memory else "", dying_rank=b if ranks > 1 else 0)
+        self.run(project, order, acceptable, ranks=ranks)
 
     @precondition(may("restart"))
     @rule(
@@ -143,6 +158,90 @@ class Adversary(Machine):
         acceptable = self.acceptable(project, memory=False)
         self.run(project, self.order(project, until=self.later(acceptable, more), clock=clock), acceptable)
 
+    # ── at the same time ─────────────────────────────────────────────────────────────────────────────────────────
+    @precondition(may("beside"))
+    @rule(
+        b=st.booleans(),
+        more=st.integers(1, 4),
+        what=st.sampled_from(["ls", "prune", "gc", "launch"]),
+        waits_at=st.integers(1, 120),
+        saving=st.sampled_from(["default", "waits"]),
+        keep=st.sampled_from([-1, -1, 1, 2]),
+        keeps=st.integers(1, 2),
+        resume=st.sampled_from([True, True, False]),
+        sharded=st.sampled_from([False] * 3 + [True]),
+    )
+    def do_something_while_a_run_lives(
+        self, b: bool, more: int, what: str, sharded: bool, keeps: int, resume: bool, **given: Any
+    ) -> None:
+        """At an event where one thread of the run has stopped the user looks, makes room, or starts it once more."""
+        project = self.projects[b]
+        acceptable = self.acceptable(project, memory=False)
+        until = self.later(acceptable, more)
+        if what == "launch":
+            if acceptable is not None:
+                again = given["waits_at"] % 10 > 0  # a launch from scratch waits for the other one for ten seconds
+                self.launch_twice(project, acceptable, until=until, resume=(resume, again), **given)
+            return
+        filename = "ba{batch}" if sharded else "ba{batch}.pt"
+        order = self.order(project, until=until, filename=filename, sharded=sharded, resume=resume, **given)
+
+        def beside() -> None:
+            if not project.folder.is_dir():
+                return
+            if what == "ls":
+                self.list_at_any_time(project)
+            else:
+                how = ("--keep-last", keeps) if what == "prune" else ("--older-than", "0s")
+                self.command(what, project.folder, *how)
+
+        keeps = keeps if what == "prune" else -1
+        self.run(project, order, acceptable if resume else [None], beside=beside, keeps=keeps)
+
+    def launch_twice(
+        self, project: Project, known: list[Line | None], *, until: int, resume: tuple[bool, bool], **given: Any
+    ) -> None:
+        """The run is started again while it lives."""
+        before = self.entries(project)
+        first = self.order(project, until=until, resume=resume[0], **given)
+        orders = [first, self.order(project, until=until, resume=resume[1])]
+        with self.living_beside(first) as life:
+            told = [self.is_told(orders[1])]
+        done = life.result()
+        told.insert(0, "RunInUseError" in done.stderr)
+        if done.returncode and not told[0]:
+            raise FoundError(f"[crash] launch {first.launch} ended with {done.returncode}: {done.stderr[-3000:]}")
+        if all(told):
+            raise FoundError(f"[two] neither of {[order.launch for order in orders]} has trained: {done.stderr}")
+        self.look_for_mended()
+        self.check_two(project, orders, {o.launch: known if o.resume else [None] for o in orders}, before)
+
+    def is_told(self, order: Order) -> bool:
+        """Let it live; whether it was told that another one trains the run."""
+        if self.has_pipe:
+            done = self.live_alone(order)
+            if "RunInUseError" not in done.stderr:
+                self.check_life(order, done, may_refuse=False)
+            return bool(done.returncode)
+        try:
+            live(order)
+        except RunInUseError:
+            return True
+        except Exception as e:
+            raise FoundError(f"[crash] launch {order.launch} ended with {e!r}") from e
+        return False
+
+    def list_at_any_time(self, project: Project) -> None:
+        """``ls`` knows the checkpoints that are there before and after it."""
+        before = self.entries(project)
+        told = {
+            Path(one["uri"]).resolve()
+            for one in json.loads(self.command("ls", project.folder, "--json"))["checkpoints"]
+        }
+        for entry in self.entries(project):
+            if entry in before and entry.line is not None and (entry.folder / entry.name).resolve() not in told:
+                raise FoundError(f"[ls] {entry} is not among {told}")
+
     # ── functions ────────────────────────────────────────────────────────────────────────────────────────────────
     @precondition(may("functions"))
     @rule(
@@ -179,6 +278,13 @@ class Adversary(Machine):
         if not least <= found <= most:
             raise FoundError(f"[content] {kind} in {folder} has {found}, and not one of {least} to {most}")
         return found, most
+
+    def check_project(self, project: Project) -> None:
+        """Nothing is where a script was that had moved, besides."""
+        super().check_project(project)
+        with suppress(FileNotFoundError):
+            if strays := [*elsewhere(str(project.folder)).iterdir()]:
+                raise FoundError(f"[elsewhere] {strays}")
 
     # ── the tools ────────────────────────────────────────────────────────────────────────────────────────────────
 

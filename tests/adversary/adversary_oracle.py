@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from adversary_run import LONGEST
@@ -24,7 +24,17 @@ Line = tuple[int, ...]
 
 
 class FoundError(AssertionError):
-    """The code under test has done what it must not do."""
+    """The code under test has done what it must not do.
+
+    Attributes:
+        seen: all that were raised: what depends on when threads run may not be found again, and is told all the same.
+    """
+
+    seen: ClassVar[list[str]] = []
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.seen.append(what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +205,7 @@ class History:
             self.attempts[launch] = self.attempts[start[-1]]
             return
         attempt = self.attempts[launch] = max(self.attempts.values(), default=0) + 1
-        if start != (launch,):
+        if start[-1] != launch:
             self.left[attempt] = self.attempts[start[-1]], len(start) - 1
 
     def check(self, entry: Entry) -> None:

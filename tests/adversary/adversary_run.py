@@ -1,7 +1,8 @@
 """One life of the run that tests/adversary tries to break: its weights say which launch has trained which batch.
 
 ``weights[0]`` is the launch that started from scratch, ``weights[n]`` the launch that trained batch n, and 0 where none
-has: a checkpoint of batch n has n + 1 numbers before the zeros, and no two launches write the same ones.
+has: a checkpoint of batch n has n + 1 numbers before the zeros, and no two launches write the same ones. A batch has
+two samples, one for each of two ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +30,21 @@ from composerlite import Callback, ComposerModel, Event, Logger, State, Trainer
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Checkpointer, load_state_dict, save_state_dict
 from composerlite.checkpoint.record import manifest
+from composerlite.utils import dist
 
-__all__ = ["LONGEST", "RUN", "Order", "as_json", "live", "live_alone", "load_saved", "save_alone"]
+__all__ = [
+    "FILTERS",
+    "LONGEST",
+    "RUN",
+    "Order",
+    "as_json",
+    "elsewhere",
+    "live",
+    "live_alone",
+    "live_as_rank",
+    "load_saved",
+    "save_alone",
+]
 
 RUN = "run"
 LONGEST = 24
@@ -34,6 +52,15 @@ LONGEST = 24
 
 _CHANGES = ("os.rename", "os.remove", "os.link", "os.symlink", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
 _SENDS = "http.client.send"
+_MOST_SECONDS = 60.0
+
+FILTERS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "nothing": {"load_ignore_keys": ["*"]},
+    "weights": {"load_weights_only": True},
+    "all but weights": {"load_ignore_keys": ["state/model/*"]},
+}
+"""What a script may load of the checkpoint that it begins with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +76,17 @@ class Order:
         filename: of the checkpoints.
         interval: batches between two.
         keep: how many stay, -1 for all.
-        resume: autoresume. load: a checkpoint to begin with instead. Neither: from scratch, over what is there.
+        resume: autoresume. load: a checkpoint to begin with instead, or where there is none to resume from. Neither:
+            from scratch, over what is there.
+        filtered: which of FILTERS goes with ``load``.
         memory: folder of a memory generation of each batch; empty for none.
         weights: save the weights alone, too, after each batch.
         saving: arguments of the saver: in the background or not.
         die_at: the process is killed at its so manieth event, of training, of its files or of what it sends.
         dies_sending: the same, where only what it sends counts.
+        dying_rank: whose events these are.
+        waits_at: at such an event the thread waits until there is the file :attr:`go`.
+        relative: the folders are named relative to where the process starts; it moves elsewhere when it trains.
         clock: hours that the clock is ahead.
         sharded: with FSDP, in a process group of one rank: checkpoints are directories.
     """
@@ -68,14 +100,23 @@ class Order:
     keep: int = -1
     resume: bool = True
     load: str = ""
+    filtered: str = "whole"
     memory: str = ""
     weights: bool = False
     saving: str = "default"
     die_at: int = 0
     dies_sending: bool = False
+    dying_rank: int = 0
+    waits_at: int = 0
+    relative: bool = False
     clock: float = 0.0
     sharded: bool = False
     staging: str = ""
+
+    @property
+    def go(self) -> Path:
+        """The file that a launch which waits at an event waits for."""
+        return Path(f"{self.notes}.go")
 
 
 SAVING: dict[str, dict[str, Any]] = {
@@ -100,7 +141,13 @@ class Net(ComposerModel):
         return self.weights[batch[0]]
 
     def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
-        return -(self.launch * outputs).sum()
+        return -(self.launch * outputs).mean()
+
+    @torch.no_grad()
+    def make_new(self, batches: int) -> None:
+        """Be a run of this launch alone that has come so far, whatever was loaded."""
+        self.weights.zero_()
+        self.weights[: batches + 1] = self.launch
 
     @property
     def trained_by(self) -> list[int]:
@@ -125,10 +172,13 @@ class Notes:
 
 
 class Fuse(Callback):
-    """Kills the process at an event of training, or of its files, whichever thread comes to it."""
+    """Kills the process at an event of training, or of its files, whichever thread comes to it; or does ``then``."""
 
-    def __init__(self, number: int, roots: list[str], *, sending: bool = False) -> None:
+    def __init__(
+        self, number: int, roots: list[str], *, sending: bool = False, then: Callable[[], object] | None = None
+    ) -> None:
         self.left, self.roots, self.lock, self.sending = number, tuple(roots), threading.Lock(), sending
+        self.then = then
         sys.addaudithook(self.look)
 
     def look(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -149,18 +199,60 @@ class Fuse(Callback):
         """One event less."""
         with self.lock:
             self.left -= 1
-            if self.left == 0:
+            if self.left == 0 and self.then is None:
                 os.kill(os.getpid(), signal.SIGKILL)
+            burned = self.left == 0
+        if burned and self.then is not None:
+            self.then()  # the other threads go on
+
+
+class Mover(Callback):
+    """Changes the current folder of the process, as a script may, when training begins."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self.folder.mkdir(exist_ok=True)
+        os.chdir(self.folder)
+
+
+def elsewhere(folder: str) -> Path:
+    """Where a launch with relative folders moves to; nothing is ever saved there."""
+    return Path(folder).parents[1] / "elsewhere"
+
+
+@contextmanager
+def started_in(folder: Path) -> Iterator[None]:
+    """As a script that is started there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def live(order: Order) -> None:
     """Train, and tell where it started and ended."""
-    notes = Notes(order.notes)
+    if not order.relative:
+        live_here(order)
+        return
+    top = Path(order.folder).parent
+    with started_in(top):
+        memory = order.memory and os.path.relpath(order.memory, top)
+        live_here(
+            dataclasses.replace(order, folder=Path(order.folder).name, memory=memory), [Mover(elsewhere(order.folder))]
+        )
+
+
+def live_here(order: Order, callbacks: list[Callback] | None = None) -> None:
+    """The same in the current folder."""
+    first = dist.get_global_rank() == 0
+    notes = Notes(order.notes if first else os.devnull)
     net = Net(order.launch)
-    callbacks: list[Callback] = []
-    if order.die_at:
-        roots = [root for root in (order.folder, order.memory, order.staging) if root]
-        callbacks.append(Fuse(order.die_at, roots, sending=order.dies_sending))
+    callbacks = [*(callbacks or ()), *fuses(order, notes)]
     if order.weights:
         name = f"weights-{order.filename}"
         saver = CheckpointSaver(
@@ -174,16 +266,18 @@ def live(order: Order) -> None:
         arguments |= {"save_staging_folder": order.staging, "save_num_remote_checkpoints_to_keep": order.keep}
     if order.sharded:
         arguments["parallelism_config"] = {"fsdp": {}}
+    if order.load:
+        arguments |= {"load_path": order.load, **FILTERS[order.filtered]}
+    samples = torch.arange(1, LONGEST + 1).repeat_interleave(2)
     trainer = Trainer(
         model=net,
-        train_dataloader=DataLoader(TensorDataset(torch.arange(1, LONGEST + 1)), batch_size=1),
+        train_dataloader=DataLoader(TensorDataset(samples), batch_size=2 // dist.get_world_size()),
         optimizers=torch.optim.SGD(net.parameters(), lr=1.0),
         max_duration=f"{order.until}ba",
         run_name=RUN,
         callbacks=callbacks,
         autoresume=order.resume,
         autoresume_timeout=0.2,
-        load_path=order.load or None,
         save_folder=order.folder,
         save_filename=order.filename,
         save_latest_filename="latest.pt",
@@ -195,12 +289,37 @@ def live(order: Order) -> None:
         **arguments,
     )
     with trainer:
-        batch = int(trainer.state.timestamp.batch)
-        notes.tell(started=batch, weights=net.trained_by)
+        batch, weights = int(trainer.state.timestamp.batch), net.trained_by
+        notes.tell(started=batch, weights=weights, at=time.monotonic())
+        if order.load and order.filtered in ("weights", "all but weights") and sum(map(bool, weights)) != batch + 1:
+            net.make_new(batch)
         trainer.fit()
         notes.tell(ended=int(trainer.state.timestamp.batch), weights=net.trained_by)
     notes.tell(closed=True)
     notes.close()
+
+
+def fuses(order: Order, notes: Notes) -> Iterator[Fuse]:
+    """What kills the process, or lets it wait."""
+    roots = [os.path.abspath(root) for root in (order.folder, order.memory, order.staging) if root]  # noqa: PTH100
+    if order.die_at and dist.get_global_rank() == order.dying_rank:
+        yield Fuse(order.die_at, roots, sending=order.dies_sending)
+    if order.waits_at:
+
+        def wait() -> None:
+            notes.tell(waits=True)
+            until = time.monotonic() + _MOST_SECONDS
+            while not order.go.exists():
+                if time.monotonic() > until:
+                    raise TimeoutError(f"nobody has made {order.go}")
+                time.sleep(0.005)
+
+        yield Fuse(order.waits_at, roots, then=wait)
+
+
+def live_as_rank(order: Order) -> None:
+    """The same as one of several ranks."""
+    live(order)
 
 
 def live_alone(given: str) -> None:

@@ -14,12 +14,13 @@ import pytest
 from adversary_bucket import BucketAdversary, Server
 from adversary_checks import Machine
 from adversary_machine import Adversary
+from adversary_oracle import FoundError
 from hypothesis.stateful import run_state_machine_as_test
 
 STEPS = 50
 RULES = os.environ.get("ADVERSARY_RULES", "").split()
-"""To look for one thing, some of: train restart older clock memory prune gc convert copy records plant links manifest
-damage remove reboot sharded functions."""
+"""To look for one thing, some of: train restart older load clock memory ranks beside prune gc convert copy records
+plant links manifest damage remove reboot sharded functions."""
 SECONDS = float(os.environ.get("ADVERSARY_SECONDS", "3600"))
 SEED = os.environ.get("ADVERSARY_SEED")
 
@@ -39,10 +40,12 @@ def play(seed: int, steps: int, machine: type[Machine] = Adversary, *, at_once: 
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     logging.disable(logging.CRITICAL)
+    FoundError.seen.clear()
     try:
         run_state_machine_as_test(hypothesis.seed(seed)(Drawn), settings=settings)
     except BaseException as e:
         e.add_note(f"for these steps again, and for fewer that fail: ADVERSARY_SEED={seed}")
+        e.add_note(f"first: {FoundError.seen[0] if FoundError.seen else None}")
         raise
     finally:
         logging.disable(logging.NOTSET)
