@@ -13,12 +13,12 @@ from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 if TYPE_CHECKING:
     from composerlite.core import Batch, Logger, State
 
-__all__ = ["RuntimeEstimator", "SpeedMonitor", "seconds_per"]
+__all__ = ["RuntimeEstimator", "SpeedMonitor"]
 
 _SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
 
 
-def seconds_per(time_unit: str, *, owner: str) -> int:
+def _seconds_per(time_unit: str, *, owner: str) -> int:
     """Seconds in one ``time_unit``: ``'seconds'``, ``'minutes'``, ``'hours'`` or ``'days'``.
 
     Raises:
@@ -81,7 +81,7 @@ class SpeedMonitor(Callback):
                 f"SpeedMonitor(gpu_flops_available={gpu_flops_available}): want a positive number, as 312e12."
             )
         self._gpu_flops_available = gpu_flops_available
-        self._unit_seconds = seconds_per(time_unit, owner="SpeedMonitor")
+        self._unit_seconds = _seconds_per(time_unit, owner="SpeedMonitor")
         self._points: deque[_Point] = deque(maxlen=window_size + 1)
         self._model: _CountsFlops | None = None
         self._device_flops = 0.0
@@ -165,7 +165,7 @@ class RuntimeEstimator(Callback):
         if skip_batches < 0:
             raise ConfigError(f"RuntimeEstimator(skip_batches={skip_batches}): want a number of batches, 0 or more.")
         self._skip_batches = skip_batches
-        self._unit_seconds = seconds_per(time_unit, owner="RuntimeEstimator")
+        self._unit_seconds = _seconds_per(time_unit, owner="RuntimeEstimator")
         self._begin(0.0, 0.0)
         self._batches_to_skip = skip_batches
 

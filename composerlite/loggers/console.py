@@ -16,7 +16,7 @@ from composerlite.core import (
     create_interval_scheduler,
 )
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
-from composerlite.loggers.values import to_json, to_text
+from composerlite.loggers.values import out_of, to_json, to_text
 
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
@@ -148,9 +148,8 @@ class ConsoleLogger(LoggerDestination):
             end, now = state.max_duration, state.timestamp
             batch = int(now.batch)
             epoch = int(now.epoch) + (1 if int(now.batch_in_epoch) > 0 else 0)  # that of the last batch, from 1
-            epochs = f"/{end.value}" if end is not None and end.unit is TimeUnit.EPOCH else ""
-            batches = f"/{end.value}" if end is not None and end.unit is TimeUnit.BATCH else ""
-            self._write(f"[train] epoch {epoch}{epochs}, batch {batch}{batches}: {to_text(self._unwritten)}")
+            where = f"epoch {epoch}{out_of(end, TimeUnit.EPOCH)}, batch {batch}{out_of(end, TimeUnit.BATCH)}"
+            self._write(f"[train] {where}: {to_text(self._unwritten)}")
             self._unwritten.clear()
 
     def _write(self, line: str) -> None:

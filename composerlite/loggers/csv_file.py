@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from composerlite.core import CheckpointNews
 from composerlite.errors import ConfigError, checked_arguments
-from composerlite.loggers.run_file import FileOfRun
+from composerlite.loggers.run_file import RunFileLogger
 from composerlite.loggers.values import plain
 from composerlite.storage import atomic_write
 
@@ -25,7 +25,7 @@ _SAME = ("time/batch", "time/epoch")
 
 
 @final
-class CSVLogger(FileOfRun):
+class CSVLogger(RunFileLogger):
     """Writes the metrics of a run as a CSV file: a row for each batch with metrics, a column for each metric.
 
     The first columns are ``batch`` and ``epoch``; what was not logged at a batch is empty there. A metric that appears
@@ -70,7 +70,7 @@ class CSVLogger(FileOfRun):
         self._rows = []
         if batch > 0:
             self._fetch(state, logger)
-        self._take_up(batch)
+        self._resume_table(batch)
         self._is_ready = True
         for row in early:
             self._add({name: value for name, value in row.items() if name not in _FIRST}, batch)
@@ -121,7 +121,7 @@ class CSVLogger(FileOfRun):
             file.write(data)
         self._written_bytes = len(data)
 
-    def _take_up(self, batch: int) -> None:
+    def _resume_table(self, batch: int) -> None:
         """Continue the table of an earlier launch, up to ``batch``. From the beginning of a run it is empty."""
         path = self.path
         header, rows = _read(path, path.stat().st_size)

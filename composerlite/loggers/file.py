@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 from composerlite.errors import ConfigError, checked_arguments
-from composerlite.loggers.run_file import FileOfRun
+from composerlite.loggers.run_file import RunFileLogger
 from composerlite.loggers.values import to_json
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ __all__ = ["FileLogger"]
 
 
 @final
-class FileLogger(FileOfRun):
+class FileLogger(RunFileLogger):
     """Writes a line for everything that is logged: ``[metric][batch=12] {"loss/train/total": 0.5}``.
 
     What follows the brackets is JSON. Each start of a run writes a line ``[start]``, or ``[resume]`` with the batch it

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 from composerlite.checkpoint.record.manifest import versions
 from composerlite.core import CheckpointNews
 from composerlite.errors import checked_arguments
-from composerlite.loggers.run_file import FileOfRun
+from composerlite.loggers.run_file import RunFileLogger
 from composerlite.loggers.values import to_json
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _FORMAT = 1
 
 
 @final
-class JSONLLogger(FileOfRun):
+class JSONLLogger(RunFileLogger):
     """Keeps the record of a run: one line of JSON for all that is logged and all that happens, with the time of day.
 
     ``composerlite report`` makes a page of it. Each line has ``at`` (UTC), ``kind``, ``batch``, ``epoch``. Kinds are

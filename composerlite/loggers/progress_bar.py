@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 from composerlite.core import LoggerDestination, SchedulePredicate, TimeInput, TimeUnit
 from composerlite.errors import checked_arguments
 from composerlite.loggers.console import ConsoleLogger, StreamInput, is_terminal, open_stream
-from composerlite.loggers.values import to_text
+from composerlite.loggers.values import out_of, to_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -246,9 +246,8 @@ class ProgressBarLogger(LoggerDestination):
 
     def _open_epoch(self, state: State, *, completed: int) -> None:
         self._in_epoch = True
-        end, epoch = state.max_duration, int(state.timestamp.epoch) + 1
-        of = f"/{end.value}" if end is not None and end.unit is TimeUnit.EPOCH else ""
-        self._bars.open(f"epoch {epoch}{of}", _length(state), completed)
+        title = f"epoch {int(state.timestamp.epoch) + 1}{out_of(state.max_duration, TimeUnit.EPOCH)}"
+        self._bars.open(title, _length(state), completed)
 
     def _finish_epoch(self, state: State) -> None:
         if self._in_epoch:

@@ -16,7 +16,7 @@ from composerlite.loggers.remote_uploader_downloader import RemoteUploaderDownlo
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["FileOfRun"]
+__all__ = ["RunFileLogger"]
 
 
 @runtime_checkable
@@ -27,7 +27,7 @@ class _Saver(Protocol):
     in_memory: bool
 
 
-class FileOfRun(LoggerDestination):
+class RunFileLogger(LoggerDestination):
     """A logger that keeps what it gets in the file ``template`` of this run.
 
     It is written at the end of a batch where something has waited for ``flush_seconds``; after each epoch and at the

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["plain", "to_json", "to_text"]
+from composerlite.core import Time, TimeUnit
+
+__all__ = ["out_of", "plain", "to_json", "to_text"]
 
 
 def plain(value: Any) -> Any:
@@ -46,3 +48,8 @@ def _short(value: Any) -> str:
 def to_text(values: Mapping[str, Any]) -> str:
     """``name=value`` pairs for people, with six significant digits."""
     return " ".join(f"{name}={_short(value)}" for name, value in values.items())
+
+
+def out_of(end: Time | None, unit: TimeUnit) -> str:
+    """``'/10'`` where training ends at 10 of ``unit``, for people; else nothing."""
+    return f"/{end.value}" if end is not None and end.unit is unit else ""

@@ -131,7 +131,7 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
     def _start(self, client: MlflowClient, run_name: str) -> MlflowRun:
         rank = dist.get_global_rank()
         if (saved := self._ids[rank] if rank < len(self._ids) else None) is not None:
-            run = MlflowRun.take_up(client, saved, self._tags)
+            run = MlflowRun.resume(client, saved, self._tags)
             if run is not None:
                 self._points += run.missing(self._unsent) if rank == 0 else []  # rank 0's are in the checkpoint
                 return run
@@ -142,7 +142,7 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
         name = self._name or run_name
         name = name if self._rank_zero_only else f"{name}-rank{rank}"
         assert self.experiment_id is not None
-        return MlflowRun.begin(client, self.experiment_id, name, {"run_name": run_name, **self._tags})
+        return MlflowRun.create(client, self.experiment_id, name, {"run_name": run_name, **self._tags})
 
     # ── logging ──────────────────────────────────────────────────────────────────────────────────────────────────
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:

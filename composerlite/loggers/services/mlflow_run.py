@@ -85,12 +85,12 @@ class MlflowRun:
         self.id: str = run.info.run_id
 
     @classmethod
-    def begin(cls, client: MlflowClient, experiment_id: str, name: str, tags: Mapping[str, str]) -> MlflowRun:
+    def create(cls, client: MlflowClient, experiment_id: str, name: str, tags: Mapping[str, str]) -> MlflowRun:
         """A new run."""
         return cls(client, client.create_run(experiment_id, run_name=name, tags=dict(tags)))
 
     @classmethod
-    def take_up(cls, client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> MlflowRun | None:
+    def resume(cls, client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> MlflowRun | None:
         """The run of that id, which continues; ``None`` if there is none, or it was deleted."""
         from mlflow.exceptions import MlflowException
         from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
@@ -109,7 +109,7 @@ class MlflowRun:
         return cls(client, run)
 
     def missing(self, points: Sequence[Point]) -> list[Point]:
-        """Return those of ``points`` that had not arrived when the run was taken up. They are sent in order."""
+        """Return those of ``points`` that had not arrived when the run was resumed. They are sent in order."""
         return [point for point in points if point.milliseconds > self._arrived.get(point.name, 0)]
 
     def send_metrics(self, points: Sequence[Point]) -> None:
