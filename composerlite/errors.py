@@ -28,10 +28,11 @@ stores use those types too: ``FileNotFoundError``, ``FileExistsError`` and ``Per
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "UntrustedCheckpointError",
     "checked_arguments",
     "did_you_mean",
+    "naming",
     "raise_all",
 ]
 
@@ -158,6 +160,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{hint} Known: {', '.join(known)}."
+
+
+@contextlib.contextmanager
+def naming(argument: str, value: object) -> Generator[None]:
+    """Within it, a :class:`ConfigError` about ``value`` names the ``argument`` that it was given as."""
+    try:
+        yield
+    except ConfigError as e:
+        raise ConfigError(f"{argument}={value!r}: {e}") from e
 
 
 def raise_all(errors: Sequence[Exception], message: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, final
 from composerlite import dist
 from composerlite.callbacks.checkpoint_saver import CheckpointSaver
 from composerlite.core import Callback, Logger, State, Time, TimeUnit
-from composerlite.errors import ConfigError, Preempted, checked_arguments, did_you_mean
+from composerlite.errors import ConfigError, Preempted, checked_arguments, did_you_mean, naming
 
 __all__ = ["GRACE_VARIABLE", "PreemptionHandler"]
 
@@ -224,10 +224,8 @@ def _seconds(value: str | float | Time, argument: str) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         seconds = float(value)
     else:
-        try:
+        with naming(argument, value):
             time_ = Time.from_input(value, TimeUnit.SECOND)
-        except ConfigError as e:
-            raise ConfigError(f"{argument}={value!r}: {e}") from e
         if time_.unit is not TimeUnit.SECOND:
             raise ConfigError(f"{argument}={str(value)!r}: want a time by the clock, as '30s', '2m' or seconds.")
         seconds = float(time_.value)

@@ -23,6 +23,7 @@ __all__ = [
     "count_tokens",
     "ensure_data_spec",
     "ensure_evaluator",
+    "length_of",
     "move_to_device",
     "split_batch",
 ]
@@ -237,7 +238,7 @@ class DataSpec:
                 f"a {type(dataloader).__name__} is not a data loader. Pass a DataLoader or any iterable of batches."
             )
         self.dataloader = dataloader
-        self.num_samples = _dataset_length(dataloader) if num_samples is None else num_samples
+        self.num_samples = length_of(getattr(dataloader, "dataset", None)) if num_samples is None else num_samples
         self.num_tokens = num_tokens
         self.replay_on_resume = replay_on_resume
         self.batch_transforms = batch_transforms
@@ -250,13 +251,11 @@ class DataSpec:
 _split_batch = split_batch  # the constructor's argument of the same name hides the function
 
 
-def _dataset_length(dataloader: Iterable[Batch]) -> int | None:
-    dataset = getattr(dataloader, "dataset", None)
-    if dataset is None or not hasattr(dataset, "__len__"):
-        return None
+def length_of(data: object) -> int | None:
+    """``len(data)``; ``None`` where it has none: data sets and loaders may define ``__len__`` and not know it."""
     try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):  # torch datasets may define __len__ and not know it
+        return len(data)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
         return None
 
 

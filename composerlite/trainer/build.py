@@ -32,7 +32,7 @@ from composerlite.core import (
     ensure_evaluator,
     lost_parameters,
 )
-from composerlite.errors import ConfigError
+from composerlite.errors import ConfigError, naming
 from composerlite.loggers import ConsoleLogger, ProgressBarLogger
 from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler, DecoupledSGDW, compile_composer_scheduler
@@ -226,10 +226,8 @@ def scaled_duration(max_duration: TimeInput | None, ratio: float) -> TimeInput |
     """``max_duration`` times ``scale_schedule_ratio``."""
     if max_duration is None:
         return None
-    try:
+    with naming("max_duration", max_duration):
         time = Time.from_input(max_duration, TimeUnit.EPOCH)
-    except ConfigError as e:
-        raise ConfigError(f"max_duration={max_duration!r}: {e}") from e
     if time.value <= 0:
         raise ConfigError(f"max_duration={max_duration!r}: want more than zero.")
     if ratio == 1.0:

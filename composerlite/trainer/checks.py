@@ -22,7 +22,7 @@ from composerlite.core import (
     TimeInput,
     create_interval_scheduler,
 )
-from composerlite.errors import ConfigError, UnknownArgumentError, did_you_mean
+from composerlite.errors import ConfigError, UnknownArgumentError, did_you_mean, naming
 from composerlite.models import ComposerModel
 
 __all__ = [
@@ -153,10 +153,8 @@ def check_interval(value: TimeInput | SchedulePredicate, *, argument: str) -> Ti
     Raises:
         ConfigError: it cannot be read.
     """
-    try:
+    with naming(argument, value):
         create_interval_scheduler(value)
-    except ConfigError as e:
-        raise ConfigError(f"{argument}={value!r}: {e}") from e
     return value
 
 

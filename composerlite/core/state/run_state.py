@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from composerlite import dist
-from composerlite.core.data import Evaluator
+from composerlite.core.data import Evaluator, length_of
 from composerlite.core.interruption import Interruption
 from composerlite.core.numerics import Precision, seed_of_rank
 from composerlite.core.parallelism import ParallelismConfig
 from composerlite.core.time import MICROSECONDS, Time, TimeInput, Timestamp, TimeUnit
-from composerlite.errors import ConfigError
+from composerlite.errors import ConfigError, naming
 from composerlite.types import Batch, Lineage, StateDict, Stateful
 
 if TYPE_CHECKING:
@@ -192,10 +192,8 @@ class RunState:
 
     @max_duration.setter
     def max_duration(self, value: TimeInput | None) -> None:
-        try:
+        with naming("max_duration", value):
             time = None if value is None else Time.from_input(value, TimeUnit.EPOCH)
-        except ConfigError as e:
-            raise ConfigError(f"max_duration={value!r}: {e}") from e
         if time is not None and time.unit is TimeUnit.DURATION:
             raise ConfigError(
                 f"max_duration={str(value)!r}: 'dur' is a fraction of max_duration itself; use another unit."
@@ -284,7 +282,7 @@ class RunState:
         """Make ``dataloader`` the one in use. ``num_batches`` limits its length; ``None`` or -1 takes all."""
         self.dataloader = dataloader
         self.dataloader_label = label
-        length = _length(dataloader)
+        length = length_of(dataloader)
         if num_batches is not None and num_batches >= 0:
             length = num_batches if length is None else min(length, num_batches)
         self._dataloader_len = length
@@ -323,15 +321,6 @@ def _is_mapping(batch: Batch) -> bool:  # plain functions: narrowing Any would m
 
 def _is_tuple(batch: Batch) -> bool:
     return isinstance(batch, tuple)
-
-
-def _length(dataloader: Iterable[Batch] | None) -> int | None:
-    if dataloader is None or not hasattr(dataloader, "__len__"):
-        return None
-    try:
-        return len(dataloader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):  # a DataLoader over an IterableDataset has __len__ and no length
-        return None
 
 
 # ── names in checkpoints ────────────────────────────────────────────────────────────────────────────────────────────
