@@ -38,18 +38,18 @@ def from_checkpoint(
     transformers = library("transformers", wanted_by=_WANTED_BY)
     path = kept_at(path, keep_at)
     contents = model_and_integrations(path)
-    found = _Found(transformers, kept_by_huggingface(contents, path), path, trust_remote_code)
-    tokenizer = found.tokenizer()
+    record = _ModelRecord(transformers, kept_by_huggingface(contents, path), path, trust_remote_code)
+    tokenizer = record.tokenizer()
     weights = {name.removeprefix(_PREFIX): tensor for name, tensor in weights_of(contents, path).items()}
-    adapter = found.kept["model"].get("peft_config")
+    adapter = record.kept["model"].get("peft_config")
     if isinstance(adapter, dict):
         weights = _of_base(weights, cast("StateDict", adapter))
     if base_model is not None:
         model: Any = base_model
     elif weights:
-        model = found.model(weights, model_class, config_changes)
+        model = record.model(weights, model_class, config_changes)
     else:
-        model = found.named_base()
+        model = record.named_base()
     return (_with_adapters(model, contents, path) if isinstance(adapter, dict) else model), tokenizer
 
 
@@ -74,7 +74,7 @@ def model_class_of(transformers: Any, names: Iterable[str]) -> type[Any] | None:
 
 @final
 @dataclass(frozen=True)
-class _Found:
+class _ModelRecord:
     """Record of a model of transformers in a checkpoint.
 
     Attributes:
