@@ -147,7 +147,8 @@ def flush(path: Path) -> None:
 # ── finding ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def finding(checkpoints: int) -> None:
     """P10: the newest of many checkpoints, where ``latest`` leads to it and where it does not."""
-    from composerlite.checkpoint.place.remote import RemoteCatalog
+    from composerlite.checkpoint.place.bucket import Bucket
+    from composerlite.checkpoint.place.catalog import Catalog
     from composerlite.storage import Transfer, open_store
     from composerlite.testing import FaultProxy
 
@@ -157,9 +158,9 @@ def finding(checkpoints: int) -> None:
         fill(server, bucket, checkpoints, link)
         with FaultProxy(str(address.hostname), int(address.port or 0)) as proxy, contextlib.ExitStack() as stack:
 
-            def remote(url: str) -> RemoteCatalog:
+            def remote(url: str) -> Catalog:
                 store = stack.enter_context(open_store(f"s3://{bucket}", endpoint_url=url))
-                return RemoteCatalog(stack.enter_context(Transfer(store)), "run")
+                return Catalog(Bucket(stack.enter_context(Transfer(store)), "run"))
 
             counted, direct = remote(proxy.url), remote(server.endpoint_url)
             newest = counted.latest(link)
@@ -205,12 +206,13 @@ def fill(server: S3Server, bucket: str, checkpoints: int, link: str) -> None:
 
         with ThreadPoolExecutor(WRITERS) as pool:
             list(pool.map(put, range(1, checkpoints)))
-        from composerlite.checkpoint.place.remote import RemoteCatalog
+        from composerlite.checkpoint.place.bucket import Bucket
+        from composerlite.checkpoint.place.catalog import Catalog
 
         with tempfile.NamedTemporaryFile() as data:
             data.write(bytes(1000))
             data.flush()
-            RemoteCatalog(transfer, "run").publish(manifest(checkpoints), [Path(data.name)], link=link)
+            Catalog(Bucket(transfer, "run")).publish(manifest(checkpoints), [Path(data.name)], link=link)
 
 
 def timed(do: Callable[[], object]) -> float:
@@ -319,7 +321,7 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
     from checkpoint_systems import Composerlite
 
     from composerlite.checkpoint import Catalog
-    from composerlite.checkpoint.place.remote import RemoteCatalog
+    from composerlite.checkpoint.place.bucket import Bucket
     from composerlite.checkpoint.record.retention import KeepAll
     from composerlite.checkpoint.save.publishing import Publisher
     from composerlite.storage import Transfer, Uploader, open_store
@@ -332,7 +334,7 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
             catalog, root = Catalog(folder / f"{number}"), f"run{number}"
             publisher = Publisher(
                 uploader,
-                RemoteCatalog(uploader.transfer, root),
+                Bucket(uploader.transfer, root),
                 template=TEMPLATE,
                 link=f"{root}/latest-rank0.pt",
                 timeout=TIMEOUT,

@@ -118,7 +118,7 @@ LATER = ["click", "omegaconf", "rich", "sklearn", "tensorboard", "torchmetrics"]
         ("composerlite", ["torch", "numpy", *LATER]),
         ("composerlite.errors", ["torch", "numpy", *LATER]),
         ("composerlite.storage", ["torch", "numpy", *LATER]),
-        ("composerlite.checkpoint.place.remote", ["torch", "numpy", *LATER]),  # and with it manifests and catalogs
+        ("composerlite.checkpoint.place.bucket", ["torch", "numpy", *LATER]),  # and with it manifests and catalogs
         ("composerlite.checkpoint.record.retention", ["torch", "numpy", *LATER]),
         ("composerlite.core.time", ["torch", "numpy", *LATER]),
         ("composerlite.cli", ["torch"]),

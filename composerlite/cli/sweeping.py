@@ -134,8 +134,7 @@ def _removed(place: Place, found: Found, why: str | None, *, dry_run: bool) -> d
     """Remove a checkpoint: what makes it one first, and of a directory its index next."""
     if not dry_run:
         data = sorted((file.path for file in found.files), key=lambda path: not path.endswith("/.metadata"))
-        for path in (*reversed(found.commits), *data):
-            place.delete(path)
+        place.delete_all((*reversed(found.commits), *data))
     return {"uri": place.uri(found.name), "size_bytes": found.size_bytes, "why": why}
 
 

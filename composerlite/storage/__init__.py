@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from composerlite.storage.stores.local import LocalObjectStore
     from composerlite.storage.transfer import Transfer
     from composerlite.storage.uploader import Uploader
+    from composerlite.storage.verified_object import VerifiedObject
 
 __all__ = [
     "RING_BYTES",
@@ -64,6 +65,7 @@ __all__ = [
     "StreamWriter",
     "Transfer",
     "Uploader",
+    "VerifiedObject",
     "abandoned_temporaries",
     "atomic_write",
     "available_memory",
@@ -88,7 +90,12 @@ __all__ = [
     "whole_pages",
 ]
 
-_HOMES = {"LocalObjectStore": "stores.local", "Transfer": "transfer", "Uploader": "uploader"}
+_HOMES = {
+    "LocalObjectStore": "stores.local",
+    "Transfer": "transfer",
+    "Uploader": "uploader",
+    "VerifiedObject": "verified_object",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.directory import ShardedDirectory
+from composerlite.checkpoint.place.place import MANIFESTS, Place
 from composerlite.checkpoint.record.manifest import FileRecord
-from composerlite.errors import CorruptCheckpointError
+from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 from composerlite.storage import Digester, FileDigest
 
 __all__ = ["PlaceContract"]
@@ -186,6 +188,77 @@ class PlaceContract(ABC):
         with pytest.raises(CorruptCheckpointError):
             target.take(source, record_of("sub/file", b"else"))
         assert place.read("to/sub/file") == b"data"
+
+    # ── commits ──────────────────────────────────────────────────────────────────────────────────────────────────
+    @staticmethod
+    def save(place: Place, value: bytes, *, overwrite: bool, until: str = "") -> None:
+        """Save the directory ``run/c`` with ``value`` in it; stop before the step ``until``."""
+        directory = ShardedDirectory(place, "run/c")
+        handle = directory.claim(overwrite=overwrite)
+        name = f"__0_0{handle.suffix}.distcp"
+        try:
+            digest = directory.write(handle, name, len(value), lambda sink: sink.write(value))
+            if until == "commit":
+                raise InterruptedError
+            directory.commit(handle, b"index of " + value, {name: digest}, {})
+        except BaseException:
+            directory.abandon(handle)
+            raise
+
+    @staticmethod
+    def saved(place: Place) -> bytes:
+        """Return the value of ``run/c``, which is whole, and by its manifest."""
+        index, manifest = ShardedDirectory(place, "run/c").described()
+        assert manifest is not None
+        Catalog(place).verify(manifest)
+        assert sorted(path for path in place.files() if not path.startswith(MANIFESTS)) == sorted(
+            record.path for record in manifest.files
+        )
+        return index.removeprefix(b"index of ")
+
+    def test_a_commit_makes_a_checkpoint_exist(self, place: Place) -> None:
+        """Whole, with a manifest; another takes its place, and nothing of the first is left."""
+        self.save(place, b"first", overwrite=False)
+        assert self.saved(place) == b"first"
+        assert [manifest.name for manifest in Catalog(place).manifests()] == ["run/c"]
+        self.save(place, b"second", overwrite=True)
+        assert self.saved(place) == b"second"
+
+    def test_a_checkpoint_is_not_replaced_unasked(self, place: Place) -> None:
+        """Not before anything is written, and not by who was there at the same time."""
+        self.save(place, b"first", overwrite=False)
+        with pytest.raises(CheckpointExistsError, match="holds a checkpoint"):
+            self.save(place, b"second", overwrite=False)
+        assert self.saved(place) == b"first"
+
+    def test_a_save_that_is_abandoned_leaves_what_was_there(self, place: Place) -> None:
+        """Nothing where there was nothing; and the next one can be saved."""
+        with pytest.raises(InterruptedError):
+            self.save(place, b"first", overwrite=False, until="commit")
+        assert dict(place.files()) == {}
+        self.save(place, b"second", overwrite=False)
+        with pytest.raises(InterruptedError):
+            self.save(place, b"third", overwrite=True, until="commit")
+        assert self.saved(place) == b"second"
+
+    def test_what_is_deleted_goes_manifest_first(self, place: Place) -> None:
+        """And files of the user stay, and are no checkpoint."""
+        self.save(place, b"first", overwrite=False)
+        place.put("run/c/config.json", b"{}")
+        (manifest,) = Catalog(place).manifests()
+        Catalog(place).delete(manifest)
+        assert list(place.files()) == ["run/c/config.json"]
+        assert Catalog(place).manifests() == []
+
+    def test_a_commit_that_has_begun_is_told(self, place: Place) -> None:
+        """What is announced in place of another is there for readers until it is published or withdrawn."""
+        self.save(place, b"first", overwrite=False)
+        (manifest,) = Catalog(place).manifests()
+        with place.commit("run/c", {}, overwrite=True) as commit:
+            commit.prepare(manifest)
+            assert list(Catalog(place).begun("run/c")) == [manifest]
+            commit.commit()
+        assert list(Catalog(place).begun("run/c")) == []
 
     # ── one at a time ────────────────────────────────────────────────────────────────────────────────────────────
     def test_a_lock_is_released(self, place: Place) -> None:

@@ -17,8 +17,8 @@ from tiny_training import trainer
 from torch import nn
 
 from composerlite import dist
-from composerlite.checkpoint.place import shared_folder
-from composerlite.checkpoint.place.directory import LocalFolder
+from composerlite.checkpoint.place import node_disks
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.record.contents import gather
 from composerlite.checkpoint.save.sharded.saving import Shards, expected_bytes
 from composerlite.core import Event, State
@@ -65,18 +65,18 @@ def timeout_of(seconds: float) -> Generator[None]:
 @contextlib.contextmanager
 def slow_disk(seconds: float) -> Generator[None]:
     """Writing takes so long on rank 1."""
-    real = LocalFolder.write
+    real = ShardedDirectory.write
 
-    def write(self: LocalFolder, *arguments: Any) -> Any:
+    def write(self: ShardedDirectory, *arguments: Any) -> Any:
         threading.Event().wait(seconds)
         return real(self, *arguments)
 
     if dist.get_global_rank() == 1:
-        setattr(LocalFolder, "write", write)  # noqa: B010 - pyright: it takes less
+        setattr(ShardedDirectory, "write", write)  # noqa: B010 - pyright: it takes less
     try:
         yield
     finally:
-        LocalFolder.write = real
+        ShardedDirectory.write = real
 
 
 def save_slowly(folder: Path) -> list[str]:
@@ -96,7 +96,7 @@ def expects(folder: Path) -> tuple[int, int]:
     state = sharded_state(width=256)
     step(state)
     contents = gather(state, weights_only=False, ignore_keys=None)
-    body = Shards(lambda: contents, LocalFolder(folder / "ba1"), overwrite=False)
+    body = Shards(lambda: contents, ShardedDirectory.on_disk(folder / "ba1"), overwrite=False)
     body.close(may_be_committed=False)
     return expected_bytes(contents), body.size_bytes
 
@@ -107,8 +107,8 @@ def folders_apart(folder: Path) -> dict[str, Any]:
     mine = folder / str(dist.get_global_rank())
     mine.mkdir(parents=True, exist_ok=True)
     os.chdir(mine)
-    patience = shared_folder._APPEARS_SECONDS  # pyright: ignore[reportPrivateUsage]
-    setattr(shared_folder, "_APPEARS_SECONDS", 0.2)  # noqa: B010 - it is private
+    patience = node_disks._APPEARS_SECONDS  # pyright: ignore[reportPrivateUsage]
+    setattr(node_disks, "_APPEARS_SECONDS", 0.2)  # noqa: B010 - it is private
     told: dict[str, Any] = {}
     cases: dict[str, dict[str, Any]] = {
         "sharded": {"save_folder": "run", "parallelism_config": {"fsdp": {}}},
@@ -120,7 +120,7 @@ def folders_apart(folder: Path) -> dict[str, Any]:
             told[name] = _outcome(case)
         told["files"] = sorted(str(path.relative_to(mine)) for path in mine.rglob("*.pt"))
     finally:
-        setattr(shared_folder, "_APPEARS_SECONDS", patience)  # noqa: B010 - it is private
+        setattr(node_disks, "_APPEARS_SECONDS", patience)  # noqa: B010 - it is private
         os.chdir(there)
     return told
 

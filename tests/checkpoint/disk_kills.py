@@ -15,13 +15,13 @@ from typing import Any
 from sharded_kills import STEPS
 
 from composerlite.checkpoint import Manifest
-from composerlite.checkpoint.place.directory import LocalFolder
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.storage import FileDigest
 
 
 def save(root: Path, value: int, *, overwrite: bool) -> None:
     """One save of both nodes, which does what their ranks do, in that order."""
-    nodes = [LocalFolder(root / f"node{number}" / "c") for number in (0, 1)]
+    nodes = [ShardedDirectory.on_disk(root / f"node{number}" / "c") for number in (0, 1)]
     nodes[0].record = Manifest(
         name="c", kind="sharded", template="c", run_name="run", timestamp={"batch": value}, files=()
     )

@@ -18,7 +18,7 @@ from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, load_checkpoint, rng, save_checkpoint
 from composerlite.checkpoint.load.resume import newest_good
-from composerlite.checkpoint.place.directory import LocalFolder
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.core import Logger, State
 from composerlite.errors import RankError
 
@@ -89,7 +89,7 @@ def save_and_be_killed(folder: Path, rank: int, stage: str) -> str:
     dist.barrier()
     object.__setattr__(dist.get_control(), "timeout", timedelta(seconds=3))  # all has been imported: that takes longer
     if dist.get_global_rank() == rank:
-        die_in(LocalFolder, stage)
+        die_in(ShardedDirectory, stage)
     try:
         saver.batch_checkpoint(state, logger)
         saver.fit_end(state, logger)

@@ -18,7 +18,7 @@ from composerlite.checkpoint import (
     save_model_and_optim_state,
     unshard_checkpoint,
 )
-from composerlite.checkpoint.place.directory import RemoteFolder
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.storage.stores.local import LocalObjectStore
 
@@ -59,5 +59,5 @@ def all_of_it(root: Path) -> tuple[float, float]:
 
     (root / "bucket").mkdir(exist_ok=True)
     store = _SlowStore(root / "bucket")
-    save_model_and_optim_state(RemoteFolder(store, "run/c"), model, optim, throttle_uploads=True)
+    save_model_and_optim_state(ShardedDirectory.in_store(store, "run/c"), model, optim, throttle_uploads=True)
     return store.span

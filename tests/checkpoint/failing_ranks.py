@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, load_checkpoint
-from composerlite.checkpoint.place.directory import LocalFolder
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.save import pipeline
 from composerlite.checkpoint.save.monolith import Monolith
 from composerlite.checkpoint.save.snapshot import Staging
@@ -42,9 +42,9 @@ STAGES: dict[str, list[Stage]] = {
         ("gather", 1, pipeline, "gather"),
         ("reserve", 0, Catalog, "reserve"),
         ("plan", 1, DefaultSavePlanner, "create_local_plan"),
-        ("claim", 0, LocalFolder, "claim"),
+        ("claim", 0, ShardedDirectory, "claim"),
         ("snapshot", 1, Staging, "take"),
-        ("commit", 0, LocalFolder, "commit"),
+        ("commit", 0, ShardedDirectory, "commit"),
         ("latest", 0, StagedLink, "publish"),
         ("retention", 0, Catalog, "delete"),
     ],

@@ -23,7 +23,7 @@ from composerlite import Trainer, dist
 from composerlite.checkpoint import Catalog, load_checkpoint, load_model_and_optim_state, save_model_and_optim_state
 from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.load.resume import newest_good
-from composerlite.checkpoint.place.directory import RemoteFolder
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.core import State
 from composerlite.dist.transfers import NodeBroadcast, _Parcel  # pyright: ignore[reportPrivateUsage] - to end in its place
 from composerlite.errors import RankError
@@ -143,7 +143,7 @@ def load_copies_of_shards(folder: Path) -> dict[str, tuple[bool, int]]:
         load_checkpoint("c", state, object_store=store)
 
     def function_loads(store: CountingStore) -> None:
-        load_model_and_optim_state(RemoteFolder(store, "c"), state.model, optimizer)
+        load_model_and_optim_state(ShardedDirectory.in_store(store, "c"), state.model, optimizer)
 
     found: dict[str, tuple[bool, int]] = {}
     for load in (trainer_loads, function_loads, apart):

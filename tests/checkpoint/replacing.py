@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import ComposerModel, Trainer
 from composerlite.checkpoint import Catalog, Checkpointer, load_state_dict, save_state_dict
-from composerlite.checkpoint.place.directory import LocalFolder
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.storage import FileDigest, open_store, parse_uri
 
 __all__ = ["KINDS", "killed", "overtaken"]
@@ -155,7 +155,7 @@ def _in_a_folder_beside(place: str) -> None:
 # ── disks of nodes ───────────────────────────────────────────────────────────────────────────────────────────────────
 def save_on_disks(place: str, value: int, overwrite: bool) -> None:
     """What the ranks of two nodes do, in that order."""
-    nodes = [LocalFolder(Path(place, f"node{number}", "c")) for number in (0, 1)]
+    nodes = [ShardedDirectory.on_disk(Path(place, f"node{number}", "c")) for number in (0, 1)]
     claim = nodes[0].claim(overwrite=overwrite)
     nodes[1].join(claim, overwrite=overwrite)
     files: dict[str, FileDigest] = {}

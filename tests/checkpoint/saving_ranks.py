@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint.place.directory import LocalFolder
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.save.snapshot import Staging
 from composerlite.core import FSDPConfig, Logger, ParallelismConfig, State
 from composerlite.dist.commit_barrier import CommitRound
@@ -158,9 +158,9 @@ def die_in(kind: type, method: str) -> None:
 
 STAGES: dict[str, tuple[type, str]] = {
     "snapshot": (Staging, "take"),
-    "write": (LocalFolder, "write"),
+    "write": (ShardedDirectory, "write"),
     "vote": (CommitRound, "arrive"),
-    "commit": (LocalFolder, "commit"),
+    "commit": (ShardedDirectory, "commit"),
     "release": (CommitRound, "release"),
 }
 
@@ -208,7 +208,7 @@ def saves_that_fail(folder: Path) -> dict[str, Any]:
         try:
             for batch in (1, 2, 3):
                 step(state)
-                restore = fail_on(1 if batch == 2 else -1, LocalFolder, "write")
+                restore = fail_on(1 if batch == 2 else -1, ShardedDirectory, "write")
                 try:
                     saver.batch_checkpoint(state, logger)
                     saver.fit_end(state, logger)

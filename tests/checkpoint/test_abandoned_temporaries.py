@@ -43,10 +43,10 @@ def test_a_kill_at_any_step_leaves_nothing_for_good(kind: str, stride: int, tmp_
 WRITER = """
 import sys
 from pathlib import Path
-from composerlite.checkpoint.place.directory import LocalFolder
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.storage import SecondName, StagedFile
 folder = Path(sys.argv[1])
-claim = LocalFolder(folder / "living").claim(overwrite=False)
+claim = ShardedDirectory.on_disk(folder / "living").claim(overwrite=False)
 second = SecondName(folder / "data")
 with StagedFile(folder / "notes.txt") as staged, StagedFile(folder / ".manifest" / "living.json") as intention:
     for file in (staged.file, intention.file):

@@ -14,7 +14,7 @@ from composerlite.checkpoint import load_checkpoint, save_model_and_optim_state
 from composerlite.checkpoint.api.state_dict import save_state_dict
 from composerlite.checkpoint.load.resume import newest_good
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.directory import RemoteFolder
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.save.pipeline import save
 from composerlite.core import FSDPConfig, ParallelismConfig, State
 from composerlite.errors import (
@@ -133,7 +133,7 @@ def test_a_directory_in_a_bucket_is_loaded_from_there(tmp_path: Path) -> None:
     """It is found by its name or by a link, and read in parts: no file is fetched."""
     store = FaultyStore(LocalObjectStore(tmp_path))
     saved = _stepped(new_state(3, value=3.0, width=20_000), value=1.0)
-    with RemoteFolder(store, "runs/ba3") as folder:
+    with ShardedDirectory.in_store(store, "runs/ba3") as folder:
         save_state_dict(folder, {"state": saved.state_dict()})
     store.put_bytes("runs/latest.pt.symlink", b"runs/ba3")
     for name in ("runs/ba3", "runs/latest.pt"):

@@ -11,8 +11,9 @@ import pytest
 from parts import save_batch
 
 from composerlite.checkpoint import Catalog, Manifest
-from composerlite.checkpoint.load.resume import Bucket, newest_good
-from composerlite.checkpoint.place.remote import RemoteCatalog
+from composerlite.checkpoint.load import resume
+from composerlite.checkpoint.load.resume import newest_good
+from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.record.retention import retention_policy
 from composerlite.checkpoint.save.publishing import Publisher
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, ObjectStoreTransientError
@@ -30,9 +31,9 @@ def store(tmp_path: Path) -> FaultyStore:
 
 
 @pytest.fixture
-def remote(store: FaultyStore) -> Iterator[RemoteCatalog]:
+def remote(store: FaultyStore) -> Iterator[Catalog]:
     with Transfer(store, retry=RetryPolicy(attempts=1)) as transfer:
-        yield RemoteCatalog(transfer, "run")
+        yield Catalog(Bucket(transfer, "run"))
 
 
 def saved(tmp_path: Path, batch: int, **arguments: object) -> tuple[Manifest, Path]:
@@ -43,7 +44,7 @@ def saved(tmp_path: Path, batch: int, **arguments: object) -> tuple[Manifest, Pa
     return manifest, path
 
 
-def publish(remote: RemoteCatalog, tmp_path: Path, *batches: int) -> list[Manifest]:
+def publish(remote: Catalog, tmp_path: Path, *batches: int) -> list[Manifest]:
     manifests: list[Manifest] = []
     for batch in batches:
         manifest, path = saved(tmp_path, batch)
@@ -52,14 +53,14 @@ def publish(remote: RemoteCatalog, tmp_path: Path, *batches: int) -> list[Manife
     return manifests
 
 
-def elsewhere(remote: RemoteCatalog, tmp_path: Path) -> Path | None:
+def elsewhere(remote: Catalog, tmp_path: Path) -> Path | None:
     """What a new machine, with an empty disk, resumes from."""
     catalog = Catalog(tmp_path / "elsewhere")
-    return newest_good([catalog], "run", buckets=[Bucket(remote, LINK, catalog)])
+    return newest_good([catalog], "run", buckets=[resume.Bucket(remote, LINK, catalog)])
 
 
 # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_published_checkpoint_is_found_and_whole(remote: RemoteCatalog, tmp_path: Path) -> None:
+def test_a_published_checkpoint_is_found_and_whole(remote: Catalog, tmp_path: Path) -> None:
     """The newest is fetched with its bytes and committed, as if it had been saved there."""
     publish(remote, tmp_path, 1, 2, 10)
     assert [manifest.batch for manifest in remote.manifests()] == [1, 2, 10]
@@ -69,15 +70,13 @@ def test_a_published_checkpoint_is_found_and_whole(remote: RemoteCatalog, tmp_pa
     assert [manifest.batch for manifest in Catalog(tmp_path / "elsewhere").manifests()] == [10]
 
 
-def test_the_link_is_an_object_that_composer_reads(remote: RemoteCatalog, store: FaultyStore, tmp_path: Path) -> None:
+def test_the_link_is_an_object_that_composer_reads(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
     """``latest….symlink`` holds the full name of the newest object and nothing else."""
     publish(remote, tmp_path, 1)
     assert store.read_range(f"{LINK}.symlink", 0, 100) == b"run/ba1.pt"
 
 
-def test_data_come_before_the_manifest_and_the_link_last(
-    remote: RemoteCatalog, store: FaultyStore, tmp_path: Path
-) -> None:
+def test_data_come_before_the_manifest_and_the_link_last(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
     """Whoever sees a manifest can read its data, and whoever sees the link its manifest."""
     publish(remote, tmp_path, 1)
     written = [name for verb, name in store.calls if verb in ("put_bytes", "upload_object")]
@@ -92,7 +91,7 @@ def test_data_come_before_the_manifest_and_the_link_last(
 
 @pytest.mark.parametrize("after", range(5))
 def test_a_publication_that_breaks_off_anywhere_leaves_the_one_before(
-    remote: RemoteCatalog, store: FaultyStore, tmp_path: Path, after: int
+    remote: Catalog, store: FaultyStore, tmp_path: Path, after: int
 ) -> None:
     """Whichever write is the last: the older checkpoint is found, or the newer where that had come to exist."""
     publish(remote, tmp_path, 1)
@@ -110,7 +109,7 @@ def test_a_publication_that_breaks_off_anywhere_leaves_the_one_before(
     assert elsewhere(remote, tmp_path) == tmp_path / "elsewhere" / "ba3.pt"
 
 
-def test_another_checkpoint_of_that_name_is_not_replaced(remote: RemoteCatalog, tmp_path: Path) -> None:
+def test_another_checkpoint_of_that_name_is_not_replaced(remote: Catalog, tmp_path: Path) -> None:
     """One of another run is left as it is, unless it is to be overwritten; one of the same moment of the run is not."""
     publish(remote, tmp_path, 1)
     other, path = saved(tmp_path / "other", 1, run_name="other")
@@ -123,7 +122,7 @@ def test_another_checkpoint_of_that_name_is_not_replaced(remote: RemoteCatalog, 
     remote.publish(again, [path], link=LINK)
 
 
-def test_what_is_deleted_is_gone(remote: RemoteCatalog, store: FaultyStore, tmp_path: Path) -> None:
+def test_what_is_deleted_is_gone(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
     """A deletion takes the manifest first: there is never a checkpoint without its data."""
     first, _ = publish(remote, tmp_path, 1, 2)
     store.calls.clear()
@@ -136,9 +135,7 @@ def test_what_is_deleted_is_gone(remote: RemoteCatalog, store: FaultyStore, tmp_
 
 
 # ── finding ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_three_requests_find_the_newest_of_any_number(
-    remote: RemoteCatalog, store: FaultyStore, tmp_path: Path
-) -> None:
+def test_three_requests_find_the_newest_of_any_number(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
     """Where ``latest`` is good nothing is listed, however many checkpoints there are."""
     publish(remote, tmp_path, *range(1, 30))
     store.calls.clear()
@@ -150,7 +147,7 @@ def test_three_requests_find_the_newest_of_any_number(
 
 @pytest.mark.parametrize("damage", ["flipped", "shorter", "gone", "manifest", "link"])
 def test_a_damaged_newest_is_passed_over(
-    remote: RemoteCatalog, store: FaultyStore, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+    remote: Catalog, store: FaultyStore, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever is wrong with the newest, the one before it is taken, and the log says why."""
     publish(remote, tmp_path, 1, 2)
@@ -174,26 +171,30 @@ def test_a_damaged_newest_is_passed_over(
         assert "ba2.pt" in caplog.text
 
 
-def test_what_is_here_is_not_fetched(remote: RemoteCatalog, store: FaultyStore, tmp_path: Path) -> None:
+def test_what_is_here_is_not_fetched(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
     """Of the same checkpoint here and in the bucket, the one here is taken."""
     publish(remote, tmp_path, 1, 2)
     store.calls.clear()
     catalog = Catalog(tmp_path / "local")
-    assert newest_good([catalog], "run", buckets=[Bucket(remote, LINK, catalog)]) == tmp_path / "local" / "ba2.pt"
+    assert (
+        newest_good([catalog], "run", buckets=[resume.Bucket(remote, LINK, catalog)]) == tmp_path / "local" / "ba2.pt"
+    )
     assert "run/ba2.pt" not in [name for verb, name in store.calls if verb == "read_range"]
 
 
-def test_a_newer_one_here_wins(remote: RemoteCatalog, tmp_path: Path) -> None:
+def test_a_newer_one_here_wins(remote: Catalog, tmp_path: Path) -> None:
     """A checkpoint that had not been uploaded is newer than what the bucket has."""
     publish(remote, tmp_path, 1)
     saved(tmp_path, 2)
     catalog = Catalog(tmp_path / "local")
-    assert newest_good([catalog], "run", buckets=[Bucket(remote, LINK, catalog)]) == tmp_path / "local" / "ba2.pt"
+    assert (
+        newest_good([catalog], "run", buckets=[resume.Bucket(remote, LINK, catalog)]) == tmp_path / "local" / "ba2.pt"
+    )
 
 
 @pytest.mark.parametrize("error", [PermissionError("no"), ObjectStoreTransientError("away")])
 def test_a_bucket_that_cannot_be_read_is_not_empty(
-    remote: RemoteCatalog, store: FaultyStore, tmp_path: Path, error: Exception
+    remote: Catalog, store: FaultyStore, tmp_path: Path, error: Exception
 ) -> None:
     """Only "not found" is absence: anything else ends the search with its own error, and no run starts afresh."""
     publish(remote, tmp_path, 1)
@@ -202,7 +203,7 @@ def test_a_bucket_that_cannot_be_read_is_not_empty(
         elsewhere(remote, tmp_path)
 
 
-def test_a_fetch_that_fails_commits_nothing(remote: RemoteCatalog, store: FaultyStore, tmp_path: Path) -> None:
+def test_a_fetch_that_fails_commits_nothing(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
     """Bytes that differ are never a checkpoint here."""
     (manifest,) = publish(remote, tmp_path, 1)
     data = bytearray(store.read_range("run/ba1.pt", 0, 1 << 20))
@@ -217,7 +218,7 @@ def test_a_fetch_that_fails_commits_nothing(remote: RemoteCatalog, store: Faulty
 
 # ── what a review found ──────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_damaged_newest_is_passed_over_for_the_next_in_the_bucket(
-    remote: RemoteCatalog, store: FaultyStore, tmp_path: Path
+    remote: Catalog, store: FaultyStore, tmp_path: Path
 ) -> None:
     """An older checkpoint on the disk does not win over a newer good one in the bucket."""
     publish(remote, tmp_path, 10, 20, 30)
@@ -228,7 +229,7 @@ def test_a_damaged_newest_is_passed_over_for_the_next_in_the_bucket(
     assert elsewhere(remote, tmp_path) == tmp_path / "elsewhere" / "ba20.pt"
 
 
-def test_what_is_there_is_not_sent_again(remote: RemoteCatalog, store: FaultyStore, tmp_path: Path) -> None:
+def test_what_is_there_is_not_sent_again(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
     """Publishing the same checkpoint once more moves the link and no data."""
     (manifest,) = publish(remote, tmp_path, 1)
     store.calls.clear()
@@ -237,7 +238,7 @@ def test_what_is_there_is_not_sent_again(remote: RemoteCatalog, store: FaultySto
     assert [name for name in written if not name.endswith(".saving")] == [f"{LINK}.symlink"]
 
 
-def test_one_of_two_runs_gets_a_name(remote: RemoteCatalog, store: FaultyStore, tmp_path: Path) -> None:
+def test_one_of_two_runs_gets_a_name(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
     """Two runs that publish one name at the same time: one succeeds, the other is told."""
     store.faults = [Fault(verb="upload_object", error=None, seconds=0.3, times=2)]
     both = [saved(tmp_path / name, 1, run_name=name) for name in ("a", "b")]
@@ -253,14 +254,14 @@ def test_one_of_two_runs_gets_a_name(remote: RemoteCatalog, store: FaultyStore, 
         assert sorted(pool.map(try_it, both)) == [False, True]
 
 
-def test_new_names_take_no_right_to_delete(remote: RemoteCatalog, store: FaultyStore, tmp_path: Path) -> None:
+def test_new_names_take_no_right_to_delete(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
     """A key that may write and not delete publishes whatever has a name of its own."""
     store.faults = [Fault(verb="delete_object", error=lambda: PermissionError("no"), times=99)]
     publish(remote, tmp_path, 1, 2)
     assert [manifest.batch for manifest in remote.manifests()] == [1, 2]
 
 
-def test_a_link_that_was_not_moved_is_noticed(remote: RemoteCatalog, store: FaultyStore, tmp_path: Path) -> None:
+def test_a_link_that_was_not_moved_is_noticed(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
     """A kill between the manifest and the link leaves the link behind; the next start sees it."""
     publish(remote, tmp_path, 1)
     store.faults = [Fault(verb="put_bytes", name="*.symlink")]
@@ -268,8 +269,8 @@ def test_a_link_that_was_not_moved_is_noticed(remote: RemoteCatalog, store: Faul
     with pytest.raises(ObjectStoreTransientError):
         remote.publish(manifest, [path], link=LINK)
     publisher = Publisher(
-        Uploader(remote.transfer),
-        remote,
+        Uploader(Transfer(store)),
+        Bucket(Transfer(store), "run"),
         template="ba{batch}.pt",
         link=LINK,
         timeout=5,
@@ -284,8 +285,8 @@ def test_a_link_that_was_not_moved_is_noticed(remote: RemoteCatalog, store: Faul
 def test_the_root_may_be_the_bucket(store: FaultyStore, tmp_path: Path) -> None:
     """Checkpoints may lie at the top of a bucket."""
     with Transfer(store) as transfer:
-        remote = RemoteCatalog(transfer, "")
+        remote = Catalog(Bucket(transfer, ""))
         manifest, path = saved(tmp_path, 1)
         remote.publish(manifest, [path], link="latest.pt")
-        assert remote.uri().startswith("file://")
+        assert remote.place.uri().startswith("file://")
         assert remote.latest("latest.pt") == manifest

@@ -19,8 +19,8 @@ from forked import run_forked
 from replacing_kills import OF_THE_USER, SAVES, value_of
 
 from composerlite.checkpoint import Catalog, load_keys, load_state_dict, save_state_dict
-from composerlite.checkpoint.place.remote import RemoteCatalog
-from composerlite.checkpoint.place.remote_folder import RemoteFolder
+from composerlite.checkpoint.place.bucket import Bucket
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.errors import CheckpointExistsError, CheckpointNotFoundError
 from composerlite.storage import ObjectStore, Transfer
 from composerlite.storage.stores.local import LocalObjectStore
@@ -80,7 +80,11 @@ def test_who_reads_while_a_checkpoint_is_replaced_gets_the_old_one_or_the_new_on
 
 
 def _place(root: Path, place: str) -> Any:
-    return RemoteFolder(LocalObjectStore(root / "bucket"), "run/c") if place == "bucket" else root / "folder" / "c"
+    return (
+        ShardedDirectory.in_store(LocalObjectStore(root / "bucket"), "run/c")
+        if place == "bucket"
+        else root / "folder" / "c"
+    )
 
 
 def _replace(root: Path, place: str, value: int) -> None:
@@ -103,12 +107,12 @@ def _publish(store: ObjectStore, folder: Path, value: int) -> None:
     SAVES["file"](folder, value)
     (manifest,) = Catalog(folder).manifests()
     with Transfer(store) as transfer:
-        RemoteCatalog(transfer, "run").publish(manifest, [folder / "c"], link="run/latest", overwrite=True)
+        Catalog(Bucket(transfer, "run")).publish(manifest, [folder / "c"], link="run/latest", overwrite=True)
 
 
 def _published(store: ObjectStore, folder: Path) -> float:
     with Transfer(store) as transfer:
-        remote = RemoteCatalog(transfer, "run")
+        remote = Catalog(Bucket(transfer, "run"))
         latest = remote.latest("run/latest")
         assert latest is not None
         remote.fetch(latest, Catalog(folder))
@@ -117,12 +121,12 @@ def _published(store: ObjectStore, folder: Path) -> float:
 
 def _save_directory(store: ObjectStore, _: Path, value: int) -> None:
     """As the functions do with a URI."""
-    with RemoteFolder(store, "run/c") as folder:
+    with ShardedDirectory.in_store(store, "run/c") as folder:
         save_state_dict(folder, {"a": torch.full((1000,), float(value))}, save_overwrite=True)
 
 
 def _saved_directory(store: ObjectStore, _: Path) -> float:
-    with RemoteFolder(store, "run/c") as folder:
+    with ShardedDirectory.in_store(store, "run/c") as folder:
         return next(load_keys(folder, ["a"])).unique().item()
 
 

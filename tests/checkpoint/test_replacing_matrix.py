@@ -1,8 +1,4 @@
-"""A checkpoint that takes the place of another of the same name: kills, readers, and other savers at any moment.
-
-What fails today is marked so, with the reason: all of it goes with one protocol for all commits. ``strict``: whoever
-mends one is told to remove its mark.
-"""
+"""A checkpoint that takes the place of another of the same name: kills, readers, and other savers at any moment."""
 
 from __future__ import annotations
 
@@ -31,16 +27,6 @@ STEP_PARTS = ("/step1", "/step1/train")
 Told = list[dict[str, Any]]
 _STRIDES = {"sharded run": "2", "file": "2", "archive": "3", "bucket": "2"}
 """Where a save takes long, every so manieth event."""
-
-
-EMPTIED = "a step that is replaced in a bucket is removed first"
-RESIZED = "the size of the old file and the bytes of the new one, where they differ in size; not always"
-
-
-def fails(*cell: str, reason: str, soak: bool = False) -> Any:
-    """A cell of the matrix that does not hold today."""
-    marks = [pytest.mark.xfail(strict=True, reason=reason), *([pytest.mark.soak] if soak else [])]
-    return pytest.param(*cell, marks=marks)
 
 
 def told_by(main: Any, place: str, *arguments: str, s3: Any = None) -> Told:
@@ -82,7 +68,7 @@ def _after_kills(kind: str, where: str, s3: Any) -> Told:
         pytest.param("file", "bucket", marks=pytest.mark.soak),
         pytest.param("sharded run", "bucket", marks=pytest.mark.soak),
         ("function", "bucket"),
-        fails("step", "bucket", reason=EMPTIED),
+        ("step", "bucket"),
     ],
 )
 def test_a_kill_while_one_is_replaced_leaves_the_old_or_the_new(kind: str, where: str, after_kills: Any) -> None:
@@ -118,7 +104,7 @@ def test_a_kill_keeps_the_users_files_in_a_directory_that_is_replaced(kind: str,
     ("kind", "where", "what"),
     [
         ("file", "folder", "read while it is replaced"),
-        pytest.param("file", "folder", "replaced while it is read", marks=pytest.mark.xfail(reason=RESIZED)),
+        ("file", "folder", "replaced while it is read"),
         ("function", "folder", "read while it is replaced"),
         ("function", "folder", "replaced while it is read"),
         ("step", "folder", "read while it is replaced"),
@@ -129,7 +115,7 @@ def test_a_kill_keeps_the_users_files_in_a_directory_that_is_replaced(kind: str,
         ("step", "no exchange", "replaced while it is read"),
         ("function", "bucket", "read while it is replaced"),
         ("function", "bucket", "replaced while it is read"),
-        fails("step", "bucket", "read while it is replaced", reason=EMPTIED),
+        ("step", "bucket", "read while it is replaced"),
         ("step", "bucket", "replaced while it is read"),
     ],
 )

@@ -37,7 +37,7 @@ from composerlite.checkpoint import (
     unshard_checkpoint,
 )
 from composerlite.checkpoint.load import sharded
-from composerlite.checkpoint.place.directory import LocalFolder, RemoteFolder
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -318,7 +318,7 @@ def test_values_that_cannot_be_pickled_fail_the_save(tmp_path: Path) -> None:
 
 def test_of_two_saves_at_once_one_is_told(tmp_path: Path) -> None:
     """Whichever commits later hears that there is a checkpoint, and leaves it as it is."""
-    first, second = LocalFolder(tmp_path / "c"), LocalFolder(tmp_path / "c")
+    first, second = ShardedDirectory.on_disk(tmp_path / "c"), ShardedDirectory.on_disk(tmp_path / "c")
     claims = [folder.claim(overwrite=False) for folder in (first, second)]
     first.commit(claims[0], b"first", {}, {})
     with pytest.raises(CheckpointExistsError):
@@ -390,20 +390,20 @@ def test_a_bucket_keeps_a_checkpoint_as_a_folder_does(bucket: Path) -> None:
     store = LocalObjectStore(bucket)
     model = small_model()
     optim = trained(model)
-    save_model_and_optim_state(RemoteFolder(store, "run/step1"), model, optim)
+    save_model_and_optim_state(ShardedDirectory.in_store(store, "run/step1"), model, optim)
     assert _objects(store) == ["run/.manifest/step1.json", "run/step1/.metadata", "run/step1/__0_0.distcp"]
     other = small_model(seed=1)
     other_optim = trained(other)
-    load_model_and_optim_state(RemoteFolder(store, "run/step1"), other, other_optim)
+    load_model_and_optim_state(ShardedDirectory.in_store(store, "run/step1"), other, other_optim)
     assert same(states(other, other_optim), states(model, optim))
     with pytest.raises(CheckpointExistsError):
-        save_state_dict(RemoteFolder(store, "run/step1"), {"a": 1})
+        save_state_dict(ShardedDirectory.in_store(store, "run/step1"), {"a": 1})
     path = bucket / "run/step1/__0_0.distcp"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match="not those that were saved"):
-        load_model_and_optim_state(RemoteFolder(store, "run/step1"), other, other_optim)
+        load_model_and_optim_state(ShardedDirectory.in_store(store, "run/step1"), other, other_optim)
 
 
 @pytest.mark.parametrize("name", ["*.distcp", "*.metadata", "*.json"])
@@ -412,11 +412,11 @@ def test_a_failed_save_to_a_bucket_leaves_nothing(bucket: Path, name: str) -> No
     store = FaultyStore(LocalObjectStore(bucket), Fault("*put*", name, times=99, error=_refused))
     store.faults = [*store.faults, Fault("upload*", name, times=99, error=_refused)]
     with pytest.raises(ObjectStoreError, match="no more room"):
-        save_state_dict(RemoteFolder(store, "run/c"), {"a": torch.ones(5)})
+        save_state_dict(ShardedDirectory.in_store(store, "run/c"), {"a": torch.ones(5)})
     assert _objects(store) == []
     store.faults = []
-    save_state_dict(RemoteFolder(store, "run/c"), {"a": torch.ones(5)})
-    assert next(load_keys(RemoteFolder(store, "run/c"), ["a"])).sum() == 5
+    save_state_dict(ShardedDirectory.in_store(store, "run/c"), {"a": torch.ones(5)})
+    assert next(load_keys(ShardedDirectory.in_store(store, "run/c"), ["a"])).sum() == 5
 
 
 def _refused() -> Exception:
@@ -427,16 +427,16 @@ def _refused() -> Exception:
 def test_replacing_in_a_bucket_keeps_the_old_one_until_the_new_one_is_there(bucket: Path, verb: str, name: str) -> None:
     """New data have names of their own; the old go when the new index is there."""
     store = FaultyStore(LocalObjectStore(bucket))
-    save_state_dict(RemoteFolder(store, "run/c"), {"a": torch.ones(5)})
+    save_state_dict(ShardedDirectory.in_store(store, "run/c"), {"a": torch.ones(5)})
     before = _objects(store)
     store.faults = [Fault(verb, name, error=_refused)]
     with pytest.raises(ObjectStoreError, match="no more room"):
-        save_state_dict(RemoteFolder(store, "run/c"), {"a": torch.zeros(5)}, save_overwrite=True)
+        save_state_dict(ShardedDirectory.in_store(store, "run/c"), {"a": torch.zeros(5)}, save_overwrite=True)
     assert _objects(store) == before
-    assert next(load_keys(RemoteFolder(store, "run/c"), ["a"])).sum() == 5
+    assert next(load_keys(ShardedDirectory.in_store(store, "run/c"), ["a"])).sum() == 5
     store.faults = []
-    save_state_dict(RemoteFolder(store, "run/c"), {"a": torch.zeros(5)}, save_overwrite=True)
-    assert next(load_keys(RemoteFolder(store, "run/c"), ["a"])).sum() == 0
+    save_state_dict(ShardedDirectory.in_store(store, "run/c"), {"a": torch.zeros(5)}, save_overwrite=True)
+    assert next(load_keys(ShardedDirectory.in_store(store, "run/c"), ["a"])).sum() == 0
     assert len(_objects(store)) == 3
 
 
@@ -444,21 +444,21 @@ def test_what_is_downloaded_first_is_kept_for_this_checkpoint_only(bucket: Path,
     """work_dir never mixes two: neither of two places, nor of two saves at one place."""
     store, work = FaultyStore(LocalObjectStore(bucket)), tmp_path / "work"
     for name, value in (("a", 1.0), ("b", 2.0)):
-        save_state_dict(RemoteFolder(store, f"run/{name}"), {"w": torch.full((5,), value)})
+        save_state_dict(ShardedDirectory.in_store(store, f"run/{name}"), {"w": torch.full((5,), value)})
     for name, value in (("a", 1.0), ("b", 2.0), ("a", 1.0)):
-        (w,) = load_keys(RemoteFolder(store, f"run/{name}"), ["w"], pre_download=True, work_dir=work)
+        (w,) = load_keys(ShardedDirectory.in_store(store, f"run/{name}"), ["w"], pre_download=True, work_dir=work)
         assert w.tolist() == [value] * 5
     data_reads = [name for verb, name in store.calls if verb == "read_range" and name.endswith("distcp")]
     assert data_reads == ["run/a/__0_0.distcp", "run/b/__0_0.distcp"]
-    save_state_dict(RemoteFolder(store, "run/a"), {"w": torch.full((5,), 3.0)}, save_overwrite=True)
-    (w,) = load_keys(RemoteFolder(store, "run/a"), ["w"], pre_download=True, work_dir=work)
+    save_state_dict(ShardedDirectory.in_store(store, "run/a"), {"w": torch.full((5,), 3.0)}, save_overwrite=True)
+    (w,) = load_keys(ShardedDirectory.in_store(store, "run/a"), ["w"], pre_download=True, work_dir=work)
     assert w.tolist() == [3.0] * 5
 
 
 def test_a_bucket_itself_is_no_directory(bucket: Path) -> None:
     """Its commit record would have no place."""
     with pytest.raises(ConfigError, match="is a bucket"):
-        RemoteFolder(LocalObjectStore(bucket), "/")
+        ShardedDirectory.in_store(LocalObjectStore(bucket), "/")
 
 
 # ── bytes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -478,7 +478,7 @@ def test_a_tenth_of_the_keys_costs_a_tenth_of_the_bytes(bucket: Path, place: str
     store = _CountingStore(bucket)
     wanted = {name: {k: torch.zeros_like(v) for k, v in layer.items()} for name, layer in list(_layers().items())[pick]}
     needed = sum(tensor.nbytes for layer in wanted.values() for tensor in layer.values())
-    with RemoteFileSystemReader(bucket / "c" if place == "folder" else RemoteFolder(store, "c")) as reader:
+    with RemoteFileSystemReader(bucket / "c" if place == "folder" else ShardedDirectory.in_store(store, "c")) as reader:
         sharded.load(reader, wanted)
     assert needed <= reader.bytes_read <= 1.05 * needed
     if place == "bucket":

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import Trainer
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint.place.remote import RemoteCatalog
+from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.cli import main
 from composerlite.models import ComposerClassifier
 from composerlite.storage import Transfer, open_store
@@ -68,7 +68,7 @@ def train(folder: Path, *, epochs: int = 3, **settings: Any) -> None:
 def published(folder: Path, uri: str) -> None:
     """Every checkpoint of ``folder`` in a bucket."""
     with open_store(uri) as store, Transfer(store) as transfer:
-        catalog, remote = Catalog(folder), RemoteCatalog(transfer, "demo")
+        catalog, remote = Catalog(folder), Catalog(Bucket(transfer, "demo"))
         for manifest in catalog.manifests():
             files = [folder / record.path for record in manifest.files]
             remote.publish(manifest, files, link="demo/latest-rank0.pt")

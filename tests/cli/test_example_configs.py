@@ -18,7 +18,7 @@ from forked import Launcher
 from torch.distributed.run import main as torchrun
 
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint.place.remote import RemoteCatalog
+from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.cli import main
 from composerlite.storage import Transfer, open_store
 
@@ -137,7 +137,7 @@ def test_the_digits_go_on_from_the_bucket_on_another_machine(
     assert "run night ended at epoch 4, batch 92: " in said
     assert int(re.search(r"night: configs/digits-s3.yaml from batch (\d+) until 4ep", said)[1]) >= 8
     with open_store(f"s3://{bucket}", **s3_server.store_kwargs) as store, Transfer(store) as transfer:
-        batches = [manifest.batch for manifest in RemoteCatalog(transfer, "night").manifests()]
+        batches = [manifest.batch for manifest in Catalog(Bucket(transfer, "night")).manifests()]
     assert batches[-1] == 92
     assert len(batches) == 3, "save_num_remote_checkpoints_to_keep"
 

@@ -11,7 +11,7 @@ import pytest
 from test_preemption import launch
 
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint.place.remote import RemoteCatalog
+from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.storage import Transfer, open_store
 
 
@@ -37,7 +37,7 @@ def test_the_newest_is_damaged_in_both_places(
     path = catalog.folder / newest.name
     path.write_bytes(flip(bytearray(path.read_bytes())))
     with Transfer(open_store(uri.removesuffix("/run"))) as transfer:
-        remote = RemoteCatalog(transfer, "run")
+        remote = Bucket(transfer, "run")
         transfer.put_bytes(remote.name_of(newest.name), path.read_bytes())
         two = launch(tmp_path, **order)
     assert two.code == 0, two.log

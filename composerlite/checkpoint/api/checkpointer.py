@@ -35,7 +35,8 @@ from composerlite.checkpoint.api.step_metadata import (
 )
 from composerlite.checkpoint.api.train_module import TrainModule, TrainModuleLike, state_to_load, state_to_save
 from composerlite.checkpoint.format.torch_file import TorchImage
-from composerlite.checkpoint.place.step_folder import MARKER, MODEL, TRAIN, StepFolder, step_folder_of
+from composerlite.checkpoint.place.place import SaveHandle
+from composerlite.checkpoint.place.step import MARKER, MODEL, TRAIN, StepFolder, step_folder_of
 from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.checkpoint.save.sharded.copy import Staged
 from composerlite.checkpoint.save.sharded.planned import PlannedSave, plan_save
@@ -94,7 +95,7 @@ class Checkpointer:
 
     Attributes:
         work_dir: with ``pre_download``: where the files go, and stay. ``None``: to a temporary folder.
-        save_overwrite: replace a checkpoint that is there. In a bucket the old one goes before the new one is there.
+        save_overwrite: replace a checkpoint that is there, which stays until the new one is.
         pre_download: bring the files that are needed to this machine before they are read.
         process_group: the ranks that save and load together. ``None``: all, apart from the group of training.
         save_thread_count: files that a rank writes at the same time.
@@ -201,7 +202,7 @@ class Checkpointer:
                 resources.enter_context(folder.model(staging)),
                 state,
                 group=group,
-                overwrite=False,
+                overwrite=bool(staging.suffix),
                 threads=self.save_thread_count,
                 throttle=self.throttle_uploads,
                 reuse_plan=True,
@@ -381,7 +382,7 @@ class _StepSave:
     """A save that every rank has the plan of."""
 
     def __init__(
-        self, folder: StepFolder, staging: str, planned: PlannedSave, image: TorchImage, ephemeral: bool
+        self, folder: StepFolder, staging: SaveHandle, planned: PlannedSave, image: TorchImage, ephemeral: bool
     ) -> None:
         self._folder = folder
         self._staging = staging
@@ -400,10 +401,11 @@ class _StepSave:
             return record, self.planned.write()
 
         def commit(written: list[tuple[FileRecord, Any]]) -> None:
-            self.planned.commit([results for _, results in written])
             files = tuple(record for record, _ in written)
-            metadata = CheckpointMetadata(ephemeral=self._ephemeral, world_size=group.size, train=files)
-            self._folder.commit(self._staging, metadata.to_json())
+            marker = CheckpointMetadata(ephemeral=self._ephemeral, world_size=group.size, train=files).to_json()
+            self._folder.prepare(self._staging, marker)
+            self.planned.commit([results for _, results in written])
+            self._folder.commit(self._staging, marker)
 
         try:
             vote.run(write, commit)

@@ -25,7 +25,7 @@ from composerlite.checkpoint.format.sharded_index import leaves_of, nested, with
 from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.load.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.directory import CheckpointFolder, LocalFolder, PathOrUri, folder_of
+from composerlite.checkpoint.place.directory import PathOrUri, ShardedDirectory, directory_at
 from composerlite.checkpoint.save.sharded.copy import Staged
 from composerlite.checkpoint.save.sharded.planned import PlannedSave, plan_save
 from composerlite.dist import SingleProcess, group_of, is_initialized
@@ -187,10 +187,10 @@ class _SaveSettings:
         number_of(self.threads, 1)
         number_of(self.processes, 1, "process_count")
 
-    def plan(self, folder: CheckpointFolder, state: Callable[[], StateDict]) -> PlannedSave:
+    def plan(self, folder: ShardedDirectory, state: Callable[[], StateDict]) -> PlannedSave:
         group = group_of(self.group)
-        if group.is_first and isinstance(folder, LocalFolder):
-            Catalog(folder.path.parent).tidy()
+        if group.is_first:
+            Catalog(folder.place).tidy()
         return plan_save(
             folder,
             state,
@@ -203,13 +203,13 @@ class _SaveSettings:
 
 
 def _save(place: PathOrUri, state: Callable[[], StateDict], settings: _SaveSettings) -> None:
-    with folder_of(place, threads=settings.threads) as folder:
+    with directory_at(place, threads=settings.threads) as folder:
         settings.plan(folder, state).run()
 
 
 def _save_behind(place: PathOrUri, state: Callable[[], StateDict], settings: _SaveSettings) -> Future[None]:
     with contextlib.ExitStack() as resources:
-        folder = resources.enter_context(folder_of(place, threads=settings.threads))
+        folder = resources.enter_context(directory_at(place, threads=settings.threads))
         if not is_initialized():  # else all ranks must hear of it: when the save is planned
             folder.check_free(overwrite=settings.overwrite)
         staged = Staged(may_be_live=not settings.throttle)  # else it waits for its turn

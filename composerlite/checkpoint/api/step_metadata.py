@@ -9,7 +9,7 @@ from typing import cast, final
 
 from composerlite.checkpoint.load.reader import safe_torch_load
 from composerlite.checkpoint.place.directory import INDEX
-from composerlite.checkpoint.place.step_folder import MARKER, MODEL, TRAIN, StepFolder
+from composerlite.checkpoint.place.step import MARKER, MODEL, TRAIN, StepFolder
 from composerlite.checkpoint.record.manifest import CheckpointMetadata
 from composerlite.dist import Group
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError

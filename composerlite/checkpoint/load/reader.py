@@ -47,6 +47,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_ATTEMPTS = 20
 
 
 class RawFile(NamedTuple):
@@ -105,27 +106,63 @@ def opened(
 
 @contextlib.contextmanager
 def opened_as(make: Callable[[RawFile], T], path: Path, *, progress_bar: bool = False) -> Generator[tuple[T, Progress]]:
-    """:func:`opened`, but what ``make`` makes of the file's bytes. It may be called twice."""
+    """:func:`opened`, but what ``make`` makes of the file's bytes. It may be called several times."""
     if not path.is_file():
         raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{what_is_there(path)}")
     path = path.resolve()
     validate(path)
-    catalog, name = home_of(path)
-    manifest = catalog.manifest_of(name)
-    if manifest is None:
-        log.warning("checkpoint %s has no manifest: it is loaded unverified", path)
     with (
         progress_of(f"reading {path.name}", path.stat().st_size, progress_bar) as progress,
         readable(path),
         contextlib.ExitStack() as stack,
     ):
+        yield _opened_whole(stack, path, make), progress
+
+
+def _opened_whole(stack: contextlib.ExitStack, path: Path, make: Callable[[RawFile], T]) -> T:
+    """Return what ``make`` makes of one file: of the old one or the new one, if it is replaced meanwhile."""
+    for left in reversed(range(_ATTEMPTS)):
+        before = _version(path)
+        with contextlib.ExitStack() as opening:
+            try:
+                made = _made(opening, path, make)
+            except (CorruptCheckpointError, FileNotFoundError):
+                if not left or _version(path) == before:
+                    raise
+            else:
+                if not left or _version(path) == before:
+                    stack.enter_context(opening.pop_all())
+                    return made
+        log.info("%s was replaced while it was opened: it is opened again", path)
+    raise AssertionError("unreachable")
+
+
+def _version(path: Path) -> list[tuple[int, int, int, int] | None]:
+    """Return what tells a file and its manifest from others that come to have their names."""
+    catalog, name = home_of(path)
+    found: list[tuple[int, int, int, int] | None] = []
+    for one in (path, catalog.record_path(name)):
         try:
-            made = make(_raw_file(stack, path, catalog, manifest, verified=True))
-        except CorruptCheckpointError:
-            if manifest is None or not catalog.is_replaced(manifest):
-                raise
-            made = make(_raw_file(stack, path, catalog, manifest, verified=False))
-        yield made, progress
+            status = one.stat()
+        except FileNotFoundError:
+            found.append(None)
+        else:
+            found.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+    return found
+
+
+def _made(stack: contextlib.ExitStack, path: Path, make: Callable[[RawFile], T]) -> T:
+    """Return what ``make`` makes of what has the name ``path`` now; it may be another file at every step."""
+    catalog, name = home_of(path)
+    manifest = catalog.manifest_of(name)
+    if manifest is None:
+        log.warning("checkpoint %s has no manifest: it is loaded unverified", path)
+    try:
+        return make(_raw_file(stack, path, catalog, manifest, verified=True))
+    except CorruptCheckpointError:
+        if manifest is None or not catalog.is_replaced(manifest):
+            raise
+        return make(_raw_file(stack, path, catalog, manifest, verified=False))
 
 
 def _raw_file(

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, final
 
 from composerlite import storage
 from composerlite.checkpoint.format.packing import is_packed, is_tar, unpacked
+from composerlite.checkpoint.place.bucket import LINK_SUFFIX, Bucket
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.directory import INDEX, CheckpointFolder, LocalFolder, RemoteFolder, folder_of
-from composerlite.checkpoint.place.remote import LINK_SUFFIX, RemoteCatalog
+from composerlite.checkpoint.place.directory import INDEX, ShardedDirectory, directory_at
 from composerlite.checkpoint.record.manifest import MANIFESTS, Manifest
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import ObjectStore, RetryPolicy, StagedFile, is_uri, open_store, parse_uri, replace_symlink
@@ -65,12 +65,12 @@ class Located:
     uri: str = ""
     key: str = ""
 
-    def folder(self, object_store: ObjectStore | None) -> CheckpointFolder:
+    def folder(self, object_store: ObjectStore | None) -> ShardedDirectory:
         """The directory, from this rank."""
         if self.path is not None:
             path = Path(os.path.realpath(self.path))
-            return LocalFolder(path, _root_of(path))
-        return RemoteFolder(object_store, self.key) if object_store is not None else folder_of(self.uri)
+            return ShardedDirectory.on_disk(path, _root_of(path))
+        return ShardedDirectory.in_store(object_store, self.key) if object_store is not None else directory_at(self.uri)
 
 
 @contextlib.contextmanager
@@ -309,12 +309,12 @@ def home_of(path: Path) -> tuple[Catalog, str]:
     return Catalog(root), str(path.relative_to(root))
 
 
-def manifest_at(transfer: Transfer, name: str) -> tuple[RemoteCatalog | None, Manifest | None]:
+def manifest_at(transfer: Transfer, name: str) -> tuple[Bucket | None, Manifest | None]:
     """Find the catalog that knows the object ``name``, and its manifest: that of its folder, or of one above."""
     for folder in PurePosixPath(name).parents:
         root = "" if str(folder) == "." else str(folder)
-        home = RemoteCatalog(transfer, root)
-        manifest = home.manifest_of(str(PurePosixPath(name).relative_to(folder)))
+        home = Bucket(transfer, root)
+        manifest = Catalog(home).manifest_of(str(PurePosixPath(name).relative_to(folder)))
         if manifest is not None:
             return home, manifest
     return None, None
@@ -353,7 +353,7 @@ def _download(transfer: Transfer, name: str, folder: Path, progress_bar: bool) -
         _download_object(transfer, name, target, progress_bar)
         return target
     with download_bar(progress_bar) as tell:
-        home.fetch(manifest, Catalog(folder), tell)
+        Catalog(home).fetch(manifest, Catalog(folder), tell)
     return folder / manifest.name
 
 

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +18,6 @@ from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.load.restore import read_checkpoint
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ON_ALL_NODES
-from composerlite.checkpoint.place.remote import RemoteCatalog
 from composerlite.checkpoint.record.lineage import RESUMABLE, continued, highest_attempt, living_line, new_attempt
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, plain_timestamp
 from composerlite.checkpoint.record.naming import name_pattern
@@ -50,7 +48,7 @@ class Bucket:
         catalog: the folder that a checkpoint is fetched to.
     """
 
-    remote: RemoteCatalog
+    remote: Catalog
     link: str | None
     catalog: Catalog
 
@@ -60,7 +58,7 @@ class Bucket:
 class _Candidate:
     manifest: Manifest
     catalog: Catalog
-    remote: RemoteCatalog | None = None  # it is there and not in the folder
+    remote: Catalog | None = None  # it is there and not in the folder
     listed: bool = True  # it has a manifest
 
     @property
@@ -80,7 +78,7 @@ class _Candidate:
     def place(self) -> Path | str:
         """The place of it once it was checked: directories stay where they are."""
         if self.remote is not None and self.is_directory:
-            return self.remote.uri(self.manifest.name)
+            return self.remote.place.uri(self.manifest.name)
         return self.catalog.folder / self.manifest.name
 
     def check(self, progress: Callable[[int, int], object] | None) -> None:
@@ -92,7 +90,7 @@ class _Candidate:
             self.catalog.verify(self.manifest)
             return
         if self.is_directory:
-            _check_sizes(self.remote, self.manifest)
+            self.remote.check_sizes(self.manifest)  # bytes are verified as they are read
             return
         try:
             self.remote.fetch(self.manifest, self.catalog, progress)
@@ -103,7 +101,7 @@ class _Candidate:
     @property
     def source(self) -> str:
         name = self.manifest.name
-        return str(self.catalog.folder / name) if self.remote is None else self.remote.uri(name)
+        return str(self.catalog.folder / name) if self.remote is None else self.remote.place.uri(name)
 
 
 @final
@@ -242,7 +240,7 @@ def _manifest_at(place: str, catalogs: Sequence[Catalog], buckets: Sequence[Buck
     """The manifest of the checkpoint at ``place``, if it is in one of the folders or buckets and can be read."""
     try:
         for bucket in buckets:
-            root = bucket.remote.uri().rstrip("/") + "/"
+            root = bucket.remote.place.uri().rstrip("/") + "/"
             if place.startswith(root) and (there := bucket.remote.manifest_of(place.removeprefix(root))) is not None:
                 return there
         path = Path(place).resolve()
@@ -303,7 +301,7 @@ class _Search:
             manifest = None if bucket.link is None else bucket.remote.latest(bucket.link)
             if manifest is not None and manifest.run_name == run_name and manifest.kind in RESUMABLE:
                 found.append(_Candidate(manifest, bucket.catalog, bucket.remote))
-                self._unseen[bucket.remote.uri()] = bucket
+                self._unseen[bucket.remote.place.uri()] = bucket
             else:
                 found += _everything_in(bucket, run_name)
         for catalog, template in zip(catalogs, templates, strict=False):
@@ -361,7 +359,7 @@ class _Search:
         self._rejected.append((candidate, error))
         if not isinstance(error, CorruptCheckpointError):
             self._unreadable.append(error)
-        bucket = None if candidate.remote is None else self._unseen.pop(candidate.remote.uri(), None)
+        bucket = None if candidate.remote is None else self._unseen.pop(candidate.remote.place.uri(), None)
         if bucket is not None:
             more = [c for c in _everything_in(bucket, self._run_name) if c.manifest.name != candidate.manifest.name]
             self._known += more
@@ -503,23 +501,6 @@ def _follow(
         _mend(catalog, mine, links)
     elif isinstance(error, CorruptCheckpointError):
         damaged.append(mine)
-
-
-def _check_sizes(remote: RemoteCatalog, manifest: Manifest) -> None:
-    """See that all files of a directory in a bucket are there; their bytes are verified as they are read."""
-
-    def check(record: FileRecord) -> None:
-        try:
-            size = remote.transfer.size(remote.name_of(record.path))
-        except FileNotFoundError as e:
-            raise CorruptCheckpointError(f"checkpoint {remote.uri(manifest.name)!r}: {record.path!r} is gone.") from e
-        if size != record.size_bytes:
-            what = f"{record.path!r} has {size} bytes and not {record.size_bytes}"
-            raise CorruptCheckpointError(f"checkpoint {remote.uri(manifest.name)!r}: {what}")
-
-    with ThreadPoolExecutor(_REQUESTS) as pool:
-        for done in pool.map(check, manifest.files):
-            assert done is None
 
 
 def _of(run_name: str, manifests: Sequence[Manifest]) -> list[Manifest]:

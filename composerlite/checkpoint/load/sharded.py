@@ -33,7 +33,7 @@ from composerlite.checkpoint.format.torch_file import is_dense
 from composerlite.checkpoint.format.torch_reader import item_contents
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, safe_contents
 from composerlite.checkpoint.load.sharing import RankReport, ReadRequests, RemoteShardFetcher
-from composerlite.checkpoint.place.directory import CheckpointFolder
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.record.contents import RestorePlan, half_loaded
 from composerlite.dist import Group, SingleProcess, empty_shard_like, exchange, group_of
 from composerlite.errors import CheckpointError, IncompatibleCheckpointError, RankError
@@ -60,7 +60,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 
-def load_directory(folder: CheckpointFolder, plan: RestorePlan) -> list[dict[str, Any]] | None:
+def load_directory(folder: ShardedDirectory, plan: RestorePlan) -> list[dict[str, Any]] | None:
     """Restore a state from the directory ``folder``, on every rank; the states of the random generators, if any.
 
     What it holds is compared with the state before a tensor is read. Tensors are then read in place.

@@ -36,8 +36,9 @@ from composerlite.checkpoint.format.torch_reader import (
     stored_tensor,
 )
 from composerlite.checkpoint.load.reader import validate
-from composerlite.checkpoint.place.directory import INDEX, LocalFolder, PathOrUri, RemoteFolder, folder_of
-from composerlite.checkpoint.place.turns import turn_at
+from composerlite.checkpoint.place.directory import INDEX, PathOrUri, ShardedDirectory, directory_at
+from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.lease import turn_at
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
@@ -90,7 +91,7 @@ class RemoteFileSystemReader(StorageReader):
     ) -> None:
         super().__init__()
         self._threads = number_of(thread_count, min(8, (os.cpu_count() or 1) + 2))
-        self._folder = folder_of(path, threads=thread_count)
+        self._folder = directory_at(path, threads=thread_count)
         self._fetching = pre_download
         self._work_dir = work_dir
         self.bytes_read = 0
@@ -123,7 +124,7 @@ class RemoteFileSystemReader(StorageReader):
         """Begin again, with another checkpoint if one is given."""
         if checkpoint_id is not None:
             self._folder.close()
-            self._folder = folder_of(checkpoint_id, threads=self._threads)
+            self._folder = directory_at(checkpoint_id, threads=self._threads)
         self._forget()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -135,8 +136,8 @@ class RemoteFileSystemReader(StorageReader):
             UntrustedCheckpointError: it names what is not known to be safe.
         """
         if self._metadata is None:
-            if isinstance(self._folder, LocalFolder) and (index := self._folder.path / INDEX).is_file():
-                validate(index)
+            if (here := self._folder.path) is not None and (here / INDEX).is_file():
+                validate(here / INDEX)
             try:
                 data, self._manifest = self._folder.described()
             except FileNotFoundError as e:
@@ -262,9 +263,10 @@ class RemoteFileSystemReader(StorageReader):
     def _opened(
         self, name: str, digest: FileDigest | None, threads: int
     ) -> contextlib.AbstractContextManager[ByteSource]:
-        if isinstance(self._folder, LocalFolder) and self._folder.has(name):  # else its node has seen to that
-            validate(self._folder.path / name)
-        if not self._fetching or isinstance(self._folder, LocalFolder):
+        here = self._folder.path
+        if here is not None and self._folder.has(name):  # else its node has seen to that
+            validate(here / name)
+        if not self._fetching or here is not None:
             return self._folder.opened(name, digest, threads=threads)
         folder = self._cache()
         path = folder / name
@@ -273,7 +275,7 @@ class RemoteFileSystemReader(StorageReader):
             if not path.exists() or (digest is not None and path.stat().st_size != digest.size_bytes):
                 self._folder.fetch(name, digest, path)
         validate(path)
-        return LocalFolder(folder).opened(name, digest, threads=threads)
+        return Folder(folder).opened(name, digest, threads=threads)
 
     def _cache(self) -> Path:
         """A folder for the files of this checkpoint alone: those of another save, or place, have another."""
@@ -336,7 +338,9 @@ class DistCPObjectStoreReader(RemoteFileSystemReader):
     def __init__(
         self, source_path: str, destination_path: str, object_store: ObjectStore, device_mesh: Any = None
     ) -> None:
-        super().__init__(RemoteFolder(object_store, source_path), pre_download=True, work_dir=destination_path)
+        super().__init__(
+            ShardedDirectory.in_store(object_store, source_path), pre_download=True, work_dir=destination_path
+        )
 
 
 # ── items of one file ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from composerlite import dist
 from composerlite.checkpoint.load.reader import validate
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader
-from composerlite.checkpoint.place.directory import ON_ALL_NODES, CheckpointFolder, LocalFolder
+from composerlite.checkpoint.place.directory import ON_ALL_NODES, ShardedDirectory
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from composerlite.types import StateDict
@@ -254,12 +254,13 @@ class RemoteShardFetcher:
         are_apart: whether files lie on several disks; the same on every rank.
     """
 
-    def __init__(self, folder: CheckpointFolder, reader: RemoteFileSystemReader, source: str) -> None:
+    def __init__(self, folder: ShardedDirectory, reader: RemoteFileSystemReader, source: str) -> None:
         self._reader = reader
         self._source = source
         self._stack = contextlib.ExitStack()
         self._place: Path | None = None
-        self._folder = folder if isinstance(folder, LocalFolder) else None
+        self._here = folder.path
+        self._folder = folder if folder.path is not None else None
         self._manifest: Manifest | None = None
         self.are_apart = False
 
@@ -294,10 +295,11 @@ class RemoteShardFetcher:
         with group.all_or_none(f"looking for the parts of {self._source}"):
             told = self._told(wanted)
         everyone = group.gather(told)
+        assert self._here is not None
         with group.all_or_none(f"looking for the parts of {self._source}"):
             moves = self._moves(everyone)
             for name in {one.name for one in moves if one.source == group.rank}:
-                validate(self._folder.path / name)
+                validate(self._here / name)
         with group.all_or_none(f"bringing parts of {self._source} to the nodes that need them"), self._files() as files:
             dist.move(f"bringing parts of {self._source}", moves, files.read, files.write)
         first = _first_of_node(everyone, told.node)
@@ -359,10 +361,10 @@ class RemoteShardFetcher:
 
     @contextlib.contextmanager
     def _files(self) -> Generator[_Files]:
-        assert self._folder is not None
+        assert self._here is not None
         with contextlib.ExitStack() as stack:
             sizes = {name: record.size_bytes for name, record in self._records.items()}
-            yield _Files(stack, self._folder.path, self._place, sizes)
+            yield _Files(stack, self._here, self._place, sizes)
 
 
 @final
@@ -400,7 +402,7 @@ class _Files:
         return self._open[str(path)]
 
 
-def _is_apart(folder: LocalFolder) -> bool:
+def _is_apart(folder: ShardedDirectory) -> bool:
     manifest = folder.manifest()
     return manifest is not None and manifest.node is not None
 

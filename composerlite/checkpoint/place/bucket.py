@@ -7,30 +7,62 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import functools
+import logging
+import secrets
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar, final
 
 import xxhash
 
-from composerlite.checkpoint.place.lease import HeartbeatLease, Lease
-from composerlite.checkpoint.place.place import MANIFESTS, Leftover, Place, StoredFile, by_steps
-from composerlite.checkpoint.record.manifest import FileRecord
-from composerlite.errors import CorruptCheckpointError
-from composerlite.storage import FileDigest, Helpers, ObjectStore, Transfer, check_name, make_folder, verify_file
+from composerlite.checkpoint.format import INDEX, SUFFIX
+from composerlite.checkpoint.place.commit import Commit
+from composerlite.checkpoint.place.folder import write_file
+from composerlite.checkpoint.place.lease import HeartbeatLease, Lease, take_leases
+from composerlite.checkpoint.place.place import (
+    MANIFESTS,
+    Leftover,
+    Parts,
+    Place,
+    SaveHandle,
+    StoredFile,
+    record_path,
+)
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, ObjectStoreError, RunInUseError
+from composerlite.storage import (
+    FileDigest,
+    Helpers,
+    ObjectStore,
+    Sink,
+    Transfer,
+    VerifiedObject,
+    check_name,
+    make_folder,
+    verify_file,
+)
 
 if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
 
-__all__ = ["LINK_SUFFIX", "Bucket", "VerifiedObject"]
+__all__ = ["LINK_SUFFIX", "Bucket", "exists_error", "has_index"]
 
 T = TypeVar("T")
 R = TypeVar("R")
+log = logging.getLogger(__name__)
 LINK_SUFFIX = ".symlink"
+_NEXT = ".next"
+"""The end of the names of objects that say what is about to be."""
+_MOST_LINK_BYTES = 4096
+_DEAD_SECONDS = 30.0
+"""For so long a save waits for another of the same name, whose process may be dead."""
+_saving: set[str] = set()
+"""The checkpoints that this process is saving: a lease tells processes apart, and not the threads of one."""
+_saving_lock = threading.Lock()
 _READERS = 16
 _MOST_SMALL_BYTES = 1 << 30
 _STEP_BYTES = 64 << 20
@@ -56,6 +88,8 @@ class Bucket(Place):
         self.transfer = transfer
         self.root = root.strip("/")
         self._closing = closing
+        self._held: dict[str, Lease] = {}
+        self._written: list[str] = []
 
     @classmethod
     def of(cls, store: ObjectStore, root: str = "", *, threads: int = 8, closes: bool = True) -> Bucket:
@@ -86,6 +120,7 @@ class Bucket(Place):
         """Return what the same bucket has below another prefix, until this one is closed."""
         other = copy.copy(self)
         other.root, other._closing = root.strip("/"), None
+        other._held, other._written = {}, []
         return other
 
     def inside(self, path: str) -> Bucket:
@@ -109,9 +144,6 @@ class Bucket(Place):
     def _prefix(self) -> str:
         return f"{self.root}/" if self.root else ""
 
-    def exists(self, path: str) -> bool:
-        return self.transfer.exists(self.name_of(path))
-
     def size(self, path: str) -> int:
         return self.transfer.size(self.name_of(path))
 
@@ -119,8 +151,11 @@ class Bucket(Place):
         return self.transfer.read_all(self.name_of(path), most_bytes=_MOST_SMALL_BYTES)
 
     def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        with Helpers(_READERS, name="bucket") as pool:
-            doing = [pool.submit(functools.partial(work, item)) for item in items]
+        everything = list(items)
+        if len(everything) < 2:
+            return [work(item) for item in everything]
+        with Helpers(min(_READERS, len(everything)), name="bucket") as pool:
+            doing = [pool.submit(functools.partial(work, item)) for item in everything]
             return [done.result() for done in doing]
 
     @contextlib.contextmanager
@@ -157,17 +192,29 @@ class Bucket(Place):
             check=None if digest is None else lambda file: verify_file(file, digest),
         )
 
-    @contextlib.contextmanager
-    def lent(self, path: str, digest: FileDigest | None = None) -> Generator[Path]:
-        with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
-            copied = Path(folder) / PurePosixPath(path).name
-            self.write_to(copied, path, digest)
-            yield copied
+    def names(self, folder: str) -> list[str]:
+        prefix = f"{folder}/" if folder else ""
+        return sorted({path.removeprefix(prefix).partition("/")[0] for path in self.files(folder)})
+
+    def identity(self, paths: Iterable[str]) -> str:
+        return " ".join(self.uri(path) for path in paths)
+
+    def taken(self) -> Iterator[str]:
+        for path in self.files(MANIFESTS):  # what has no manifest is replaced
+            if path.endswith(".json"):
+                yield path.removeprefix(f"{MANIFESTS}/").removesuffix(".json")
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def take(self, source: Place, record: FileRecord, progress: Callable[[int], object] = int) -> None:
-        with source.lent(record.path, record.digest) as path:
-            self.transfer.upload(self.name_of(record.path), path, by_steps(progress))
+    def write(self, path: str, most_bytes: int, fill: Callable[[Sink], object], *, chunk_bytes: int) -> FileDigest:
+        with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
+            written = Path(folder) / PurePosixPath(path).name
+            digest = write_file(written, most_bytes, fill, chunk_bytes=chunk_bytes)
+            self._written.append(path)
+            self.send(written, path)
+        return digest
+
+    def send(self, source: Path, path: str, progress: Callable[[int, int], object] | None = None) -> None:
+        self.transfer.upload(self.name_of(path), source, progress)
 
     def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
         self.transfer.put_bytes(self.name_of(path), data, create_only=create_only)
@@ -175,8 +222,98 @@ class Bucket(Place):
     def delete(self, path: str) -> None:
         self.transfer.delete(self.name_of(path))
 
-    def point(self, link: str, name: str) -> None:
-        self.put(link + LINK_SUFFIX, self.name_of(name).encode())
+    # ── commits ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def hold(self, name: str) -> None:
+        if name in self._held:
+            return
+        uri = self.uri(name)
+        with _saving_lock:
+            if uri in _saving:
+                raise CheckpointExistsError(f"checkpoint {uri!r} is being saved in this process already.")
+            _saving.add(uri)
+        lease = HeartbeatLease(self.transfer, self.name_of(f"{MANIFESTS}/.{name.replace('/', '%2F')}.saving"))
+        try:
+            take_leases([lease], f"checkpoint {uri!r}", _DEAD_SECONDS, "one of them would replace the other.")
+        except BaseException as e:
+            _saving.discard(uri)
+            if isinstance(e, RunInUseError):
+                raise CheckpointExistsError(str(e)) from e
+            raise
+        self._held[name] = lease
+
+    def let_go(self, name: str) -> None:
+        self._written = [path for path in self._written if not path.startswith(f"{name}/")]
+        lease = self._held.pop(name, None)
+        if lease is not None:
+            lease.release()
+            _saving.discard(self.uri(name))
+
+    def begin(self, name: str, check: Callable[[], bool], *, overwrite: bool) -> SaveHandle:
+        self.hold(name)
+        try:
+            is_there = check()
+            if is_there:
+                self._settle(name)
+        except BaseException:
+            self.let_go(name)
+            raise
+        return SaveHandle(PurePosixPath(name).name, f"_{secrets.token_hex(4)}" if is_there else "")
+
+    def _settle(self, name: str) -> None:
+        """Complete or withdraw the commit of the directory ``name`` that a dead process had announced."""
+        for data in self.announced(name):
+            with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
+                if has_index(Manifest.from_json(data, name), self.read(f"{name}/{INDEX}")):
+                    self.put(record_path(name), data)
+            self.delete(record_path(name) + _NEXT)
+
+    def abandon(self, name: str, handle: SaveHandle) -> None:
+        for path in [path for path in self._written if path.startswith(f"{name}/")]:
+            with self.undoing(path):
+                self.delete(path)
+        with self.undoing(name):
+            self.let_go(name)
+
+    @contextlib.contextmanager
+    def undoing(self, path: str) -> Generator[None]:
+        """Within it an error is logged: the save's own error is the one that counts."""
+        try:
+            yield
+        except Exception as e:  # noqa: BLE001
+            log.warning("%s cannot be put back as it was: %s", self.uri(path), e)
+
+    def parts(self, name: str, handle: SaveHandle, deciding: str, data: bytes) -> Parts:
+        return {f"{name}/{deciding}": data}
+
+    def commit(self, name: str, parts: Parts, *, overwrite: bool, has_manifest: bool = True) -> Commit:
+        small = {path: data for path, data in parts.items() if isinstance(data, bytes)}
+        return _BucketCommit(self, name, small, overwrite=overwrite, has_manifest=has_manifest)
+
+    def announced(self, name: str) -> Iterator[bytes]:
+        with contextlib.suppress(FileNotFoundError):
+            yield self.read(record_path(name) + _NEXT)
+
+    # ── links and locks ──────────────────────────────────────────────────────────────────────────────────────────
+    def point(self, link: str, name: str | None, *, ahead: bool = False) -> None:
+        pointer = self._link(link, ahead=ahead)
+        if name is None:
+            self.transfer.delete(pointer)
+        else:
+            self.transfer.put_bytes(pointer, self.name_of(name).encode())
+
+    def target_of(self, link: str, *, ahead: bool = False) -> str:
+        pointer = self._link(link, ahead=ahead)
+        try:
+            target = self.transfer.read_all(pointer, most_bytes=_MOST_LINK_BYTES).decode()
+        except UnicodeDecodeError as e:
+            raise CorruptCheckpointError(f"{self.transfer.store.get_uri(pointer)!r} holds no name: {e}") from e
+        return target.strip().removeprefix(self._prefix)
+
+    def _link(self, link: str, *, ahead: bool) -> str:
+        """Return the object that the link is: that of a link which is about to move lies beside the manifests."""
+        if ahead:
+            return self.name_of(f"{MANIFESTS}/{PurePosixPath(link).name}{_NEXT}")
+        return check_name(link[1:] + LINK_SUFFIX) if link.startswith("/") else self.name_of(link + LINK_SUFFIX)
 
     def lock(self, name: str, *, beat_seconds: float = 5.0, dead_seconds: float = 20.0) -> Lease:
         """See :class:`Place`; for the seconds see :class:`HeartbeatLease`."""
@@ -185,7 +322,7 @@ class Bucket(Place):
 
     # ── what is left ─────────────────────────────────────────────────────────────────────────────────────────────
     def in_use(self) -> set[str]:
-        paths = [path for path in self.files() if path.endswith((LINK_SUFFIX, ".next"))]
+        paths = [path for path in self.files() if path.endswith((LINK_SUFFIX, _NEXT))]
         targets = (data.decode(errors="replace").strip() for data in self.read_all(paths) if data is not None)
         return {target.removeprefix(self._prefix) for target in targets}
 
@@ -208,65 +345,104 @@ class Bucket(Place):
 
 
 @final
-class VerifiedObject:
-    """An object, whose bytes are compared with its digests chunk by chunk as they are read."""
+class _BucketCommit(Commit):
+    """Small objects that decide which others count, which have come under names of their own, and a manifest.
 
-    _BATCH_BYTES = 64 << 20
+    What is replaced one by one under its name, as the file of a checkpoint, is announced before that.
+    """
 
-    def __init__(self, transfer: Transfer, name: str, digest: FileDigest | None) -> None:
-        self._transfer = transfer
-        self._name = name
-        self._digest = digest
-        try:
-            self._chunks = [] if digest is None else digest.chunk_digests()
-        except ValueError as e:
-            raise CorruptCheckpointError(f"the digests of {name!r} are not those of a file: {e}.") from e
-        if digest is not None and not self._chunks and digest.size_bytes:
-            raise CorruptCheckpointError(f"the manifest has no digests of the chunks of {name!r}.")
-
-    def read(self, offset: int, size: int) -> bytes:
-        data = bytearray(size)
-        if size:
-            view = (ctypes.c_char * size).from_buffer(data)
-            self.read_into([(offset, ctypes.addressof(view), size)])
-        return bytes(data)
-
-    def read_into(self, targets: Sequence[tuple[int, int, int]], progress: Callable[[int], object] = int) -> None:
-        if self._digest is None:
-            self._transfer.read_into(self._name, targets, progress)
-            return
-        step, size_bytes = self._digest.chunk_bytes, self._digest.size_bytes
-        for offset, _, size in targets:
-            if offset < 0 or size < 0 or offset + size > size_bytes:
-                raise CorruptCheckpointError(f"{self._name!r} has no bytes {offset} to {offset + size}.")
-        wanted = sorted(target for target in targets if target[2])
-        touched = sorted({n for offset, _, size in wanted for n in range(offset // step, -(-(offset + size) // step))})
-        most = max(1, self._BATCH_BYTES // step)
-        for at in range(0, len(touched), most):
-            self._read_chunks(touched[at : at + most], wanted, progress)
-
-    def _read_chunks(
-        self, numbers: Sequence[int], wanted: Sequence[tuple[int, int, int]], progress: Callable[[int], object]
+    def __init__(
+        self, bucket: Bucket, name: str, parts: Mapping[str, bytes], *, overwrite: bool, has_manifest: bool
     ) -> None:
-        """Read some chunks, compare them, and copy what is wanted of them."""
-        assert self._digest is not None
-        step, size_bytes = self._digest.chunk_bytes, self._digest.size_bytes
-        memory = bytearray(len(numbers) * step)
-        start = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
-        sizes = [min(step, size_bytes - number * step) for number in numbers]
-        spans = [(n * step, start + at * step, sizes[at]) for at, n in enumerate(numbers)]
-        self._transfer.read_into(self._name, spans, progress)
-        places: dict[int, int] = {}
-        for at, number in enumerate(numbers):
-            chunk = memoryview(memory)[at * step : at * step + sizes[at]]
-            if xxhash.xxh3_64_digest(chunk) != self._chunks[number]:
-                raise CorruptCheckpointError(
-                    f"the bytes {number * step} to {number * step + sizes[at]} of {self._name!r} are not those that "
-                    "were saved."
-                )
-            places[number] = start + at * step
-        for offset, address, size in wanted:
-            for number in range(offset // step, -(-(offset + size) // step)):
-                if (place := places.get(number)) is not None:
-                    begin, end = max(offset, number * step), min(offset + size, (number + 1) * step)
-                    ctypes.memmove(address + begin - offset, place + begin - number * step, end - begin)
+        self._bucket = bucket
+        self._name = name
+        self._parts = parts
+        self._overwrite = overwrite
+        self._has_manifest = has_manifest
+        self._manifest = b""
+        self._there: Manifest | None = None
+        self._before: dict[str, bytes | None] = {}
+
+    @property
+    def _record(self) -> str:
+        return record_path(self._name)
+
+    def _readable(self) -> Manifest | None:
+        """Return the manifest that is there, if it can be read."""
+        try:
+            return Manifest.from_json(self._bucket.read(self._record), self._bucket.uri(self._record))
+        except (FileNotFoundError, CorruptCheckpointError):
+            return None
+
+    def announce(self, manifest: bytes) -> None:
+        self._manifest = manifest
+        self._there = self._readable() if self._overwrite else None
+        if self._there is not None:
+            self._bucket.put(self._record + _NEXT, manifest)
+
+    def take_names(self) -> None:
+        for path, data in self._parts.items():
+            before = None
+            if self._overwrite:
+                with contextlib.suppress(FileNotFoundError):
+                    before = self._bucket.read(path)
+            self._before[path] = before
+            try:
+                self._bucket.put(path, data, create_only=before is None)
+            except FileExistsError as e:
+                del self._before[path]
+                uri = self._bucket.uri(self._name)
+                raise CheckpointExistsError(f"{uri!r} was saved by another process meanwhile.") from e
+
+    def publish(self) -> None:
+        if not self._has_manifest:
+            return
+        try:
+            self._bucket.put(self._record, self._manifest, create_only=self._there is None)
+        except FileExistsError as e:
+            found = self._readable()
+            if found is not None and found.files != Manifest.from_json(self._manifest, self._name).files:
+                raise exists_error(self._bucket.uri(self._name), found) from e
+            if found is None:  # what is there is damaged
+                self._bucket.put(self._record, self._manifest)
+
+    def undo(self) -> None:
+        for path, before in reversed(self._before.items()):
+            with self._bucket.undoing(path):
+                if before is None:
+                    self._bucket.delete(path)
+                else:
+                    self._bucket.put(path, before)
+        if self._there is not None and self._parts:  # else files may have been replaced by now: it tells what they are
+            with self._bucket.undoing(self._name):
+                self._bucket.delete(self._record + _NEXT)
+
+    def discard(self) -> None:
+        if not self._has_manifest:
+            return
+        kept = {record.path for record in Manifest.from_json(self._manifest, self._name).files}
+        old = [] if self._there is None else [record.path for record in self._there.files]
+        try:
+            if self._parts:  # a directory: what saves that did not end have left, too
+                old += [path for path in self._bucket.files(self._name) if path.endswith(SUFFIX)]
+            for path in old:
+                if path not in kept:
+                    self._bucket.delete(path)
+            if self._there is not None:
+                self._bucket.delete(self._record + _NEXT)
+        except (OSError, ObjectStoreError) as e:
+            log.warning("what %s has replaced is left behind: %s", self._bucket.uri(self._name), e)
+
+
+def exists_error(uri: str, there: Manifest) -> CheckpointExistsError:
+    """Return what to raise where ``there`` is the manifest of another checkpoint at ``uri``."""
+    return CheckpointExistsError(
+        f"checkpoint {uri!r} exists, of run {there.run_name!r} at batch {there.batch}. Give names that differ, as with "
+        "'{run_name}' or '{batch}' in them, delete it, or pass overwrite=True (save_overwrite=True in the Trainer)."
+    )
+
+
+def has_index(manifest: Manifest, index: bytes) -> bool:
+    """Return whether ``index`` is that of the directory that ``manifest`` describes."""
+    digest, path = xxhash.xxh3_128_hexdigest(index), f"{manifest.name}/{INDEX}"
+    return any(record.path == path and record.xxh3_128 == digest for record in manifest.files)

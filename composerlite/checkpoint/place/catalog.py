@@ -1,29 +1,23 @@
-"""The checkpoints in a folder: which there are, which is the latest, how one comes and goes."""
+"""The checkpoints in a place: which there are, which is the latest, how one comes, goes, and gets to another place."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
-import stat
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import final
 
-from composerlite.checkpoint.place.commit import MANIFESTS, FolderCommit, intentions, record_path, recover
-from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.place.bucket import exists_error
+from composerlite.checkpoint.place.commit import Commit
+from composerlite.checkpoint.place.folder import Folder, staged_link
+from composerlite.checkpoint.place.place import MANIFESTS, Place, record_path
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.checkpoint.record.naming import name_pattern
-from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
-from composerlite.storage import (
-    StagedLink,
-    atomic_write,
-    fsync_folder,
-    make_folder,
-    read_small_file,
-    verify_file,
-)
+from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
+from composerlite.storage import StagedLink, make_folder
 
 __all__ = ["Catalog"]
 
@@ -32,76 +26,131 @@ log = logging.getLogger(__name__)
 
 @final
 class Catalog:
-    """The checkpoints below ``folder``. Reading it opens manifests only, never data.
+    """The checkpoints in ``place``. Reading it opens manifests only, never data.
 
-    A data file without a manifest is not a checkpoint of ours: it is never listed and never deleted.
+    A data file without a manifest is not a checkpoint of ours: it is never listed and never deleted. Every method
+    raises what the place raises; only "not found" is taken for absence.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, place: str | Path | Place) -> None:
+        self.place = Folder(place) if isinstance(place, str | Path) else place
+        self._commits: dict[str, Commit] = {}
+
+    @property
+    def folder(self) -> Path:
+        """The folder of a place on this machine."""
+        path = self.place.path_of("")
+        assert path is not None, f"{self.place.uri()} is no folder"
+        return path
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def manifests(self) -> list[Manifest]:
-        """Every committed checkpoint, oldest first. A damaged manifest is logged and left out.
+        """Return the manifest of every committed checkpoint, oldest first. A damaged one is logged and left out.
 
         Raises:
             IncompatibleCheckpointError: one was written by a newer version.
         """
-        found: list[Manifest] = []
-        for path in self._records():
-            try:
-                found.append(self._read(path))
-            except CorruptCheckpointError as e:
-                log.warning("left out: %s", e)
-            except FileNotFoundError:  # another process deleted it since we listed the folder
-                continue
-        return sorted(found, key=lambda manifest: manifest.order)
+        found = self.place.each(self._readable, self._records())
+        return sorted((manifest for manifest in found if manifest is not None), key=lambda manifest: manifest.order)
 
-    def _records(self) -> Iterator[Path]:
-        """Where manifests are. Folders of them that are links lead elsewhere, and are left out."""
-        root = self.folder / MANIFESTS
-        if root.is_symlink() or (root.exists() and not root.is_dir()):
-            log.warning("left out: %s is no folder of this one", root)
-            return
-        for path in _files(root):
-            if path.suffix == ".json" and not path.name.startswith("."):
-                yield path
+    def _records(self) -> list[str]:
+        """Return the names that manifests are there for."""
+        paths = (PurePosixPath(path) for path in self.place.files(MANIFESTS))
+        records = (path for path in paths if path.suffix == ".json" and not path.name.startswith("."))
+        return [str(path.relative_to(MANIFESTS)).removesuffix(".json") for path in records]
+
+    def _readable(self, name: str) -> Manifest | None:
+        try:
+            return self.manifest_of(name)
+        except CorruptCheckpointError as e:
+            log.warning("left out: %s", e)
+            return None
 
     def manifest_of(self, name: str) -> Manifest | None:
-        """The manifest of the checkpoint ``name``; ``None`` if it has none.
+        """Return the manifest of the checkpoint ``name``; ``None`` if it has none.
 
         Raises:
             CorruptCheckpointError: it has a damaged one.
         """
+        path = record_path(name)
         try:
-            return self._read(self.record_path(name))
+            data = self.place.read(path)
         except FileNotFoundError:
             return None
-
-    def _read(self, path: Path) -> Manifest:
-        manifest = Manifest.from_json(read_small_file(path), str(path))
-        if self.record_path(manifest.name) != path:
-            raise CorruptCheckpointError(f"manifest {str(path)!r} is that of another checkpoint, {manifest.name!r}.")
+        manifest = Manifest.from_json(data, self.place.uri(path))
+        if manifest.name != name:
+            raise CorruptCheckpointError(
+                f"manifest {self.place.uri(path)!r} is that of another checkpoint, {manifest.name!r}."
+            )
         return manifest
 
-    def files(self) -> Iterator[str]:
-        """Paths below the folder of all files that may be checkpoints, with a manifest or without."""
-        return (name for name in self._entries() if _is_regular(self.folder / name))
+    def begun(self, name: str) -> Iterator[Manifest]:
+        """Yield the manifests of commits of ``name`` that have begun and not ended."""
+        for data in self.place.announced(name):
+            with contextlib.suppress(CorruptCheckpointError):
+                manifest = Manifest.from_json(data, self.place.uri(name))
+                if manifest.name == name:
+                    yield manifest
 
-    def _entries(self) -> Iterator[str]:
-        for path in _files(self.folder):
-            relative = path.relative_to(self.folder)
-            if not any(part.startswith(".") for part in relative.parts) and not path.is_symlink():
-                yield str(relative)
+    def latest(self, link: str) -> Manifest | None:
+        """Return the newest checkpoint of a bucket, if its data are there: three requests. ``None`` if there is none.
+
+        It is the one that was being published last, or, where that has not come to exist, the one that ``link`` leads
+        to, a full name. A checkpoint that does not hold is logged and is ``None``, too: :meth:`manifests` tells what
+        else there is.
+        """
+        for ahead in (True, False):
+            try:
+                return self._complete(self.place.target_of(f"/{link}", ahead=ahead))
+            except FileNotFoundError as e:
+                log.debug("no checkpoint is behind %s: %s", link, e)
+            except (CorruptCheckpointError, ConfigError) as e:
+                log.warning("%s does not lead to a checkpoint: %s", self.place.uri(PurePosixPath(link).name), e)
+        return None
+
+    def _complete(self, name: str) -> Manifest:
+        """Return the manifest of the checkpoint ``name``, whose data are there."""
+        manifest = self.manifest_of(name)
+        if manifest is None:
+            raise FileNotFoundError(f"{self.place.uri(name)} has no manifest")
+        try:
+            return self._with_data(manifest)
+        except CorruptCheckpointError:
+            for begun in self.begun(name):
+                return self._with_data(begun)
+            raise
+
+    def _with_data(self, manifest: Manifest) -> Manifest:
+        self.check_sizes(manifest)
+        return manifest
+
+    def check_sizes(self, manifest: Manifest) -> None:
+        """See that all files of a checkpoint are there, with their sizes.
+
+        Raises:
+            CorruptCheckpointError: one is not, or has another size.
+        """
+
+        def check(record: FileRecord) -> None:
+            checkpoint = f"checkpoint {self.place.uri(manifest.name)!r}"
+            try:
+                size = self.place.size(record.path)
+            except FileNotFoundError as e:
+                raise CorruptCheckpointError(f"{checkpoint}: {record.path!r} is gone.") from e
+            if size != record.size_bytes:
+                raise CorruptCheckpointError(
+                    f"{checkpoint}: {record.path!r} has {size} bytes and not {record.size_bytes}"
+                )
+
+        self.place.each(check, manifest.here)
+
+    def files(self) -> Iterator[str]:
+        """Yield the paths of all files that may be checkpoints, with a manifest or without."""
+        return (path for path in self.place.files() if not any(part.startswith(".") for part in path.split("/")))
 
     def names(self) -> Iterator[str]:
-        """Paths below the folder of all files and folders that may be checkpoints, with a manifest or without."""
-        folders: set[str] = set()
-        for name in self._entries():
-            yield name
-            new = {str(folder) for folder in Path(name).parents[:-1]} - folders
-            folders |= new
-            yield from new
+        """Yield all names that a new checkpoint would come into conflict with."""
+        return self.place.taken()
 
     def verify(self, manifest: Manifest, progress: Callable[[int], object] = int) -> None:
         """Read all data of a checkpoint that are here and compare them with its manifest.
@@ -112,43 +161,43 @@ class Catalog:
             CorruptCheckpointError: a file is missing, has another size or other bytes.
         """
         for record in manifest.here:
-            path = self.folder / record.path
             try:
-                verify_file(path, record.digest, progress)
+                self.place.verify(record, progress)
             except FileNotFoundError as e:
-                raise CorruptCheckpointError(f"checkpoint {manifest.name!r}: its file {str(path)!r} is gone.") from e
+                uri = self.place.uri(record.path)
+                raise CorruptCheckpointError(f"checkpoint {manifest.name!r}: its file {uri!r} is gone.") from e
             except CorruptCheckpointError as e:
                 raise CorruptCheckpointError(f"checkpoint {manifest.name!r}: {e}") from e
 
     def is_replaced(self, manifest: Manifest) -> bool:
-        """Whether the data of the checkpoint is, whole, that of a newer one that takes its place.
+        """Return whether the data of the checkpoint is, whole, that of a newer one that takes its place.
 
         Between the two renames of a commit the newer data is there beside the older manifest; a killed process leaves
         it so until :meth:`recover`, and a live one may have gone on since ``manifest`` was read.
         """
         newest = self.manifest_of(manifest.name)
-        for newer in (*intentions(self.folder, manifest.name), *(() if newest is None else (newest,))):
+        for newer in (*self.begun(manifest.name), *(() if newest is None else (newest,))):
             with contextlib.suppress(CorruptCheckpointError):
                 self.verify(newer)
                 return True
         return False
 
-    # ── changing ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── a checkpoint comes ───────────────────────────────────────────────────────────────────────────────────────
     def reserve(self, name: str, *, overwrite: bool) -> Path:
-        """The path for the data of a new checkpoint ``name``; its folders exist.
+        """Return the path for the data of a new checkpoint ``name`` of a folder; its folders exist.
 
         Raises:
             CheckpointExistsError: there is one already, or a file of that name, and ``overwrite`` is false.
         """
-        path = self.folder / name
         if not overwrite:
             self.check_free(name)
+        path = self.folder / name
         make_folder(path.parent)
         make_folder(self.record_path(name).parent)
         return path
 
     def check_free(self, name: str) -> None:
-        """See that there is no checkpoint ``name``, nor a file of that name.
+        """See that a folder has no checkpoint ``name``, nor a file of that name.
 
         Raises:
             CheckpointExistsError: there is.
@@ -175,80 +224,163 @@ class Catalog:
         Raises:
             CheckpointExistsError: another process was first.
         """
-        parts = {self.folder / name: temporary for name, temporary in temporaries.items()}
-        with FolderCommit(parts, self.record_path(manifest.name), overwrite=overwrite) as commit:
+        with self.place.commit(manifest.name, temporaries, overwrite=overwrite) as commit:
             commit.prepare(manifest)
             commit.commit()
 
     def adopt(self, manifest: Manifest) -> None:
-        """Make a checkpoint exist whose data are in the folder already, durable and whole, after :meth:`reserve`."""
-        with atomic_write(self.record_path(manifest.name)) as file:
-            file.write(manifest.to_json())
+        """Make a checkpoint exist whose data are in the place already, durable and whole."""
+        self.commit(manifest, {})
 
+    def fetch(self, manifest: Manifest, target: Catalog, progress: Callable[[int, int], object] | None = None) -> None:
+        """Bring a checkpoint to the place of ``target``, verified, and commit it there.
+
+        ``progress`` is told how many bytes of how many have come.
+
+        Raises:
+            CorruptCheckpointError: a file is missing or its bytes are not those that were saved. There is no
+                checkpoint of that name in the place then, unless there was one.
+        """
+        home = PurePosixPath(manifest.name).parent
+        strange = [record.path for record in manifest.files if PurePosixPath(record.path).parent != home]
+        if strange or not manifest.files or ".." in home.parts:
+            raise CorruptCheckpointError(
+                f"checkpoint {self.place.uri(manifest.name)!r} has {len(manifest.files)} files, which are not all "
+                f"beside it: {', '.join(strange)}"
+            )
+        try:
+            self._fetch_all(manifest, target, progress)
+        except CorruptCheckpointError:
+            for begun in self.begun(manifest.name):
+                if begun.files != manifest.files:
+                    self._fetch_all(begun, target, progress)
+                    return
+            raise
+
+    def _fetch_all(self, manifest: Manifest, target: Catalog, progress: Callable[[int, int], object] | None) -> None:
+        done = 0
+
+        def tell(size: int) -> None:
+            nonlocal done
+            done += size
+            if progress is not None:
+                progress(done, manifest.size_bytes)
+
+        for record in manifest.files:
+            uri, megabytes = self.place.uri(record.path), record.size_bytes / 1e6
+            log.info("fetching %s (%.1f MB) to %s", uri, megabytes, target.place.uri(record.path))
+            try:
+                target.place.take(self.place, record, tell)  # what is there stays until what comes was verified
+            except FileNotFoundError as e:
+                raise CorruptCheckpointError(f"checkpoint file {uri!r} is gone: {e}") from e
+        target.adopt(manifest)
+
+    # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────
+    def publish(
+        self,
+        manifest: Manifest,
+        files: Sequence[Path],
+        *,
+        link: str | None = None,
+        links: Mapping[str, str] | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Make a checkpoint exist in a bucket, and point ``link`` to it.
+
+        A kill at any moment leaves it out of the listing or complete, and ``link`` on a complete one. What the store
+        has of it from an earlier try is not sent again.
+
+        Args:
+            manifest: its commit record.
+            files: its data on this machine, in the order of ``manifest.files``.
+            link: full name of the link, without ``.symlink``.
+            links: full names of further ones, and the file that each leads to.
+            overwrite: replace a checkpoint of the same name. One of the same moment of the same run is replaced in any
+                case: a run that was interrupted does it again. What is there already is not sent again.
+
+        Raises:
+            CheckpointExistsError: there is another checkpoint of that name.
+        """
+        try:
+            is_there = self.begin(manifest, overwrite=overwrite)
+            if not is_there:
+                self.send(zip(manifest.files, files, strict=True))
+            self.finish(manifest, link=link, links=links, is_there=is_there)
+        finally:
+            self.end(manifest.name)
+
+    def begin(self, manifest: Manifest, *, overwrite: bool) -> bool:
+        """Begin to publish, until :meth:`end`; return whether the bucket has just this checkpoint.
+
+        What it has of that name stays until the new one is committed. Where its files are replaced one by one before
+        that, which those with names of their own are not, the announced manifest tells readers what they are.
+
+        Raises:
+            CheckpointExistsError: as :meth:`publish`.
+        """
+        self.place.hold(manifest.name)
+        there = self._readable(manifest.name)
+        if there is not None and there.files == manifest.files:
+            with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
+                self._complete(manifest.name)
+                return True
+        elif there is not None and not overwrite and _moment(there) != _moment(manifest):
+            raise exists_error(self.place.uri(there.name), there)
+        commit = self._commits[manifest.name] = self.place.commit(manifest.name, {}, overwrite=there is not None)
+        commit.prepare(manifest)
+        return False
+
+    def send(self, files: Iterable[tuple[FileRecord, Path]]) -> None:
+        """Upload files of a checkpoint that does not exist yet, after :meth:`begin`: each where it belongs."""
+        for record, path in sorted(files, key=lambda pair: pair[0].path.endswith("/.metadata")):  # that is an index
+            self.place.send(path, record.path)
+
+    def finish(
+        self, manifest: Manifest, *, link: str | None, links: Mapping[str, str] | None = None, is_there: bool
+    ) -> None:
+        """Make the checkpoint exist whose files are all there, and point ``link`` to it.
+
+        Args:
+            manifest: its commit record.
+            link: full name of the link, without ``.symlink``.
+            links: full names of further ones, and the file that each leads to.
+            is_there: what :meth:`begin` said.
+
+        Raises:
+            CheckpointExistsError: there is another checkpoint of that name by now.
+        """
+        if not is_there:
+            if link is not None:  # a kill before the link is moved: the next start looks here first
+                self.place.point(f"/{link}", manifest.name, ahead=True)
+            self._commits.pop(manifest.name).commit()
+        for other, name in (links or {}).items():
+            if other != link:
+                self.place.point(f"/{other}", name)
+        if link is not None:
+            self.place.point(f"/{link}", manifest.name)
+        log.info("published checkpoint %s", self.place.uri(manifest.name))
+
+    def end(self, name: str) -> None:
+        """End a publication, well or not: others may save that name. Twice is fine."""
+        if self._commits.pop(name, None) is not None:
+            log.warning("publishing %s did not end", self.place.uri(name))
+        self.place.let_go(name)
+
+    # ── links ────────────────────────────────────────────────────────────────────────────────────────────────────
     def point_latest(self, link: str, name: str) -> None:
-        """Make the symbolic link ``link`` point to the checkpoint ``name``. There is always one or the other."""
-        with self.latest_link(link, name) as staged:
-            staged.publish()
+        """Make the link ``link`` point to the checkpoint ``name``. There is always one or the other."""
+        self.place.point(link, name)
 
     def latest_link(self, link: str, name: str) -> StagedLink:
-        """Return the symbolic link ``link`` to the checkpoint ``name``, which replaces the one there when published."""
-        path = self.folder / link
-        make_folder(path.parent)
-        up = "../" * (len(Path(link).parts) - 1)
-        return StagedLink(path, up + name)
+        """Return the link of a folder to the checkpoint ``name``, which replaces the one there when published."""
+        return staged_link(self.folder, link, name)
 
-    def delete(self, manifest: Manifest) -> None:
-        """Remove a checkpoint, its manifest first. What is gone already is not an error."""
-        self._remove_manifest(manifest.name)
-        for record in sorted(manifest.files, key=lambda record: not record.path.endswith("/.metadata")):
-            if self._is_own(record.path):
-                (self.folder / record.path).unlink(missing_ok=True)
-        if manifest.is_directory:
-            with contextlib.suppress(FileNotFoundError, OSError):  # what the user has put there stays, and its folder
-                (self.folder / manifest.name).rmdir()
-        log.info("deleted checkpoint %s", self.folder / manifest.name)
-
-    def _is_own(self, name: str) -> bool:
-        """Check that ``name`` is a file that lies in the folder itself: no link, nor anything behind one."""
-        path = self.folder / name
-        if any((self.folder / parent).is_symlink() for parent in Path(name).parents):
-            log.warning("%s is behind a link and is left alone", path)
+    def leads(self, link: str, name: str) -> bool:
+        """Return whether ``link``, a full name in a bucket, leads to the checkpoint ``name``."""
+        try:
+            return self.place.target_of(f"/{link}") == name
+        except FileNotFoundError:
             return False
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            log.warning("%s is no file and is left alone", path)
-            return False
-        return path.exists()
-
-    def set_aside(self, manifest: Manifest) -> None:
-        """Take a damaged checkpoint out of the way: its data stay as ``<name>.damaged``, its manifest goes."""
-        self._remove_manifest(manifest.name)
-        for name in [manifest.name] if manifest.is_directory else [record.path for record in manifest.files]:
-            self._rename_damaged(name)
-        log.warning("set aside the damaged checkpoint %s as %s.damaged", self.folder / manifest.name, manifest.name)
-
-    def set_aside_file(self, name: str) -> None:
-        """Take a damaged file that has no manifest out of the way: it stays as ``<name>.damaged``."""
-        self._rename_damaged(name)
-        log.warning("set aside the damaged file %s as %s.damaged", self.folder / name, name)
-
-    def set_aside_unreadable(self, names: re.Pattern[str]) -> None:
-        """Take checkpoints of ``names`` out of the way whose manifest is damaged or that of another, and the manifest.
-
-        The run comes to save these names. What is called otherwise, such as a copy made by hand, is left alone.
-        """
-        root = self.folder / MANIFESTS
-        for path in list(self._records()):
-            name = str(path.relative_to(root)).removesuffix(".json")
-            try:
-                if names.fullmatch(name) is None or not _is_regular(path):
-                    continue
-                self._read(path)
-            except CorruptCheckpointError as e:
-                self._rename_damaged(f"{MANIFESTS}/{name}.json")
-                self._rename_damaged(name)
-                log.warning("set aside %s as %s.damaged: %s", self.folder / name, name, e)
-            except FileNotFoundError:
-                continue
 
     def mend_links(self, manifest: Manifest | None, links: re.Pattern[str], names: re.Pattern[str]) -> None:
         """Point the links whose checkpoint is gone to that of ``manifest``; remove them if there is none.
@@ -258,37 +390,52 @@ class Catalog:
             links: matches the names of links that the saver makes. names: those of its checkpoints. A link that is not
                 called so, or leads elsewhere, is of somebody else and is left alone.
         """
-        for folder in list(_folders(self.folder)):
-            for path in list(folder.iterdir()):
-                link = str(path.relative_to(self.folder))
-                if links.fullmatch(link) is None or not path.is_symlink() or path.exists():
-                    continue
-                target = os.path.relpath(path.parent / path.readlink(), self.folder)
-                if names.fullmatch(target) is None:
-                    continue
-                if manifest is None:
-                    path.unlink()
-                else:
-                    self.point_latest(link, _as_before(manifest, target))
+        for link, target in list(self.place.broken_links()):
+            if links.fullmatch(link) is None or names.fullmatch(target) is None:
+                continue
+            self.place.point(link, None if manifest is None else _as_before(manifest, target))
 
-    def _rename_damaged(self, name: str) -> None:
-        """Rename what is in the folder itself, to a name that nothing has: what was set aside before stays."""
-        path = self.folder / name
-        if not path.is_dir() or path.is_symlink():
-            if not self._is_own(name):
-                return
-        elif any((self.folder / parent).is_symlink() for parent in Path(name).parents):
-            return
-        damaged, number = path.with_name(f"{path.name}.damaged"), 1
-        while damaged.exists() or damaged.is_symlink():
-            number += 1
-            damaged = path.with_name(f"{path.name}.damaged-{number}")
-        with contextlib.suppress(FileNotFoundError):
-            path.rename(damaged)
+    # ── a checkpoint goes ────────────────────────────────────────────────────────────────────────────────────────
+    def delete(self, manifest: Manifest) -> None:
+        """Remove a checkpoint, its manifest first. What is gone already is not an error."""
+        self.place.delete(record_path(manifest.name))
+        for record in sorted(manifest.files, key=lambda record: not record.path.endswith("/.metadata")):
+            self.place.delete(record.path)
+        if manifest.is_directory:
+            self.place.remove_empty(manifest.name)  # what the user has put there stays, and its folder
+        log.info("deleted checkpoint %s", self.place.uri(manifest.name))
 
+    def set_aside(self, manifest: Manifest) -> None:
+        """Take a damaged checkpoint out of the way: its data stay as ``<name>.damaged``, its manifest goes."""
+        self.place.delete(record_path(manifest.name))
+        for name in [manifest.name] if manifest.is_directory else [record.path for record in manifest.files]:
+            self.place.set_aside(name)
+        log.warning("set aside the damaged checkpoint %s as %s.damaged", self.place.uri(manifest.name), manifest.name)
+
+    def set_aside_file(self, name: str) -> None:
+        """Take a damaged file that has no manifest out of the way: it stays as ``<name>.damaged``."""
+        self.place.set_aside(name)
+        log.warning("set aside the damaged file %s as %s.damaged", self.place.uri(name), name)
+
+    def set_aside_unreadable(self, names: re.Pattern[str]) -> None:
+        """Take checkpoints of ``names`` out of the way whose manifest is damaged or that of another, and the manifest.
+
+        The run comes to save these names. What is called otherwise, such as a copy made by hand, is left alone.
+        """
+        for name in self._records():
+            if names.fullmatch(name) is None:
+                continue
+            try:
+                self.manifest_of(name)
+            except CorruptCheckpointError as e:
+                self.place.set_aside(record_path(name))
+                self.place.set_aside(name)
+                log.warning("set aside %s as %s.damaged: %s", self.place.uri(name), name, e)
+
+    # ── what dead processes have left ────────────────────────────────────────────────────────────────────────────
     def recover(self, committed: Mapping[str, str] = MappingProxyType({})) -> None:
         """Complete or remove what dead processes left unfinished. What a live one is writing stays."""
-        recover(self.folder, committed=committed)
+        self.place.recover(committed)
 
     def tidy(self) -> None:
         """Do so for what this user's processes have left in the folder, not in those below it.
@@ -297,63 +444,23 @@ class Catalog:
         What cannot be removed is logged: it is no checkpoint, and in nobody's way.
         """
         try:
-            recover(self.folder, below=False, may_touch=_is_own, committed=None)
+            self.place.recover(None, everywhere=False)
         except OSError as e:
-            log.warning("what dead processes left in %s is not removed: %s", self.folder, e)
+            log.warning("what dead processes left in %s is not removed: %s", self.place.uri(), e)
 
     def record_path(self, name: str) -> Path:
-        """Where the manifest of the checkpoint ``name`` is, or would be."""
-        return record_path(self.folder, name)
-
-    def _remove_manifest(self, name: str) -> None:
-        path = self.record_path(name)
-        if path.exists():
-            path.unlink(missing_ok=True)
-            fsync_folder(path.parent)
+        """Return where the manifest of the checkpoint ``name`` of a folder is, or would be."""
+        return self.folder / record_path(name)
 
 
-def _is_own(path: Path) -> bool:
-    """Whether it belongs to the user of this process."""
-    with contextlib.suppress(FileNotFoundError):
-        return path.lstat().st_uid == os.geteuid()
-    return False
+def _moment(manifest: Manifest) -> tuple[str, tuple[int, int]]:
+    return manifest.run_name, manifest.moment
 
 
 def _as_before(manifest: Manifest, target: str) -> str:
-    """What a link leads to in the place of ``target``: where each rank has a file, to that of the same rank."""
+    """Return what a link leads to in place of ``target``: where each rank has a file, to that of the same rank."""
     if len(manifest.files) == 1 or manifest.is_directory:
         return manifest.name
     match = name_pattern(manifest.template, manifest.run_name).fullmatch(target)
     rank = 0 if match is None else int(match.groupdict().get("rank", 0))
     return manifest.files[rank].path if rank < len(manifest.files) else manifest.name
-
-
-def _is_regular(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except FileNotFoundError:  # another process deleted it
-        return False
-
-
-def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Every folder below ``root``, itself included, and the names of its files, in order. Links are not followed.
-
-    Raises:
-        OSError: a folder cannot be read. What is not seen is not absent.
-    """
-
-    def refuse(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):  # another process deleted it
-            raise error
-
-    for folder, subfolders, names in os.walk(root, onerror=refuse):
-        subfolders.sort()
-        yield Path(folder), sorted(names)
-
-
-def _folders(root: Path) -> Iterator[Path]:
-    return (folder for folder, _ in _walk(root))
-
-
-def _files(root: Path) -> Iterator[Path]:
-    return (folder / name for folder, names in _walk(root) for name in names)

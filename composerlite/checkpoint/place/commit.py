@@ -1,488 +1,80 @@
-"""The commit of a checkpoint in a folder, and the end of one that a killed process has left.
+"""The commit of a checkpoint, the same in every place: how it comes to exist, whole or not at all.
 
-begin → stage → prepare → commit → recover. What is written lies under other names, durable, before anything that is
-there is touched: a file as ``.<name>.tmp-<id>``, a directory as ``.<name>.saving-<id>``. To prepare is to write the
-manifest under another name, the *intention*. To commit is to give all of it its names, the manifest last. What had
-these names before is there until then, is given them back if the commit fails, and goes when there is the manifest.
+begin → stage → prepare → commit → recover. What is written lies under names of its own, durable, before anything that
+is there is touched. To prepare is to *announce* the manifest, under another name. To commit is to give all of it its
+names, the manifest last. What had these names before is there until then, is given them back if the commit fails, and
+goes when there is the manifest. A kill before the first name is given leaves nothing that counts; a kill after it
+leaves all that the next start or the next save of that name needs to complete the commit.
 
-A kill before the first name is given leaves nothing that counts. A kill after it leaves all that :func:`recover` needs
-to complete the commit. Files of the user in a directory that is replaced are moved to the one that takes its place.
+What differs lies in the verbs of a place: a folder exchanges names at one instant, a bucket puts small objects which
+decide what others mean.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import errno
-import fcntl
-import glob
-import logging
-import os
-import re
-import shutil
-import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from pathlib import Path
-from types import MappingProxyType
+from abc import ABC, abstractmethod
 from typing import final
 
-from composerlite.checkpoint.format import INDEX, SUFFIX
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest
-from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
-from composerlite.storage import (
-    StagedFile,
-    abandoned_temporaries,
-    atomic_write,
-    fsync_folder,
-    is_abandoned,
-    make_folder,
-    read_small_file,
-    verify_file,
-)
+from composerlite.checkpoint.record.manifest import Manifest
 
-__all__ = [
-    "MANIFESTS",
-    "MARKER",
-    "SAVING",
-    "FolderCommit",
-    "between_names",
-    "dead_saves",
-    "end_dead_saves",
-    "intentions",
-    "record_path",
-    "recover",
-]
-
-log = logging.getLogger(__name__)
-MANIFESTS = ".manifest"
-"""The folder of commit records."""
-MARKER = ".metadata.json"
-"""The file that makes the directory of a step a checkpoint: it has no manifest."""
-SAVING = re.compile(r"\.(.+)\.saving-[0-9a-f]{16}(-old|-failed)?")
-"""The name of a directory that is being written, and in it that which it will have."""
-_PART = re.compile(
-    rf"(?:model_and_optim/)?(?:{re.escape(INDEX)}|[^/]*{re.escape(SUFFIX)})|{re.escape(MARKER)}|train/rank\d+\.pt"
-    rf"|{re.escape(MANIFESTS)}/model_and_optim\.json"
-    r"|(?:.*/)?\.[^/]+\.tmp-[0-9a-f]{16}|\.model_and_optim\.saving-[0-9a-f]{16}(?:-old|-failed)?/.*"
-)
-"""A file of a checkpoint that is a directory; all others in it are the user's."""
-_AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
+__all__ = ["Commit"]
 
 
-def record_path(root: Path, name: str) -> Path:
-    """Where the manifest of the checkpoint ``name`` in the folder ``root`` is, or would be."""
-    return root / MANIFESTS / f"{name}.json"
-
-
-@final
-class FolderCommit:
+class Commit(ABC):
     """The commit of one checkpoint. Used as a context manager, which ends it: prepared and not committed, it is undone.
 
-    Args:
-        parts: where each file or directory of it lies now, durable, by the path that it will have.
-        record: the path of its manifest; ``None`` where a file among the parts makes it a checkpoint.
-        overwrite: replace what has these names.
+    A place makes one, which says how each step is done there.
     """
 
-    def __init__(self, parts: Mapping[Path, Path], record: Path | None, *, overwrite: bool) -> None:
-        self._overwrite = overwrite
-        self._parts = dict(parts)
-        self._record = record
-        self._intention: StagedFile | None = None
-        self._taken: dict[Path, Path | None] = {}
-        """Where what had a name before is now."""
-
+    @final
     def prepare(self, manifest: Manifest) -> None:
-        """Make the intention durable: nothing is left but to give names."""
-        assert self._record is not None
-        make_folder(self._record.parent)
-        intention = StagedFile(self._record)
-        self._intention = intention
-        intention.file.write(manifest.to_json())
-        intention.flush()
-        for folder in {self._record.parent, *(temporary.parent for temporary in self._parts.values())}:
-            fsync_folder(folder)
+        """Make it durable what is to be committed: nothing is left but to give names."""
+        self.announce(manifest.to_json())
 
+    @final
     def commit(self) -> None:
         """Make the checkpoint exist.
 
         Raises:
             CheckpointExistsError: there is one by now, and it is not to be replaced.
-            OSError: it does not, and what was there before has its names again.
+            OSError, ObjectStoreError: it does not, and what was there before has its names again.
         """
-        intention, before = self._intention, _bytes_of(self._record)
-        if intention is not None:
-            intention.leave_behind()  # a kill from here on leaves what completes the commit
-        with contextlib.ExitStack() as held:
-            try:
-                self._take_names(held)
-                if intention is not None:
-                    intention.publish()
-            except BaseException:
-                self._undo(before)
-                raise
-            for path, old in self._taken.items():
-                if old is not None:
-                    _discard(old, path)
+        try:
+            self.take_names()
+            self.publish()
+        except BaseException:
+            self.undo()
+            raise
+        self.discard()
 
-    def _take_names(self, held: contextlib.ExitStack) -> None:
-        for path, temporary in self._parts.items():
-            held.enter_context(_held(path))  # what is replaced is not swept before the commit has ended
-            self._taken[path] = (_take_name if self._overwrite else _take_new_name)(temporary, path)
-        for folder in {path.parent for path in self._parts}:
-            fsync_folder(folder)
+    @abstractmethod
+    def announce(self, manifest: bytes) -> None:
+        """Make the manifest durable under another name: it tells what is about to get its names."""
 
-    def _undo(self, before: bytes | None) -> None:
-        """Give the names back. The manifest goes first, unless it is that ``before``: nothing is to be completed."""
-        if self._intention is not None and self._record is not None:
-            if not self._intention.temporary.exists():
-                self._record.unlink()
-            self._intention.temporary.unlink(missing_ok=True)
-        for path, old in self._taken.items():
-            if old is None or old != self._parts[path] or not _exchange(old, path):
-                path.rename(self._parts[path])
-                if old is not None:
-                    old.rename(path)
-        if self._record is not None and before is not None and not self._record.exists():
-            with atomic_write(self._record) as file:
-                file.write(before)
+    @abstractmethod
+    def take_names(self) -> None:
+        """Give each part its name. From the first one on a kill leaves what completes the commit."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Give the manifest its name: the checkpoint exists."""
+
+    @abstractmethod
+    def undo(self) -> None:
+        """Give the names back to what had them before."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Remove what had the names before. What cannot be removed is logged: it is no checkpoint."""
 
     def leave(self) -> None:
         """End without knowing whether it is to be committed: the next start finds out."""
-        if self._intention is not None:
-            self._intention.leave_behind()
 
-    def __enter__(self) -> FolderCommit:
+    def close(self, error: BaseException | None) -> None:
+        """Withdraw what was announced and not published, unless it was left. Twice is fine."""
+
+    def __enter__(self) -> Commit:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        intention, self._intention = self._intention, None
-        if intention is not None:
-            intention.__exit__(kind, error, traceback)
-
-
-# ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _take_name(place: Path, path: Path) -> Path | None:
-    """Rename the file or directory ``place`` to ``path``; where what was there is now, unless there was nothing."""
-    if place.is_dir():
-        try:
-            place.rename(path)  # an empty directory is replaced
-            return None
-        except OSError as e:
-            if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-    elif not os.path.lexists(path):
-        place.rename(path)
-        return None
-    if _exchange(place, path):
-        return place
-    if not place.is_dir():
-        place.replace(path)
-        return None
-    old = place.with_name(f"{place.name}-old")
-    path.rename(old)
-    place.rename(path)
-    return old
-
-
-def _take_new_name(place: Path, path: Path) -> Path | None:
-    """Do so where there is no checkpoint: nothing, or a directory with files of the user or of a save that did not end.
-
-    Raises:
-        CheckpointExistsError: there is one: another process was first.
-    """
-    try:
-        if place.is_dir():
-            old = _take_name(place, path)
-            if old is not None and any((old / name).exists() for name in (INDEX, MARKER)):
-                back = _take_name(old, path)
-                if back is not None and back != place:
-                    back.rename(place)
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-            return old
-        if not _rename(place, path, _RENAME_NOREPLACE):
-            os.link(place, path)
-            place.unlink()
-    except FileExistsError as e:
-        raise CheckpointExistsError(f"checkpoint {str(path)!r} was saved by another process meanwhile.") from e
-    return None
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names at one instant; whether the system can."""
-    return _rename(a, b, _RENAME_EXCHANGE)
-
-
-def _rename(a: Path, b: Path, how: int) -> bool:
-    """Rename ``a`` to ``b`` in a way that not all file systems have; whether this one has."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    sys.audit("os.rename", str(a), str(b), -1, -1)
-    if rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), how) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, os.strerror(code), str(a), None, str(b))
-
-
-@contextlib.contextmanager
-def _held(path: Path) -> Generator[None]:
-    """Within it, what is at ``path`` now does not count as left by a dead process, whatever name it gets."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # nothing is there, or it cannot be opened: then nobody can find it dead either
-        yield
-        return
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks: nothing is swept there
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _discard(old: Path, path: Path) -> None:
-    """Remove what ``path`` was before; what is not part of a checkpoint goes to where it was.
-
-    What cannot be removed is logged: it is no checkpoint, and the next start tries again.
-    """
-    try:
-        if not old.is_dir() or old.is_symlink():
-            old.unlink(missing_ok=True)
-        elif _is_rescued(old, path):
-            shutil.rmtree(old)
-    except FileNotFoundError:
-        return
-    except OSError as e:
-        log.warning("%s cannot be removed and is left behind: %s", old, e)
-
-
-def _is_rescued(old: Path, path: Path) -> bool:
-    """Move the user's files in ``old`` to ``path``; whether none is left. There is no place for them without it."""
-    clear = True
-    for folder, _, names in os.walk(old):
-        for entry in (Path(folder) / name for name in names):
-            relative = entry.relative_to(old)
-            if _PART.fullmatch(str(relative)):
-                continue
-            target = path / relative
-            if not path.is_dir():
-                log.warning("%s is left behind: it holds %s, which is not part of a checkpoint", old, relative)
-                clear = False
-            elif not os.path.lexists(target):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                entry.rename(target)
-    return clear
-
-
-# ── what dead processes have left ────────────────────────────────────────────────────────────────────────────────────
-def intentions(root: Path, name: str) -> Iterator[Manifest]:
-    """The manifests of commits of the checkpoint ``name`` that have begun and not ended, in the folder ``root``."""
-    record = record_path(root, name)
-    for path in record.parent.glob(f".{glob.escape(record.name)}.tmp-*"):
-        if (manifest := _announced(path)) is not None and manifest.name == name:
-            yield manifest
-
-
-def between_names(path: Path) -> Iterator[Path]:
-    """Where the directory ``path`` is while, on a disk that exchanges no names, it has none: whole, and committed."""
-    for place in sorted(path.parent.glob(f".{glob.escape(path.name)}.saving-*-old")):
-        new = place.with_name(place.name.removesuffix("-old"))
-        if SAVING.fullmatch(place.name) is not None and new.is_dir():
-            yield new
-
-
-def recover(
-    root: Path,
-    *,
-    below: bool = True,
-    may_touch: Callable[[Path], bool] = lambda _: True,
-    committed: Mapping[str, str] | None = MappingProxyType({}),
-) -> None:
-    """Complete or remove what dead processes left unfinished in the folder ``root``. What a live one writes stays.
-
-    Args:
-        root: holds checkpoints, and the folder of their manifests.
-        below: look into the folders in it, too.
-        may_touch: which leftovers to look at.
-        committed: of what is prepared here as a part of a checkpoint on the disks of several nodes, what the first disk
-            has is completed, and the rest removed: the identities of checkpoints, by name. On the first disk there are
-            none. ``None``: it is left as it is.
-    """
-    folders = [root] if not below and root.is_dir() else [one for one in _folders(root) if _is_seen(one)]
-    kept: set[Path] = set()
-    for folder in reversed(folders):  # a run's own folder first
-        records = folder / MANIFESTS
-        if records.is_dir() and not records.is_symlink():
-            for inner in list(_folders(records)) if below else [records]:
-                for temporary in filter(may_touch, abandoned_temporaries(inner)):
-                    kept.update(_end_commit(folder, temporary, committed))
-    for folder in folders:
-        for place in filter(may_touch, dead_saves(folder)):
-            if place.with_name(_name_in(place)) not in kept:
-                _settle(place)
-        for temporary in filter(may_touch, abandoned_temporaries(folder)):
-            if temporary not in kept:
-                temporary.unlink(missing_ok=True)
-                log.info("removed %s, left by a process that died while it wrote", temporary)
-
-
-def end_dead_saves(root: Path, name: str) -> None:
-    """Do what :func:`recover` does for the directory ``name`` alone, but for what several disks have to agree on."""
-    record = record_path(root, name)
-    kept: set[Path] = set()
-    for temporary in abandoned_temporaries(record.parent):
-        if temporary.name.startswith(f".{record.name}.tmp-"):
-            kept.update(_end_commit(root, temporary, None))
-    path = root / name
-    for place in dead_saves(path.parent, path.name):
-        if path not in kept:
-            _settle(place)
-
-
-def _is_seen(folder: Path) -> bool:
-    """Whether leftovers are looked for in ``folder``. What is being saved is looked at as a whole, from above."""
-    return all(SAVING.fullmatch(part) is None for part in folder.parts)
-
-
-def dead_saves(folder: Path, name: str = "*") -> Iterator[Path]:
-    """The directories in ``folder`` that dead processes have left, of saves of ``name``; each is locked meanwhile."""
-    for place in sorted(folder.glob(f".{name if name == '*' else glob.escape(name)}.saving-*")):
-        if SAVING.fullmatch(place.name) is None:
-            continue
-        with is_abandoned(place) as dead:
-            if dead and place.is_dir() and not place.is_symlink():
-                yield place
-
-
-def _name_in(place: Path) -> str:
-    match = SAVING.fullmatch(place.name)
-    assert match is not None
-    return match[1]
-
-
-def _settle(place: Path) -> None:
-    """End the save of a directory at ``place``, whose process is dead and of which no intention tells.
-
-    Where names cannot be exchanged a kill may have left the directory without its name, beside the old one.
-    """
-    path, old = place.with_name(_name_in(place)), place.with_name(f"{place.name}-old")
-    if not os.path.lexists(path):
-        if (old.is_dir() and (place / MARKER).is_file()) or place.name.endswith("-old"):
-            place.rename(path)
-        if not place.exists():
-            fsync_folder(path.parent)
-            log.info("completed %s, whose process had died", path)
-            return
-        if old.is_dir():
-            old.rename(path)
-    _discard(place, path)
-    log.info("removed %s, left by a process that died while it saved", place)
-
-
-def _bytes_of(record: Path | None) -> bytes | None:
-    return record.read_bytes() if record is not None and record.is_file() else None
-
-
-def _announced(temporary: Path) -> Manifest | None:
-    try:
-        return Manifest.from_json(read_small_file(temporary), str(temporary))
-    except (CorruptCheckpointError, FileNotFoundError):
-        return None
-
-
-def _end_commit(root: Path, temporary: Path, committed: Mapping[str, str] | None) -> Iterable[Path]:
-    """Complete the commit that ``temporary`` announces, or forget it; what of it is left for another to decide."""
-    manifest = _announced(temporary)
-    if manifest is None:
-        temporary.unlink(missing_ok=True)
-        return ()
-    record = record_path(root, manifest.name)
-    there = _announced(record)
-    parts = None if there is not None and there.saved_at > manifest.saved_at else _parts_of(root, manifest)
-    if parts is not None and not _has_begun(parts):
-        if manifest.node is not None and committed is None:
-            return temporary, *parts
-        if manifest.node is None or (committed or {}).get(manifest.name) != manifest.identity:
-            parts = None  # nothing of it has a name: what was there is, and it is not known to have been wanted
-    if parts is None:
-        _forget(root, manifest, temporary)
-        return ()
-    for path, place in parts.items():
-        if path != place and (old := _take_name(place, path)) is not None:
-            _discard(old, path)
-    for folder in {path.parent for path in parts}:
-        fsync_folder(folder)
-    temporary.replace(record)
-    fsync_folder(record.parent)
-    log.info("completed the commit of %s, whose process had died", root / manifest.name)
-    return ()
-
-
-def _has_begun(parts: Mapping[Path, Path]) -> bool:
-    """Whether names have been given: nothing but this commit has all that it takes to make a checkpoint of them."""
-    return any(
-        place == path or (not os.path.lexists(path) and place.with_name(f"{place.name}-old").is_dir())
-        for path, place in parts.items()
-    )
-
-
-def _forget(root: Path, manifest: Manifest, temporary: Path) -> None:
-    """Remove an intention that cannot be completed, and files that it alone speaks of: they would be in the way."""
-    if not manifest.is_directory and len(manifest.files) > 1 and not record_path(root, manifest.name).exists():
-        for record in manifest.files:
-            if _holds(root, root / record.path, record):
-                (root / record.path).unlink()
-    temporary.unlink(missing_ok=True)
-
-
-def _parts_of(root: Path, manifest: Manifest) -> dict[Path, Path] | None:
-    """Where each file, or the directory, of ``manifest`` lies, by the path it is to have; ``None`` if one is not whole.
-
-    Nothing is looked for behind a link.
-    """
-    if manifest.is_directory:
-        path = root / manifest.name
-        for place in (path, *sorted(path.parent.glob(f".{glob.escape(path.name)}.saving-*"))):
-            if all(_holds(root, place / Path(one.path).relative_to(manifest.name), one) for one in manifest.here):
-                return {path: place}
-        return None
-    parts: dict[Path, Path] = {}
-    for record in manifest.files:
-        path = root / record.path
-        candidates = (path, *sorted(path.parent.glob(f".{glob.escape(path.name)}.tmp-*")))
-        place = next((one for one in candidates if _holds(root, one, record)), None)
-        if place is None:
-            return None
-        parts[path] = place
-    return parts
-
-
-def _holds(root: Path, path: Path, record: FileRecord) -> bool:
-    """Whether the file ``path`` is there, in the folder ``root`` itself, and holds what ``record`` says."""
-    above = [path, *path.parents]
-    if any(one.is_symlink() for one in above[: above.index(root)]):
-        return False
-    try:
-        verify_file(path, record.digest)
-    except (CorruptCheckpointError, FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        return False
-    return True
-
-
-def _folders(root: Path) -> Iterator[Path]:
-    """Every folder below ``root``, itself included. Links are not followed.
-
-    Raises:
-        OSError: a folder cannot be read. What is not seen is not absent.
-    """
-
-    def refuse(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):  # another process deleted it
-            raise error
-
-    for folder, subfolders, _ in os.walk(root, onerror=refuse):
-        subfolders.sort()
-        yield Path(folder)
+        self.close(error)

@@ -1,51 +1,375 @@
-"""Which directory of a sharded checkpoint a path or a URI means."""
+"""The directory of a sharded checkpoint in any place: how its files get there, and which of them count.
+
+Its manifest lies in ``.manifest/<name>.json`` of the place that it is in: there the catalogs look for those of all
+checkpoints. A directory without one was written by another program, and is read unverified.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import errno
 import os
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, final
 
-from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.checkpoint_folder import INDEX, CheckpointFolder, Claim, Sealed
-from composerlite.checkpoint.place.local_folder import ON_ALL_NODES, LocalFolder
-from composerlite.checkpoint.place.place import Place
-from composerlite.checkpoint.place.remote_folder import RemoteFolder
-from composerlite.storage import is_uri, open_store, parse_uri
+import xxhash
 
-__all__ = [
-    "INDEX",
-    "ON_ALL_NODES",
-    "CheckpointFolder",
-    "Claim",
-    "LocalFolder",
-    "PathOrUri",
-    "RemoteFolder",
-    "Sealed",
-    "directory_of",
-    "folder_of",
-]
+from composerlite.checkpoint.format import INDEX, SUFFIX
+from composerlite.checkpoint.place.bucket import Bucket, has_index
+from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.commit import Commit
+from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import Place, SaveHandle
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+from composerlite.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
+from composerlite.storage import FileDigest, ObjectStore, Sink, is_uri, open_store, parse_uri
 
-PathOrUri = str | os.PathLike[str] | CheckpointFolder
+if TYPE_CHECKING:
+    from composerlite.checkpoint.format.torch_reader import ByteSource
+
+__all__ = ["INDEX", "ON_ALL_NODES", "FinalizedManifest", "PathOrUri", "ShardedDirectory", "directory_at"]
+
+_LEAST_CHUNK_BYTES, _MOST_CHUNKS = 32 << 10, 1 << 15
+ON_ALL_NODES = (
+    "Load it on all the nodes that saved it, or copy the files of all of them to one folder; save to a folder that all "
+    "nodes share, or to a bucket, to be free of that."
+)
+"""What to do about files on the disks of other nodes."""
+
+
+@final
+@dataclass(frozen=True)
+class FinalizedManifest:
+    """What every disk gets, where nodes have disks of their own.
+
+    Attributes:
+        index: the content of ``.metadata``.
+        manifest: the commit record, but for the disk that it lies on.
+    """
+
+    index: bytes
+    manifest: Manifest
+
+
+@final
+class ShardedDirectory:
+    """The directory of one sharded checkpoint. Used as a context manager, or until :meth:`close`.
+
+    A save of it goes: :meth:`claim` in one process for all, :meth:`write` on any rank, :meth:`commit` in the first
+    process. Where nodes have disks of their own, each has this directory with the files that its ranks wrote:
+    :meth:`join` in one process for each other disk; :meth:`write`; :meth:`sealed` in the first process; :meth:`prepare`
+    for each disk; :meth:`complete` in the first process, which is the commit, and then for each other disk. What is
+    prepared is durable: after a kill it is completed if the first disk is.
+
+    Args:
+        place: that it is in, with its manifest; closed with it.
+        name: of it, below the place.
+
+    Attributes:
+        record: what the manifest says besides files, at the next commit; ``None``: as little as can be.
+        brought: a folder with files of this directory that are on other disks, to be read from.
+    """
+
+    def __init__(self, place: Place, name: str) -> None:
+        self.place = place
+        self.name = self._shown = name
+        self.record: Manifest | None = None
+        self.brought: Path | None = None
+        self._catalog = Catalog(place)
+        self._handle: SaveHandle | None = None
+        self._overwrite = False
+        self._prepared: Commit | None = None
+
+    @classmethod
+    def on_disk(cls, path: Path, root: Path | None = None) -> ShardedDirectory:
+        """Return the directory ``path`` in the folder of checkpoints ``root``, or in that above it.
+
+        Raises:
+            ConfigError: there is none above it.
+        """
+        path = Path(os.path.realpath(path))
+        folder = path.parent if root is None else Path(os.path.realpath(root))
+        if path == folder:
+            raise ConfigError(f"{str(path)!r} is no directory for a checkpoint: give one below it.")
+        return cls(Folder(folder), str(path.relative_to(folder)))
+
+    @classmethod
+    def in_store(cls, store: ObjectStore, root: str, *, threads: int = 8, closes: bool = False) -> ShardedDirectory:
+        """Return what ``store`` has below ``root/``, moved by so many threads; ``closes``: the store is closed with it.
+
+        Raises:
+            ConfigError: ``root`` is empty.
+        """
+        path = PurePosixPath(root.strip("/"))
+        if not path.name:
+            raise ConfigError(f"{store.get_uri('x')[:-1]!r} is a bucket: give a directory in it, as 'run/step100'.")
+        above = "" if str(path.parent) == "." else str(path.parent)
+        return cls(Bucket.of(store, above, threads=threads, closes=closes), path.name)
+
+    @property
+    def uri(self) -> str:
+        """Where it is, for messages."""
+        return self.place.uri(self.name)
+
+    @property
+    def path(self) -> Path | None:
+        """The directory on this machine; ``None``: it is in a bucket."""
+        return self.place.path_of(self.name)
+
+    def identity(self) -> str:
+        """Return the same on all ranks that see one and the same checkpoint here; another where they see a copy."""
+        return self.place.identity([self._shown, f"{self._shown}/{INDEX}"])
+
+    # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def names(self) -> list[str]:
+        """Return the names of what is in it; none if it is not there."""
+        try:
+            return self.place.names(self.name)
+        except NotADirectoryError as e:
+            raise ConfigError(f"{self.uri!r} is a file and no directory of a sharded checkpoint.") from e
+
+    def manifest(self) -> Manifest | None:
+        """Return its manifest; ``None`` if it has none.
+
+        Raises:
+            CorruptCheckpointError: it is damaged, or that of another checkpoint.
+        """
+        manifest = self._catalog.manifest_of(self.name)
+        if manifest is not None and manifest.kind not in ("sharded", "weights"):
+            raise CorruptCheckpointError(f"manifest {self.uri!r} is that of another checkpoint, {manifest.name!r}.")
+        return manifest
+
+    def index(self) -> bytes:
+        """Return the bytes of ``.metadata``, unverified; FileNotFoundError if there is none."""
+        for name in (self.name, *self.place.between_names(self.name)):
+            with contextlib.suppress(FileNotFoundError):
+                index = self.place.read(f"{name}/{INDEX}")
+                self._shown = name
+                return index
+        raise FileNotFoundError(errno.ENOENT, "there is no such file", f"{self.uri}/{INDEX}")
+
+    def begun(self) -> Iterable[Manifest]:
+        """Return the manifests of saves that have begun to give names, and have not ended."""
+        return self._catalog.begun(self.name)
+
+    def described(self) -> tuple[bytes, Manifest | None]:
+        """Return the index, and the manifest that is its own; FileNotFoundError if there is no index.
+
+        Where a save that replaces the checkpoint has got between the two, or was killed there, that is the manifest of
+        that save. If none fits, the manifest is that which is there.
+        """
+        index, manifest = self.index(), self.manifest()
+        if manifest is None or not has_index(manifest, index):
+            for begun in self.begun():
+                if has_index(begun, index):
+                    return index, begun
+        return index, manifest
+
+    def has(self, name: str) -> bool:
+        """Return whether the file ``name`` is in it here."""
+        return self.place.exists(f"{self._shown}/{name}")
+
+    def opened(
+        self, name: str, digest: FileDigest | None, *, threads: int
+    ) -> contextlib.AbstractContextManager[ByteSource]:
+        """Open the file ``name``, whose bytes are compared with ``digest`` as they are read; FileNotFoundError."""
+        if self.path is not None and not self.has(name):
+            if self.brought is not None:
+                return Folder(self.brought).opened(name, digest, threads=threads)
+            self._refuse_elsewhere(name)
+        return self.place.opened(f"{self._shown}/{name}", digest, threads=threads)
+
+    def _refuse_elsewhere(self, name: str) -> None:
+        records = () if (manifest := self.manifest()) is None else manifest.files
+        nodes = [record.node for record in records if record.path == f"{self.name}/{name}"]
+        if nodes and nodes[0] is not None:
+            raise IncompatibleCheckpointError(
+                f"checkpoint {self.uri!r}: its file {name!r} was saved to the disk of node {nodes[0]} of its run, and "
+                f"is not on this one. {ON_ALL_NODES}"
+            )
+
+    def fetch(self, name: str, digest: FileDigest | None, target: Path) -> None:
+        """Make the file ``name`` the local file ``target``, verified."""
+        self.place.write_to(target, f"{self._shown}/{name}", digest)
+
+    def missing(self) -> CheckpointNotFoundError:
+        """Return what to raise where there is no ``.metadata``."""
+        names = self.names()
+        if not names:
+            return CheckpointNotFoundError(f"there is no checkpoint {self.uri!r}: there is no such directory.")
+        hint = ""
+        if "model_and_optim" in names:
+            hint = f" Did you mean {self.uri.rstrip('/') + '/model_and_optim'!r}?"
+        return CheckpointNotFoundError(
+            f"{self.uri!r} is no sharded checkpoint, or one whose save did not end: it has no {INDEX!r} and holds "
+            f"{', '.join(sorted(names)[:8])}.{hint}"
+        )
+
+    # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def check_free(self, *, overwrite: bool) -> bool:
+        """See that a checkpoint may be saved here; return whether anything is there.
+
+        What a save that was killed has left is nothing.
+
+        Raises:
+            CheckpointExistsError: there is something, and ``overwrite`` is false.
+        """
+        names = self.names()
+        left_over = all(name.endswith(SUFFIX) for name in names)
+        if not overwrite and not left_over:
+            what = "holds a checkpoint" if INDEX in names else f"is not empty: it holds {names[0]!r}"
+            raise CheckpointExistsError(
+                f"{self.uri!r} {what}. Give another directory, delete it, or pass save_overwrite=True."
+            )
+        return bool(names)
+
+    def claim(self, *, overwrite: bool) -> SaveHandle:
+        """Begin a save, in one process for all. Raises as :meth:`check_free` does."""
+        self._overwrite = overwrite
+        handle = self.place.begin(self.name, lambda: self.check_free(overwrite=overwrite), overwrite=overwrite)
+        self._handle = handle
+        return handle
+
+    def join(self, handle: SaveHandle, *, overwrite: bool) -> None:
+        """Take part in a save that another process has begun, for the disk that this one writes to.
+
+        Raises:
+            CheckpointExistsError: as :meth:`check_free`.
+            FileExistsError: it is the disk of that process, too.
+        """
+        self._overwrite = overwrite
+        self.place.join(self.name, handle, lambda: self.check_free(overwrite=overwrite))
+        self._handle = handle
+
+    def write(self, handle: SaveHandle, name: str, most_bytes: int, fill: Callable[[Sink], object]) -> FileDigest:
+        """Make a durable file of what ``fill`` gives, at most ``most_bytes``; return what it contains."""
+        path = PurePosixPath(self.name).with_name(handle.place) / name
+        return self.place.write(str(path), most_bytes, fill, chunk_bytes=_chunk_bytes(most_bytes))
+
+    def commit(
+        self, handle: SaveHandle, index: bytes, files: Mapping[str, FileDigest], facts: Mapping[str, object]
+    ) -> None:
+        """Make the checkpoint exist, in the process that claimed: with ``index`` first, the manifest at last.
+
+        Args:
+            handle: what :meth:`claim` gave.
+            index: the content of ``.metadata``.
+            files: all others.
+            facts: further fields of the manifest.
+        """
+        with self._staged(handle, index, self._manifest_of(index, files, facts)) as commit:
+            commit.commit()
+        self.place.let_go(self.name)
+
+    def sealed(
+        self, index: bytes, files: Mapping[str, FileDigest], facts: Mapping[str, object], nodes: Mapping[str, int]
+    ) -> FinalizedManifest:
+        """Return what all disks get; ``nodes`` are those whose disks have each of ``files``."""
+        return FinalizedManifest(index, self._manifest_of(index, files, facts, nodes))
+
+    def prepare(self, sealed: FinalizedManifest, node: int) -> None:
+        """Make all of this disk's part durable, so that nothing is left but to rename it."""
+        assert self._handle is not None
+        self._prepared = self._staged(self._handle, sealed.index, dataclasses.replace(sealed.manifest, node=node))
+
+    def complete(self) -> None:
+        """Give this disk's part, which is prepared, its name and its manifest."""
+        prepared, self._prepared = self._prepared, None
+        assert prepared is not None
+        with prepared:
+            prepared.commit()
+        self.place.let_go(self.name)
+
+    def _staged(self, handle: SaveHandle, index: bytes, manifest: Manifest) -> Commit:
+        """Return the commit, prepared."""
+        if not self._overwrite:
+            self.check_free(overwrite=False)  # another process may have saved here meanwhile
+        parts = self.place.parts(self.name, handle, INDEX, index)
+        with contextlib.ExitStack() as stack:
+            commit = stack.enter_context(self.place.commit(self.name, parts, overwrite=self._overwrite))
+            commit.prepare(manifest)
+            stack.pop_all()
+            return commit
+
+    def abandon(self, handle: SaveHandle) -> None:
+        """After an error, when no rank writes any more: remove what was written. Raises nothing."""
+        if self._prepared is not None:
+            with self._prepared:
+                self._prepared = None
+        self.place.abandon(self.name, handle)
+
+    def close(self) -> None:
+        """Let go of connections; twice is fine."""
+        if self._prepared is not None:  # it is not known here how the save ended: the next start finds out
+            self._prepared.leave()
+            with self._prepared:
+                self._prepared = None
+            self.place.let_go(self.name)
+        self.place.close()
+
+    def __enter__(self) -> ShardedDirectory:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _manifest_of(
+        self,
+        index: bytes,
+        files: Mapping[str, FileDigest],
+        facts: Mapping[str, object],
+        nodes: Mapping[str, int] | None = None,
+    ) -> Manifest:
+        digests = {**files, INDEX: FileDigest(len(index), xxhash.xxh3_128_hexdigest(index))}
+        records = tuple(
+            FileRecord(
+                f"{self.name}/{name}", d.size_bytes, d.xxh3_128, d.chunk_bytes, d.chunks, (nodes or {}).get(name)
+            )
+            for name, d in sorted(digests.items())
+        )
+        if self.record is not None:
+            return dataclasses.replace(self.record, files=records)
+        return Manifest(
+            name=self.name,
+            kind="sharded",
+            template=self.name,
+            run_name="",
+            timestamp={"batch": 0},
+            files=records,
+            **facts,  # type: ignore[arg-type]
+        )
+
+
+PathOrUri = str | os.PathLike[str] | ShardedDirectory
 """Where a sharded checkpoint is: a path, or a URI of an object store."""
 
 
-def folder_of(place: PathOrUri, *, threads: int | None = None) -> CheckpointFolder:
-    """The directory at ``place``. ``threads`` are those that move bytes to and from an object store.
+def directory_at(place: PathOrUri, *, threads: int | None = None) -> ShardedDirectory:
+    """Return the directory at ``place``. ``threads`` are those that move bytes to and from an object store.
 
     Raises:
         ConfigError: the URI names no store, or nothing in it.
     """
-    if isinstance(place, CheckpointFolder):
+    if isinstance(place, ShardedDirectory):
         return place
     text = os.fspath(place)
     if is_uri(text):
-        return RemoteFolder(open_store(text), parse_uri(text)[2], threads=threads or 8, closes=True)
-    return LocalFolder(Path(parse_uri(text)[2]))
+        return ShardedDirectory.in_store(open_store(text), parse_uri(text)[2], threads=threads or 8, closes=True)
+    return ShardedDirectory.on_disk(Path(parse_uri(text)[2]))
 
 
-def directory_of(place: Place, path: str, root: str | None = None) -> CheckpointFolder:
-    """The directory ``path`` in ``place``; ``root`` of it has its commit record, if that is known."""
-    if (here := place.path_of(path)) is not None:
-        return LocalFolder(here, None if root is None else place.path_of(root))
-    assert isinstance(place, Bucket)
-    return RemoteFolder(place.transfer.store, place.name_of(path))
+def _chunk_bytes(size_bytes: int) -> int:
+    """Return how much is verified at once: little, for what is read of a shard is often one tensor among many."""
+    chunk_bytes = _LEAST_CHUNK_BYTES
+    while size_bytes > chunk_bytes * _MOST_CHUNKS:
+        chunk_bytes *= 2
+    return chunk_bytes

@@ -4,26 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import glob
 import logging
 import os
 import re
+import secrets
 import shutil
 import stat
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, final
 
-from composerlite.checkpoint.place.commit import SAVING, dead_saves, recover
+from composerlite.checkpoint.place import folder_commit
+from composerlite.checkpoint.place.commit import Commit
 from composerlite.checkpoint.place.lease import FileLease, Lease
-from composerlite.checkpoint.place.place import MANIFESTS, Leftover, Place, StoredFile, by_steps
+from composerlite.checkpoint.place.place import (
+    MANIFESTS,
+    MARKER,
+    SAVING,
+    Leftover,
+    Parts,
+    Place,
+    SaveHandle,
+    StoredFile,
+    by_steps,
+    record_path,
+)
 from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import (
+    RING_BYTES,
     FileDigest,
     ParallelReader,
+    Sink,
     StagedFile,
     StagedLink,
+    StreamWriter,
     abandoned_temporaries,
     fsync_folder,
     make_folder,
@@ -34,7 +53,7 @@ from composerlite.storage import (
 if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
 
-__all__ = ["Folder"]
+__all__ = ["Folder", "staged_link", "write_file"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,6 +61,7 @@ R = TypeVar("R")
 _UNFINISHED = re.compile(r"\..+\.(?:tmp-[0-9a-f]{16}|saving-[0-9a-f]{16}(?:-old|-failed)?)")
 """Files and folders that are being written, or whose writer died."""
 
+_SEEN_SECONDS = 20.0
 _BEGUN = re.compile(r"\.(.+)\.json\.tmp-[0-9a-f]+")
 """The manifest of a commit that has not ended."""
 
@@ -54,6 +74,8 @@ class Folder(Place):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._locks: dict[SaveHandle, int] = {}
+        """The directory of each save that this process has begun or joined, open and locked."""
 
     # ── where ────────────────────────────────────────────────────────────────────────────────────────────────────
     def uri(self, path: str = "") -> str:
@@ -85,10 +107,8 @@ class Folder(Place):
         return (self.path / path).stat().st_size
 
     def read(self, path: str) -> bytes:
-        return read_small_file(self.path / path)
-
-    def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        return [work(item) for item in items]
+        is_record = MANIFESTS in path.split("/")  # which is no link
+        return read_small_file(self.path / path) if is_record else (self.path / path).read_bytes()
 
     @contextlib.contextmanager
     def opened(self, path: str, digest: FileDigest | None, *, threads: int = 8) -> Generator[ByteSource]:
@@ -114,15 +134,50 @@ class Folder(Place):
                 verify_file(staged.temporary, digest, _by_total(digest.size_bytes, progress))
             staged.publish()
 
-    @contextlib.contextmanager
-    def lent(self, path: str, digest: FileDigest | None = None) -> Generator[Path]:
-        if digest is not None:
-            verify_file(self.path / path, digest)
-        elif not self.exists(path):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path / path))
-        yield self.path / path
+    def names(self, folder: str) -> list[str]:
+        try:
+            return sorted(path.name for path in (self.path / folder).iterdir())
+        except FileNotFoundError:
+            return []
+
+    def identity(self, paths: Iterable[str]) -> str:
+        seen = [(self.path / path).stat() for path in paths]  # NFS shows all machines the same
+        return repr([(found.st_ino, found.st_mtime_ns, found.st_ctime_ns) for found in seen])
+
+    def taken(self) -> Iterator[str]:
+        folders: set[str] = set()
+        for name in self.files():
+            if not any(part.startswith(".") for part in name.split("/")):
+                yield name
+                new = {str(folder) for folder in Path(name).parents[:-1]} - folders
+                folders |= new
+                yield from new
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def write(self, path: str, most_bytes: int, fill: Callable[[Sink], object], *, chunk_bytes: int) -> FileDigest:
+        target = self.path / path
+        self._wait_until_seen(target)
+        make_folder(target.parent)
+        return write_file(target, most_bytes, fill, chunk_bytes=chunk_bytes)
+
+    def _wait_until_seen(self, path: Path) -> None:
+        """Wait for the directory of the save that ``path`` belongs to, which the first rank has made."""
+        deadline = time.monotonic() + _SEEN_SECONDS
+        for place in (one for one in path.parents if SAVING.fullmatch(one.name)):
+            while not place.is_dir():  # a network file system shows what another machine made some time later
+                if time.monotonic() > deadline:
+                    raise FileNotFoundError(
+                        errno.ENOENT,
+                        f"the first rank made this directory {_SEEN_SECONDS:g} s ago, and here it is not: each rank "
+                        "writes its part of a sharded checkpoint. Give a folder on a file system that all nodes "
+                        "share, or a bucket; or state_dict_type='full', with which rank 0 writes one file. Not here",
+                        str(place),
+                    )
+                time.sleep(0.05)
+
+    def send(self, source: Path, path: str, progress: Callable[[int, int], object] | None = None) -> None:
+        Folder(source.parent).write_to(self.path / path, source.name, None, progress)
+
     def take(self, source: Place, record: FileRecord, progress: Callable[[int], object] = int) -> None:
         source.write_to(self.path / record.path, record.path, record.digest, by_steps(progress))
 
@@ -132,41 +187,175 @@ class Folder(Place):
         with StagedFile(target) as staged:
             staged.file.write(data)
             staged.flush()
-            if create_only:
-                os.link(staged.temporary, target)
+            if create_only and self._created(staged.temporary, target):
                 fsync_folder(target.parent)
             else:
                 staged.publish()
 
+    def _created(self, temporary: Path, target: Path) -> bool:
+        """Give ``temporary`` the name ``target`` as well, which nothing has; false where a disk knows no such names."""
+        try:
+            os.link(temporary, target)
+        except OSError as e:
+            if e.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            if os.path.lexists(target):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from e
+            return False
+        return True
+
     def delete(self, path: str) -> None:
         target = self.path / path
-        try:
-            target.unlink()
-        except FileNotFoundError:
+        if not self._is_own(target):
             return
-        fsync_folder(target.parent)
-        if target.parent.name != MANIFESTS:
-            self._remove_empty(target.parent)
+        target.unlink(missing_ok=True)
+        if target.name == MARKER or MANIFESTS in target.relative_to(self.path).parts:
+            fsync_folder(target.parent)
 
-    def _remove_empty(self, folder: Path) -> None:
-        """Remove ``folder`` and those above it that hold nothing, or nothing but an empty folder of records."""
+    def _is_own(self, path: Path) -> bool:
+        """Return whether ``path`` is a file that lies in the folder itself: no link, nor anything behind one."""
+        if self._is_behind_a_link(path):
+            log.warning("%s is behind a link and is left alone", path)
+            return False
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            log.warning("%s is no file and is left alone", path)
+            return False
+        return path.exists()
+
+    def _is_behind_a_link(self, path: Path) -> bool:
+        return any((self.path / parent).is_symlink() for parent in path.relative_to(self.path).parents[:-1])
+
+    def remove_empty(self, folder: str, *, above: bool = False) -> None:
+        path = self.path / folder
         with contextlib.suppress(OSError):  # it holds something else: it stays
-            while folder != self.path:
-                if [path.name for path in folder.iterdir()] == [MANIFESTS]:
-                    (folder / MANIFESTS).rmdir()
-                folder.rmdir()
-                folder = folder.parent
+            while path != self.path:
+                if [inner.name for inner in path.iterdir()] == [MANIFESTS]:
+                    (path / MANIFESTS).rmdir()
+                path.rmdir()
+                if not above:
+                    return
+                path = path.parent
 
-    def point(self, link: str, name: str) -> None:
-        with self.staged_link(link, name) as staged:
-            staged.publish()
+    def set_aside(self, path: str) -> None:
+        target = self.path / path
+        if not target.is_dir() or target.is_symlink():
+            if not self._is_own(target):
+                return
+        elif self._is_behind_a_link(target):
+            return
+        damaged, number = target.with_name(f"{target.name}.damaged"), 1
+        while damaged.exists() or damaged.is_symlink():
+            number += 1
+            damaged = target.with_name(f"{target.name}.damaged-{number}")
+        with contextlib.suppress(FileNotFoundError):
+            target.rename(damaged)
 
-    def staged_link(self, link: str, name: str) -> StagedLink:
-        """Return the symbolic link ``link`` to ``name``, which replaces the one that is there when it is published."""
-        path = self.path / link
+    # ── commits ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def let_go(self, name: str) -> None:
+        own = f".{Path(name).name}.saving-"
+        for handle in [one for one in self._locks if one.place.startswith(own)]:
+            os.close(self._locks.pop(handle))
+
+    def begin(self, name: str, check: Callable[[], bool], *, overwrite: bool) -> SaveHandle:
+        while True:
+            number = secrets.token_hex(8)
+            suffix = f"_{number[:8]}" if overwrite else ""  # in a bucket they come beside the files that they replace
+            handle = SaveHandle(f".{Path(name).name}.saving-{number}", suffix)
+            if self._begun(name, handle, check):
+                return handle
+
+    def join(self, name: str, handle: SaveHandle, check: Callable[[], bool]) -> None:
+        try:
+            joined = self._begun(name, handle, check)
+        except FileExistsError as e:
+            raise FileExistsError(
+                errno.EEXIST,
+                "the nodes had folders of their own when the run began, and now one of them has made this for another. "
+                "Start the run again when all nodes see what they are to see. It is there already",
+                str((self.path / name).with_name(handle.place)),
+            ) from e
+        if not joined:
+            raise FileNotFoundError(
+                errno.ENOENT, "another process has swept what was made for it", str(self.path / name)
+            )
+
+    def _begun(self, name: str, handle: SaveHandle, check: Callable[[], bool]) -> bool:
+        path = self.path / name
+        check()
         make_folder(path.parent)
-        up = "../" * (len(Path(link).parts) - 1)
-        return StagedLink(path, up + name)
+        folder_commit.end_dead_saves(self.path, name)
+        place = path.with_name(handle.place)
+        place.mkdir()
+        try:
+            lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # swept by another save, which saw it before it could be locked
+            return False
+        with contextlib.suppress(OSError):  # a file system without locks: nothing is swept there
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if place.is_dir():
+            self._locks[handle] = lock
+            return True
+        os.close(lock)  # a sweep was faster than our lock: it takes another name
+        return False
+
+    def abandon(self, name: str, handle: SaveHandle) -> None:
+        if handle not in self._locks:  # only one process removes what all have written to this disk
+            return
+        place = (self.path / name).with_name(handle.place)
+        try:
+            shutil.rmtree(place)
+        except FileNotFoundError:
+            pass
+        except OSError as e:  # it is no checkpoint
+            log.warning("%s cannot be removed and is left behind: %s", place, e)
+        self.let_go(name)
+
+    def parts(self, name: str, handle: SaveHandle, deciding: str, data: bytes) -> Parts:
+        place = (self.path / name).with_name(handle.place)
+        with (place / deciding).open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        for folder, _, _ in os.walk(place):
+            fsync_folder(Path(folder))
+        return {name: place}
+
+    def commit(self, name: str, parts: Parts, *, overwrite: bool, has_manifest: bool = True) -> Commit:
+        paths = {self.path / path: staged for path, staged in parts.items() if not isinstance(staged, bytes)}
+        record = self.path / record_path(name) if has_manifest else None
+        return folder_commit.FolderCommit(paths, record, overwrite=overwrite)
+
+    def announced(self, name: str) -> Iterator[bytes]:
+        record = self.path / record_path(name)
+        for path in record.parent.glob(f".{glob.escape(record.name)}.tmp-*"):
+            with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
+                yield read_small_file(path)
+
+    def between_names(self, name: str) -> Iterator[str]:
+        for path in folder_commit.between_names(self.path / name):
+            yield str(path.relative_to(self.path))
+
+    # ── links and locks ──────────────────────────────────────────────────────────────────────────────────────────
+    def point(self, link: str, name: str | None, *, ahead: bool = False) -> None:
+        if name is None:
+            (self.path / link).unlink()
+        elif not ahead:  # what is left of a commit that was killed says it on a disk
+            with staged_link(self.path, link, name) as staged:
+                staged.publish()
+
+    def target_of(self, link: str, *, ahead: bool = False) -> str:
+        path = self.path / link
+        if ahead or not path.is_symlink():
+            raise FileNotFoundError(errno.ENOENT, "there is no such link", str(path))
+        return os.path.relpath(path.parent / path.readlink(), self.path)
+
+    def broken_links(self) -> Iterator[tuple[str, str]]:
+        for folder, subfolders, names in os.walk(self.path, onerror=_refuse):
+            for path in sorted(Path(folder) / name for name in (*names, *subfolders)):
+                if path.is_symlink() and not path.exists():
+                    link = str(path.relative_to(self.path))
+                    yield link, self.target_of(link)
 
     def lock(self, name: str) -> Lease:
         return FileLease(self.path / MANIFESTS / f".{name.replace('/', '%2F')}.lease")
@@ -190,7 +379,7 @@ class Folder(Place):
             path = Path(folder)
             if (saving := SAVING.fullmatch(path.name)) is not None:
                 subfolders.clear()
-                if path in dead_saves(path.parent, saving[1]):
+                if path in folder_commit.dead_saves(path.parent, saving[1]):
                     found.append(Leftover(str(path), "a save that did not end", _size_bytes(path)))
                 continue
             what = "a file that was not written to its end"
@@ -199,11 +388,42 @@ class Folder(Place):
             found += [Leftover(str(one), what, _size_bytes(one)) for one in abandoned_temporaries(path)]
         return found
 
+    def recover(self, committed: Mapping[str, str] | None, *, everywhere: bool = True) -> None:
+        touched = (lambda _: True) if everywhere else _is_of_this_user
+        folder_commit.recover(self.path, below=everywhere, may_touch=touched, committed=committed)
+
     def sweep(self, older_than: timedelta) -> None:
-        recover(self.path)
+        self.recover({})
 
     def close(self) -> None:
         """There is nothing to let go of."""
+
+
+def staged_link(folder: Path, link: str, name: str) -> StagedLink:
+    """Return the symbolic link ``link`` to ``name``, which replaces the one that is there when it is published."""
+    path = folder / link
+    make_folder(path.parent)
+    up = "../" * (len(Path(link).parts) - 1)
+    return StagedLink(path, up + name)
+
+
+def write_file(path: Path, most_bytes: int, fill: Callable[[Sink], object], *, chunk_bytes: int) -> FileDigest:
+    """Make the durable file ``path`` of what ``fill`` gives, at most ``most_bytes``; return what it contains."""
+    path.open("xb").close()
+    with StreamWriter(path, most_bytes, ring_bytes=RING_BYTES, chunk_bytes=chunk_bytes) as sink:
+        fill(sink)
+        return sink.finish()
+
+
+def _is_of_this_user(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return path.lstat().st_uid == os.geteuid()
+    return False
+
+
+def _refuse(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # another process deleted it
+        raise error
 
 
 def _by_total(size_bytes: int, progress: Callable[[int, int], object] | None) -> Callable[[int], object]:

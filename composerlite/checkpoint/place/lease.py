@@ -11,21 +11,25 @@ import logging
 import os
 import socket
 import struct
+import tempfile
 import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, final
 
 from composerlite.errors import ObjectStoreError, RunInUseError
 from composerlite.storage import Transfer, make_folder, start_threads
 
-__all__ = ["FileLease", "HeartbeatLease", "Lease", "take_leases"]
+__all__ = ["FileLease", "HeartbeatLease", "Lease", "take_leases", "turn_at", "turn_of_this_node"]
 
 log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5
+_PAUSE_SECONDS = 0.02
+_PATIENCE = timedelta(hours=2)
 _MOST_BYTES = 4096
 _WHOLE_FILE = struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 """``struct flock`` of Linux on 64 bits."""
@@ -353,3 +357,35 @@ def _is_another(pid: int, started: object) -> bool:
         return False
     now = _started(pid)
     return now is not None and started in (None, now)  # a number is given again
+
+
+# ── turns ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def turn_of_this_node() -> contextlib.AbstractContextManager[None]:
+    """Within it no other process of this machine and user is in one. Raises as :func:`turn_at` does."""
+    return turn_at(Path(tempfile.gettempdir()) / f"composerlite-{os.getuid()}.turn")
+
+
+@contextlib.contextmanager
+def turn_at(path: Path, timeout: timedelta = _PATIENCE) -> Generator[None]:
+    """Within it no other process of this machine is in one at ``path``, a file that is made if need be.
+
+    A process that dies gives its turn to the next.
+
+    Raises:
+        TimeoutError: the others have taken longer than ``timeout``.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    with path.open("ab") as file:
+        while not _locked(file.fileno()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"other processes have held {str(path)!r} for {timeout}: does one of them hang?")
+            time.sleep(_PAUSE_SECONDS)
+        yield
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -6,24 +6,43 @@ Nothing here imports torch: a listing needs none.
 from __future__ import annotations
 
 import contextlib
+import re
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, final
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
 
+from composerlite.checkpoint.place.commit import Commit
 from composerlite.checkpoint.place.lease import Lease
-from composerlite.checkpoint.record.manifest import FileRecord
+from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord
+from composerlite.storage import verify_file
 
 if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
-    from composerlite.storage import FileDigest
+    from composerlite.storage import FileDigest, Sink
 
-__all__ = ["MANIFESTS", "Leftover", "Place", "StoredFile", "by_steps"]
+__all__ = [
+    "MANIFESTS",
+    "MARKER",
+    "SAVING",
+    "Leftover",
+    "Parts",
+    "Place",
+    "SaveHandle",
+    "StoredFile",
+    "by_steps",
+    "record_path",
+]
 
-MANIFESTS = ".manifest"
-"""The folder of manifests."""
+MARKER = ".metadata.json"
+"""The file that makes the directory of a step a checkpoint: it has no manifest."""
+SAVING = re.compile(r"\.(.+)\.saving-[0-9a-f]{16}(-old|-failed)?")
+"""The name of a directory that is being written, and in it that which it will have."""
+Parts = Mapping[str, Path | bytes]
+"""Contents of a commit by the path that each will have: a durable file or directory of this machine, or small bytes."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -60,12 +79,25 @@ class Leftover:
     size_bytes: int
 
 
+class SaveHandle(NamedTuple):
+    """A save of a directory that is going on, as all ranks know it.
+
+    Attributes:
+        place: the directory that its files go to, beside the one that it will be; in a bucket that one itself.
+        suffix: what the names of files need so that they differ from those that are there.
+    """
+
+    place: str
+    suffix: str
+
+
 class Place(ABC):
     """A folder or a part of a bucket, whose verbs move bytes and names. Used as a context manager, or until ``close``.
 
     Paths are relative to it, with slashes. Where a method raises FileNotFoundError there is nothing of that name; every
     other failure of a disk or a store is raised as what it is, and is no absence. Small files are those that are read
-    whole: manifests, indices, links.
+    whole: manifests, indices, links. What a place has no need of does nothing there: a bucket has no folders and no
+    renames, and a folder decides who was first when names are exchanged.
     """
 
     where: str
@@ -93,9 +125,13 @@ class Place(ABC):
     def files(self, below: str = "") -> Mapping[str, StoredFile]:
         """Return every file below ``below``, hidden ones too, links not, by path and in order; none where it is not."""
 
-    @abstractmethod
     def exists(self, path: str) -> bool:
         """Return whether there is a file ``path``."""
+        try:
+            self.size(path)
+        except FileNotFoundError:
+            return False
+        return True
 
     @abstractmethod
     def size(self, path: str) -> int:
@@ -109,9 +145,9 @@ class Place(ABC):
             CorruptCheckpointError: it is no file, or too large to be one of the small ones.
         """
 
-    @abstractmethod
     def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Return what ``work``, which reads, gives for each item; several at a time where that is faster."""
+        return [work(item) for item in items]
 
     def read_all(self, paths: Iterable[str]) -> list[bytes | None]:
         """Return the bytes of small files, in their order; ``None`` for one that is gone."""
@@ -151,17 +187,49 @@ class Place(ABC):
         ``progress`` is told how many bytes of how many have come.
         """
 
+    @contextlib.contextmanager
+    def lent(self, path: str, digest: FileDigest | None = None) -> Generator[Path]:
+        """Have the file ``path``, verified by ``digest``, as one of this machine. Raises as ``verify``."""
+        with contextlib.ExitStack() as stack:
+            here = self.path_of(path)
+            if here is None:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="composerlite-"))
+                here = Path(folder) / PurePosixPath(path).name
+                self.write_to(here, path, digest)
+            elif digest is None:
+                self.size(path)
+            else:
+                verify_file(here, digest)
+            yield here
+
     @abstractmethod
-    def lent(self, path: str, digest: FileDigest | None = None) -> contextlib.AbstractContextManager[Path]:
-        """Return the file ``path``, verified by ``digest``, as one of this machine. Raises as ``verify``."""
+    def names(self, folder: str) -> list[str]:
+        """Return the names of all that is directly in ``folder``; none where it is not."""
+
+    @abstractmethod
+    def identity(self, paths: Iterable[str]) -> str:
+        """Return what all who see the same files ``paths`` here have in common, and no other place has."""
+
+    @abstractmethod
+    def taken(self) -> Iterator[str]:
+        """Yield the names that a new checkpoint would come into conflict with."""
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
     @abstractmethod
+    def write(self, path: str, most_bytes: int, fill: Callable[[Sink], object], *, chunk_bytes: int) -> FileDigest:
+        """Make a durable file of what ``fill`` gives, at most ``most_bytes``; return what it contains."""
+
+    @abstractmethod
+    def send(self, source: Path, path: str, progress: Callable[[int, int], object] | None = None) -> None:
+        """Make the local file ``source`` the file ``path``, whole and durable, in place of what is there."""
+
     def take(self, source: Place, record: FileRecord, progress: Callable[[int], object] = int) -> None:
         """Make a file of ``source`` one of this place, whole, durable and verified. It replaces what has its name.
 
         Raises as ``verify``.
         """
+        with source.lent(record.path, record.digest) as path:
+            self.send(path, record.path, by_steps(progress))
 
     @abstractmethod
     def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
@@ -169,11 +237,98 @@ class Place(ABC):
 
     @abstractmethod
     def delete(self, path: str) -> None:
-        """Remove the file ``path``, and the folders that hold nothing else. That there is none is fine."""
+        """Remove the file ``path``: what makes a checkpoint exist durably. What is none, or behind a link, stays."""
+
+    def delete_all(self, paths: Iterable[str]) -> None:
+        """Remove files, one after the other, and the folders in which nothing is left then."""
+        emptied: set[str] = set()
+        for path in paths:
+            self.delete(path)
+            emptied.add(path.rpartition("/")[0])
+        for folder in sorted(emptied, key=len, reverse=True):
+            if not folder.endswith(MANIFESTS):
+                self.remove_empty(folder, above=True)
+
+    def remove_empty(self, folder: str, *, above: bool = False) -> None:
+        """Remove ``folder``, and with ``above`` those that it is in, where nothing is left in it."""
+
+    def set_aside(self, path: str) -> None:
+        """Give a damaged file or directory a name that nothing has, where names can be changed."""
+
+    # ── commits ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def hold(self, name: str) -> None:
+        """Begin a save of the checkpoint ``name``, which no other process does until ``let_go``. Twice is fine.
+
+        Where a commit decides at one instant who was first, that is soon enough, and nothing is held.
+
+        Raises:
+            CheckpointExistsError: another process saves it.
+        """
 
     @abstractmethod
-    def point(self, link: str, name: str) -> None:
-        """Make the link ``link`` lead to the checkpoint ``name``."""
+    def let_go(self, name: str) -> None:
+        """End a save, well or not: others may save that name. Twice is fine."""
+
+    @abstractmethod
+    def begin(self, name: str, check: Callable[[], bool], *, overwrite: bool) -> SaveHandle:
+        """Begin a save of the directory ``name``, in one process for all, until ``let_go`` or ``abandon``.
+
+        What a dead save of it has left is completed or removed. ``check`` says whether anything is there, and raises
+        where that may not be.
+        """
+
+    def join(self, name: str, handle: SaveHandle, check: Callable[[], bool]) -> None:
+        """Take part in a save that another process has begun, for the disk that this one writes to.
+
+        Raises:
+            FileExistsError: it is the disk of that process, too.
+        """
+
+    @abstractmethod
+    def abandon(self, name: str, handle: SaveHandle) -> None:
+        """After an error, when no rank writes any more: remove what this process has written. Raises nothing."""
+
+    @abstractmethod
+    def parts(self, name: str, handle: SaveHandle, deciding: str, data: bytes) -> Parts:
+        """Return what a commit of the directory ``name`` gives names to, with ``data`` its file ``deciding``."""
+
+    @abstractmethod
+    def commit(self, name: str, parts: Parts, *, overwrite: bool, has_manifest: bool = True) -> Commit:
+        """Return the commit of the checkpoint ``name``, which has not begun.
+
+        Args:
+            name: of it.
+            parts: what it consists of; what has its name already is left out.
+            overwrite: replace what has these names.
+            has_manifest: ``False``: a file among the parts makes it a checkpoint.
+        """
+
+    @abstractmethod
+    def announced(self, name: str) -> Iterator[bytes]:
+        """Yield the manifests of commits of ``name`` that have begun and not ended."""
+
+    def between_names(self, name: str) -> Iterator[str]:
+        """Yield where the directory ``name`` is while it has none, whole and committed."""
+        return iter(())
+
+    # ── links and locks ──────────────────────────────────────────────────────────────────────────────────────────
+    @abstractmethod
+    def point(self, link: str, name: str | None, *, ahead: bool = False) -> None:
+        """Make the link ``link`` lead to the checkpoint ``name``; ``None``: remove it.
+
+        Args:
+            link: below the place; in a bucket with a slash before it from the top.
+            name: of the checkpoint.
+            ahead: say only that it is about to, for who looks for the newest after a kill.
+        """
+
+    @abstractmethod
+    def target_of(self, link: str, *, ahead: bool = False) -> str:
+        """Return the name that ``link`` leads to, or is about to; FileNotFoundError."""
+
+    def broken_links(self) -> Iterator[tuple[str, str]]:
+        """Yield the links that lead to nothing, and the name that each leads to."""
+        return iter(())
 
     @abstractmethod
     def lock(self, name: str) -> Lease:
@@ -185,6 +340,16 @@ class Place(ABC):
         """Return the names that links lead to, and those of checkpoints whose commit has begun and not ended.
 
         A process that was killed between a commit and its link has left the link on the checkpoint before.
+        """
+
+    def recover(self, committed: Mapping[str, str] | None, *, everywhere: bool = True) -> None:
+        """Complete or remove what dead processes left unfinished. What a live one is writing stays.
+
+        Args:
+            committed: of what is prepared here as a part of a checkpoint on the disks of several nodes, what the first
+                disk has is completed, and the rest removed: the identities of checkpoints, by name. On the first disk
+                there are none. ``None``: it is left as it is.
+            everywhere: in the folders in it, too, and what other users have left.
         """
 
     @abstractmethod
@@ -208,6 +373,11 @@ class Place(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def record_path(name: str) -> str:
+    """Return where the manifest of the checkpoint ``name`` is, or would be."""
+    return f"{MANIFESTS}/{name}.json"
 
 
 def by_steps(progress: Callable[[int], object]) -> Callable[[int, int], object]:

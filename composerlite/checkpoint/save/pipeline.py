@@ -24,9 +24,8 @@ from torch.optim import Optimizer
 from composerlite import dist
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.directory import LocalFolder
-from composerlite.checkpoint.place.several_disks import DiskCommit
-from composerlite.checkpoint.place.shared_folder import ONE_DISK, Disks, check_one_disk, disks_of
+from composerlite.checkpoint.place.directory import ShardedDirectory
+from composerlite.checkpoint.place.node_disks import ONE_DISK, DiskCommit, Disks, check_one_disk, disks_of
 from composerlite.checkpoint.record import rng
 from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, gather
 from composerlite.checkpoint.record.manifest import Manifest, plain_timestamp, versions
@@ -249,7 +248,7 @@ class Pipeline:
         with group.all_or_none(f"checkpoint {name!r}"):
             gathered = functools.partial(gather, state, weights_only=weights_only, ignore_keys=ignore_keys)
             if state.sharding == "sharded":
-                folder = LocalFolder(catalog.folder / name, catalog.folder)
+                folder = ShardedDirectory.on_disk(catalog.folder / name, catalog.folder)
                 shards = _shards(gathered, folder, overwrite=overwrite, disks=disks)
                 body, on_disks = shards, DiskCommit(body=shards, votes=votes) if several else None
             elif state.sharding == "deepspeed":
@@ -389,7 +388,7 @@ class Pipeline:
 
 
 def _shards(
-    gathered: Callable[..., StateDict], folder: LocalFolder, *, overwrite: bool, disks: Disks
+    gathered: Callable[..., StateDict], folder: ShardedDirectory, *, overwrite: bool, disks: Disks
 ) -> sharded_saving.Shards:
     """What this rank is to write of a directory."""
     from composerlite.checkpoint.save.sharded.saving import Shards  # slow to import

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, final
 
 from composerlite import dist, storage
+from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.remote import RemoteCatalog
 from composerlite.checkpoint.record.lineage import in_line
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.record.naming import (
@@ -87,8 +87,8 @@ class Publisher:
 
     Args:
         uploader: does the work; others may use it, too.
-        remote: where they go.
-        template: of the names in the bucket, below ``remote``.
+        bucket: where they go.
+        template: of the names in the bucket, below its root.
         link: full name of the bucket's link to the latest.
         links_of_ranks: where each rank has a file of its own, full names of the links to those, that of rank 0 first.
         timeout: seconds to wait for the uploads before, where too many wait.
@@ -99,7 +99,7 @@ class Publisher:
     def __init__(
         self,
         uploader: Uploader,
-        remote: RemoteCatalog,
+        bucket: Bucket,
         *,
         template: str,
         link: str | None,
@@ -109,16 +109,22 @@ class Publisher:
         links_of_ranks: Sequence[str] = (),
     ) -> None:
         self.uploader = uploader
-        self.remote = remote
+        self.bucket = bucket
+        self.remote = Catalog(bucket)
         self.template = template
         self.link = link
         self._links_of_ranks = links_of_ranks
         self._timeout = timeout
         self._retention = retention
         self._deletes = not keeps_all
-        self._lane = f"checkpoints of {remote.uri()}"
+        self._lane = f"checkpoints of {bucket.uri()}"
         self._outcomes: deque[Publication] = deque()
         self._known: list[Manifest] | None = None
+
+    def move_to(self, root: str) -> None:
+        """Publish below ``root`` from now on."""
+        self.bucket = self.bucket.at(root)
+        self.remote = Catalog(self.bucket)
 
     def publish(
         self,
@@ -170,11 +176,11 @@ class Publisher:
                 if is_first:
                     deleted = [old.name for old in self._delete_old(there)]
             except Exception as e:  # noqa: BLE001 - who saves asks for it: see outcomes
-                log.warning("checkpoint %s could not be published: %s", self.remote.uri(name), e)
+                log.warning("checkpoint %s could not be published: %s", self.bucket.uri(name), e)
                 ended, error = time.time(), e
             return Publication(
                 name=name,
-                where=self.remote.uri(),
+                where=self.bucket.uri(),
                 batch=manifest.batch,
                 size_bytes=manifest.size_bytes,
                 at=ended,
@@ -192,7 +198,7 @@ class Publisher:
             finally:
                 held.remove()
 
-        self.uploader.submit(self._lane, upload, what=self.remote.uri(name), dropped=held.remove)
+        self.uploader.submit(self._lane, upload, what=self.bucket.uri(name), dropped=held.remove)
 
     def published(self, seconds: float, *, at_most: int = 0) -> bool:
         """Wait until at most so many checkpoints are not published, ``seconds`` at most; whether that is so."""
@@ -408,9 +414,9 @@ class RemoteSaving:
                 storage.Transfer(self._store), num_concurrent=2
             )  # checkpoints, and the sweep
             self.publishers = [self._publisher(self._uploader, "", state)]
-            store, name = self._store, self.publishers[0].remote.name_of("file")
+            store, name = self._store, self.publishers[0].bucket.name_of("file")
             RetryPolicy().run(lambda: store.check_writable(name), f"check that {store.get_uri(name)} can be written")
-            if root := self.publishers[0].remote.root:  # the whole bucket is not ours to tidy
+            if root := self.publishers[0].bucket.root:  # the whole bucket is not ours to tidy
                 self._uploader.submit("sweep", functools.partial(_sweep, root), what=f"what dead runs left in {root!r}")
             return
         self.publishers = [
@@ -422,7 +428,7 @@ class RemoteSaving:
     @property
     def roots(self) -> list[str]:
         """What all names in each bucket begin with."""
-        return [publisher.remote.root for publisher in self.publishers]
+        return [publisher.bucket.root for publisher in self.publishers]
 
     def follow(self, state: NamedState, logger: Destinations, roots: Sequence[str]) -> None:
         """:meth:`open` on another rank than 0, for what its node has of checkpoints: to the same places, ``roots``.
@@ -437,7 +443,7 @@ class RemoteSaving:
                 "the same loggers, for each node uploads what is on its disk."
             )
         for publisher, root in zip(self.publishers, roots, strict=True):
-            publisher.remote = RemoteCatalog(publisher.uploader.transfer, root)
+            publisher.move_to(root)
 
     def outcomes(self) -> list[Publication]:
         """How publications went since the last time."""
@@ -497,7 +503,7 @@ class RemoteSaving:
         ]
         return Publisher(
             uploader,
-            RemoteCatalog(uploader.transfer, root.strip("/")),
+            Bucket(uploader.transfer, root),
             template=self._names.template,
             link=links[0] if links else None,
             links_of_ranks=links if self._links_ranks else (),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import final
 
 from composerlite import dist
-from composerlite.checkpoint.place.remote import RemoteCatalog
+from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 
 __all__ = ["Shares"]
@@ -42,14 +42,14 @@ class Shares:
 
     def publish(
         self,
-        remote: RemoteCatalog,
+        remote: Catalog,
         manifest: Manifest,
         files: Sequence[tuple[FileRecord, Path]],
         *,
         link: str | None,
         overwrite: bool,
     ) -> None:
-        """As :meth:`RemoteCatalog.publish`, with the ``files`` of this rank's node.
+        """As :meth:`Catalog.publish`, with the ``files`` of this rank's node.
 
         Raises:
             RankError: what failed on one of the ranks; on all that publish.

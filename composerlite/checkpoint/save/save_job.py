@@ -14,8 +14,7 @@ from typing import Any, Protocol, final
 
 from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.several_disks import DiskCommit, delete_named
-from composerlite.checkpoint.place.shared_folder import ONE_DISK, Disks
+from composerlite.checkpoint.place.node_disks import ONE_DISK, DiskCommit, Disks, delete_named
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.save.snapshot import Snapshot, Stageable
 from composerlite.storage import RING_BYTES, HostMemory

@@ -15,9 +15,7 @@ from typing import final
 
 from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.memory_folder import folder_key, make_private, warn_of_others
-from composerlite.checkpoint.place.several_disks import prepared_folder
-from composerlite.checkpoint.place.shared_folder import ONE_DISK, check_one_disk, disks_of
+from composerlite.checkpoint.place.node_disks import ONE_DISK, check_one_disk, disks_of, prepared_folder
 from composerlite.checkpoint.record.contents import IgnoreKeys, check_ignore_keys, check_kinds
 from composerlite.checkpoint.record.lineage import in_line
 from composerlite.checkpoint.record.manifest import Manifest
@@ -33,6 +31,7 @@ from composerlite.checkpoint.record.naming import (
     names_of_ranks,
 )
 from composerlite.checkpoint.record.retention import Interval, deletions, retention_policy
+from composerlite.checkpoint.save.memory_folder import folder_key, make_private, warn_of_others
 from composerlite.checkpoint.save.pipeline import PendingSave, Pipeline
 from composerlite.checkpoint.save.publishing import Publisher, RemoteSaving
 from composerlite.checkpoint.save.publishing_together import Shares
@@ -207,7 +206,7 @@ class Saver:
 
     def key_of_folder(self) -> str:
         """Return what tells its folder from others and from one that was there before; on rank 0."""
-        places = [publisher.remote.uri() for publisher in self._publishing.publishers]
+        places = [publisher.bucket.uri() for publisher in self._publishing.publishers]
         return folder_key(Path(self.folder), " ".join(places))
 
     def _check_names_are_its_own(self, state: SavedState) -> None:
@@ -364,7 +363,7 @@ class Saver:
         """
         templates = [self.filename] if self.latest_filename is None else [self.filename, self.latest_filename]
         names = [template.filename.replace("{run_name}", run_name) for template in templates]
-        of_buckets = [publisher.remote.place.lock(run_name) for publisher in self._publishing.publishers]
+        of_buckets = [publisher.bucket.lock(run_name) for publisher in self._publishing.publishers]
         self._claims.take(self._root, run_name, {name: self._path(name) for name in names}, of_buckets, timeout)
 
     # ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -9,7 +9,7 @@ from typing import final
 
 from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.shared_folder import ONE_DISK, Disks
+from composerlite.checkpoint.place.node_disks import ONE_DISK, Disks
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.record.naming import NamedState
 from composerlite.checkpoint.save.publishing import Publication, Publisher, RemoteSaving

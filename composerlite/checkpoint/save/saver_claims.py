@@ -11,7 +11,6 @@ from typing import Protocol, SupportsInt, final
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.lease import Lease, take_leases
-from composerlite.checkpoint.place.remote import RemoteCatalog
 from composerlite.checkpoint.record.contents import TrainingState
 from composerlite.checkpoint.record.lineage import may_be_replaced
 from composerlite.checkpoint.record.naming import TimestampLike, ensure_no_conflict
@@ -106,7 +105,7 @@ def refuse_conflicts(
         CheckpointExistsError: there are.
     """
     here = (catalog, template, folder)
-    for places, its_template, where in (here, *((p.remote, p.template, p.remote.uri()) for p in publishers)):
+    for places, its_template, where in (here, *((p.remote, p.template, p.bucket.uri()) for p in publishers)):
         ensure_no_conflict(
             places.names(),
             its_template,
@@ -117,7 +116,7 @@ def refuse_conflicts(
         )
 
 
-def _may_replace(state: SavedState, places: Catalog | RemoteCatalog, name: str) -> bool:
+def _may_replace(state: SavedState, places: Catalog, name: str) -> bool:
     """Check that the checkpoint ``name`` is one that autoresume passed over, and that the run comes to save again."""
     try:
         manifest = places.manifest_of(name)

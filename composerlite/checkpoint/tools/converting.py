@@ -13,7 +13,7 @@ from composerlite.checkpoint.api.state_dict import save_state_dict
 from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.directory import LocalFolder
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.record import rng
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, versions
 from composerlite.checkpoint.save.plain_files import file_writer
@@ -61,7 +61,7 @@ def write_directory(contents: Any, path: Path, manifest: Manifest | None, *, ove
     """
     state = cast("StateDict", contents)
     make_folder(path.parent)
-    folder = LocalFolder(path)
+    folder = ShardedDirectory.on_disk(path)
     record = _record(manifest, folder.name, "sharded")
     if not isinstance(state.get("state"), Mapping):  # of no run: as the functions on state dicts save it
         if not isinstance(state.get("model"), Mapping):

@@ -67,9 +67,7 @@ def copy(
         except FileExistsError as e:
             raise CheckpointExistsError(f"{target.uri(found.name)!r} was written by another process meanwhile.") from e
     kept = {record.path for record in found.records}
-    for file in before:
-        if file.path not in kept:
-            target.delete(file.path)
+    target.delete_all(file.path for file in before if file.path not in kept)
     return True
 
 

@@ -19,9 +19,9 @@ from composerlite.checkpoint.load.reader import (
     readable,
 )
 from composerlite.checkpoint.load.resolve import fetched
-from composerlite.checkpoint.place.directory import CheckpointFolder, directory_of
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.place import MANIFESTS, Place
-from composerlite.checkpoint.place.step_folder import MODEL
+from composerlite.checkpoint.place.step import MODEL
 from composerlite.checkpoint.tools.remote_bytes import HeaderBytes
 from composerlite.checkpoint.tools.surveying import Found
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
@@ -72,13 +72,13 @@ def contents_of(place: Place, found: Found) -> Any:
     return _file(place, found.name, found) if directory is None else _directory(directory)
 
 
-def directory_in(place: Place, path: str, commits: tuple[str, ...]) -> CheckpointFolder:
+def directory_in(place: Place, path: str, commits: tuple[str, ...]) -> ShardedDirectory:
     """The directory ``path`` of a sharded checkpoint; ``commits`` has its commit record, if that is known."""
-    root = commits[0].partition(f"{MANIFESTS}/")[0] if commits else None
-    return directory_of(place, path, root)
+    root = commits[0].partition(f"{MANIFESTS}/")[0] if commits else "".join(path.rpartition("/")[:2])
+    return ShardedDirectory(place.inside(root.rstrip("/")), path.removeprefix(root))
 
 
-def model_directory(place: Place, found: Found) -> CheckpointFolder | None:
+def model_directory(place: Place, found: Found) -> ShardedDirectory | None:
     """The directory of the checkpoint, in which its model is; of a step the one in it. ``None``: it is one file."""
     if found.kind == "step":
         return directory_in(place, f"{found.name}/{MODEL}", ())
@@ -87,7 +87,7 @@ def model_directory(place: Place, found: Found) -> CheckpointFolder | None:
     return None
 
 
-def _directory(folder: CheckpointFolder) -> Any:
+def _directory(folder: ShardedDirectory) -> Any:
     from composerlite.checkpoint.format.sharded_index import nested
     from composerlite.checkpoint.load import sharded  # slow to import, and most checkpoints are files
 

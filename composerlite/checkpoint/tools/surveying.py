@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from composerlite.checkpoint.place.place import MANIFESTS, Place, StoredFile
-from composerlite.checkpoint.place.step_folder import MARKER, MODEL, TRAIN
+from composerlite.checkpoint.place.step import MARKER, MODEL, TRAIN
 from composerlite.checkpoint.record.lineage import living_line
 from composerlite.checkpoint.record.manifest import CheckpointMetadata, FileRecord, Manifest
 from composerlite.errors import CheckpointError

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.load.resolve import fetched
-from composerlite.checkpoint.place.directory import CheckpointFolder
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.record import rng
 from composerlite.checkpoint.tools.inspecting import model_directory
@@ -89,7 +89,7 @@ def _read(place: Place, found: Found, part: _Part) -> Any:
         return _file(path, part)
 
 
-def _directory(folder: CheckpointFolder, part: _Part) -> Any:
+def _directory(folder: ShardedDirectory, part: _Part) -> Any:
     from composerlite.checkpoint.format.sharded_index import nested
     from composerlite.checkpoint.load import sharded
     from composerlite.checkpoint.load.sharded import as_in_a_file

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 
 from composerlite.checkpoint.format.sharded_index import leaves, value_bytes
-from composerlite.checkpoint.place.directory import CheckpointFolder
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.save.sharded.copy import Staged
 from composerlite.checkpoint.save.sharded.plan_merge import PackedPlan, Share, merge_plans
 from composerlite.checkpoint.save.sharded.writing import Order, RemoteFileSystemWriter
@@ -152,7 +152,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def plan_save(
-    folder: CheckpointFolder,
+    folder: ShardedDirectory,
     state: Callable[[], StateDict],
     *,
     group: Group,

@@ -20,8 +20,8 @@ from composerlite import dist
 from composerlite._torch_compat import storage_id
 from composerlite.checkpoint.format.sharded_index import leaves, value_bytes
 from composerlite.checkpoint.format.torch_file import StorageCopy
-from composerlite.checkpoint.place.directory import LocalFolder, Sealed
-from composerlite.checkpoint.place.shared_folder import ONE_DISK, Disks
+from composerlite.checkpoint.place.directory import FinalizedManifest, ShardedDirectory
+from composerlite.checkpoint.place.node_disks import ONE_DISK, Disks
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.save.hand_over import HandOver
 from composerlite.checkpoint.save.sharded.planned import PlannedSave, plan_save
@@ -66,7 +66,7 @@ class Shards:
     """
 
     def __init__(
-        self, contents: Callable[[], StateDict], folder: LocalFolder, *, overwrite: bool, disks: Disks = ONE_DISK
+        self, contents: Callable[[], StateDict], folder: ShardedDirectory, *, overwrite: bool, disks: Disks = ONE_DISK
     ) -> None:
         self.gathers = False
         self.is_plain = True
@@ -160,7 +160,7 @@ class Shards:
         assert committed is not None
         return committed
 
-    def seal(self, manifest: Manifest, parts: Sequence[Any]) -> Sealed:
+    def seal(self, manifest: Manifest, parts: Sequence[Any]) -> FinalizedManifest:
         """On rank 0, where there are several disks: the index and the record of all files."""
         self._folder.record = manifest
         index, files = self._save.indexed(list(parts))
@@ -168,7 +168,7 @@ class Shards:
         nodes = {name: self._disks.nodes[rank] for name, (_, rank) in files.items()}
         return self._folder.sealed(index, digests, {}, nodes)
 
-    def prepare(self, sealed: Sealed) -> None:
+    def prepare(self, sealed: FinalizedManifest) -> None:
         """Make this disk's part durable, so that nothing is left but to rename it."""
         if self._disks.is_keeper:
             self._folder.prepare(sealed, self._disks.nodes[dist.get_global_rank()])

@@ -27,8 +27,8 @@ from torch.futures import Future
 
 from composerlite.checkpoint.format.sharded_index import StorageInfo
 from composerlite.checkpoint.format.torch_file import TorchImage
-from composerlite.checkpoint.place.directory import Claim, PathOrUri, RemoteFolder, folder_of
-from composerlite.checkpoint.place.turns import turn_of_this_node
+from composerlite.checkpoint.place.directory import PathOrUri, SaveHandle, directory_at
+from composerlite.checkpoint.place.lease import turn_of_this_node
 from composerlite.checkpoint.record.manifest import versions
 from composerlite.storage import FileDigest, Helpers, Sink, StreamWriter, number_of
 
@@ -49,7 +49,7 @@ class _FileWritten(NamedTuple):
 class Order(NamedTuple):
     """What a rank needs to know to write its part."""
 
-    claim: Claim
+    claim: SaveHandle
     rank: int
     world_size: int
 
@@ -88,11 +88,11 @@ class RemoteFileSystemWriter(StorageWriter):
         self._threads = number_of(thread_count, min(4, os.cpu_count() or 1))
         self.hand_over: Callable[[], object] = lambda: None
         self.may_grow = False
-        self._folder = folder_of(path, threads=thread_count)
-        self._throttle = throttle_uploads and isinstance(self._folder, RemoteFolder)
+        self._folder = directory_at(path, threads=thread_count)
+        self._throttle = throttle_uploads and self._folder.path is None
         self._overwrite = overwrite
         self._started = time.perf_counter()
-        self._claim: Claim | None = None
+        self._claim: SaveHandle | None = None
         self._world_size = 1
         self._lock = threading.Lock()
         self._unread = 0
@@ -107,7 +107,7 @@ class RemoteFileSystemWriter(StorageWriter):
         """Begin again, in another directory if one is given."""
         if checkpoint_id is not None:
             self._folder.close()
-            self._folder = folder_of(checkpoint_id, threads=self._threads)
+            self._folder = directory_at(checkpoint_id, threads=self._threads)
         self._started = time.perf_counter()
         self._save_id = str(uuid.uuid4())
 
