@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from forked import run_forked
 from parts import new_state, save_batch
 from replacing import killed, overtaken
+from tiny_training import train
 
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Checkpointer, load_state_dict, save_state_dict
@@ -217,3 +218,24 @@ def test_what_is_converted_into_the_folder_of_a_run_is_kept(name: str, sweep: st
         saver.close(state, Logger(state))
     assert sorted(str(path) for path in (tmp_path / name, *(tmp_path / name).rglob("*")) if path.exists()) == before
     assert len(list(tmp_path.glob("ba?.pt"))) == 1
+
+
+@pytest.mark.parametrize("where", ["bucket"])
+@pytest.mark.parametrize("sweep", ["retention", "prune"])
+@pytest.mark.parametrize("name", ["export.pt", "export.pt.gz", "export"])
+def test_what_is_converted_and_copied_to_the_bucket_of_a_run_is_kept(
+    where: str, name: str, sweep: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, too, neither the run's retention nor ``prune`` counts or removes it."""
+    monkeypatch.chdir(tmp_path)
+    keeps = {} if sweep == "prune" else {"save_num_remote_checkpoints_to_keep": 1}
+    train(save_folder=place, max_duration="2ep", **keeps)
+    command("convert", f"{place}/latest-rank0.pt", tmp_path / "exports" / name)
+    command("cp", tmp_path / "exports" / name, place)
+    if sweep == "prune":
+        command("prune", place, "--keep-last", "1")
+    else:
+        train(save_folder=place, autoresume=True, max_duration="3ep", **keeps)
+    command("verify", f"{place}/{name}")
+    told = CliRunner().invoke(app, ["checkpoint", "ls", place, "--json"])
+    assert len([one for one in json.loads(told.output)["checkpoints"] if one["name"].startswith("ep")]) == 1
