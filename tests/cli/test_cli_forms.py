@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -17,6 +18,7 @@ from composerlite.checkpoint import (
     read_checkpoint,
     save_model_and_optim_state,
 )
+from composerlite.checkpoint.tools.comparing import compared, flat
 
 ONE, TWO, THREE = (f"ep{epoch}-ba{4 * epoch}-rank0.pt" for epoch in (1, 2, 3))
 
@@ -85,6 +87,15 @@ def test_diff_of_all_compares_optimizer_time_and_generators(demo: Path) -> None:
     assert told["values"] == [{"key": "state.timestamp.Timestamp.batch", "a": "4", "b": "7"}]
     assert told["changes"] == []
     assert told["equal_count"] > 50
+
+
+def test_diff_compares_every_number_of_arrays_in_lists() -> None:
+    """Also those in the middle of a long one, which ``repr`` leaves out."""
+    one, other = np.zeros(3000), np.zeros(3000)
+    other[1500] = 1
+    found = compared(flat({"callbacks": [one, {}]}), flat({"callbacks": [other, {}]}))
+    assert [(change.key, change.max_abs) for change in found.changes] == [("callbacks.0", 1.0)]
+    assert compared(flat([(one,)]), flat([(other,)])).changes[0].key == "0.0"
 
 
 def test_diff_compares_places_and_forms(demo: Path, bucket: str) -> None:

@@ -49,7 +49,14 @@ def _safetensors_writer() -> Callable[[Path, Any], None]:
     save_file = cast("Callable[..., None]", library.save_file)
 
     def write(path: Path, contents: Any) -> None:
-        tensors = {key: value.contiguous() for key, value in contents.items() if isinstance(value, Tensor)}
+        tensors: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for key, value in contents.items():
+            if isinstance(value, Tensor):
+                tensor = value.contiguous()
+                address = tensor.untyped_storage().data_ptr()
+                tensors[key] = tensor.clone() if address in seen else tensor  # the library takes none that share memory
+                seen.add(address)
         if left_out := sorted(set(contents) - set(tensors)):
             log.warning("%s: left out what is no tensor: %s", path, ", ".join(left_out[:20]))
         with StagedFile(path) as staged:

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from composerlite.checkpoint.tools.inspecting import leaves_in, shortened
+
 __all__ = ["Change", "Difference", "compared", "flat"]
 
 _STEP = 1 << 24
@@ -62,21 +64,10 @@ class Difference:
 
 
 def flat(contents: Any) -> dict[str, Any]:
-    """What nested dicts and lists hold, by keys joined by dots. Empty ones are values."""
-    found: dict[str, Any] = {}
-
-    def visit(value: Any, path: tuple[str, ...]) -> None:
-        if isinstance(value, Mapping) and value:
-            for key, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
-                visit(inner, (*path, str(key)))  # pyright: ignore[reportUnknownArgumentType]
-        elif isinstance(value, list | tuple) and any(isinstance(inner, Tensor | Mapping | list) for inner in value):  # pyright: ignore[reportUnknownVariableType]
-            for number, inner in enumerate(value):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-                visit(inner, (*path, str(number)))
-        else:
-            found[".".join(path)] = torch.from_numpy(value) if _is_numeric(value) else value
-
-    visit(contents, ())
-    return found
+    """What nested dicts and lists hold, by keys joined by dots. Empty ones are values, arrays of numbers tensors."""
+    return {
+        ".".join(path): torch.from_numpy(value) if _is_numeric(value) else value for path, value in leaves_in(contents)
+    }
 
 
 def _is_numeric(value: Any) -> bool:
@@ -102,7 +93,7 @@ def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Difference:
         elif isinstance(one, Tensor) or isinstance(other, Tensor):
             forms.append((key, _form(one), _form(other)))
         elif repr(one) != repr(other):
-            values.append((key, _short(one), _short(other)))
+            values.append((key, shortened(one), shortened(other)))
         else:
             equal_count += 1
     changes.sort(key=lambda change: (-math.inf if math.isnan(change.max_abs) else -change.max_abs, change.key))
@@ -114,11 +105,6 @@ def _form(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return type(value).__name__
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _change(key: str, a: Tensor, b: Tensor) -> Change | None:

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor
-
 from composerlite.checkpoint.api.state_dict import save_state_dict
 from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.format.torch_file import TorchImage
@@ -92,14 +90,9 @@ def write_safetensors(contents: Any, path: Path, *, overwrite: bool, source: str
     if not overwrite and path.exists():
         raise CheckpointExistsError(f"{str(path)!r} is there already. Give another name, or --overwrite.")
     write = file_writer(use_safetensors=True)
-    seen: set[int] = set()
-    tensors: dict[str, Tensor] = {}
-    for key, tensor in weights_of(contents, source).items():
-        address = tensor.untyped_storage().data_ptr()
-        tensors[key] = tensor.clone() if address in seen else tensor  # the library takes none that share memory
-        seen.add(address)
+    weights = weights_of(contents, source)
     make_folder(path.parent)
-    write(path, tensors)
+    write(path, weights)
 
 
 def _is_model(contents: Any) -> bool:

@@ -99,7 +99,10 @@ def write_huggingface(
         UntrustedCheckpointError: a file of its tokenizer has a name that is none of one.
         ConfigError: safetensors is not installed, or the number of bytes or the type is none.
     """
-    _check(dtype, largest_file_bytes)
+    if largest_file_bytes < 1:
+        raise ConfigError(f"largest file of {largest_file_bytes} bytes: want a positive number of bytes.")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"dtype={dtype}: want a type of floating-point numbers, e.g. bfloat16.")
     write = file_writer(use_safetensors=True)
     kept = kept_by_huggingface(contents, source)
     model = cast("StateDict", kept["model"])
@@ -135,13 +138,6 @@ def write_tokenizer(kept: StateDict, folder: Path, *, source: str) -> bool:
     for name, data in files.items():
         _put(folder / name, data)
     return bool(files)
-
-
-def _check(dtype: torch.dtype | None, largest_file_bytes: int) -> None:
-    if largest_file_bytes < 1:
-        raise ConfigError(f"largest file of {largest_file_bytes} bytes: want a positive number of bytes.")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError(f"dtype={dtype}: want a type of floating-point numbers, e.g. bfloat16.")
 
 
 # ── configs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -273,16 +269,10 @@ def _write_weights(
 
 
 def _as_type(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """In the type, each with memory of its own: the library takes none that share it."""
-    made: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(dtype)
-        address = tensor.untyped_storage().data_ptr()
-        made[name] = tensor.clone() if address in seen else tensor
-        seen.add(address)
-    return made
+    return {
+        name: tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+        for name, tensor in tensors.items()
+    }
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from composerlite.checkpoint.format.packing import is_packed_beginning
-from composerlite.checkpoint.load.reader import (
-    RawFile,
-    opened,
-    readable,
-)
+from composerlite.checkpoint.format.torch_reader import ByteSource
+from composerlite.checkpoint.load.reader import RawFile, opened, readable
 from composerlite.checkpoint.load.resolve import fetched
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.place import MANIFESTS, Place
 from composerlite.checkpoint.place.step import MODEL
-from composerlite.checkpoint.tools.remote_bytes import HeaderBytes
 from composerlite.checkpoint.tools.surveying import Found
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
-from composerlite.storage import FileDigest
 
-__all__ = ["Leaf", "contents_of", "directory_in", "leaves_of_contents", "model_directory"]
+__all__ = ["Leaf", "contents_of", "directory_in", "leaves_in", "leaves_of_contents", "model_directory", "shortened"]
 
-_MOST_TEXT = 60
+_MOST_TEXT, _MOST_ITEMS = 60, 8
 _BEGINNING_BYTES = 512
+_PAGE_BYTES = 4096
+"""What the reader of a file's directory expects at a time."""
 
 
 class Leaf(NamedTuple):
@@ -114,19 +113,50 @@ def _file(place: Place, path: str, found: Found) -> Any:
         return _local_file(here)
     size = next(file.size_bytes for file in found.files if file.path == path)
     digest = next((record.digest for record in found.records if record.path == path), None)
-    with place.opened(path, None) as unverified, place.opened(path, _with_chunks(digest)) as source:
+    verifiable = digest if digest is not None and digest.chunk_bytes else None  # in parts
+    with place.opened(path, None) as unverified, place.opened(path, verifiable) as source:
         if path.endswith(".safetensors") or is_packed_beginning(unverified.read(0, min(size, _BEGINNING_BYTES))):
             with fetched(place.uri(path)) as local:
                 return _local_file(local)
-        headers = HeaderBytes(unverified, size)
+        headers = _HeaderBytes(unverified, size)
         with readable(Path(place.uri(path))):
             raw = RawFile(source, size, headers.peek, check_sums=digest is None, expect=headers.expect)
             return raw.torch_file(map_location="meta").contents
 
 
-def _with_chunks(digest: FileDigest | None) -> FileDigest | None:
-    """``digest`` if parts can be verified by it."""
-    return digest if digest is not None and digest.chunk_bytes else None
+@final
+class _HeaderBytes:
+    """The headers of records, which lie all over an object: read at once, where it is known which they are."""
+
+    def __init__(self, source: ByteSource, size_bytes: int) -> None:
+        self._source = source
+        self._size_bytes = size_bytes
+        self._expected: dict[int, int] = {}
+        self._pages: dict[int, bytes] = {}
+
+    def expect(self, offset: int, size: int) -> None:
+        """These bytes will be asked for."""
+        self._expected[offset] = size
+
+    def peek(self, offset: int, size: int) -> bytes:
+        """So many bytes, unverified."""
+        if self._expected:
+            self._read_expected()
+        start = offset // _PAGE_BYTES * _PAGE_BYTES
+        page = self._pages.get(start, b"")
+        if offset + size <= start + len(page):
+            return page[offset - start : offset - start + size]
+        return self._source.read(offset, size)
+
+    def _read_expected(self) -> None:
+        wanted = [(offset, min(size, self._size_bytes - offset)) for offset, size in self._expected.items()]
+        self._expected = {}
+        *places, total = itertools.accumulate((size for _, size in wanted), initial=0)
+        memory = bytearray(total)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        pairs = list(zip(wanted, places, strict=True))
+        self._source.read_into([(offset, address + place, size) for (offset, size), place in pairs])
+        self._pages |= {offset: bytes(memory[place : place + size]) for (offset, size), place in pairs}
 
 
 def _local_file(path: Path) -> Any:
@@ -159,33 +189,42 @@ def _safetensors_header(path: Path) -> dict[str, Any]:
 
 
 # ── leaves ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def leaves_of_contents(contents: Any, path: tuple[str, ...] = ()) -> Iterator[Leaf]:
-    """What is under each key of nested dicts and lists, in their order."""
-    if isinstance(contents, Leaf):
-        yield contents._replace(path=path)
-    elif isinstance(contents, Tensor):
-        dtype = str(contents.dtype).removeprefix("torch.")
-        yield Leaf(path, "tensor", dtype, tuple(contents.shape), contents.numel() * contents.element_size())
-    elif isinstance(contents, np.ndarray):
-        yield Leaf(path, "array", str(contents.dtype), contents.shape, contents.nbytes)
-    elif isinstance(contents, _Pickled):
-        yield Leaf(path, "value", text=repr(contents))
-    elif isinstance(contents, Mapping) and contents:
-        for key, value in cast("Mapping[Any, Any]", contents).items():
-            yield from leaves_of_contents(value, (*path, str(key)))
-    elif isinstance(contents, list | tuple) and any(_is_nested(value) for value in cast("list[Any]", contents)):
-        for number, value in enumerate(cast("list[Any]", contents)):
-            yield from leaves_of_contents(value, (*path, str(number)))
-    else:
-        yield Leaf(path, type(contents).__name__, text=_short(contents))
+def leaves_in(contents: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield what is in nested dicts and lists, with the keys that lead to it. Empty ones are values."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(contents, Mapping):
+        items = cast("Mapping[Any, Any]", contents).items()
+    elif isinstance(contents, list | tuple) and not isinstance(contents, Leaf):
+        listed = cast("Sequence[Any]", contents)
+        if any(isinstance(value, Tensor | np.ndarray | Mapping | list | tuple) for value in listed):
+            items = enumerate(listed)
+    is_leaf = True
+    for key, value in items:
+        is_leaf = False
+        yield from leaves_in(value, (*path, str(key)))
+    if is_leaf:
+        yield path, contents
 
 
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, Tensor | np.ndarray | Mapping | list | tuple)
+def leaves_of_contents(contents: Any) -> Iterator[Leaf]:
+    """Yield what is under each key of nested dicts and lists, in their order, without the numbers."""
+    for path, value in leaves_in(contents):
+        if isinstance(value, Leaf):
+            yield value._replace(path=path)
+        elif isinstance(value, Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            yield Leaf(path, "tensor", dtype, tuple(value.shape), value.numel() * value.element_size())
+        elif isinstance(value, np.ndarray):
+            yield Leaf(path, "array", str(value.dtype), value.shape, value.nbytes)
+        elif isinstance(value, _Pickled):
+            yield Leaf(path, "value", text=repr(value))
+        elif isinstance(value, list | tuple) and (count := len(cast("Sequence[Any]", value))) > _MOST_ITEMS:
+            yield Leaf(path, type(value).__name__, text=f"{count} items")  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            yield Leaf(path, type(value).__name__, text=shortened(value))
 
 
-def _short(value: Any) -> str:
-    if isinstance(value, list | tuple) and len(cast("list[Any]", value)) > 8:
-        return f"{len(cast('list[Any]', value))} items"
+def shortened(value: Any) -> str:
+    """The value as text, of one line at most."""
     text = repr(value)
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}…"

@@ -108,14 +108,14 @@ def abandoned(listed: Iterable[Found]) -> set[str]:
 
     A run that was started over, or went back to an older checkpoint, left them behind: it resumes from none of them.
     """
-    runs: dict[tuple[str, str], list[tuple[Found, Manifest]]] = {}
+    runs: dict[tuple[str, str], list[Manifest]] = {}
     for one in listed:
         if (manifest := one.committed) is not None:
-            runs.setdefault((one.home, manifest.run_name), []).append((one, manifest))
+            runs.setdefault((one.home, manifest.run_name), []).append(manifest)
     left: set[str] = set()
-    for pairs in runs.values():
-        line = {one.name for one, _ in living_line(pairs, lambda pair: pair[1])}
-        left |= {one.name for one, _ in pairs} - line
+    for manifests in runs.values():
+        living = living_line(manifests, lambda manifest: manifest)
+        left |= {manifest.name for manifest in manifests} - {manifest.name for manifest in living}
     return left
 
 
@@ -160,9 +160,8 @@ def survey(place: Place) -> list[Found]:
         if (data := contents[marker]) is not None:
             found.append(_of_step(place, marker, data, contents[model], files))
     for name in unfinished:
-        fault = f"{MARKER} is missing: its save did not end"
         commits = (f"{name}/{MANIFESTS}/{MODEL}.json",)
-        found.append(Found(name, "step", None, (fault,), _below(files, name), commits))
+        found.append(_torn(name, "step", files, commits, f"{MARKER} is missing: its save did not end"))
     taken = {file.path for one in found for file in one.files} | {path for one in found for path in one.commits}
     found.sort(key=_age)
     return found + _unlisted(files, taken)
@@ -180,9 +179,9 @@ def _of_manifest(place: Place, path: str, data: bytes, files: Mapping[str, Store
     try:
         manifest = Manifest.from_json(data, place.uri(path))
     except CheckpointError as e:
-        return Found(name, "", None, (str(e),), _below(files, name), (path,))
+        return _torn(name, "", files, (path,), str(e))
     if manifest.name != match["name"]:
-        return Found(name, "", None, (f"its manifest is that of {manifest.name!r}",), _below(files, name), (path,))
+        return _torn(name, "", files, (path,), f"its manifest is that of {manifest.name!r}")
     records = tuple(replace(record, path=root + record.path) for record in manifest.files)
     return _compared(replace(manifest, name=name, files=records), manifest.kind, files, (path,))
 
@@ -210,13 +209,10 @@ def _of_step(place: Place, marker: str, data: bytes, model: bytes | None, files:
         ranks = tuple(replace(record, path=f"{name}/{record.path}") for record in said.train)
         inner = None if model is None else Manifest.from_json(model, place.uri(f"{name}/{MANIFESTS}/{MODEL}.json"))
     except CheckpointError as e:
-        return Found(
-            name, "step", None, (f"its {MARKER} or its manifest is damaged: {e}",), _below(files, name), (marker,)
-        )
+        return _torn(name, "step", files, (marker,), f"its {MARKER} or its manifest is damaged: {e}")
     missing = [path for path in (f"{MODEL}/{_INDEX}", f"{TRAIN}/rank0.pt") if f"{name}/{path}" not in files]
     if inner is None:  # of another program: nothing says what its files must contain
-        faults = tuple(f"{path} is missing" for path in missing)
-        return Found(name, "step", None, faults, _below(files, name), (marker,))
+        return _torn(name, "step", files, (marker,), *(f"{path} is missing" for path in missing))
     records = tuple(replace(record, path=f"{name}/{record.path}") for record in inner.files)
     number = _STEP.fullmatch(name)
     manifest = Manifest(
@@ -254,9 +250,14 @@ def _unlisted(files: Mapping[str, StoredFile], taken: set[str]) -> list[Found]:
             directories.add(folder.removesuffix(f"/{MODEL}"))
         elif not last.startswith(".") and _LOOKS_SAVED.search(path):
             alone.append(path)
-    found = [Found(name, "sharded", None, (UNLISTED,), _below(files, name), ()) for name in sorted(directories)]
+    found = [_torn(name, "sharded", files, (), UNLISTED) for name in sorted(directories)]
     inside = {file.path for one in found for file in one.files}
     return found + [Found(path, "", None, (UNLISTED,), (files[path],), ()) for path in alone if path not in inside]
+
+
+def _torn(name: str, kind: str, files: Mapping[str, StoredFile], commits: tuple[str, ...], *faults: str) -> Found:
+    """A checkpoint of which no manifest says what it must be."""
+    return Found(name, kind, None, faults, _below(files, name), commits)
 
 
 def _below(files: Mapping[str, StoredFile], name: str) -> tuple[StoredFile, ...]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -29,7 +28,6 @@ from composerlite.types import StateDict
 __all__ = ["model_and_integrations", "weights_of", "whole_contents"]
 
 _MODELS = ("model.", "state.model.")
-_INTEGRATIONS = "state.integrations"
 
 
 def whole_contents(place: Place, found: Found, *, weights_only: bool = False) -> Any:
@@ -46,7 +44,7 @@ def whole_contents(place: Place, found: Found, *, weights_only: bool = False) ->
         UntrustedCheckpointError: it holds a type that is not known to be safe.
         ConfigError: it takes a library that is not installed.
     """
-    return _read(place, found, _Part(_is_of_model, _model_in) if weights_only else _Part(_is_any, _all_of))
+    return _read(place, found, _MODELS, _model_in) if weights_only else _read(place, found, ("",), lambda whole: whole)
 
 
 def model_and_integrations(text: str) -> StateDict:
@@ -59,48 +57,39 @@ def model_and_integrations(text: str) -> StateDict:
         ConfigError: it is a folder of several checkpoints, or the URI names no store.
         CheckpointError: as :func:`whole_contents`.
     """
-    part = _Part(_is_of_model_or_integrations, _model_and_integrations_in)
     if is_uri(text) and parse_uri(text)[0] in ("http", "https"):
         with fetched(text) as path:
-            return _file(path, part)
+            return _file(path, _model_and_integrations_in)
     with pointed(text) as target:
-        contents = _read(target.place, target.the_one(whole=True), part)
+        keys = (*_MODELS, "state.integrations.")
+        contents = _read(target.place, target.the_one(whole=True), keys, _model_and_integrations_in)
     return contents if isinstance(contents, dict) and "state" in contents else {"state": {"model": contents}}
 
 
-@final
-@dataclass(frozen=True)
-class _Part:
-    """Which part of a checkpoint is read: by the keys of a directory's index, and of what is in a file."""
-
-    has_key: Callable[[str], bool]
-    of: Callable[[Any], Any]
-
-
-def _read(place: Place, found: Found, part: _Part) -> Any:
+def _read(place: Place, found: Found, keys: tuple[str, ...], part: Callable[[Any], Any]) -> Any:
+    """Read a part: of a directory what is below ``keys``, of a file what ``part`` takes of its contents."""
     if not found.files:
         raise CheckpointNotFoundError(f"{place.uri(found.name)!r}: its files are gone.")
     directory = model_directory(place, found)
     if directory is not None:
-        return _directory(directory, part)
+        return _directory(directory, keys)
     if (here := place.path_of(found.name)) is not None:
         return _file(here, part)
     with fetched(place.uri(found.name)) as path:
         return _file(path, part)
 
 
-def _directory(folder: ShardedDirectory, part: _Part) -> Any:
+def _directory(folder: ShardedDirectory, wanted: tuple[str, ...]) -> Any:
     from composerlite.checkpoint.format.sharded_index import nested
-    from composerlite.checkpoint.load import sharded
-    from composerlite.checkpoint.load.sharded import as_in_a_file
+    from composerlite.checkpoint.load import sharded  # slow to import, and most are files
 
     with sharded.RemoteFileSystemReader(folder) as reader:
         metadata = reader.read_metadata()
-        keys = [key for key in metadata.state_dict_metadata if part.has_key(key)]
+        keys = [key for key in metadata.state_dict_metadata if f"{key}.".startswith(wanted)]
         contents = nested(metadata, "", keys, sharded.load_flat(reader, keys))
     if not isinstance(contents, dict):
         return contents
-    contents = as_in_a_file(cast("StateDict", contents))
+    contents = sharded.as_in_a_file(cast("StateDict", contents))
     generators = contents.get("rng")
     if isinstance(generators, list):  # each a row of bytes there
         listed = cast("list[Any]", generators)
@@ -108,11 +97,11 @@ def _directory(folder: ShardedDirectory, part: _Part) -> Any:
     return contents
 
 
-def _file(path: Path, part: _Part) -> Any:
+def _file(path: Path, part: Callable[[Any], Any]) -> Any:
     if path.name.endswith(".safetensors"):
         return _safetensors(path)
     with opened(path) as (file, progress):
-        file.contents = part.of(file.contents)
+        file.contents = part(file.contents)
         file.read(progress=progress)
         return file.contents
 
@@ -125,22 +114,6 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
             f"{str(path)!r}: safetensors is not installed: pip install 'composerlite[safetensors]'"
         ) from e
     return cast("dict[str, Tensor]", library.load_file(path))
-
-
-def _is_any(key: str) -> bool:
-    return True
-
-
-def _all_of(contents: Any) -> Any:
-    return contents
-
-
-def _is_of_model(key: str) -> bool:
-    return key.startswith(_MODELS)
-
-
-def _is_of_model_or_integrations(key: str) -> bool:
-    return _is_of_model(key) or key == _INTEGRATIONS or key.startswith(f"{_INTEGRATIONS}.")
 
 
 def _model_and_integrations_in(contents: Any) -> StateDict:
