@@ -26,24 +26,16 @@ def fits(value: Any, hint: Any) -> bool:
     return isinstance(value, int | float if hint is float else hint)
 
 
-_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    list: "a list",
-    dict: "a mapping",
-    None: "null",
+_NAMES: dict[Any, tuple[str, str]] = {
+    int: ("a whole number", "integer"),
+    float: ("a number", "number"),
+    str: ("text", "string"),
+    bool: ("true or false", "boolean"),
+    list: ("a list", "array"),
+    dict: ("a mapping", "object"),
+    None: ("null", "null"),
 }
-_SCHEMAS: dict[Any, str] = {
-    int: "integer",
-    float: "number",
-    str: "string",
-    bool: "boolean",
-    list: "array",
-    dict: "object",
-    None: "null",
-}
+"""What YAML has: in words, and in a JSON Schema."""
 
 
 def in_words(hint: Any) -> str:
@@ -56,7 +48,7 @@ def as_json_schema(hint: Any) -> dict[str, Any] | None:
     """``hint`` as a JSON Schema; ``None`` if YAML has nothing for it."""
     options: list[dict[str, Any]] = []
     for kind, item in _kinds(hint):
-        schema: dict[str, Any] = {} if kind is Any else {"type": _SCHEMAS[kind]}
+        schema: dict[str, Any] = {} if kind is Any else {"type": _NAMES[kind][1]}
         if kind is list and item is not None:
             schema["items"] = as_json_schema(item) or {}
         if schema not in options:
@@ -70,7 +62,7 @@ def _word(kind: Any, item: Any) -> str:
     if kind is Any:
         return "anything"
     inner = "" if item is None else in_words(item)
-    return f"a list of {inner.removeprefix('a ')}" if inner == "text" else _WORDS[kind]
+    return f"a list of {inner.removeprefix('a ')}" if inner == "text" else _NAMES[kind][0]
 
 
 def _kinds(hint: Any) -> Iterable[tuple[Any, Any]]:

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 from composerlite.config.origin import Origin
-from composerlite.config.printing import as_yaml, with_origins
 
 __all__ = [
     "OF_THE_FILE",
@@ -212,9 +211,9 @@ class RunConfig:
     @property
     def resolved(self) -> str:
         """YAML that gives the same run without overrides and other files. ``${oc.env:…}`` stays as it is."""
-        return as_yaml(self.values, self.origin)
+        return self.origin.as_yaml(self.values)
 
     @property
     def annotated(self) -> str:
         """:attr:`resolved` with the place behind each value that it comes from: file and line, or override."""
-        return with_origins(self.values, self.origin)
+        return self.origin.annotated(self.values)

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, cast, final
+from pathlib import Path
+from typing import Any, NamedTuple, cast, final
 
-from composerlite.report.gathering import Gathered, gather
+from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.tools.pointing import place_at
+from composerlite.checkpoint.tools.surveying import survey
+from composerlite.errors import CheckpointNotFoundError, ConfigError
 from composerlite.report.launches import Launch, launches_in
-from composerlite.report.record import Line
-from composerlite.report.saves import Save, Stored, saves_in
+from composerlite.report.record import Line, Record, parse_record
+from composerlite.report.saves import Save, Stored, saves_in, stored_at
+from composerlite.storage import is_uri
 
 __all__ = ["PARTS", "Facts", "Point", "Series", "facts_of", "to_plain"]
 
+_SUFFIX = ".jsonl"
+_RECORD = re.compile(r"(?:^|/)[^/]*record[^/]*\.jsonl$")
+"""What a record is called; other files of lines may be data, and large."""
 _NOT_CHARTED = ("time/", "wall_clock/", "checkpoint/", "goodput/")
 PARTS: tuple[str, ...] = ("training", "lost", "saving", "evaluation", "starting", "down", "ending")
 """Where the wall time went. All of them together are the wall time."""
@@ -87,6 +96,11 @@ class Facts:
         return self.seconds["training"] / self.wall_seconds if self.seconds and self.wall_seconds > 0 else None
 
     @property
+    def committed(self) -> list[Stored]:
+        """The checkpoints that are there and whole."""
+        return [one for one in self.stored if one.state == "committed"]
+
+    @property
     def lost_batches(self) -> int:
         """How many were trained twice."""
         return sum(launch.lost_batches for launch in self.launches)
@@ -111,13 +125,21 @@ class Facts:
 
 
 def facts_of(places: Sequence[str], run: str | None = None) -> Facts:
-    """What is known of the run in ``places``. Raises as :func:`composerlite.report.gathering.gather`."""
-    found, now = gather(places, run), time.time()
+    """What is known of the run in ``places``: folders, URIs and files of records.
+
+    Of several runs the one of the name ``run`` is meant, or the one that was active last.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder or file, or nothing of a run in them.
+        ConfigError: a URI names no store, or there is no run of that name.
+        OSError, ObjectStoreError: a place cannot be read.
+    """
+    found, now = _gathered(places, run), time.time()
     lines = [] if found.record is None else found.record.lines
     launches = launches_in(lines, now)
     return Facts(
         run_name=found.run_name,
-        places=found.places,
+        places=list(places),
         made_at=now,
         status=launches[-1].end if launches else "unknown",
         record=None if found.record is None else found.record.source,
@@ -125,15 +147,77 @@ def facts_of(places: Sequence[str], run: str | None = None) -> Facts:
         other_runs=found.other_runs,
         launches=launches,
         saves=saves_in(lines, found.stored),
-        stored=_in_order(found),
+        stored=sorted(found.stored, key=lambda one: (one.saved_at is None, one.saved_at or 0.0, one.where, one.name)),
         seconds=_seconds(launches, lines),
         metrics=_series(lines, launches),
         hyperparameters=_hyperparameters(lines),
     )
 
 
-def _in_order(found: Gathered) -> list[Stored]:
-    return sorted(found.stored, key=lambda one: (one.saved_at is None, one.saved_at or 0.0, one.where, one.name))
+# ── what there is ────────────────────────────────────────────────────────────────────────────────────────────────────
+class _Gathered(NamedTuple):
+    """The record of a run, if there is one, and its checkpoints."""
+
+    run_name: str
+    record: Record | None
+    stored: list[Stored]
+    faults: list[str]
+    other_runs: list[str]
+
+
+def _gathered(places: Sequence[str], run: str | None) -> _Gathered:
+    """What there is of the run in ``places``. Of several runs the one that was active last is meant."""
+    records: list[Record] = []
+    stored: list[Stored] = []
+    for text in places:
+        if text.endswith(_SUFFIX):
+            folder, _, name = text.rpartition("/")
+            if not is_uri(text):
+                folder, name = str(Path(text).parent), Path(text).name
+            with place_at(folder) as place:
+                records += _records(place, [name], run)
+        else:
+            with place_at(text) as place:
+                stored += [stored_at(place, one) for one in survey(place)]
+                records += _records(place, [path for path in place.files() if _RECORD.search(path)], run)
+    asked, run = run, _last_run(records, stored) if run is None else run
+    if run is None:
+        raise CheckpointNotFoundError(
+            f"there is no run in {', '.join(places)}: want a folder or a URI with checkpoints, or the file that a "
+            "JSONLLogger has written."
+        )
+    mine = [record for record in records if record.run_name == run]
+    record = max(mine, key=lambda record: record.lines[-1].at, default=None)
+    names = [one.run_name for one in stored if one.run_name is not None]
+    names += [name for known in records for name in (known.run_name, *known.other_runs)]
+    others = [name for name in dict.fromkeys(names) if name and name != run]
+    if asked is not None and record is None and not any(one.run_name == run for one in stored):
+        there = f" There are: {', '.join(others)}." if others else ""
+        raise ConfigError(f"--run {asked}: no run of that name in {', '.join(places)}.{there}")
+    stored = [one for one in stored if one.run_name in (run, None)]
+    faults = [] if record is None else list(record.faults)
+    faults += [f"{one.uri}: {fault}" for one in stored for fault in one.faults]
+    return _Gathered(run, record, stored, faults, others)
+
+
+def _records(place: Place, names: Sequence[str], run: str | None) -> list[Record]:
+    records: list[Record] = []
+    for name in names:
+        try:
+            data = place.read(name)
+        except FileNotFoundError as e:
+            raise CheckpointNotFoundError(f"there is no file {place.uri(name)!r}.") from e
+        record = parse_record(data, place.uri(name), run)
+        if record is not None:
+            records.append(record)
+    return records
+
+
+def _last_run(records: Sequence[Record], stored: Sequence[Stored]) -> str | None:
+    """The name of the run that did something last."""
+    active = [(record.lines[-1].at, record.run_name) for record in records]
+    active += [(one.saved_at, one.run_name) for one in stored if one.saved_at is not None and one.run_name is not None]
+    return max(active)[1] if active else ("" if stored else None)
 
 
 # ── where the time went ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -142,7 +226,9 @@ def _seconds(launches: Sequence[Launch], lines: Sequence[Line]) -> dict[str, flo
         return {}
     parts = dict.fromkeys(PARTS, 0.0)
     stalls = [
-        (line.at, _stall(line)) for line in lines if line.kind == "checkpoint" and line.text("what") == "committed"
+        (line.at, line.seconds("stall") or 0.0)
+        for line in lines
+        if line.kind == "checkpoint" and line.text("what") == "committed"
     ]
     for number, launch in enumerate(launches):
         if number:
@@ -160,11 +246,6 @@ def _seconds(launches: Sequence[Launch], lines: Sequence[Line]) -> dict[str, flo
         parts["saving"] += saving
         parts["training"] += max(0.0, until - launch.began_at - evaluating - saving)
     return parts
-
-
-def _stall(line: Line) -> float:
-    given = line.facts.get("seconds")
-    return Line("", 0.0, None, cast("dict[str, Any]", given)).number("stall") or 0.0 if isinstance(given, dict) else 0.0
 
 
 # ── what was logged ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any, cast
 
+from composerlite.checkpoint.tools.surveying import bytes_text
 from composerlite.report.curves import curve
 from composerlite.report.facts import Facts
 from composerlite.report.launches import Launch
@@ -15,7 +16,7 @@ from composerlite.report.plot import Axis, plain
 from composerlite.report.saves import Save, Stored
 from composerlite.report.story import missing, sentences, tiles, title_of
 from composerlite.report.timeline import ENDS, lanes, time_parts
-from composerlite.report.words import clock, duration, number, size
+from composerlite.report.words import clock, duration, number
 
 __all__ = ["page_of"]
 
@@ -170,7 +171,7 @@ def _stored(stored: Sequence[Stored]) -> str:
             "" if one.epoch is None else number(one.epoch),
             "" if one.batch is None else number(one.batch),
             "" if one.saved_at is None else clock(one.saved_at),
-            size(one.size_bytes),
+            bytes_text(one.size_bytes),
             plain(f"{one.kind}{' ephemeral' if one.ephemeral else ''}"),
             plain(one.where),
             "committed" if not one.faults else f'<span class="bad">{plain(one.state)}</span>',
@@ -183,7 +184,7 @@ def _stored(stored: Sequence[Stored]) -> str:
     totals = []
     for where in ("local", "remote"):
         there = [one.size_bytes for one in stored if one.where == where]
-        totals += [f"{where}: {size(sum(there))} in {number(len(there))}"] if there else []
+        totals += [f"{where}: {bytes_text(sum(there))} in {number(len(there))}"] if there else []
     heads = ("name", "epoch", "batch", "saved", "size", "kind", "where", "state", "metrics")
     return f'<p class="note">{plain("; ".join(totals))}.</p>{_table(heads, rows, ("epoch", "batch", "size"))}'
 
@@ -197,7 +198,7 @@ def _saves(saves: Sequence[Save]) -> str:
             "" if save.committed_at is None else duration(save.committed_at - save.begun_at),
             "" if save.stall_seconds is None else duration(save.stall_seconds),
             "" if save.upload_seconds is None else duration(save.upload_seconds),
-            "" if save.size_bytes is None else size(save.size_bytes),
+            "" if save.size_bytes is None else bytes_text(save.size_bytes),
             _fate(save),
         )
         for save in saves

@@ -35,6 +35,11 @@ class Line:
         """A fact that is a number; ``None``: there is no such."""
         return _number(self.facts.get(name))
 
+    def seconds(self, name: str) -> float | None:
+        """A time of those that a save took; ``None``: it is not said."""
+        given = self.facts.get("seconds")
+        return _number(cast("dict[str, Any]", given).get(name)) if isinstance(given, dict) else None
+
     def text(self, name: str) -> str:
         """A fact as text; empty: there is none."""
         value = self.facts.get(name)

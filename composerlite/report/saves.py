@@ -73,7 +73,7 @@ def stored_at(place: Place, found: Found) -> Stored:
         state=found.state,
         faults=found.faults,
         kind=found.kind,
-        run_name=None if manifest is None else manifest.run_name,
+        run_name=found.run_name,
         epoch=None if epoch is None else int(epoch),
         batch=None if batch is None else int(batch),
         saved_at=None if manifest is None else _seconds(manifest.saved_at),
@@ -111,15 +111,13 @@ def _take(saves: list[Save], line: Line) -> None:
             return  # of a save that the record does not know
         save = Save(name=name, where=where, batch=line.batch, begun_at=line.at)
         saves.append(save)
-    raw = line.facts.get("seconds")
-    seconds = Line("", 0.0, None, raw if isinstance(raw, dict) else {})
     if what == "committed":
         save.state, save.committed_at = "committed", line.at
         size = line.number("size_bytes")
         save.size_bytes = None if size is None else int(size)
-        save.stall_seconds = seconds.number("stall")
+        save.stall_seconds = line.seconds("stall")
     elif what == "uploaded":
-        save.is_uploaded, save.uploaded_at, save.upload_seconds = True, line.at, seconds.number("upload")
+        save.is_uploaded, save.uploaded_at, save.upload_seconds = True, line.at, line.seconds("upload")
         save.state = "committed" if save.state in ("begun", "cut off") else save.state
     elif what == "deleted" and "://" not in where:
         save.state, save.deleted_at = "deleted", line.at

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from composerlite.checkpoint.tools.surveying import bytes_text
 from composerlite.report.facts import Facts
 from composerlite.report.timeline import ENDS
-from composerlite.report.words import count, duration, number, share, size
+from composerlite.report.words import count, duration, number, share
 
 __all__ = ["HOW_TO_GET_A_RECORD", "missing", "sentences", "tiles", "title_of"]
 
@@ -96,20 +97,19 @@ def _goodput(facts: Facts) -> str:
 def _storage(facts: Facts) -> str:
     parts: list[str] = []
     for where, name in (("local", "in the folder"), ("remote", "in the bucket")):
-        there = [one for one in facts.stored if one.where == where and one.state == "committed"]
+        there = [one for one in facts.committed if one.where == where]
         if there:
             what = count(len(there), "checkpoint")
-            parts.append(f"{what} of {size(sum(one.size_bytes for one in there))} {name}")
+            parts.append(f"{what} of {bytes_text(sum(one.size_bytes for one in there))} {name}")
     verb = "is" if parts and parts[0].startswith("1 ") else "are"
     return f"There {verb} {' and '.join(parts)} now." if parts else ""
 
 
 def _from_manifests(facts: Facts) -> list[str]:
-    committed = [one for one in facts.stored if one.state == "committed"]
-    if not committed:
+    if not facts.committed:
         return ["There is no committed checkpoint."]
-    newest = max(one.batch or 0 for one in committed)
-    names = {one.name.rpartition("/")[2] for one in committed}
+    newest = max(one.batch or 0 for one in facts.committed)
+    names = {one.name.rpartition("/")[2] for one in facts.committed}
     what = f"{count(len(names), 'checkpoint')} of this run, the newest of batch {number(newest)}"
     return [f"There {'is' if len(names) == 1 else 'are'} {what}.", _storage(facts)]
 
@@ -151,8 +151,10 @@ def tiles(facts: Facts) -> list[tuple[str, str, str]]:
         found.append(("Stalls of saves", duration(stalls), share(stalls, facts.wall_seconds)))
         if facts.goodput is not None:
             found.append(("Goodput", share(facts.goodput, 1.0), "training that counts"))
-    committed = [one for one in facts.stored if one.state == "committed"]
     if facts.stored:
+        committed = facts.committed
         what = "checkpoint" if len(committed) == 1 else "checkpoints"
-        found.append(("Kept", number(len(committed)), f"{what}, {size(sum(one.size_bytes for one in committed))}"))
+        found.append(
+            ("Kept", number(len(committed)), f"{what}, {bytes_text(sum(one.size_bytes for one in committed))}")
+        )
     return found

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from composerlite.checkpoint.tools.surveying import bytes_text
 from composerlite.report.facts import Facts
 from composerlite.report.launches import Launch
 from composerlite.report.plot import HEIGHT, Axis, mark, plain, svg, time_step
 from composerlite.report.saves import Save
-from composerlite.report.words import clock, duration, number, share, size
+from composerlite.report.words import clock, duration, number, share
 
 __all__ = ["ENDS", "lanes", "time_parts"]
 
@@ -113,7 +114,7 @@ def _told(save: Save) -> str:
     if save.committed_at is not None:
         parts.append(f"committed after {duration(save.committed_at - save.begun_at)}")
     if save.size_bytes is not None:
-        parts.append(size(save.size_bytes))
+        parts.append(bytes_text(save.size_bytes))
     if save.state != "committed":
         parts.append(
             {"deleted": "deleted since", "cut off": "cut off: it was never committed"}.get(save.state, save.state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 
-__all__ = ["clock", "count", "duration", "number", "share", "size"]
+__all__ = ["clock", "count", "duration", "number", "share"]
 
 
 def duration(seconds: float) -> str:
@@ -26,15 +26,6 @@ def duration(seconds: float) -> str:
 def _pair(smaller: int, factor: int, unit: str, lower: str) -> str:
     whole, rest = divmod(smaller, factor)
     return f"{whole} {unit} {rest:02d} {lower}" if rest else f"{whole} {unit}"
-
-
-def size(size_bytes: float) -> str:
-    """``'1.5 MB'``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size_bytes < 1000:
-            return f"{size_bytes:.0f} {unit}" if unit == "B" or size_bytes >= 100 else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:.1f} TB"
 
 
 def number(value: float) -> str:

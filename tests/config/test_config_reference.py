@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from composerlite.config import json_schema, load_config, reference_page
-from composerlite.config.reference.settings import evaluator_settings, families, loader_settings, trainer_settings
+from composerlite.config.reference import evaluator_settings, families, loader_settings, trainer_settings
 from composerlite.config.registry import Family, registered
 from composerlite.config.schema import OF_THE_FILE, PARTS, EvaluatorArguments, LoaderArguments, TrainerArguments
 

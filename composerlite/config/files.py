@@ -1,44 +1,124 @@
-"""``defaults:``, the files that a file starts from, merged into one. The list has Hydra's form: docs/adr/0031."""
+"""The files of a run: their values as they are written, the line of every key, and ``defaults:``, which merges them.
+
+The list ``defaults:`` has Hydra's form: docs/adr/0031.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from composerlite.config.document import Document, paths_below, read, unresolved
-from composerlite.config.origin import Place, YamlPath, dotted
-from composerlite.config.overrides import Override, path_of
+from composerlite.config.origin import Place, YamlPath, dotted, nearest, path_of, walk
 from composerlite.errors import ConfigError, did_you_mean
 
-__all__ = ["Composition", "compose"]
+if TYPE_CHECKING:
+    import yaml
+    from omegaconf import DictConfig
+
+__all__ = ["Document", "Override", "compose", "unresolved"]
 
 _WANTED = "want a list such as [base, {model: gpt}, _self_]"
 _SELF = "_self_"
 
 
 @dataclass(frozen=True)
-class Composition:
-    """The merged files.
+class Override:
+    """A value for a key, and the argument of the command line as it was typed."""
 
-    Attributes:
-        document: what they say together.
-        files: which they are, the file of the run first.
-        choices: the overrides that have chosen a file rather than a value.
+    text: str
+    key: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Document:
+    """What a file, or several that were merged, say."""
+
+    values: DictConfig
+    places: Mapping[YamlPath, Place]
+
+    def where(self, path: YamlPath) -> str:
+        """The line of the value at ``path``, or of what encloses it."""
+        return str(nearest(self.places, path) or "in a file that is merged")
+
+
+def _read(file: Path) -> Document:
+    """The file, with its interpolations as they are written.
+
+    Raises:
+        ConfigError: it is not there, or is not a mapping in YAML.
     """
+    import yaml
+    from omegaconf import DictConfig, OmegaConf
 
-    document: Document
-    files: Sequence[Path]
-    choices: Sequence[Override]
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError as e:
+        raise ConfigError(f"{file}: there is no such file. Give the path of a YAML file.") from e
+    except (IsADirectoryError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{file} is not a YAML file: {e}.") from e
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = OmegaConf.create(text)
+    except yaml.MarkedYAMLError as e:
+        line = file if e.problem_mark is None else f"{file}:{e.problem_mark.line + 1}"
+        quote = " A value that starts with '{' needs quotes." if "flow mapping" in f"{e.context}" else ""
+        raise ConfigError(f"{line}: not valid YAML: {e.problem}.{quote}") from e
+    except yaml.YAMLError as e:
+        raise ConfigError(f"{file}: not valid YAML: {e}") from e
+    if not isinstance(root, yaml.MappingNode) or not isinstance(values, DictConfig):
+        raise ConfigError(f"{file}: want 'key: value' lines at the top level, such as 'max_duration: 5ep'.")
+    _refuse_package(text, file)
+    return Document(values, {path: Place(file, line) for path, line in _lines(root, ())})
 
 
-def compose(file: Path, overrides: Sequence[Override]) -> Composition:
+def _refuse_package(text: str, file: Path) -> None:
+    """Hydra reads a comment at the top of a file, which would go unheard here."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if re.match(r"\s*#\s*@package\b", line):
+            raise ConfigError(
+                f"{file}:{number}: '@package' of Hydra cannot be used here. The values of a file go to where its "
+                "folder says: those of model/gpt.yaml below 'model'."
+            )
+        if line.strip() and not line.lstrip().startswith("#"):
+            return
+
+
+def _lines(node: yaml.Node, path: YamlPath) -> Iterator[tuple[YamlPath, int]]:
+    """The path of every key and list item below ``node``, with its line counted from 1."""
+    import yaml
+
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield (*path, str(key.value)), key.start_mark.line + 1
+            yield from _lines(value, (*path, str(key.value)))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield (*path, str(index)), item.start_mark.line + 1
+            yield from _lines(item, (*path, str(index)))
+
+
+def unresolved(values: DictConfig) -> dict[Any, Any]:
+    """``values`` as plain dicts and lists, with interpolations as text."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(values, resolve=False)  # type: ignore[return-value]
+
+
+# ── the files that a file starts from ───────────────────────────────────────────────────────────────────────────
+def compose(file: Path, overrides: Sequence[Override]) -> tuple[Document, list[Path], list[Override]]:
     """``file`` and all files that it starts from, directly or not, merged: of two that say the same the later counts.
 
     Mappings are merged key by key, all else is replaced as a whole. A file that is named with its folder says what is
     below the key of the folder's name.
+
+    Returns:
+        What they say together; the files, that of the run first; the overrides that have chosen a file, not a value.
 
     Raises:
         ConfigError: a file is missing, is there twice or starts from itself, a list cannot be understood, or files do
@@ -51,10 +131,7 @@ def compose(file: Path, overrides: Sequence[Override]) -> Composition:
         if "/" in override.key and override not in files.choices:
             hint = did_you_mean(override.key, files.groups)
             raise ConfigError(f"override {override.text!r}: no defaults list has this group.{hint}")
-    merged = files.layers[0]
-    for layer in files.layers[1:]:
-        merged = _merge(merged, layer)
-    return Composition(merged, list(files.seen), files.choices)
+    return functools.reduce(_merge, files.layers), list(files.seen), files.choices
 
 
 @dataclass(frozen=True)
@@ -91,7 +168,7 @@ class _Files:
             raise ConfigError(f"{where}: a file cannot start from itself: {way}.")
         if file in self.seen:
             raise ConfigError(f"{where}: {file} is in a defaults list already, at {self.seen[file]}. Name it once.")
-        document = read(file)
+        document = _read(file)
         self.seen[file] = where
         entries = list(_entries(document, file))
         document.values.pop("defaults", None)
@@ -208,20 +285,19 @@ def _merge(under: Document, over: Document) -> Document:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    places: Mapping[YamlPath, Place] = {**under.places, **over.places}
     clash = _clash(unresolved(under.values), unresolved(over.values), ())
     if clash is not None:
         raise ConfigError(
-            f"{_where(over, clash)}: {dotted(clash)} is a list in one file and a mapping in the other, "
-            f"{_where(under, clash)}. Lists are replaced and mappings merged: write both alike."
+            f"{over.where(clash)}: {dotted(clash)} is a list in one file and a mapping in the other, "
+            f"{under.where(clash)}. Lists are replaced and mappings merged: write both alike."
         )
     try:
         merged = OmegaConf.merge(under.values, over.values)
     except OmegaConfBaseException as e:
-        raise ConfigError(f"{_where(over, path_of(e.full_key))}: merging: {str(e).splitlines()[0]}") from e
+        raise ConfigError(f"{over.where(path_of(e.full_key))}: merging: {str(e).splitlines()[0]}") from e
     assert isinstance(merged, DictConfig)
-    there = set(paths_below(unresolved(merged), ()))
-    return Document(merged, {path: place for path, place in places.items() if path in there})
+    places = {**under.places, **over.places}
+    return Document(merged, {path: places[path] for path, _ in walk(unresolved(merged)) if path in places})
 
 
 def _clash(under: Mapping[Any, Any], over: Mapping[Any, Any], path: YamlPath) -> YamlPath | None:
@@ -233,9 +309,3 @@ def _clash(under: Mapping[Any, Any], over: Mapping[Any, Any], path: YamlPath) ->
         if isinstance(a, dict) and isinstance(b, dict) and (found := _clash(a, b, here)) is not None:
             return found
     return None
-
-
-def _where(document: Document, path: YamlPath) -> str:
-    """The line of the value at ``path``, or of what encloses it."""
-    known = [document.places[path[:end]] for end in range(len(path), 0, -1) if path[:end] in document.places]
-    return str(known[0]) if known else "in a file that is merged"
