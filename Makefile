@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak chaos lint fmt types reference docs examples bench clean install
+.PHONY: help demo test soak chaos lint fmt types reference walks docs examples bench clean install
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -48,6 +48,9 @@ types: $(VENV)/.installed ## pyright alone
 reference: $(VENV)/.installed ## write docs/configuration-reference.md, which lists what a run's YAML may say
 	$(BIN)/composerlite config schema > docs/configuration-reference.md.new
 	mv docs/configuration-reference.md.new docs/configuration-reference.md
+
+walks: $(VENV)/.installed ## write into docs/architecture.md which modules a save and a load go through
+	$(BIN)/python benchmarks/walks.py --write docs/architecture.md
 
 docs: $(VENV)/.installed ## build the site into site/, then run its examples
 	$(BIN)/mkdocs build --strict

@@ -10,7 +10,8 @@ An edge goes up where a lower layer calls a higher one: storage the other two, c
 
 Usage: ``python benchmarks/walks.py`` prints both walks, each module once, and again in a thread, under the module that
 first called it; then the edges that go up. ``--edges`` lists all edges. ``--check 22 45 20`` exits with 1 where a save
-has more modules, a save more edges or a load more modules than that.
+has more modules, a save more edges or a load more modules than that. ``--markdown`` prints the part of
+``docs/architecture.md`` that is about them, and ``--write docs/architecture.md`` puts it there: ``make walks``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import logging
 import sys
 import tempfile
+import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator
@@ -39,6 +41,9 @@ from composerlite.models import ComposerClassifier
 PACKAGE = Path(composerlite.__file__).parent
 LAYERS = {"storage": 0, "checkpoint": 1, "callbacks": 2}
 """The packages that are counted, the lowest first."""
+
+BEGIN, END = "<!-- walks: written by `make walks` -->", "<!-- end of walks -->"
+"""What stands around the walks in the page."""
 
 Edge: TypeAlias = tuple[str, str]
 
@@ -190,29 +195,44 @@ def follow(run: Callable[[str], None], folder: str) -> Walk:
 # ── what is printed ──────────────────────────────────────────────────────────────────────────────────────────────
 def show(title: str, walk: Walk, *, edges: bool) -> None:
     """Print one walk."""
-    upward = walk.upward
-    print(f"{title}: {len(walk.modules)} modules, {len(walk.edges)} edges, {len(upward)} of them up\n")
+    print(f"{title}: {_counts(walk)}\n", *_drawn(walk), "", sep="\n")
+    for edge in sorted(walk.edges) if edges else walk.upward:
+        print(f"{edge[0]} → {edge[1]}, calls: {walk.edges[edge]}{', up' if edge in walk.upward else ''}")
+    print()
+
+
+def markdown(save: Walk, load: Walk) -> str:
+    """The part of the page on the architecture that is about the walks."""
+    lines = [BEGIN]
+    for title, walk in (("save", save), ("load", load)):
+        lines += [f"## One {title}", "", f"{_counts(walk)}.", "", "```text", *_drawn(walk), "```", ""]
+    return "\n".join([*lines[:-1], END, ""])
+
+
+def _counts(walk: Walk) -> str:
+    return f"{len(walk.modules)} modules, {len(walk.edges)} edges, {len(walk.upward)} of them up"
+
+
+def _drawn(walk: Walk) -> Iterator[str]:
+    """Yield the lines of one walk."""
     longest = max(walk.roots, key=_size)
-    print(f"{longest.function:59} {longest.module}")
+    yield f"{longest.function:59} {longest.module}"
     seen: set[str] = set()
-    _show_steps(longest.steps, "", seen)
+    yield from _lines_of(longest.steps, "", seen)
     if others := sorted(walk.modules - seen):
-        print(f"\nBefore and after it: {', '.join(others)}")
-    print()
-    for edge in sorted(walk.edges) if edges else upward:
-        print(f"{edge[0]} → {edge[1]}, calls: {walk.edges[edge]}{', up' if edge in upward else ''}")
-    print()
+        yield ""
+        yield from textwrap.wrap(f"before and after it: {', '.join(others)}", 110)
 
 
-def _show_steps(steps: list[Step], indent: str, seen: set[str]) -> None:
-    """Print each module where it is first reached, under the name of the call that led furthest."""
+def _lines_of(steps: list[Step], indent: str, seen: set[str]) -> Iterator[str]:
+    """Yield each module where it is first reached, under the name of the call that led furthest."""
     news = list(_merged(steps, seen))
     seen.update(step.module for step in news)
     for at, step in enumerate(news, 1):
         line = f"{indent} {'└' if at == len(news) else '├'} {'─ ─ ' if step.in_thread else ''}{step.function}"
-        print(f"{line:59} {step.module}")
+        yield f"{line:59} {step.module}"
         seen_there = {step.module} if step.in_thread else seen
-        _show_steps(step.steps, f"{indent} {' ' if at == len(news) else '│'}", seen_there)
+        yield from _lines_of(step.steps, f"{indent} {' ' if at == len(news) else '│'}", seen_there)
         seen |= seen_there
 
 
@@ -239,6 +259,8 @@ def main() -> int:
     """Follow one save and one load; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--edges", action="store_true", help="list the edges, and not only those that go up")
+    parser.add_argument("--markdown", action="store_true", help="print them as docs/architecture.md has them")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put them into this page")
     parser.add_argument("--check", nargs=3, type=int, metavar=("MODULES", "EDGES", "MODULES_OF_LOAD"))
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -247,8 +269,15 @@ def main() -> int:
         _save(first)  # what is imported when it is first used, is then there
         _load(first)
         save, load = follow(_save, second), follow(_load, second)
-    show("One save", save, edges=options.edges)
-    show("One load", load, edges=options.edges)
+    if options.write:
+        page = options.write.read_text(encoding="utf-8")
+        before, after = page.split(f"{BEGIN}\n")[0], page.split(f"{END}\n")[1]
+        options.write.write_text(before + markdown(save, load) + after, encoding="utf-8")
+    elif options.markdown:
+        print(markdown(save, load), end="")
+    else:
+        show("One save", save, edges=options.edges)
+        show("One load", load, edges=options.edges)
     if options.check:
         found = (len(save.modules), len(save.edges), len(load.modules))
         names = ("modules of a save", "edges of a save", "modules of a load")
