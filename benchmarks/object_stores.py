@@ -224,7 +224,7 @@ def timed(do: Callable[[], object]) -> float:
 
 # ── the training thread ──────────────────────────────────────────────────────────────────────────────────────────
 UPLOADS = {
-    *("publishing.py", "remote.py", "uploader.py", "transfer.py", "part_uploads.py", "crew.py", "s3.py", "retry.py"),
+    *("publishing.py", "remote.py", "transfer.py", "part_uploads.py", "workers.py", "base.py", "s3.py", "retry.py"),
 }
 NOTES = {"_note_uploads", "_publish_all", "_publish", "_delete_local"}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from composerlite.errors import ComposerliteError, raise_all
-from composerlite.storage.helpers import start_threads
+from composerlite.storage.workers import WorkerPool
 
 __all__ = ["Background", "StagedFiles"]
 
@@ -40,7 +40,7 @@ class Background:
     """Does jobs in threads of its own; with one thread in the order in which they came.
 
     What fails is kept until :meth:`raise_failures` or :meth:`close` raises it; later jobs are done all the same. The
-    threads begin with the first job and end with :meth:`stop`; a program that ends without it does not wait for them.
+    threads end with :meth:`stop`; a program that ends without it does not wait for them.
 
     Args:
         who: wants them done, for messages: ``'MLFlowLogger'``.
@@ -59,13 +59,12 @@ class Background:
     ) -> None:
         self._who = who
         self._jobs = jobs
-        self._num_concurrent = num_concurrent
+        self._pool = WorkerPool(num_concurrent, name=f"{who} background")
         self._error = error
         self._waiting: deque[_Job] = deque()
         self._running: list[_Job] = []
         self._failures: list[Exception] = []
         self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
         self._closing = False
 
     def submit(
@@ -77,7 +76,7 @@ class Background:
         replaces: bool = False,
         dropped: Callable[[], object] = lambda: None,
     ) -> None:
-        """Have ``work`` done behind this thread, after everything that came before in its lane.
+        """Have ``work`` done in the background, after everything that came before in its lane.
 
         Args:
             what: is done, for messages.
@@ -87,33 +86,29 @@ class Background:
             dropped: is called if this is not done for that reason, or because of :meth:`stop`.
 
         Raises:
-            ComposerliteError: after :meth:`stop`, or where the system gives no thread.
+            ComposerliteError: after :meth:`stop`.
         """
         obsolete: list[_Job] = []
         with self._changed:
             if self._closing:
                 raise self._error(f"{self._who}: {what} comes too late: it is closed.")
-            if len(self._threads) < self._num_concurrent:
-                self._threads += start_threads(self._run, 1, name=f"{self._who} background")
-            if not self._threads:
-                raise self._error(f"{self._who}: {what} cannot be done: no thread can be started for it.")
             if replaces:
                 obsolete = [job for job in self._waiting if job.lane == lane]
                 self._waiting = deque(job for job in self._waiting if job.lane != lane)
             self._waiting.append(_Job(what, work, lane, dropped))
-            self._changed.notify_all()
         for job in obsolete:
             job.dropped()
+        self._pool.submit(self._run)
 
     @property
     def pending(self) -> list[str]:
-        """What is not done yet, the oldest first."""
+        """Jobs that are not done yet, the oldest first."""
         with self._changed:
             return [job.what for job in (*self._running, *self._waiting)]
 
     @property
     def failed(self) -> str:
-        """What failed since the last time that failures were raised, for messages."""
+        """Failures since the last time that failures were raised, for messages."""
         return "; ".join(str(failure) for failure in self._failures)
 
     def raise_failures(self) -> None:
@@ -123,7 +118,7 @@ class Background:
         raise_all(failures, f"{self._who}: {len(failures)} {self._jobs} failed")
 
     def wait(self, seconds: float, *, lane: str | None = None, at_most: int = 0) -> bool:
-        """Wait until at most so many jobs are pending, ``seconds`` at most; whether that is so.
+        """Wait until at most so many jobs are pending, ``seconds`` at most; return true if that is so.
 
         ``lane``: only those of this lane count.
         """
@@ -147,12 +142,9 @@ class Background:
         with self._changed:
             self._closing = True
             left, self._waiting = self._waiting, deque()
-            self._changed.notify_all()
         for job in left:
             job.dropped()
-        if in_time:
-            for thread in self._threads:
-                thread.join()
+        self._pool.close(None if in_time else 0.0)
         return [] if in_time else late
 
     def close(self, seconds: float) -> None:
@@ -168,6 +160,7 @@ class Background:
         self.raise_failures()
 
     def _run(self) -> None:
+        """Do jobs as long as there is one whose lane is free, the oldest first."""
         while (job := self._next()) is not None:
             failure: Exception | None = None
             try:
@@ -183,18 +176,14 @@ class Background:
                 self._changed.notify_all()
 
     def _next(self) -> _Job | None:
-        """The oldest job whose lane is free; ``None`` at the end."""
         with self._changed:
-            while True:
-                busy = {job.lane for job in self._running} - {None}
-                for job in self._waiting:
-                    if job.lane not in busy:
-                        self._waiting.remove(job)
-                        self._running.append(job)
-                        return job
-                if self._closing:
-                    return None
-                self._changed.wait()
+            busy = {job.lane for job in self._running} - {None}
+            for job in self._waiting:
+                if job.lane not in busy:
+                    self._waiting.remove(job)
+                    self._running.append(job)
+                    return job
+        return None
 
 
 @final
@@ -213,7 +202,7 @@ class StagedFiles:
         self._count = 0
 
     def copy(self, file: Path, name: str) -> Path:
-        """A copy of ``file`` that is called ``name``.
+        """Make a copy of ``file`` that is called ``name``.
 
         Raises:
             FileNotFoundError: there is no such file.

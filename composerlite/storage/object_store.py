@@ -54,7 +54,7 @@ class PartUpload(ABC):
 
     @abstractmethod
     def has(self, number: int, data: memoryview) -> bool:
-        """Whether the store has part ``number`` with exactly these bytes, from this process or from one before it."""
+        """True if the store has part ``number`` with exactly these bytes, sent by this process or an earlier one."""
 
     @abstractmethod
     def send(self, number: int, data: memoryview) -> None:
@@ -160,7 +160,7 @@ class ObjectStore(ABC):
         return opened(bucket, **backend_kwargs)
 
     def read_pieces(self, name: str, offset: int, size: int) -> Generator[bytes]:
-        """As :meth:`read_range`, piece by piece, so that a long range takes little memory.
+        """Yield the bytes that :meth:`read_range` returns, piece by piece, so that a long range takes little memory.
 
         What a store raises may come after some of the pieces. Here a piece is a call of :meth:`read_range`; a store
         that gets its bytes as a stream overrides this.
@@ -177,7 +177,7 @@ class ObjectStore(ABC):
     # ── what not every store has ─────────────────────────────────────────────────────────────────────────────────
     @property
     def creates_atomically(self) -> bool:
-        """Whether ``put_bytes(create_only=True)`` lets exactly one of several processes succeed."""
+        """True if ``put_bytes(create_only=True)`` lets exactly one of several processes succeed."""
         return False
 
     def start_parts(self, name: str) -> PartUpload | None:

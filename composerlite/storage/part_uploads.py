@@ -6,29 +6,30 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 from typing import Protocol, final
 
 from composerlite.errors import ObjectStoreError, ObjectStoreTransientError
-from composerlite.storage.crew import Batch, Crew
 from composerlite.storage.disk.memory import HostMemory
 from composerlite.storage.object_store import ObjectStore, PartUpload, Progress
 from composerlite.storage.retry import RetryPolicy
+from composerlite.storage.workers import Batch, WorkerPool
 
-__all__ = ["Buffers", "FileSource", "MemorySource", "PartSender", "Source", "part_bytes_for", "send_once"]
+__all__ = ["Buffers", "FileSource", "MemorySource", "PartSender", "Source", "part_bytes_for", "send_once", "summed"]
 
 _MiB = 1 << 20
 _LEAST_PART_BYTES, _MOST_PART_BYTES = 8 * _MiB, 16 * _MiB
 _USUAL_PARTS = 128
 _DRAIN_SECONDS = 60.0
+_CLOSE_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
 
 
 def part_bytes_for(size_bytes: int, store: ObjectStore, wanted: int | None = None) -> int:
-    """How large the parts of an object are: the same for the same store and size, so that a restart finds them equal.
+    """Return the size of the parts of an object: the same for a store and a size, so that a restart finds them equal.
 
     ``wanted`` or, where it is ``None``, 8 to 16 MiB; more where the store would otherwise get too many parts.
     """
@@ -38,8 +39,21 @@ def part_bytes_for(size_bytes: int, store: ObjectStore, wanted: int | None = Non
     return size if size == wanted else -(-size // _MiB) * _MiB
 
 
+def summed(callback: Progress | None, total: int) -> Callable[[int], None]:
+    """Make a function that is told of each so many bytes, and tells ``callback`` how many of ``total`` they are."""
+    done = 0
+
+    def progress(count: int) -> None:
+        nonlocal done
+        done += count
+        if callback is not None:
+            callback(done, total)
+
+    return progress
+
+
 class Source(Protocol):
-    """Where the bytes of an object come from."""
+    """Source of the bytes of an object."""
 
     @property
     def size_bytes(self) -> int:
@@ -156,7 +170,7 @@ class PartSender:
         name: of the object.
         source: its bytes, at least one.
         part_bytes: of every part but the last.
-        crew: sends them.
+        pool: sends them.
         buffers: memory for them.
         retry: for every operation.
         resumable: go on with an unfinished upload of this name, and leave for the next one what may pass; else an
@@ -170,7 +184,7 @@ class PartSender:
         source: Source,
         part_bytes: int,
         *,
-        crew: Crew,
+        pool: WorkerPool,
         buffers: Buffers,
         retry: RetryPolicy,
         resumable: bool = True,
@@ -180,7 +194,7 @@ class PartSender:
         self._source = source
         self._part_bytes = part_bytes
         self._count = -(-source.size_bytes // part_bytes)
-        self._crew = crew
+        self._pool = pool
         self._buffers = buffers
         self._retry = retry
         self._resumable = resumable
@@ -198,10 +212,11 @@ class PartSender:
             ObjectStoreTransientError: an operation failed too often.
             ObjectStoreError, PermissionError, OSError: as the verbs raise them.
         """
-        found = self._unfinished() if self._resumable else None
-        if found is not None:
+        found = self._unfinished() if self._resumable else []
+        self._abort(*found[:-1])
+        if found:
             try:
-                self._send(found, callback, resumed=True)
+                self._send(found[-1], callback, resumed=True)
                 return True
             except ObjectStoreTransientError:
                 raise
@@ -219,19 +234,16 @@ class PartSender:
         return True
 
     # ── beginning ────────────────────────────────────────────────────────────────────────────────────────────────
-    def _unfinished(self) -> PartUpload | None:
-        """The upload of this name to go on with: the newest. The others are aborted."""
+    def _unfinished(self) -> list[PartUpload]:
+        """Uploads of this name that were not ended, oldest first; none where it is not allowed or offered to look."""
         try:
             found = self._retry.run(lambda: self._store.unfinished_parts(self._name), self._what("look for parts"))
         except ObjectStoreTransientError:
             raise
-        except (PermissionError, ObjectStoreError) as e:  # not allowed or not offered: then all is sent
+        except (PermissionError, ObjectStoreError) as e:
             _log.info("upload of %r: not looking for an unfinished one: %s", self._name, e)
-            return None
-        ours = [upload for upload in found if upload.name == self._name]
-        for upload in ours[:-1]:
-            self._abort(upload)
-        return ours[-1] if ours else None
+            return []
+        return [upload for upload in found if upload.name == self._name]
 
     def _start(self) -> PartUpload | None:
         tries: list[int] = []
@@ -242,33 +254,19 @@ class PartSender:
 
         upload = self._retry.run(start, self._what("start"))
         if upload is not None and len(tries) > 1:  # an answer that was lost may have started one, too
-            self._abort_others(upload)
+            try:
+                self._abort(*(other for other in self._unfinished() if other.upload_id != upload.upload_id))
+            except ObjectStoreTransientError as e:  # it costs space, no more: abort_stale removes it
+                _log.warning("upload of %r: an unfinished one may be left: %s", self._name, e)
         return upload
-
-    def _abort_others(self, upload: PartUpload) -> None:
-        try:
-            found = self._retry.run(lambda: self._store.unfinished_parts(self._name), self._what("look for parts"))
-        except (ObjectStoreError, PermissionError) as e:  # they cost space, no more: abort_stale removes them
-            _log.warning("upload of %r: an unfinished one may be left: %s", self._name, e)
-            return
-        for other in found:
-            if other.name == self._name and other.upload_id != upload.upload_id:
-                self._abort(other)
 
     # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────
     def _send(self, upload: PartUpload, callback: Progress | None, *, resumed: bool) -> None:
-        total, done = self._source.size_bytes, 0
-
-        def progress(count: int) -> None:
-            nonlocal done
-            done += count
-            if callback is not None:
-                callback(done, total)
-
+        progress = summed(callback, self._source.size_bytes)
         numbers = range(1, self._count + 1)
         batch = Batch(partial(self._send_part, upload, number, resumed=resumed) for number in numbers)
         try:
-            self._crew.run(batch, progress)
+            self._pool.run(batch, progress)
             self._complete(upload)
         except BaseException as e:
             passing = isinstance(e, ObjectStoreTransientError | FileNotFoundError) or not isinstance(e, Exception)
@@ -282,7 +280,7 @@ class PartSender:
             raise
 
     def _send_part(self, upload: PartUpload, number: int, batch: Batch, *, resumed: bool) -> int:
-        """Job of the crew: have the store have part ``number``."""
+        """Job of the pool: have the store have part ``number``."""
         offset = (number - 1) * self._part_bytes
         size = min(self._part_bytes, self._source.size_bytes - offset)
         may_be_there = resumed
@@ -330,20 +328,20 @@ class PartSender:
             )
 
     def _is_there(self) -> bool:
-        """Whether the object has the bytes of the source."""
+        """Return true if the object has the bytes of the source."""
         try:
             if self._store.get_object_size(self._name) != self._source.size_bytes:
                 return False
         except FileNotFoundError:
             return False
         try:
-            self._crew.run(Batch(partial(self._compare, number) for number in range(self._count)), int)
+            self._pool.run(Batch(partial(self._compare, number) for number in range(self._count)), int)
         except _DifferentError:
             return False
         return True
 
     def _compare(self, index: int, batch: Batch) -> int:
-        """Job of the crew: compare one part of the object with the source."""
+        """Job of the pool: compare one part of the object with the source."""
         offset = index * self._part_bytes
         size = min(self._part_bytes, self._source.size_bytes - offset)
         data = self._retry.run(
@@ -356,12 +354,13 @@ class PartSender:
                 raise _DifferentError
         return size
 
-    def _abort(self, upload: PartUpload) -> None:
-        """Abort ``upload``. What cannot be aborted costs space, no more: it is logged."""
-        try:
-            self._retry.run(upload.abort, self._what("abort"))
-        except (ObjectStoreError, PermissionError, FileNotFoundError) as e:
-            _log.warning("upload of %r: upload %s was not aborted: %s", self._name, upload.upload_id, e)
+    def _abort(self, *uploads: PartUpload) -> None:
+        """Abort ``uploads``. One that cannot be aborted costs space, no more: it is logged."""
+        for upload in uploads:
+            try:
+                self._retry.run(upload.abort, self._what("abort"))
+            except (ObjectStoreError, PermissionError, FileNotFoundError) as e:
+                _log.warning("upload of %r: upload %s was not aborted: %s", self._name, upload.upload_id, e)
 
     def _what(self, step: str) -> str:
         return f"upload of {self._name!r}, {step}"
@@ -371,13 +370,13 @@ def send_once(
     store: ObjectStore, name: str, source: Source, callback: Progress | None, *, part_bytes: int, threads: int
 ) -> None:
     """Send one object in parts, several at once and none a second time: a store's own upload of a large file."""
-    crew, buffers = Crew(threads), Buffers()
+    pool, buffers = WorkerPool(threads, name="upload"), Buffers()
     size = part_bytes_for(source.size_bytes, store, part_bytes)
     retry = RetryPolicy(attempts=1)
     try:
-        PartSender(store, name, source, size, crew=crew, buffers=buffers, retry=retry, resumable=False).run(callback)
+        PartSender(store, name, source, size, pool=pool, buffers=buffers, retry=retry, resumable=False).run(callback)
     finally:
-        crew.close()
+        pool.close(_CLOSE_SECONDS)
         buffers.clear()
 
 

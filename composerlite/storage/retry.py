@@ -28,7 +28,7 @@ _chance = random.SystemRandom()
 @final
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often, and after which pauses, an operation of an object store is tried again.
+    """Policy of trying an operation of an object store again: how often, and after which pauses.
 
     Only an :class:`~composerlite.errors.ObjectStoreTransientError` is. The pause before the next attempt is anything
     between none and a bound that doubles every time, so that many processes which failed together do not come back
@@ -57,11 +57,11 @@ class RetryPolicy:
                 raise ConfigError(f"{name}={getattr(self, name)}: want 0 or more")
 
     def run(self, operation: Callable[[], T], what: str, stopped: threading.Event | None = None) -> T:
-        """What ``operation`` returns, once it succeeds. Every attempt that failed is logged as a warning.
+        """Return what ``operation`` returns, once it succeeds. Every attempt that failed is logged as a warning.
 
         Args:
             operation: may be called again after an ObjectStoreTransientError.
-            what: is tried, for messages, as in ``"upload of 'run/ep1.pt'"``.
+            what: the operation, for messages, as in ``"upload of 'run/ep1.pt'"``.
             stopped: no further attempt begins when it is set, and a pause ends.
 
         Raises:
@@ -75,15 +75,12 @@ class RetryPolicy:
                 return operation()
             except ObjectStoreTransientError as e:
                 delay = self._delay(attempt)
-                left = began + self.budget_seconds - time.monotonic()
-                if attempt == self.attempts or delay >= left or (stopped is not None and stopped.is_set()):
-                    _log.warning("%s: attempt %d of %d failed, the last: %s", what, attempt, self.attempts, e)
-                    raise _given_up(e, attempt, time.monotonic() - began) from e
-                _log.warning(
-                    "%s: attempt %d of %d failed, the next in %.1f s: %s", what, attempt, self.attempts, delay, e
-                )
-                if _pause(delay, stopped):
-                    raise _given_up(e, attempt, time.monotonic() - began) from e
+                late = began + self.budget_seconds - time.monotonic() <= delay
+                last = attempt == self.attempts or late or (stopped is not None and stopped.is_set())
+                _log_failure(what, attempt, self.attempts, None if last else delay, e)
+                if last or _pause(delay, stopped):
+                    seconds = time.monotonic() - began
+                    raise ObjectStoreTransientError(f"{e} (attempts: {attempt}, in {seconds:.1f} s)") from e
         raise AssertionError("the last attempt returns or raises")
 
     def _delay(self, attempt: int) -> float:
@@ -91,16 +88,17 @@ class RetryPolicy:
         return _chance.uniform(0.0, bound)
 
 
+def _log_failure(what: str, attempt: int, attempts: int, delay: float | None, error: Exception) -> None:
+    then = "the last" if delay is None else f"the next in {delay:.1f} s"
+    _log.warning("%s: attempt %d of %d failed, %s: %s", what, attempt, attempts, then, error)
+
+
 def _pause(seconds: float, stopped: threading.Event | None) -> bool:
-    """Wait; whether it was stopped."""
+    """Wait; return true if it was stopped."""
     if stopped is not None:
         return stopped.wait(seconds)
     time.sleep(seconds)
     return False
-
-
-def _given_up(error: ObjectStoreTransientError, attempts: int, seconds: float) -> ObjectStoreTransientError:
-    return ObjectStoreTransientError(f"{error} (attempts: {attempts}, in {seconds:.1f} s)")
 
 
 def retry(
@@ -136,10 +134,7 @@ def retry(
                     return function(*args, **kwargs)
                 except errors as e:
                     delay = initial_backoff * 2 ** (attempt - 1) + _chance.uniform(0.0, max_jitter)
-                    name = getattr(function, "__qualname__", repr(function))
-                    _log.warning(
-                        "%s: attempt %d of %d failed, the next in %.1f s: %s", name, attempt, num_attempts, delay, e
-                    )
+                    _log_failure(getattr(function, "__qualname__", repr(function)), attempt, num_attempts, delay, e)
                     time.sleep(delay)
             return function(*args, **kwargs)
 

@@ -1,11 +1,12 @@
-"""Transfer: objects to and from a store, in parts, by several threads, again where it may help, and whole."""
+"""Transfer: objects to and from a store, in parts, by several threads, again where it may help, and whole; Uploader:
+the same in the background."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -13,20 +14,31 @@ from pathlib import Path
 from typing import final
 
 from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStoreError, ObjectStoreTransientError
-from composerlite.storage.crew import Batch, Crew
+from composerlite.storage.background import Background
 from composerlite.storage.disk.addresses import address_of, memory_at
-from composerlite.storage.disk.files import StagedFile, check_free
-from composerlite.storage.disk.read_plan import Places, Target, Unit, apart, cut, runs
+from composerlite.storage.disk.files import StagedFile, check_free, write_all
+from composerlite.storage.disk.read_work import Places, Unit, cut, layers, runs
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress
-from composerlite.storage.part_uploads import Buffers, FileSource, MemorySource, PartSender, Source, part_bytes_for
+from composerlite.storage.part_uploads import (
+    Buffers,
+    FileSource,
+    MemorySource,
+    PartSender,
+    Source,
+    part_bytes_for,
+    summed,
+)
 from composerlite.storage.retry import RetryPolicy
+from composerlite.storage.workers import Batch, WorkerPool
 
-__all__ = ["Transfer"]
+__all__ = ["Transfer", "Uploader"]
 
 _MiB = 1 << 20
 _WHOLE_BYTES = 16 * _MiB  # up to that an object goes in one request
 _LEAST_RANGE_BYTES, _MOST_RANGE_BYTES = _MiB, 32 * _MiB
 _GAP_BYTES = 512 << 10  # a request costs about as long as reading over such a gap
+
+_CLOSE_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +81,7 @@ class Transfer:
         self._threads = threads
         self._retry = retry
         self._part_bytes = part_bytes
-        self._crew = Crew(threads)
+        self._pool = WorkerPool(threads, name="transfer")
         self._buffers = Buffers()
 
     # ── uploads ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -137,7 +149,7 @@ class Transfer:
         if source.size_bytes <= (_WHOLE_BYTES if self._part_bytes is None else part_bytes):
             return False
         sender = PartSender(
-            self.store, name, source, part_bytes, crew=self._crew, buffers=self._buffers, retry=self._retry
+            self.store, name, source, part_bytes, pool=self._pool, buffers=self._buffers, retry=self._retry
         )
         return sender.run(callback)
 
@@ -195,12 +207,10 @@ class Transfer:
         """
         for offset, _, size in targets:
             _check_range(name, offset, size)
-        left = sorted(Target(*target) for target in targets if target[2])
-        while left:
-            layer, left = apart(left)
+        for layer in layers(targets):
             units = runs(layer, gap_bytes=_GAP_BYTES, unit_bytes=self._range_bytes(sum(t.size for t in layer)))
             places = Places(layer)
-            self._crew.run(Batch(partial(self._read_unit, name, unit, places) for unit in units), progress)
+            self._pool.run(Batch(partial(self._read_unit, name, unit, places) for unit in units), progress)
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         """The bytes of the object ``name`` from ``offset`` to ``offset + size``.
@@ -232,7 +242,7 @@ class Transfer:
         return self._retry.run(lambda: self.store.get_object_size(name), f"look at {name!r}")
 
     def exists(self, name: str) -> bool:
-        """Whether there is an object ``name``."""
+        """Return true if there is an object ``name``."""
         try:
             self.size(name)
         except FileNotFoundError:
@@ -251,7 +261,7 @@ class Transfer:
 
     def close(self) -> None:
         """End the threads and give the memory back; twice is fine. The store stays open."""
-        self._crew.close()
+        self._pool.close(_CLOSE_SECONDS)
         self._buffers.clear()
 
     def __enter__(self) -> Transfer:
@@ -262,42 +272,34 @@ class Transfer:
 
     # ── ranges ───────────────────────────────────────────────────────────────────────────────────────────────────
     def _range_bytes(self, size: int) -> int:
-        """How much a thread reads at once, where ``size`` bytes are read: all threads have something to do."""
+        """Return how much a thread reads at once, where ``size`` bytes are read: all threads have something to do."""
         share = -(-size // self._threads)
         most = self._part_bytes or _MOST_RANGE_BYTES
         return min(most, max(_LEAST_RANGE_BYTES, -(-share // _MiB) * _MiB))
 
     def _download_into(self, descriptor: int, name: str, size: int, callback: Progress | None) -> None:
-        done = 0
-
-        def progress(count: int) -> None:
-            nonlocal done
-            done += count
-            if callback is not None and done < size:
-                callback(done, size)
-
         units = list(cut(0, size, self._range_bytes(size))) or [(0, 0)]
         job = partial(self._download_unit, descriptor, threading.Lock(), name, size)
-        self._crew.run(Batch(partial(job, unit) for unit in units), progress)
-        if callback is not None:
-            callback(size, size)
+        self._pool.run(Batch(partial(job, unit) for unit in units), summed(callback, size))
+        if callback is not None and not size:
+            callback(0, 0)
 
     def _download_unit(
         self, descriptor: int, writing: threading.Lock, name: str, size: int, unit: Unit, batch: Batch
     ) -> int:
-        """Job of the crew: one range of the object to its place in the file. All bytes are told of as they come."""
+        """Job of the pool: one range of the object to its place in the file. All bytes are told of as they come."""
         start, end = unit
 
         def write(piece: memoryview, at: int) -> None:
             with writing:  # the system lets in one at a time, and the others would wait for it at full speed
-                _write_all(descriptor, piece, at)
+                write_all(descriptor, piece, at)
 
         # An object that is longer than it should be is not taken for whole.
         self._stream(name, start, end, batch, write, beyond=1 if end == size else 0)
         return 0
 
     def _read_unit(self, name: str, unit: Unit, places: Places, batch: Batch) -> int:
-        """Job of the crew: one range of the object to its places in memory. All bytes are told of as they come."""
+        """Job of the pool: one range of the object to its places in memory. All bytes are told of as they come."""
         start, end = unit
 
         def copy(piece: memoryview, at: int) -> None:
@@ -370,7 +372,74 @@ def _check_range(name: str, offset: int, size: int) -> None:
         raise CorruptCheckpointError(f"object {name!r}: there are no bytes {offset} to {offset + size}.")
 
 
-def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
-    while view:
-        count = os.pwrite(descriptor, view, offset)
-        view, offset = view[count:], offset + count
+@final
+class Uploader:
+    """Uploads in the background: a :class:`Background` whose jobs get a transfer.
+
+    Args:
+        transfer: moves the bytes. It is closed with this.
+        num_concurrent: uploads at the same time, of different lanes.
+    """
+
+    def __init__(self, transfer: Transfer, *, num_concurrent: int = 1) -> None:
+        self.transfer = transfer
+        self._jobs = Background("the uploader", jobs="uploads", num_concurrent=num_concurrent, error=ObjectStoreError)
+
+    def submit(
+        self,
+        lane: str,
+        work: Callable[[Transfer], object],
+        *,
+        what: str,
+        replaces: bool = False,
+        dropped: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Have ``work`` done in the background, after everything that came before in its lane.
+
+        Args:
+            lane: what has to be in order, such as the name of an object.
+            work: is called with the transfer.
+            what: what is uploaded, for messages.
+            replaces: what waits in the lane and has not begun is not done any more: this is newer.
+            dropped: is called if this is not done for that reason, or because of :meth:`close`.
+
+        Raises:
+            ObjectStoreError: after :meth:`close`.
+        """
+
+        def upload() -> None:
+            started = time.perf_counter()
+            work(self.transfer)
+            _log.info("uploaded %s in %.1f s", what, time.perf_counter() - started)
+
+        self._jobs.submit(what, upload, lane=lane, replaces=replaces, dropped=dropped)
+
+    @property
+    def pending(self) -> list[str]:
+        """Uploads that are not done yet, the oldest first."""
+        return self._jobs.pending
+
+    def raise_failures(self) -> None:
+        """Raise what failed since the last time, if anything did."""
+        self._jobs.raise_failures()
+
+    def wait(self, timeout: float, *, lane: str | None = None, at_most: int = 0) -> bool:
+        """Wait until at most so many uploads are pending, ``timeout`` seconds at most; return true if that is so.
+
+        ``lane``: only those of this lane count.
+        """
+        return self._jobs.wait(timeout, lane=lane, at_most=at_most)
+
+    def close(self, timeout: float = 3600.0) -> None:
+        """Wait for all uploads, end the threads and raise what failed; twice is fine.
+
+        Raises:
+            ObjectStoreError: an upload was not done in ``timeout`` seconds; the message lists them.
+            Exception: what made one fail.
+        """
+        late = self._jobs.stop(timeout)
+        self.transfer.close()
+        if late:
+            failed = f" Failed before: {self._jobs.failed}" if self._jobs.failed else ""
+            raise ObjectStoreError(f"not uploaded within {timeout:.0f} s: {', '.join(late)}.{failed}")
+        self._jobs.raise_failures()

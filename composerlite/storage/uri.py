@@ -57,7 +57,7 @@ def parse_uri(uri: str) -> tuple[str, str, str]:
 
 
 def is_uri(path: str) -> bool:
-    """Whether ``path`` is something else than a path of this machine."""
+    """Return true if ``path`` is something else than a path of this machine."""
     return parse_uri(path)[0] != ""
 
 

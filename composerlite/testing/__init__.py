@@ -1,4 +1,4 @@
-"""What tests of one's own backends and callbacks are made with. Needs pytest; nothing in composerlite imports it."""
+"""Tools for tests of one's own backends and callbacks. Needs pytest; nothing in composerlite imports it."""
 
 from composerlite.testing.cluster import RankOutcome, run_ranks, run_ranks_to_the_end
 from composerlite.testing.contracts import ObjectStoreContract

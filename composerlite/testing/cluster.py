@@ -55,7 +55,7 @@ _LEAVE_SECONDS = 5.0
 @final
 @dataclass(frozen=True)
 class RankOutcome:
-    """What became of the function on one rank.
+    """Outcome of the function on one rank.
 
     Attributes:
         rank: which.
@@ -69,7 +69,7 @@ class RankOutcome:
 
 
 def quick_processes() -> ForkServerContext:
-    """Where processes come from that start in a moment: each is forked from one that has only imported things."""
+    """Context of processes that start in a moment: each is forked from one that has only imported things."""
     _processes.set_forkserver_preload(_PRELOAD)
     return _processes
 
@@ -123,58 +123,22 @@ def run_ranks_to_the_end(
     """
     if world_size < 1:
         raise ConfigError(f"world_size={world_size}: want 1 or more.")
-    return _pool.run(_Task(function, args, dist_timeout), world_size, timeout, fresh=fresh)
-
-
-@final
-@dataclass(frozen=True)
-class _Task:
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    dist_timeout: float | None
+    return _pool.run(pickle.dumps((function, args, dist_timeout)), world_size, timeout, fresh=fresh)
 
 
 @final
 @dataclass(frozen=True)
 class _Order:
-    """What a process is told.
+    """Order to a process.
 
     Attributes:
-        pickled_task: a :class:`_Task`, unpickled when ``path`` is set.
+        pickled_call: function, arguments and ``dist_timeout``, unpickled when ``path`` is set.
     """
 
-    pickled_task: bytes
+    pickled_call: bytes
     environment: dict[str, str]
     path: list[str]
     folder: str
-
-
-@final
-@dataclass(frozen=True)
-class _Answer:
-    """What a process says.
-
-    Attributes:
-        pickled: value or error; empty if the error cannot be pickled.
-        is_error: which.
-        trace: of the error.
-    """
-
-    pickled: bytes
-    is_error: bool
-    trace: str
-
-    def outcome(self, rank: int) -> RankOutcome:
-        if not self.is_error:
-            return RankOutcome(rank, value=pickle.loads(self.pickled))
-        try:
-            error = pickle.loads(self.pickled) if self.pickled else None
-        except Exception:  # noqa: BLE001 - a constructor of somebody else's; the trace says what happened
-            error = None
-        if not isinstance(error, BaseException):
-            error = RuntimeError(self.trace.splitlines()[-1])
-        error.add_note(f"Raised on rank {rank}:\n{self.trace}")
-        return RankOutcome(rank, error=error)
 
 
 @final
@@ -214,7 +178,7 @@ class _Worker:
         self._connection.send(order)
 
     def is_usable_again(self) -> bool:
-        """Whether the process has left the task behind; it is ended if not."""
+        """Return true if the process has left the task behind; it is ended if not."""
         if self._connection.closed:
             return False
         try:
@@ -230,7 +194,7 @@ class _Worker:
             os.kill(self._process.pid, _STACKS)
 
     def stacks(self) -> str:
-        """What was written since :meth:`ask_for_stacks`."""
+        """Read what was written since :meth:`ask_for_stacks`."""
         return self._stacks.read_text(errors="replace")
 
     def end(self, seconds: float = 0.0) -> int:
@@ -257,12 +221,11 @@ class _Pool:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._owner = 0
 
-    def run(self, task: _Task, world_size: int, timeout: float, *, fresh: bool) -> list[RankOutcome]:
-        pickled = pickle.dumps(task)
+    def run(self, call: bytes, world_size: int, timeout: float, *, fresh: bool) -> list[RankOutcome]:
         workers = self._take(world_size, fresh=fresh)
         try:
             for rank, worker in enumerate(workers):
-                worker.send(_Order(pickled, self._environment(rank, world_size), sys.path, str(Path.cwd())))
+                worker.send(_Order(call, self._environment(rank, world_size), sys.path, str(Path.cwd())))
             outcomes = self._collect(workers, timeout)
         except BaseException:
             for worker in workers:
@@ -316,7 +279,7 @@ class _Pool:
         atexit.register(self.close)
 
     def _environment(self, rank: int, world_size: int) -> dict[str, str]:
-        """As torchrun's agent sets it, whose part of holding the store is ours."""
+        """Make the environment that torchrun's agent sets, whose part of holding the store is ours."""
         assert self._store is not None
         if rank == 0:
             self._runs += 1
@@ -353,12 +316,16 @@ _pool = _Pool()
 
 def _outcome(rank: int, worker: _Worker) -> RankOutcome:
     try:
-        answer: _Answer = worker.connection.recv()
+        pickled, trace = worker.connection.recv()
     except (EOFError, ConnectionError):
         code = worker.end(_EXIT_SECONDS)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         return RankOutcome(rank, error=ChildProcessError(f"rank {rank} {how}"))
-    return answer.outcome(rank)
+    result = pickle.loads(pickled)
+    if not trace:
+        return RankOutcome(rank, value=result)
+    result.add_note(f"Raised on rank {rank}:\n{trace}")
+    return RankOutcome(rank, error=result)
 
 
 def _timeout_error(workers: list[_Worker], outcomes: dict[int, RankOutcome], timeout: float) -> TimeoutError:
@@ -380,7 +347,7 @@ def _timeout_error(workers: list[_Worker], outcomes: dict[int, RankOutcome], tim
 
 
 def _serve(connection: Connection[Any, Any], stacks: Path) -> None:
-    """What a process of the pool does: one task after the other, until the connection is closed."""
+    """Serve in a process of the pool: one task after the other, until the connection is closed."""
     import torch
 
     gc.freeze()  # what was imported stays: collections need not go through it, nor copy its pages
@@ -399,26 +366,22 @@ def _serve(connection: Connection[Any, Any], stacks: Path) -> None:
                 connection.send(_leave_cleanly())
 
 
-def _run(order: _Order) -> _Answer:
+def _run(order: _Order) -> tuple[bytes, str]:
+    """Do what ``order`` says. Returns the pickled value, or error and its trace."""
     from composerlite import dist
 
     os.environ.clear()
     os.environ.update(order.environment)
     os.chdir(order.folder)
     sys.path[:] = order.path
-    value: object = None
-    error: BaseException | None = None
-    trace = ""
     try:
-        task: _Task = pickle.loads(order.pickled_task)
-        if task.dist_timeout is not None:
-            dist.initialize_dist("cpu", task.dist_timeout)
-        value = task.function(*task.args)
-        pickled = pickle.dumps(value)
+        function, args, dist_timeout = pickle.loads(order.pickled_call)
+        if dist_timeout is not None:
+            dist.initialize_dist("cpu", dist_timeout)
+        return pickle.dumps(function(*args)), ""
     except BaseException as e:  # noqa: BLE001 - it goes to the one who called
-        error, trace = e, traceback.format_exc()
-        pickled = _pickle_if_possible(e)
-    return _Answer(pickled, error is not None, trace)
+        trace = traceback.format_exc()
+        return _pickled_error(e, trace), trace
 
 
 def _leave_cleanly() -> bool:
@@ -432,8 +395,12 @@ def _leave_cleanly() -> bool:
     return not dist.is_initialized()
 
 
-def _pickle_if_possible(error: BaseException) -> bytes:
+def _pickled_error(error: BaseException, trace: str) -> bytes:
+    """Pickle ``error``, or its last line where somebody else's class cannot be pickled, or not be read again."""
     try:
-        return pickle.dumps(error)
-    except Exception:  # noqa: BLE001 - the trace is sent
-        return b""
+        pickled = pickle.dumps(error)
+        if isinstance(pickle.loads(pickled), BaseException):
+            return pickled
+    except Exception:  # noqa: BLE001 - the trace says what happened
+        pass
+    return pickle.dumps(RuntimeError(trace.splitlines()[-1]))

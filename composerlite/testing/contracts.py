@@ -24,7 +24,7 @@ _ODD_NAMES = ["plain", "a/b/c.pt", "with space", "ep1-ba2-rank0.pt", "ünï/cöd
 
 
 class ObjectStoreContract(ABC):
-    """What every :class:`~composerlite.storage.ObjectStore` does. Derive a test class and say how to open a store::
+    """Contract of every :class:`~composerlite.storage.ObjectStore`. Derive a test class and say how to open a store::
 
         class TestMyStore(ObjectStoreContract):
             @pytest.fixture
@@ -59,7 +59,7 @@ class ObjectStoreContract(ABC):
     # ── bytes in, bytes out ──────────────────────────────────────────────────────────────────────────────────────
     @pytest.mark.parametrize("size", [0, 1, 1000, (1 << 20) + 7])
     def test_a_file_comes_back_as_it_was(self, store: ObjectStore, prefix: str, tmp_path: Path, size: int) -> None:
-        """What was uploaded is what is downloaded, for every size from none on."""
+        """A file that was uploaded is what is downloaded, for every size from none on."""
         (tmp_path / "source").write_bytes(data := os.urandom(size))
         store.upload_object(f"{prefix}/a.bin", tmp_path / "source")
         store.download_object(f"{prefix}/a.bin", tmp_path / "copy")
@@ -67,7 +67,7 @@ class ObjectStoreContract(ABC):
         assert store.get_object_size(f"{prefix}/a.bin") == size
 
     def test_bytes_come_back_as_they_were(self, store: ObjectStore, prefix: str) -> None:
-        """What was put is what is read."""
+        """Bytes that were put are those that are read."""
         store.put_bytes(f"{prefix}/a", b"some bytes")
         assert store.read_range(f"{prefix}/a", 0, 100) == b"some bytes"
 
@@ -120,7 +120,7 @@ class ObjectStoreContract(ABC):
         assert listed == [("B", 4), ("a-", 2), ("a/z", 1), ("b", 0), ("c/d/e", 3)]
 
     def test_a_listing_tells_how_old_objects_are(self, store: ObjectStore, prefix: str) -> None:
-        """Where the store knows it, in UTC: what is swept by age is not swept too early."""
+        """Times are in UTC, where the store knows them: what is swept by age is not swept too early."""
         store.put_bytes(f"{prefix}/new", b"")
         (info,) = store.list_objects(f"{prefix}/")
         assert info.modified_at is None or abs(datetime.now(UTC) - info.modified_at) < timedelta(minutes=10)

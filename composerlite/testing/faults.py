@@ -61,7 +61,7 @@ _RANDOM_VALUES = re.compile(r"(uploadId|X-Amz-[A-Za-z-]+)=[^& ]*")
 
 
 class _Plan(NamedTuple):
-    """What happens to one request.
+    """Plan for one request.
 
     Attributes:
         kind: of fault; empty: none.

@@ -25,7 +25,7 @@ def _lost() -> Exception:
 @final
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong with some calls of a :class:`FaultyStore`.
+    """Fault of some calls of a :class:`FaultyStore`.
 
     Attributes:
         verb: of the store or of an upload in parts (``has``, ``send``, ``complete``, ``abort``); may have ``*``.
@@ -71,7 +71,7 @@ class FaultyStore(ObjectStore):
         raise ConfigError(f"{cls.__name__} has no buckets: give it a store.")
 
     def count(self, verb: str) -> int:
-        """How often ``verb`` was called."""
+        """Number of calls of ``verb``."""
         return sum(called == verb for called, _ in self.calls)
 
     def get_uri(self, name: str) -> str:

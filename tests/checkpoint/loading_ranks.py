@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -99,11 +99,11 @@ class CountingStore(LocalObjectStore):  # type: ignore[misc]  # final, but for a
 
     read_bytes = 0
 
-    def read_range(self, name: str, offset: int, size: int) -> bytes:
-        data = super().read_range(name, offset, size)
-        if name.endswith(".distcp"):
-            self.read_bytes += len(data)
-        return data
+    def read_pieces(self, name: str, offset: int, size: int) -> Generator[bytes]:
+        for piece in super().read_pieces(name, offset, size):
+            if name.endswith(".distcp"):
+                self.read_bytes += len(piece)
+            yield piece
 
 
 def _copies_of_shards() -> State:

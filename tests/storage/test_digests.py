@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from composerlite.storage import Digester, chunk_bytes_for, digest_file
+from composerlite.storage import Digester, FileDigest, chunk_bytes_for, verify_file
 
 
 def test_a_file_is_read_whole(tmp_path: Path) -> None:
@@ -17,8 +17,8 @@ def test_a_file_is_read_whole(tmp_path: Path) -> None:
     data = np.random.default_rng(0).bytes((2 << 20) + 17)
     (tmp_path / "large").write_bytes(data)
     (tmp_path / "empty").touch()
-    assert digest_file(tmp_path / "large") == (len(data), xxhash.xxh3_128_hexdigest(data))
-    assert digest_file(tmp_path / "empty") == (0, xxhash.xxh3_128_hexdigest(b""))
+    verify_file(tmp_path / "large", FileDigest(len(data), xxhash.xxh3_128_hexdigest(data)))
+    verify_file(tmp_path / "empty", FileDigest(0, xxhash.xxh3_128_hexdigest(b"")))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 4096, 1 << 20, 5 << 20])

@@ -35,7 +35,7 @@ from composerlite.checkpoint.format.codecs import (
     zstandard_library,
 )
 from composerlite.errors import ConfigError, CorruptCheckpointError
-from composerlite.storage import Digester, FileDigest, Helpers, chunk_bytes_for
+from composerlite.storage import Digester, FileDigest, WorkerPool, chunk_bytes_for
 
 __all__ = ["KNOWN_COMPRESSORS", "Compressor", "PackedSink", "codec_of", "get_compressor", "is_compressed_pt"]
 
@@ -287,7 +287,7 @@ class PackedSink:
         self._file = os.open(path, os.O_WRONLY)
         self._open = True
         self._given_up = False
-        self._pool = Helpers(encoder.threads, name="checkpoint-compressor", first=_step_back)
+        self._pool = WorkerPool(encoder.threads, name="checkpoint-compressor", first=_step_back)
 
     def write(self, data: bytes) -> None:
         """Append ``data``."""

@@ -42,7 +42,7 @@ from composerlite.checkpoint.place.lease import turn_at
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
-from composerlite.storage import FileDigest, Helpers, ObjectStore, make_folder, number_of
+from composerlite.storage import FileDigest, ObjectStore, WorkerPool, make_folder, number_of
 
 __all__ = [
     "DistCPObjectStoreReader",
@@ -182,7 +182,7 @@ class RemoteFileSystemReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what ``plan`` wants and give it to ``planner``. Raises what :meth:`read_metadata` does."""
         files = self._items(plan, planner)
-        with Helpers(max(1, min(len(files), self._threads)), name="checkpoint-load") as pool:
+        with WorkerPool(max(1, min(len(files), self._threads)), name="checkpoint-load") as pool:
             share = max(1, self._threads // max(1, len(files)))
             for done in [
                 pool.submit(functools.partial(self._read_file, name, items, share)) for name, items in files.items()

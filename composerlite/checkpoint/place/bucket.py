@@ -36,11 +36,11 @@ from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, ObjectStoreError, RunInUseError
 from composerlite.storage import (
     FileDigest,
-    Helpers,
     ObjectStore,
     Sink,
     Transfer,
     VerifiedObject,
+    WorkerPool,
     check_name,
     make_folder,
     verify_file,
@@ -154,7 +154,7 @@ class Bucket(Place):
         everything = list(items)
         if len(everything) < 2:
             return [work(item) for item in everything]
-        with Helpers(min(_READERS, len(everything)), name="bucket") as pool:
+        with WorkerPool(min(_READERS, len(everything)), name="bucket") as pool:
             doing = [pool.submit(functools.partial(work, item)) for item in everything]
             return [done.result() for done in doing]
 

@@ -1,14 +1,14 @@
-"""Digests of files: one of the whole, and one of each chunk, so that a part can be verified as it is read."""
+"""Digests of files: of the whole, and of each chunk, so that a part can be verified as it is read; and file sinks."""
 
 from __future__ import annotations
 
 import base64
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
 
 import xxhash
 
-__all__ = ["Digester", "FileDigest", "chunk_bytes_for"]
+__all__ = ["Digester", "FileDigest", "Sink", "chunk_bytes_for"]
 
 _SMALLEST_CHUNK_BYTES = 1 << 20
 _MOST_CHUNKS = 2048
@@ -18,7 +18,7 @@ _PIECE_BYTES = 256 << 10
 @final
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """What a file must contain.
+    """Digest of a file, and what each part of it must be.
 
     Attributes:
         size_bytes: of the file.
@@ -67,7 +67,7 @@ class Digester:
         self._size = 0
 
     def update(self, data: memoryview | bytes) -> None:
-        """What comes next."""
+        """Digest the bytes that come next."""
         view = memoryview(data)
         self._size += len(view)
         while view:
@@ -90,3 +90,43 @@ class Digester:
         self._chunks += self._chunk.digest()
         self._chunk.reset()
         self._left = self._chunk_bytes
+
+
+class Sink(Protocol):
+    """Takes the bytes of one file in order. Used as a context manager: leaving it without :meth:`finish` gives up.
+
+    Attributes:
+        size_bytes: taken so far.
+        seconds: spent by name, ``hash``, ``write`` and ``flush`` among them. Complete after :meth:`finish`.
+    """
+
+    size_bytes: int
+    seconds: dict[str, float]
+
+    def write(self, data: bytes) -> None:
+        """Append ``data``.
+
+        Raises:
+            OSError: what came before could not be written.
+        """
+        ...
+
+    def copy(self, address: int, size: int) -> int:
+        """Append ``size`` bytes of memory at ``address``; their CRC-32. The memory may change when this returns.
+
+        Raises:
+            OSError: what came before could not be written.
+        """
+        ...
+
+    def finish(self) -> FileDigest:
+        """Wait until everything is durable; what the file contains. Nothing can be appended any more.
+
+        Raises:
+            OSError: something could not be written.
+        """
+        ...
+
+    def __enter__(self) -> Sink: ...
+
+    def __exit__(self, *exception: object) -> None: ...

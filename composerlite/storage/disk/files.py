@@ -11,45 +11,39 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import IO, final
-
-import xxhash
 
 from composerlite.errors import CorruptCheckpointError
 
 __all__ = [
+    "TEMPORARY",
     "SecondName",
     "StagedFile",
     "StagedLink",
     "abandoned_temporaries",
     "atomic_write",
     "check_free",
-    "digest_file",
     "fsync_folder",
     "is_abandoned",
     "make_folder",
+    "open_direct",
     "read_small_file",
     "replace_symlink",
+    "temporary_name",
+    "write_all",
 ]
 
-_TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
-_PIECE_BYTES = 1 << 20
+TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
+"""Names of files and folders that are not written to their end."""
 _ABANDONED_SECONDS = 7 * 24 * 3600.0
 """A temporary without a change for so long has no writer, where no lock can tell."""
 
 
-def digest_file(path: Path, progress: Callable[[int], object] = int) -> tuple[int, str]:
-    """Size in bytes and XXH3-128 of the file ``path``. ``progress`` is told of each so many bytes read."""
-    digest = xxhash.xxh3_128()
-    size = 0
-    with path.open("rb", buffering=0) as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
-            size += len(piece)
-            progress(len(piece))
-    return size, digest.hexdigest()
+def temporary_name(name: str) -> str:
+    """Return a name, which nothing has, for what will be called ``name`` when it is written."""
+    return f".{name}.tmp-{secrets.token_hex(8)}"
 
 
 def read_small_file(path: Path, most_bytes: int = 64 << 20) -> bytes:
@@ -73,6 +67,23 @@ def read_small_file(path: Path, most_bytes: int = 64 << 20) -> bytes:
     if len(data) > most_bytes:
         raise CorruptCheckpointError(f"{str(path)!r} is larger than {most_bytes} bytes.")
     return data
+
+
+def open_direct(path: Path, flags: int) -> int | None:
+    """Open a file past the page cache; ``None`` where the file system has no such thing."""
+    try:
+        return os.open(path, flags | os.O_DIRECT)
+    except OSError as e:
+        if e.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOENT):
+            return None
+        raise
+
+
+def write_all(descriptor: int, data: memoryview, position: int) -> None:
+    """Write ``data`` to a file from ``position`` on."""
+    while data:
+        written = os.pwrite(descriptor, data, position)
+        data, position = data[written:], position + written
 
 
 def fsync_folder(folder: Path) -> None:
@@ -100,7 +111,7 @@ def make_folder(folder: Path) -> None:
 
 
 def _is_no_folder(path: Path) -> bool:
-    """Whether something else lies there. A folder that another process has just made may be gone again by now."""
+    """Return true if something else lies there. A folder that another process has just made may be gone by now."""
     try:
         return not stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
@@ -171,7 +182,7 @@ class SecondName:
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
         while True:
-            self.path = (folder or path.parent) / f".{path.name}.tmp-{secrets.token_hex(8)}"
+            self.path = (folder or path.parent) / temporary_name(path.name)
             try:
                 os.link(path, self.path)
             except FileExistsError:
@@ -218,7 +229,7 @@ def atomic_write(path: Path) -> Generator[IO[bytes]]:
 def _create_locked(path: Path) -> tuple[Path, IO[bytes]]:
     """A new temporary beside ``path``, open and locked. The lock lives as long as this process holds the file open."""
     while True:
-        temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
+        temporary = path.with_name(temporary_name(path.name))
         file = temporary.open("xb")
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -239,7 +250,7 @@ def abandoned_temporaries(folder: Path) -> Iterator[Path]:
     """
     if not folder.is_dir():
         return
-    for temporary in [path for path in sorted(folder.iterdir()) if _TEMPORARY.fullmatch(path.name)]:
+    for temporary in [path for path in sorted(folder.iterdir()) if TEMPORARY.fullmatch(path.name)]:
         if temporary.is_symlink():
             yield temporary  # made and renamed in two system calls: one that is still here was left behind
             continue
@@ -250,7 +261,7 @@ def abandoned_temporaries(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def is_abandoned(path: Path) -> Generator[bool]:
-    """Whether the writer of a temporary file or folder is dead; it is locked meanwhile. False for anything else.
+    """Tell if the writer of a temporary file or folder is dead; it is locked meanwhile. False for anything else.
 
     A week without a change proves it where there are no locks: a link to a file, and all in a folder, count as well.
     """
@@ -299,7 +310,7 @@ class StagedLink:
         self._temporary: Path | None = self._make()
 
     def _make(self) -> Path:
-        temporary = self._link.with_name(f".{self._link.name}.tmp-{secrets.token_hex(8)}")
+        temporary = self._link.with_name(temporary_name(self._link.name))
         temporary.symlink_to(self._target)
         return temporary
 

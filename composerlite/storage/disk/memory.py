@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, final
 
 from composerlite.storage.disk.addresses import move, move_small
-from composerlite.storage.helpers import start_threads
+from composerlite.storage.workers import start_threads
 
 __all__ = ["Copier", "Copying", "HostMemory", "available_memory"]
 

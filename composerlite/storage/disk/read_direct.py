@@ -11,17 +11,27 @@ from typing import NamedTuple, final
 
 import xxhash
 
-from composerlite.storage.disk.read_plan import UNIT_BYTES, Places, Unit
-from composerlite.storage.disk.read_work import OpenFile, Tally, cached_share, ends_at, pieces, put, verify
+from composerlite.storage.disk.read_work import (
+    UNIT_BYTES,
+    OpenFile,
+    Places,
+    Unit,
+    Work,
+    cached_share,
+    ends_at,
+    pieces,
+    put,
+    verify,
+)
 from composerlite.storage.disk.working_memory import borrow_memory, give_memory_back
 
-__all__ = ["DirectWork", "Lead", "far_lead", "loose_lead", "near_lead"]
+__all__ = ["LOOSE_LEAD", "NEAR_LEAD", "DirectWork", "Lead", "far_lead"]
 
 _ALIGNMENT = 4096  # what O_DIRECT wants sizes and places in the file to be multiples of
 
 
 class Lead(NamedTuple):
-    """How far the disk is ahead of who puts into place what it gives.
+    """Distance of the disk ahead of who puts into place what it gives.
 
     Attributes:
         loaders: threads that wait for the disk.
@@ -36,14 +46,11 @@ class Lead(NamedTuple):
     hot: bool = True
 
 
-def near_lead() -> Lead:
-    """As little as keeps a fast disk busy: blocks are still in the processor's cache when they are put into place."""
-    return Lead(loaders=1, block_bytes=2 << 20, blocks=3)
+NEAR_LEAD = Lead(loaders=1, block_bytes=2 << 20, blocks=3)
+"""So little that a fast disk is just busy: blocks are still in the processor's cache when they are put into place."""
 
-
-def loose_lead() -> Lead:
-    """As near, but with more memory in turn than the processor's cache holds."""
-    return Lead(loaders=1, block_bytes=2 << 20, blocks=16, hot=False)
+LOOSE_LEAD = Lead(loaders=1, block_bytes=2 << 20, blocks=16, hot=False)
+"""Equally near, but with more memory in turn than the processor's cache holds."""
 
 
 def far_lead(loaders: int) -> Lead:
@@ -61,7 +68,7 @@ class _Block(NamedTuple):
 
 
 @final
-class DirectWork:
+class DirectWork(Work):
     """Units of a file that ``loaders`` threads load, and that the caller verifies and puts into place.
 
     A thread that asks for the interpreter's lock between two steps may wait for it as long as for the disk, so those
@@ -76,15 +83,12 @@ class DirectWork:
 
     Attributes:
         helpers: how many threads are to call :meth:`help`.
-        tally: what was read, and what went wrong.
     """
 
     def __init__(self, file: OpenFile, places: Places, units: Sequence[Unit], lead: Lead) -> None:
-        self.tally = Tally()
+        super().__init__(file, places, units)
         self.helpers = min(len(units), lead.loaders) if len(units) > 1 else 0
-        self._file = file
-        self._places = places
-        self._units = iter(units)
+        self._all = units
         self._block_bytes = lead.block_bytes
         self._room_bytes = lead.block_bytes + 2 * _ALIGNMENT
         # A chunk that goes on in another block is digested block by block: by one thread, in the order of its loading.
@@ -93,7 +97,7 @@ class DirectWork:
             not chunk_bytes or lead.block_bytes % chunk_bytes == 0 or (chunk_bytes <= UNIT_BYTES <= lead.block_bytes)
         )
         self._untouched = lead.blocks  # the first use of memory takes long, whatever the disk does
-        self._begun = self._ended = time.perf_counter()
+        self._made = self._begun = self._ended = time.perf_counter()
         self._waited_seconds = 0.0
         self._memory = borrow_memory(lead.blocks * self._room_bytes)
         self._free: queue.Queue[int] = queue.LifoQueue() if lead.hot else queue.Queue()
@@ -106,10 +110,10 @@ class DirectWork:
         try:
             for unit in self._units:
                 self._load_unit(*unit)
-                if self.tally.stopped:
+                if self.stopped:
                     return
-        except BaseException as e:  # noqa: BLE001 - raised by the tally's end
-            self.tally.fail(e)
+        except BaseException as e:  # noqa: BLE001 - raised by end
+            self.fail(e)
         finally:
             self._full.put(None)
 
@@ -124,12 +128,17 @@ class DirectWork:
                 if block is None:
                     running -= 1
                     continue
-                if not self.tally.stopped:
+                if not self.stopped:
                     self._place(block)
-                    self.tally.tell(progress)
+                    self.tell(progress)
                 self._free.put(block.number)
-        except BaseException as e:  # noqa: BLE001 - raised by the tally's end
+        except BaseException as e:  # noqa: BLE001 - raised by end
             self.stop(e)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Speed of reading, from when the work was made."""
+        return sum(end - start for start, end in self._all) / (self._ended - self._made)
 
     @property
     def waited_share(self) -> float:
@@ -139,7 +148,7 @@ class DirectWork:
 
     def stop(self, error: BaseException) -> None:
         """Have the loaders end."""
-        self.tally.fail(error)
+        self.fail(error)
         for number in range(self.helpers):
             self._free.put(number)  # who waits for a block sees that it is over
 
@@ -148,7 +157,7 @@ class DirectWork:
         give_memory_back(self._memory)
 
     def _next(self) -> _Block | None:
-        """What a loader has loaded; ``None``: one of them has ended."""
+        """Return a block that is loaded; ``None``: one of them has ended."""
         start = time.perf_counter()
         block = self._full.get()
         self._ended = time.perf_counter()
@@ -165,7 +174,7 @@ class DirectWork:
         cached = cached_share(self._file.buffered, start, end) >= 0.5
         for at in range(start, end, self._block_bytes):
             number = self._free_block()
-            if self.tally.stopped:
+            if self.stopped:
                 return
             data = self._load(number, at, min(end, at + self._block_bytes), cached=cached)
             if self._any_order:
@@ -210,4 +219,4 @@ class DirectWork:
             data = block.data[start - block.start : end - block.start]
             verify(self._file, block.digest, [data], start, end)
             put(self._places, data, start)
-        self.tally.add(len(block.data))
+        self.add(len(block.data))

@@ -1,4 +1,4 @@
-"""The threads of a :class:`~composerlite.storage.ParallelReader`, where the bytes are in the page cache."""
+"""Reading parts of a file: which, where in memory they belong, and threads that read them through the page cache."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ctypes
 import mmap
 import os
 import threading
+from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, final
@@ -14,9 +16,26 @@ import xxhash
 
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage.disk.addresses import address_of, memory_at, move, move_small
-from composerlite.storage.disk.read_plan import UNIT_BYTES, Places, Unit, cut
 
-__all__ = ["OpenFile", "Tally", "Work", "cached_share", "ends_at", "pieces", "put", "verify"]
+__all__ = [
+    "UNIT_BYTES",
+    "CachedWork",
+    "OpenFile",
+    "Places",
+    "Target",
+    "Unit",
+    "Work",
+    "all_chunks",
+    "cached_share",
+    "cut",
+    "ends_at",
+    "layers",
+    "pieces",
+    "put",
+    "runs",
+    "touched_chunks",
+    "verify",
+]
 
 _PIECE_BYTES = 1000 << 10  # read, then summed while it is in the cache; more is moved more slowly
 _SMALL_BYTES = 16 << 10  # it is quicker to read a neighbourhood and take such things from there
@@ -27,7 +46,109 @@ _syscall = ctypes.CDLL(None).syscall
 _syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
 _syscall.restype = ctypes.c_long
 
+UNIT_BYTES = 8 << 20  # what a thread takes at once
+_GAP_BYTES = 64 << 10  # it is quicker to read over such gaps than to begin anew
 
+Unit = tuple[int, int]
+"""A part of the file: where it begins and where it ends."""
+
+
+# ── which parts ──────────────────────────────────────────────────────────────────────────────────────────────────
+class Target(NamedTuple):
+    """Memory that a part of the file belongs into."""
+
+    offset: int
+    address: int
+    size: int
+
+
+def layers(targets: Sequence[tuple[int, int, int]]) -> Iterator[list[Target]]:
+    """Cut ``targets`` into lists, in order, of those that do not overlap in the file."""
+    left = sorted(Target(*target) for target in targets if target[2])
+    while left:
+        layer: list[Target] = []
+        rest: list[Target] = []
+        end = 0
+        for target in left:
+            if target.offset >= end:
+                layer.append(target)
+                end = target.offset + target.size
+            else:
+                rest.append(target)
+        yield layer
+        left = rest
+
+
+def all_chunks(chunk_bytes: int, size_bytes: int) -> list[Unit]:
+    """The whole file in units of whole chunks."""
+    return _units(0, -(-size_bytes // chunk_bytes), chunk_bytes, size_bytes)
+
+
+def touched_chunks(targets: Sequence[Target], chunk_bytes: int, size_bytes: int) -> list[Unit]:
+    """The chunks that hold something of ``targets``, which are in order, in units of whole chunks."""
+    units: list[Unit] = []
+    first, end = 0, 0
+    for target in targets:
+        chunk, stop = target.offset // chunk_bytes, -(-(target.offset + target.size) // chunk_bytes)
+        if chunk > end:
+            units += _units(first, end, chunk_bytes, size_bytes)
+            first = chunk
+        end = max(end, stop)
+    return [*units, *_units(first, end, chunk_bytes, size_bytes)]
+
+
+def runs(targets: Sequence[Target], *, gap_bytes: int = _GAP_BYTES, unit_bytes: int = UNIT_BYTES) -> list[Unit]:
+    """The parts that hold ``targets``, which are in order, with the small gaps between them, cut into units."""
+    units: list[Unit] = []
+    start = end = targets[0].offset
+    for target in targets:
+        if target.offset > end + gap_bytes:
+            units += cut(start, end, unit_bytes)
+            start = target.offset
+        end = target.offset + target.size
+    return [*units, *cut(start, end, unit_bytes)]
+
+
+def cut(start: int, end: int, step: int) -> Iterator[Unit]:
+    """``start`` to ``end``, cut at the multiples of ``step``."""
+    while start < end:
+        stop = min(end, start - start % step + step)
+        yield start, stop
+        start = stop
+
+
+def _units(first: int, end: int, chunk_bytes: int, size_bytes: int) -> list[Unit]:
+    """The chunks ``first`` to ``end``, as many together as a unit takes, and one at least."""
+    most = max(1, UNIT_BYTES // chunk_bytes)
+    return [(start * chunk_bytes, min(stop * chunk_bytes, size_bytes)) for start, stop in cut(first, end, most)]
+
+
+@final
+class Places:
+    """Which memory belongs to which part of the file. ``targets`` are in order and do not overlap in the file."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self._offsets = [target.offset for target in targets]
+        self._ends = [target.offset + target.size for target in targets]
+        self._addresses = [target.address for target in targets]
+
+    def of(self, start: int, end: int) -> Iterator[tuple[int | None, int]]:
+        """Address (``None`` where the bytes belong nowhere) and size of the parts of ``start`` to ``end``, in order."""
+        at = bisect_right(self._ends, start)
+        while start < end:
+            offset = self._offsets[at] if at < len(self._offsets) else end
+            if offset >= end:
+                yield None, end - start
+                return
+            if offset > start:
+                yield None, offset - start
+                start = offset
+            stop = min(self._ends[at], end)
+            yield self._addresses[at] + start - offset, stop - start
+            start, at = stop, at + 1
+
+
+# ── reading them ─────────────────────────────────────────────────────────────────────────────────────────────────
 class OpenFile(NamedTuple):
     """A file that is open for reading.
 
@@ -48,29 +169,34 @@ class OpenFile(NamedTuple):
     chunks: Sequence[bytes]
 
 
-@final
-class Tally:
-    """What the threads that read have come to, together.
+class Work(ABC):
+    """Units of a file that are read by several threads, each taking the next one.
 
     Attributes:
         stopped: threads end after the part they are at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, file: OpenFile, places: Places, units: Sequence[Unit]) -> None:
         self.stopped = False
+        self._file = file
+        self._places = places
+        self._units = iter(units)
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._read = self._told = 0
 
+    @abstractmethod
+    def help(self) -> None:
+        """Read units until none is left. Raises nothing."""
+
+    @abstractmethod
+    def run(self, progress: Callable[[int], object]) -> None:
+        """Do the caller's part; ``progress`` is told of what all threads read. Raises nothing."""
+
     def add(self, size: int) -> None:
-        """So many bytes are in place."""
+        """Count bytes that are in place."""
         with self._lock:
             self._read += size
-
-    def fail(self, error: BaseException) -> None:
-        """Have all threads stop. The first error is raised by :meth:`end`."""
-        self._error = self._error or error
-        self.stopped = True
 
     def tell(self, progress: Callable[[int], object]) -> None:
         """Tell of what was read since the last time."""
@@ -79,48 +205,44 @@ class Tally:
         if new:
             progress(new)
 
+    def fail(self, error: BaseException) -> None:
+        """Have all threads stop. The first error is raised by :meth:`end`."""
+        self._error = self._error or error
+        self.stopped = True
+
+    def stop(self, error: BaseException) -> None:
+        """Have all threads stop, those that wait as well."""
+        self.fail(error)
+
+    def close(self) -> None:
+        """Give back what was borrowed, after all threads have ended."""
+
     def end(self, progress: Callable[[int], object]) -> None:
-        """After all threads have ended: raise what went wrong in one of them."""
+        """Raise what went wrong in one of the threads, which have ended."""
         if self._error is not None:
             raise self._error
         self.tell(progress)
 
 
 @final
-class Work:
-    """Units of a file that several threads read through the page cache, each taking the next one."""
-
-    def __init__(self, file: OpenFile, places: Places, units: Sequence[Unit]) -> None:
-        self.tally = Tally()
-        self._file = file
-        self._places = places
-        self._units = iter(units)
+class CachedWork(Work):
+    """Units that are read through the page cache, by the caller as by the other threads."""
 
     def help(self) -> None:
-        """Read units until none is left. Raises nothing."""
         self.run(None)
 
     def run(self, progress: Callable[[int], object] | None) -> None:
-        """The same; ``progress`` is told of what all threads read."""
-        tally = self.tally
         try:
             reader = _UnitReader(self._file, self._places)
             for unit in self._units:
-                if tally.stopped:
+                if self.stopped:
                     return
                 reader.read(*unit)
-                tally.add(unit[1] - unit[0])
+                self.add(unit[1] - unit[0])
                 if progress is not None:
-                    tally.tell(progress)
-        except BaseException as e:  # noqa: BLE001 - raised by the tally's end
-            tally.fail(e)
-
-    def stop(self, error: BaseException) -> None:
-        """Have all threads end."""
-        self.tally.fail(error)
-
-    def close(self) -> None:
-        """There is nothing to give back."""
+                    self.tell(progress)
+        except BaseException as e:  # noqa: BLE001 - raised by end
+            self.fail(e)
 
 
 @final
@@ -198,7 +320,7 @@ def put(places: Places, data: memoryview, start: int) -> None:
 
 
 def cached_share(descriptor: int, start: int, end: int) -> float:
-    """How much of a part of a file is in the page cache, from 0 to 1; 1 where the system does not tell."""
+    """Return the share of a part of a file that is in the page cache, from 0 to 1; 1 where the system does not tell."""
     counts = _Counts()
     extent = (ctypes.c_uint64 * 2)(start, end - start)
     if start >= end or _syscall(_CACHESTAT, descriptor, ctypes.byref(extent), ctypes.byref(counts), 0) != 0:
@@ -223,7 +345,7 @@ def ends_at(file: OpenFile, position: int) -> CorruptCheckpointError:
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of ``views`` when ``count`` bytes are filled."""
+    """Return the rest of ``views`` when ``count`` bytes are filled."""
     while views and count >= len(views[0]):
         count -= len(views[0])
         views = views[1:]

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import final
 
 import xxhash
 
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage.disk.addresses import address_of
 from composerlite.storage.disk.digests import FileDigest
-from composerlite.storage.disk.read_direct import DirectWork, Lead, far_lead, loose_lead, near_lead
-from composerlite.storage.disk.read_plan import (
+from composerlite.storage.disk.files import open_direct
+from composerlite.storage.disk.read_direct import LOOSE_LEAD, NEAR_LEAD, DirectWork, Lead, far_lead
+from composerlite.storage.disk.read_work import (
     UNIT_BYTES,
+    CachedWork,
+    OpenFile,
     Places,
-    Target,
     Unit,
+    Work,
     all_chunks,
-    apart,
+    cached_share,
+    layers,
     runs,
     touched_chunks,
 )
-from composerlite.storage.disk.read_work import OpenFile, Work, cached_share
 
 __all__ = ["ParallelReader", "verify_file"]
 
@@ -103,9 +104,7 @@ class ParallelReader:
         for offset, _, size in targets:
             self._check_range(offset, size)
         self._verify_whole(progress)
-        left = sorted(Target(*target) for target in targets if target[2])
-        while left:
-            layer, left = apart(left)
+        for layer in layers(targets):
             chunk_bytes = self._file.chunk_bytes
             units = touched_chunks(layer, chunk_bytes, self.size_bytes) if chunk_bytes else runs(layer)
             self._run(Places(layer), units, progress)
@@ -147,7 +146,8 @@ class ParallelReader:
             chunks = [] if digest is None else digest.chunk_digests()
         except ValueError as e:
             raise CorruptCheckpointError(f"the digests of {str(self._path)!r} are not those of a file: {e}.") from e
-        self._direct = _open_direct(self._buffered)
+        # The same file, whatever has its name by now.
+        self._direct = open_direct(Path(f"/proc/self/fd/{self._buffered}"), os.O_RDONLY)
         chunk_bytes = digest.chunk_bytes if chunks and digest is not None else 0
         return OpenFile(self._path, size, self._buffered, self._direct, chunk_bytes, chunks)
 
@@ -173,7 +173,7 @@ class ParallelReader:
     def _run(self, places: Places, units: Sequence[Unit], progress: Callable[[int], object]) -> None:
         """Read ``units`` with several threads, this one included."""
         if self._direct is None or cached_share(self._buffered, 0, self.size_bytes) >= 0.9:
-            _do(Work(self._file, places, units), min(len(units), self._threads) - 1, progress)
+            _do(CachedWork(self._file, places, units), min(len(units), self._threads) - 1, progress)
             return
         if self._cores <= _FEW_CORES:
             units = self._read_near(places, units, progress)
@@ -189,43 +189,29 @@ class ParallelReader:
         unit_bytes = max(UNIT_BYTES, self._file.chunk_bytes)
         trial, stretch = max(1, _TRIAL_BYTES // unit_bytes), max(1, _STRETCH_BYTES // unit_bytes)
         while units:
-            near = self._run_direct(places, units[:trial], near_lead(), progress)
+            near = self._run_direct(places, units[:trial], NEAR_LEAD, progress)
             units = units[trial:]
             if near.waited_share > _MOST_WAITED or not units:
                 break
             if len(units) > trial:
-                loose = self._run_direct(places, units[:trial], loose_lead(), progress)
+                loose = self._run_direct(places, units[:trial], LOOSE_LEAD, progress)
                 units = units[trial:]
                 if loose.bytes_per_s > near.bytes_per_s:
                     break
-            self._run_direct(places, units[:stretch], near_lead(), progress)
+            self._run_direct(places, units[:stretch], NEAR_LEAD, progress)
             units = units[stretch:]
         return units
 
     def _run_direct(
         self, places: Places, units: Sequence[Unit], lead: Lead, progress: Callable[[int], object]
-    ) -> _Pace:
-        """Read ``units`` past the page cache."""
-        start = time.perf_counter()
+    ) -> DirectWork:
+        """Read ``units`` past the page cache; return how that went."""
         work = DirectWork(self._file, places, units, lead)
         _do(work, work.helpers, progress)
-        seconds = time.perf_counter() - start
-        return _Pace(sum(end - begin for begin, end in units) / seconds, work.waited_share)
+        return work
 
 
-class _Pace(NamedTuple):
-    """How quickly a part was read.
-
-    Attributes:
-        bytes_per_s: of the file.
-        waited_share: of the time, in which the caller waited for the disk, from 0 to 1.
-    """
-
-    bytes_per_s: float
-    waited_share: float
-
-
-def _do(work: Work | DirectWork, helpers: int, progress: Callable[[int], object]) -> None:
+def _do(work: Work, helpers: int, progress: Callable[[int], object]) -> None:
     """Do ``work`` with so many threads beside this one."""
     threads: list[threading.Thread] = []
     try:
@@ -243,7 +229,7 @@ def _do(work: Work | DirectWork, helpers: int, progress: Callable[[int], object]
         raise
     finally:
         work.close()
-    work.tally.end(progress)
+    work.end(progress)
 
 
 def verify_file(path: Path, digest: FileDigest, progress: Callable[[int], object] = int, *, threads: int = 2) -> None:
@@ -255,13 +241,3 @@ def verify_file(path: Path, digest: FileDigest, progress: Callable[[int], object
     """
     with ParallelReader(path, digest, threads=threads) as reader:
         reader.verify(progress)
-
-
-def _open_direct(descriptor: int) -> int | None:
-    """The same file, whatever has its name by now, for reading past the page cache."""
-    try:
-        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_DIRECT)
-    except OSError as e:
-        if e.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOENT):
-            return None
-        raise

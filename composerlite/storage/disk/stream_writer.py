@@ -15,9 +15,10 @@ from isal import isal_zlib
 
 from composerlite.storage.disk.addresses import move
 from composerlite.storage.disk.digests import Digester, FileDigest, chunk_bytes_for
+from composerlite.storage.disk.files import open_direct, write_all
 from composerlite.storage.disk.memory import HostMemory
 from composerlite.storage.disk.working_memory import borrow_memory, give_memory_back
-from composerlite.storage.helpers import start_threads
+from composerlite.storage.workers import start_threads
 
 __all__ = ["RING_BYTES", "StreamWriter"]
 
@@ -99,7 +100,7 @@ class StreamWriter:
         try:
             if not self._small:
                 _reserve(self._plain, size_bytes, path)
-                self._direct = _open_direct(path)
+                self._direct = open_direct(path, os.O_WRONLY)
             if memory is None:
                 self._memory, self._memory_bytes = self._borrow_ring(ring_bytes)
             else:
@@ -173,7 +174,7 @@ class StreamWriter:
 
     # ── the caller's side ────────────────────────────────────────────────────────────────────────────────────────
     def _room(self) -> int:
-        """How much the window at hand still takes; if nothing, it is handed over and the next one taken."""
+        """Return how much the window at hand still takes; if nothing, it is handed over and the next one taken."""
         if self._filled == len(self._view):
             self._hand_over()
             self._next_window()
@@ -280,12 +281,12 @@ class StreamWriter:
         _, view, position, size = window
         if self._direct is not None:
             try:
-                _write_all(self._direct, view[: size + -size % _BLOCK_BYTES], position)
+                write_all(self._direct, view[: size + -size % _BLOCK_BYTES], position)
                 return
             except OSError as e:
                 if e.errno != errno.EINVAL:  # opened with O_DIRECT and refused at the write: some file systems do
                     raise
-        _write_all(self._plain, view[:size], position)
+        write_all(self._plain, view[:size], position)
 
     def _end_threads(self) -> None:
         for _ in self._threads:
@@ -326,18 +327,3 @@ def _reserve(descriptor: int, size: int, path: Path) -> None:
         if e.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             return  # the file system cannot reserve: a full disk shows when it is written
         raise OSError(e.errno, f"cannot reserve {size} bytes: {os.strerror(e.errno or 0)}", str(path)) from e
-
-
-def _open_direct(path: Path) -> int | None:
-    try:
-        return os.open(path, os.O_WRONLY | os.O_DIRECT)
-    except OSError as e:
-        if e.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            return None
-        raise
-
-
-def _write_all(descriptor: int, data: memoryview, position: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, position)
-        data, position = data[written:], position + written

@@ -32,7 +32,7 @@ _CHUNK_BYTES = 32 << 20
 _RANGE_BYTES = 8 << 20
 """The SDK returns a range as a whole: so many bytes are asked for at once."""
 _GIVEN_UP = {200, 204, 404, 410, 499}
-"""What the service answers when an upload that was begun is given up: 499, if all is well."""
+"""Answers of the service when an upload that was begun is given up: 499, if all is well."""
 _WAY_OUT = (
     "Set GOOGLE_APPLICATION_CREDENTIALS to a service account's file, run 'gcloud auth application-default login',"
     " or set GCS_KEY and GCS_SECRET to an HMAC key."

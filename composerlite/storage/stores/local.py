@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, final
 
 from composerlite.errors import ObjectStoreError, ObjectStoreTransientError, checked_arguments
-from composerlite.storage.disk.files import StagedFile, abandoned_temporaries, fsync_folder, make_folder
+from composerlite.storage.disk.files import TEMPORARY, StagedFile, abandoned_temporaries, fsync_folder, make_folder
 from composerlite.storage.part_uploads import FileSource
 from composerlite.storage.stores.base import PIECE_BYTES, Entry, Meaning, MultipartStore, files_below
 
@@ -25,7 +25,7 @@ __all__ = ["LocalObjectStore"]
 _PARTS = ".composerlite-parts"
 """Folder of the parts of unfinished uploads; it is beside the objects, so that it is on their file system."""
 _TRANSIENT = {errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.ENETDOWN, errno.ENETUNREACH}
-"""What network file systems say when a server is away for a moment."""
+"""Errors of network file systems when a server is away for a moment."""
 _LINK = "a symbolic link in a store of files is neither an object nor a folder of some"
 
 
@@ -41,7 +41,7 @@ class LocalObjectStore(MultipartStore):
         folder: exists, and is not made: that it is missing is what a missing bucket is.
     """
 
-    _reserved = re.compile(rf"{re.escape(_PARTS)}|\..+\.tmp-[0-9a-f]{{16}}")
+    _reserved = re.compile(f"{re.escape(_PARTS)}|{TEMPORARY.pattern}")
 
     @checked_arguments
     def __init__(self, folder: str | Path) -> None:
@@ -276,7 +276,7 @@ def _started_at(upload_id: str) -> datetime:
 
 
 def _is_text(name: str) -> bool:
-    """Whether ``name`` can be written as UTF-8. A file whose name cannot is no object."""
+    """Return true if ``name`` can be written as UTF-8. A file whose name cannot is no object."""
     try:
         name.encode()
     except UnicodeEncodeError:

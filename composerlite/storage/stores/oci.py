@@ -38,7 +38,7 @@ __all__ = ["OCIObjectStore"]
 
 _TRANSIENT_CODES = {"ConcurrentObjectUpdate", "UnmatchedContentMD5"}
 _HIDDEN = {"BucketNotFound", "NamespaceNotFound", "NotAuthorizedOrNotFound"}
-"""What the service also answers where the user may not know that it exists."""
+"""Answers of the service that it gives, too, where the user may not know that something exists."""
 _WANTED = "composerlite needs the keys user, tenancy, fingerprint, region and key_file"
 
 

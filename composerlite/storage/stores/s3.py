@@ -169,17 +169,22 @@ class S3ObjectStore(MultipartStore):
         self._acl = {"ACL": acl} if acl else {}
         endpoint_url = endpoint_url or os.environ.get("S3_ENDPOINT_URL") or None
         settings = _client_settings(endpoint_url, unsigned, connect_timeout_seconds, read_timeout_seconds)
-        with self._translated("open", ""), _wrong_arguments():
-            session = boto3.Session(
-                botocore_session=_sdk_session(),
-                aws_access_key_id=aws_access_key_id,
-                aws_secret_access_key=aws_secret_access_key,
-                aws_session_token=aws_session_token,
-                region_name=region_name,
-                profile_name=profile_name,
-            )
-            config = botocore.config.Config(**_merged(settings, client_config or {}))
-            self._client: Any = session.client("s3", endpoint_url=endpoint_url, config=config)  # untyped by the SDK
+        config = {**settings, **(client_config or {}), "s3": settings["s3"] | (client_config or {}).get("s3", {})}
+        with self._translated("open", ""):
+            try:
+                session = boto3.Session(
+                    botocore_session=_sdk_session(),
+                    aws_access_key_id=aws_access_key_id,
+                    aws_secret_access_key=aws_secret_access_key,
+                    aws_session_token=aws_session_token,
+                    region_name=region_name,
+                    profile_name=profile_name,
+                )
+                self._client: Any = session.client(  # untyped by the SDK
+                    "s3", endpoint_url=endpoint_url, config=botocore.config.Config(**config)
+                )
+            except (sdk.ProfileNotFound, TypeError, ValueError) as e:
+                raise ConfigError(f"S3ObjectStore: {e}") from e
 
     @property
     def creates_atomically(self) -> bool:
@@ -345,14 +350,6 @@ def _suppressed(*codes: str) -> Generator[None]:
             raise
 
 
-@contextlib.contextmanager
-def _wrong_arguments() -> Generator[None]:
-    try:
-        yield
-    except (sdk.ProfileNotFound, TypeError, ValueError) as e:
-        raise ConfigError(f"S3ObjectStore: {e}") from e
-
-
 def _field(answer: Mapping[str, Any], name: str) -> Any:
     if name not in answer:
         raise ConnectionError(f"the answer has no {name}: it is not that of an S3 service, or was cut short")
@@ -399,11 +396,6 @@ def _client_settings(endpoint_url: str | None, unsigned: bool, connect: float, r
     if unsigned:
         settings["signature_version"] = botocore.UNSIGNED
     return settings
-
-
-def _merged(settings: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """``wanted`` over ``settings``; those of S3 one by one."""
-    return {**settings, **wanted, "s3": {**settings["s3"], **wanted.get("s3", {})}}
 
 
 # ── bytes ────────────────────────────────────────────────────────────────────────────────────────────────────────

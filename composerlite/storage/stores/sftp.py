@@ -7,7 +7,6 @@ import io
 import os
 import posixpath
 import re
-import secrets
 import socket
 import stat
 import threading
@@ -24,10 +23,11 @@ from composerlite.errors import (
     checked_arguments,
     did_you_mean,
 )
+from composerlite.storage.disk.files import TEMPORARY, temporary_name
 from composerlite.storage.part_uploads import FileSource
 from composerlite.storage.sdk import importing_sdk
 from composerlite.storage.stores.base import BackendStore, Entry, Meaning, files_below
-from composerlite.storage.stores.sftp_connection import LOST, Connection, Connector, SFTPChannel
+from composerlite.storage.stores.sftp_connection import LOST, Connection, SFTPChannel, connect
 
 with importing_sdk("paramiko, which speaks SFTP,", extra="sftp", packages=()):
     import paramiko
@@ -73,7 +73,7 @@ class SFTPObjectStore(BackendStore):
         connect_kwargs: further arguments of ``paramiko.SSHClient.connect``.
     """
 
-    _reserved = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
+    _reserved = TEMPORARY
 
     @checked_arguments
     def __init__(
@@ -99,8 +99,10 @@ class SFTPObjectStore(BackendStore):
         key = _file("key_filename", key_filename, key_filename_environ)
         self._root = cwd.rstrip("/") or ("/" if cwd else ".")
         address = f"{f'{username}@' if username else ''}{f'[{host}]' if ':' in host else host}:{port}"
-        super().__init__(f"sftp://{address}/{posixpath.normpath(self._root).strip('/.')}".rstrip("/") + "/")
-        self._connect = Connector(
+        folder = posixpath.normpath(self._root).lstrip("/")
+        super().__init__(f"sftp://{address}/{'' if folder in ('', '.') else f'{folder}/'}")
+        self._connect = partial(
+            connect,
             known_hosts=known_hosts,
             policy=missing_host_key_policy,
             answer_timeout=answer_timeout,
@@ -226,7 +228,7 @@ class SFTPObjectStore(BackendStore):
         The folder is made where it is missing.
         """
         folder, last = posixpath.split(path)
-        temporary = posixpath.join(folder, f".{last}.tmp-{secrets.token_hex(8)}")
+        temporary = posixpath.join(folder, temporary_name(last))
         file = None
         for tries_left in reversed(range(10)):  # who deletes a folder's last object removes it: make it once more
             try:

@@ -9,7 +9,6 @@ import stat
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, final
 
 from composerlite.storage.sdk import importing_sdk
@@ -19,7 +18,7 @@ with importing_sdk("paramiko, which speaks SFTP,", extra="sftp", packages=()):
     from paramiko import sftp as protocol
     from paramiko.message import Message
 
-__all__ = ["LOST", "Connection", "Connector", "SFTPChannel"]
+__all__ = ["LOST", "Connection", "SFTPChannel", "connect"]
 
 _SMALL_REQUEST_BYTES, _LARGE_REQUEST_BYTES = 32 << 10, 128 << 10
 """Of one read or write: what every server takes, and what is asked of those that tell their limits."""
@@ -41,7 +40,7 @@ class SFTPChannel(_Client):
     """
 
     extensions: frozenset[str] = frozenset()
-    """What the server offers beyond version 3 of the protocol."""
+    """Extensions that the server offers beyond version 3 of the protocol."""
     request_bytes: int = _SMALL_REQUEST_BYTES
     """Of one read or write."""
 
@@ -143,7 +142,7 @@ class SFTPChannel(_Client):
             raise
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file or a folder."""
+        """Return true if there is a file or a folder."""
         try:
             self.stat(path)
         except FileNotFoundError:
@@ -151,7 +150,7 @@ class SFTPChannel(_Client):
         return True
 
     def is_folder(self, path: str) -> bool:
-        """Whether there is a folder."""
+        """Return true if there is a folder."""
         try:
             return stat.S_ISDIR(self.stat(path).st_mode or 0)
         except FileNotFoundError:
@@ -200,7 +199,7 @@ class _Answers:
                 self._errors.append(e)
 
     def take(self, offset: int) -> bytes | None:
-        """What was read from ``offset`` on, if it has arrived."""
+        """Return the bytes from ``offset`` on, if they have arrived."""
         return self._pieces.pop(offset, None)
 
     def raise_first(self) -> None:
@@ -222,7 +221,7 @@ class Connection:
 
     @property
     def alive(self) -> bool:
-        """Whether the server has not hung up."""
+        """True until the server hangs up."""
         return self._transport.is_active()
 
     def take(self) -> SFTPChannel:
@@ -247,46 +246,36 @@ class Connection:
         self._client.close()
 
 
-@final
-@dataclass(frozen=True)
-class Connector:
-    """Makes connections.
+def connect(*, known_hosts: str | None, policy: str, answer_timeout: float, arguments: Mapping[str, Any]) -> Connection:
+    """Make a connection, and log in.
 
-    Attributes:
+    Args:
         known_hosts: file of the trusted hosts, ``None`` for the user's own.
         policy: of other hosts, a name of paramiko's.
         answer_timeout: seconds to wait for each answer.
         arguments: of ``paramiko.SSHClient.connect``.
+
+    Raises:
+        PermissionError: the host is not known, or there is nothing to log in with.
+        paramiko.SSHException, OSError, EOFError: anything else.
     """
-
-    known_hosts: str | None
-    policy: str
-    answer_timeout: float
-    arguments: Mapping[str, Any]
-
-    def __call__(self) -> Connection:
-        """A new connection, logged in.
-
-        Raises:
-            PermissionError: the host is not known, or there is nothing to log in with.
-            paramiko.SSHException, OSError, EOFError: anything else.
-        """
-        client = paramiko.SSHClient()
-        try:
-            client.load_system_host_keys(self.known_hosts)
-            policy = _Reject(self.known_hosts) if self.policy == "RejectPolicy" else getattr(paramiko, self.policy)()
-            client.set_missing_host_key_policy(policy)
-            client.connect(**self.arguments)
-            transport = client.get_transport()
-            assert transport is not None
-            transport.set_keepalive(30)
-        except BaseException as e:
-            client.close()
-            if isinstance(e, paramiko.SSHException) and "No authentication methods available" in str(e):
-                # paramiko has no type of its own for it
-                raise PermissionError("there is neither a key nor a password to log in with: give key_filename") from e
-            raise
-        return Connection(client, transport, self.answer_timeout)
+    client = paramiko.SSHClient()
+    try:
+        client.load_system_host_keys(known_hosts)
+        client.set_missing_host_key_policy(
+            _Reject(known_hosts) if policy == "RejectPolicy" else getattr(paramiko, policy)()
+        )
+        client.connect(**arguments)
+        transport = client.get_transport()
+        assert transport is not None
+        transport.set_keepalive(30)
+    except BaseException as e:
+        client.close()
+        if isinstance(e, paramiko.SSHException) and "No authentication methods available" in str(e):
+            # paramiko has no type of its own for it
+            raise PermissionError("there is neither a key nor a password to log in with: give key_filename") from e
+        raise
+    return Connection(client, transport, answer_timeout)
 
 
 @final

@@ -25,7 +25,7 @@ from composerlite.checkpoint.place.node_disks import ONE_DISK, Disks
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.save.hand_over import HandOver
 from composerlite.checkpoint.save.sharded.planned import PlannedSave, plan_save
-from composerlite.storage import Helpers, HostMemory
+from composerlite.storage import HostMemory, WorkerPool
 from composerlite.types import StateDict
 
 __all__ = ["Shards", "expected_bytes"]
@@ -85,7 +85,7 @@ class Shards:
         last = self._copies[-1] if self._copies else None
         self.size_bytes = 0 if last is None else last.offset + last.storage.nbytes()
         self._results: Any = None
-        self._helper: Helpers | None = None
+        self._helper: WorkerPool | None = None
         self._writing: Future[None] | None = None
 
     def _join(self, *, overwrite: bool) -> None:
@@ -137,7 +137,7 @@ class Shards:
             return
         moment = HandOver()
         self._save.tell_when_read(moment.take_place, may_grow=True)
-        self._helper = Helpers(1, name="checkpoint-shards")
+        self._helper = WorkerPool(1, name="checkpoint-shards")
         self._writing = self._helper.submit(self._write)
         self._writing.add_done_callback(lambda _: moment.end())
         moment.wait()

@@ -30,7 +30,7 @@ from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.directory import PathOrUri, SaveHandle, directory_at
 from composerlite.checkpoint.place.lease import turn_of_this_node
 from composerlite.checkpoint.record.manifest import versions
-from composerlite.storage import FileDigest, Helpers, Sink, StreamWriter, number_of
+from composerlite.storage import FileDigest, Sink, StreamWriter, WorkerPool, number_of
 
 __all__ = ["Order", "RemoteFileSystemWriter"]
 
@@ -145,7 +145,7 @@ class RemoteFileSystemWriter(StorageWriter):
         try:
             with (
                 turn_of_this_node() if self._throttle else contextlib.nullcontext(),
-                Helpers(threads, name="checkpoint-save") as pool,
+                WorkerPool(threads, name="checkpoint-save") as pool,
             ):
                 jobs = [
                     pool.submit(

@@ -1,0 +1,289 @@
+"""Threads: one pool for all that is done beside the caller, and work that is done without them where there are none."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar, final
+
+from composerlite.errors import ConfigError
+
+__all__ = ["Batch", "Job", "WorkerPool", "number_of", "start_threads"]
+
+log = logging.getLogger(__name__)
+
+_IDLE_SECONDS = 60.0
+_LOOK_SECONDS = 1.0
+_warned = threading.Event()
+_T = TypeVar("_T")
+
+Job = Callable[["Batch"], int]
+"""Is run by one thread; returns how many bytes it moved, besides those that it has told of."""
+
+
+def start_threads(run: Callable[[], object], count: int, *, name: str, daemon: bool = True) -> list[threading.Thread]:
+    """Start threads that call ``run``: ``count`` of them, or as many as the system lets this process start.
+
+    Who calls this does the work by itself, or has it done by those that there are. The first time that some are
+    missing a warning says so.
+    """
+    threads: list[threading.Thread] = []
+    for _ in range(count):
+        thread = threading.Thread(target=run, name=name, daemon=daemon)
+        try:
+            thread.start()
+        except RuntimeError as e:  # "can't start new thread": a limit of the user's or of a container
+            if not _warned.is_set():
+                _warned.set()
+                log.warning(
+                    "a thread (%s) could not be started: %s. Checkpoints are saved without it, and training waits "
+                    "longer. Raise the limit of processes and threads (ulimit -u, pids.max) to have it.",
+                    name,
+                    e,
+                )
+            break
+        threads.append(thread)
+    return threads
+
+
+def number_of(count: int | None, default: int, name: str = "thread_count") -> int:
+    """Return ``count``, of threads or processes, or the ``default``.
+
+    Raises:
+        ConfigError: it is less than 1; names ``name``.
+    """
+    if count is not None and count < 1:
+        raise ConfigError(f"{name}={count}: want 1 or more, or None")
+    return default if count is None else count
+
+
+class _StoppedError(Exception):
+    """The batch was stopped: its job ends here, whatever it had got."""
+
+
+@final
+class Batch:
+    """Jobs of one call of :meth:`WorkerPool.run`.
+
+    Attributes:
+        stopped: is set when no job may begin any more and those that run should end.
+    """
+
+    def __init__(self, jobs: Iterable[Job]) -> None:
+        self.stopped = threading.Event()
+        self._jobs = iter(jobs)
+        self._changed = threading.Condition()
+        self._exhausted = False
+        self._running = self._touching = 0
+        self._moved = 0
+        self._error: BaseException | None = None
+
+    @contextlib.contextmanager
+    def touching(self) -> Generator[None]:
+        """For a job, while it uses memory or a file of the caller, who waits for the end of this and of no more."""
+        with self._changed:
+            if self.stopped.is_set():
+                raise _StoppedError
+            self._touching += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._touching -= 1
+                self._changed.notify_all()
+
+    def tell(self, moved: int) -> None:
+        """For a job: so many bytes were moved, and there are more to come."""
+        with self._changed:
+            self._moved += moved
+            self._changed.notify_all()
+
+    def works(self) -> Iterator[Callable[[], None]]:
+        """Yield the jobs, each to be called once."""
+        for job in self._jobs:
+            with self._changed:
+                if self.stopped.is_set():
+                    break
+                self._running += 1
+            yield partial(self._do, job)
+        with self._changed:
+            self._exhausted = True
+            self._changed.notify_all()
+
+    def _do(self, job: Job) -> None:
+        """Run ``job``. Raises nothing; an error stops the others."""
+        moved, error = 0, None
+        try:
+            moved = job(self)
+        except _StoppedError:
+            pass
+        except BaseException as e:  # noqa: BLE001 - raised by wait
+            error = e
+        with self._changed:
+            self._running -= 1
+            self._moved += moved
+            if error is not None and not self.stopped.is_set():
+                self._error = error
+                self.stopped.set()
+            self._changed.notify_all()
+
+    def wait(self, progress: Callable[[int], object]) -> None:
+        """Wait until all jobs are done, or one has failed: its error is raised, while others may be in the network."""
+        told, ended = 0, False
+        while not ended:
+            with self._changed:
+                self._changed.wait_for(lambda seen=told: self._moved > seen or self._ended(), _LOOK_SECONDS)
+                new, ended = self._moved - told, self._ended()
+            if new:
+                progress(new)
+                told += new
+        if self._error is not None:
+            raise self._error
+
+    def stop(self, error: BaseException) -> None:
+        """Have the jobs end because of ``error``, and wait until none uses what is the caller's."""
+        with self._changed:
+            self._error = self._error or error
+            self.stopped.set()
+            self._changed.notify_all()
+            while self._touching:
+                self._changed.wait(_LOOK_SECONDS)
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until no job is in the network either; return true if that was so in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._running == 0, seconds)
+
+    def _ended(self) -> bool:
+        if self.stopped.is_set():
+            return self._touching == 0
+        return self._exhausted and self._running == 0
+
+
+@final
+class WorkerPool:
+    """Up to ``most`` threads, started when there is work; where there are none, whoever has work does it.
+
+    Callers take turns: who has little to do does not wait for who has much. A thread that had nothing to do for a
+    minute ends. All are daemons: none keeps a process alive. Used as a context manager, or until :meth:`close`.
+
+    Args:
+        most: threads at the same time.
+        name: of the threads.
+        first: called in each of them before anything else.
+    """
+
+    def __init__(self, most: int, *, name: str, first: Callable[[], object] = lambda: None) -> None:
+        self._most = most
+        self._name = name
+        self._first = first
+        self._sources: deque[Iterator[Callable[[], None]]] = deque()
+        self._batches: list[Batch] = []
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def submit(self, work: Callable[[], _T]) -> Future[_T]:
+        """Have ``work`` done; return what comes of it."""
+        future: Future[_T] = Future()
+
+        def do() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = work()
+                except BaseException as e:  # noqa: BLE001 - it is the future's
+                    future.set_exception(e)
+                else:
+                    future.set_result(result)
+
+        self._add(iter([do]), threads=1)
+        return future
+
+    def run(self, batch: Batch, progress: Callable[[int], object]) -> None:
+        """Do all of ``batch``. ``progress`` is told, in this thread, of each so many bytes moved.
+
+        Raises:
+            Exception: the first that a job raised. Then, and after an interrupt, no job touches any more what is the
+                caller's.
+        """
+        self._batches.append(batch)
+        try:
+            self._add(batch.works(), threads=self._most)
+            batch.wait(progress)
+        except BaseException as e:
+            batch.stop(e)
+            raise
+        finally:
+            self._batches.remove(batch)
+
+    def close(self, seconds: float | None = None) -> None:
+        """End the threads, once what was submitted is done; batches that run are stopped. Twice is fine.
+
+        A thread that waits for the network for longer than ``seconds`` is left to end by itself.
+        """
+        with self._changed:
+            self._closed = True
+            threads = list(self._threads)
+            self._changed.notify_all()
+        for batch in list(self._batches):
+            batch.stop(_closed())
+        end = None if seconds is None else time.monotonic() + seconds
+        for thread in threads:
+            thread.join(None if end is None else max(0.0, end - time.monotonic()))
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _add(self, source: Iterator[Callable[[], None]], *, threads: int) -> None:
+        """Have ``source`` done, by up to so many threads that have nothing else to do."""
+        with self._changed:
+            if self._closed:
+                raise _closed()
+            self._sources.append(source)
+            wanted = len(self._sources) + threads - 1 - self._idle
+            new = min(wanted, self._most - len(self._threads))
+            self._threads += start_threads(self._work, new, name=self._name)
+            self._changed.notify(threads)
+            has_threads = bool(self._threads)
+        while not has_threads and (do := self._take()) is not None:
+            do()
+
+    def _work(self) -> None:
+        self._first()
+        while (do := self._next()) is not None:
+            do()
+
+    def _next(self) -> Callable[[], None] | None:
+        """Return work of the caller whose turn it is; ``None`` when this thread should end."""
+        with self._changed:
+            while (do := self._take()) is None:
+                self._idle += 1
+                in_time = not self._closed and self._changed.wait(_IDLE_SECONDS)
+                self._idle -= 1
+                if not in_time and not self._sources:
+                    self._threads.remove(threading.current_thread())
+                    return None
+            return do
+
+    def _take(self) -> Callable[[], None] | None:
+        with self._changed:
+            while self._sources:
+                source = self._sources.popleft()
+                if (do := next(source, None)) is not None:
+                    self._sources.append(source)
+                    return do
+        return None
+
+
+def _closed() -> RuntimeError:
+    return RuntimeError("the pool of threads is closed")
