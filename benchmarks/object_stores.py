@@ -323,7 +323,7 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
     from composerlite.checkpoint import Catalog
     from composerlite.checkpoint.place.bucket import Bucket
     from composerlite.checkpoint.record.retention import KeepAll
-    from composerlite.checkpoint.save.publishing import Publisher
+    from composerlite.checkpoint.save.publish import Publisher
     from composerlite.storage import Transfer, Uploader, open_store
 
     system = Composerlite(run)

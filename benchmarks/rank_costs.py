@@ -178,7 +178,7 @@ def _nothing_else() -> Generator[None]:
 
 def _planned(tensors: int, ranks: int) -> dict[str, float]:
     """Our way: from the plans of all ranks, as they arrive, to what each is told."""
-    from composerlite.checkpoint.save.sharded.plan_merge import PackedPlan, merge_plans
+    from composerlite.checkpoint.save.sharded_plan import PackedPlan, merge_plans
 
     sent = [pickle.dumps(PackedPlan.of(_plan_of(rank, ranks, tensors))) for rank in range(ranks)]
     with _nothing_else():
@@ -192,7 +192,7 @@ def _planned(tensors: int, ranks: int) -> dict[str, float]:
 def _compared(tensors: int, ranks: int) -> dict[str, float]:
     """DCP's way, which gives the same; what the first rank does when all have written; and reading the index."""
     from composerlite.checkpoint.format.sharded_index import read_index
-    from composerlite.checkpoint.save.sharded.plan_merge import PackedPlan, merge_plans
+    from composerlite.checkpoint.save.sharded_plan import PackedPlan, merge_plans
 
     plans = [_plan_of(rank, ranks, tensors) for rank in range(ranks)]
     start = time.perf_counter()

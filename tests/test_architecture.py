@@ -18,7 +18,7 @@ PACKAGE = ROOT / "composerlite"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 MOST_MODULES = 12
-LARGE_FOLDERS = {"checkpoint/save": 14}
+LARGE_FOLDERS: dict[str, int] = {}
 """Folders with more modules than that, and how many they have at most. No folder and no module is added here."""
 
 PLACES = {"Bucket", "Folder", "LocalPlace", "RemotePlace"}

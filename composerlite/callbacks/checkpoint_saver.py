@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from pathlib import Path
 from typing import Any, final
 
@@ -11,17 +10,9 @@ import torch
 
 from composerlite import dist
 from composerlite.callbacks.load_checkpoint import LoadCheckpoint
-from composerlite.callbacks.save_arguments import (
-    ends_with_this_batch,
-    interval_of,
-    is_never,
-    is_of_one_rank,
-    time_of,
-    whole_number,
-)
-from composerlite.checkpoint import Catalog, IgnoreKeys, PendingSave, SaveReport
-from composerlite.checkpoint.load.resume import Bucket
+from composerlite.checkpoint import IgnoreKeys, PendingSave
 from composerlite.checkpoint.record.naming import PartialFilePath
+from composerlite.checkpoint.save.run_folder import SaveOptions
 from composerlite.checkpoint.save.saver import Saver
 from composerlite.core import (
     AutoInterval,
@@ -33,8 +24,13 @@ from composerlite.core import (
     State,
     TimeInput,
     check_metric_exists,
+    ends_with_this_batch,
+    interval_of,
+    is_never,
+    is_of_one_rank,
+    time_of,
 )
-from composerlite.errors import CheckpointError, ConfigError, checked_arguments
+from composerlite.errors import CheckpointError, checked_arguments
 
 __all__ = ["CheckpointSaver"]
 
@@ -123,12 +119,11 @@ class CheckpointSaver(Callback):
         upload_timeout_in_seconds: float = 3600,
         num_remote_checkpoints_to_keep: int = -1,
     ) -> None:
-        whole_number(num_concurrent_uploads, argument="num_concurrent_uploads", least=1)
         self.save_interval = interval_of(save_interval, argument="save_interval", allow_auto=True)
         self.ephemeral_interval: SchedulePredicate | None = None
         if ephemeral_interval is not None:
             self.ephemeral_interval = interval_of(ephemeral_interval, argument="save_ephemeral_interval")
-        self._saver = Saver(
+        self.options = SaveOptions(
             folder=str(folder),
             filename=str(filename),
             remote_file_name=remote_file_name,
@@ -139,72 +134,48 @@ class CheckpointSaver(Callback):
             weights_only=weights_only,
             ignore_keys=ignore_keys,
             asynchronous=asynchronous,
-            staging_bytes=None
-            if staging_bytes is None
-            else whole_number(staging_bytes, argument="save_staging_bytes", least=0),
+            staging_bytes=staging_bytes,
             in_memory=in_memory,
-            failure_limit=whole_number(failure_limit, argument="save_failure_limit", least=0),
+            on_exception=on_exception,
+            failure_limit=failure_limit,
             any_ephemeral=ephemeral_interval is not None,
             keep_every=None if keep_every is None else time_of(keep_every, argument="save_keep_every"),
             best_k=best_k,
             best_metric=best_metric,
             best_mode=best_mode,
             staging_folder=staging_folder,
+            num_concurrent_uploads=num_concurrent_uploads,
             upload_timeout_in_seconds=float(upload_timeout_in_seconds),
             num_remote_checkpoints_to_keep=num_remote_checkpoints_to_keep,
         )
-        self.overwrite = overwrite
-        self.num_checkpoints_to_keep = num_checkpoints_to_keep
+        self.saver = Saver(self.options)
         self.weights_only = weights_only
-        self.ignore_keys = self._saver.ignore_keys
-        self.asynchronous = asynchronous
         self.lazy = lazy
         self.on_exception = on_exception
-        self.in_memory = in_memory
-        self.failure_limit = failure_limit
-        self.best_metric = best_metric
         self.last_checkpoint_batch: int | None = None
         self._last_was_ephemeral = False
         self._last_says: tuple[object, ...] | None = None
         self._measured = MeasuredMetrics()
-        self.take_leases = self._saver.take_leases
-        self.save_after_exception = self._saver.save_after_exception
-        self.published = self._saver.published
 
     # ── when ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def init(self, state: State, logger: Logger) -> None:
-        """Fill in the folder's name, make the folder, and finish or remove what a killed run left in it.
-
-        Raises:
-            ConfigError: the folder cannot be made or written to, or there is nowhere to keep checkpoints; or there are
-                ranks that save a directory together and do not see one folder with any rank of their node.
-            PermissionError: the bucket cannot be written to. FileNotFoundError: there is no such bucket.
-        """
-        if self.on_exception and (state.world_size > 1 or state.sharding is not None):
-            raise ConfigError(
-                "save_on_exception=True with several ranks, or with a model that is spread over ranks: where one fails "
-                "the others are in the middle of a step, and no state is that of all. Leave it out and save more often."
-            )
+        """Fill in names, make the folder, and finish or remove what a killed run left. See :meth:`Saver.open`."""
         fsdp = None if state.parallelism is None else state.parallelism.fsdp
-        directory: str | None = None
-        if fsdp is not None and fsdp.sharded_ckpt_prefix_dir != type(fsdp).sharded_ckpt_prefix_dir:
-            directory = fsdp.sharded_ckpt_prefix_dir
-        others = [one._saver for one in state.callbacks if isinstance(one, CheckpointSaver) and one is not self]
-        self._saver.open(state, logger, others=others, directory=directory)
-        for counter in self._saver.counters:
+        directory = None if fsdp is None else fsdp.sharded_ckpt_prefix_dir
+        if fsdp is not None and directory == type(fsdp).sharded_ckpt_prefix_dir:
+            directory = None
+        others = [one.saver for one in state.callbacks if isinstance(one, CheckpointSaver) and one is not self]
+        self.saver.open(state, logger, others=others, directory=directory)
+        for counter in self.saver.counters:
             state.piggyback.add(counter)
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Know the checkpoints of this run that are behind it."""
-        self._saver.take_up(state)
+        self.saver.take_up(state)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Refuse to start where another process writes, a checkpoint would be overwritten, or none can hold the model.
-
-        Raises:
-            RunInUseError: see :meth:`take_leases`.
-        """
-        self._saver.begin(state)
+        """Refuse to start where another process writes, files would be overwritten, or none could hold the model."""
+        self.saver.begin(state)
         if is_never(self.save_interval) and is_never(self.ephemeral_interval) and dist.get_global_rank() == 0:
             log.warning(
                 "save_interval=%s never comes: no checkpoint is saved in %r, not even at the end of training, unless "
@@ -212,12 +183,11 @@ class CheckpointSaver(Callback):
                 getattr(self.save_interval, "interval", None),
                 self.folder,
             )
-        if self.best_metric is not None:
-            check_metric_exists(self.best_metric, state, argument="save_best_metric")
-        now = int(state.timestamp.batch)
+        if self.options.best_metric is not None:
+            check_metric_exists(self.options.best_metric, state, argument="save_best_metric")
         if self._last_says is None:  # what was loaded
             self._last_says = _says(state)
-        if self.last_checkpoint_batch is not None and self.last_checkpoint_batch > now:
+        if (self.last_checkpoint_batch or 0) > int(state.timestamp.batch):
             self.last_checkpoint_batch = None  # time was reset: what was saved then says nothing about now
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
@@ -225,15 +195,15 @@ class CheckpointSaver(Callback):
 
         So a process that is killed has lost one interval at most, and not two where memory is slower than training.
         """
-        if self.in_memory and ends_with_this_batch(self.save_interval, state):
-            self._saver.wait_for_previous()
+        if self.options.in_memory and ends_with_this_batch(self.save_interval, state):
+            self.saver.wait_for_previous()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """See how the save in flight went; save if an interval says so."""
-        self._saver.look(state)
+        self.saver.look(state)
         self._learn()
         self._save_if_due(state, Event.BATCH_CHECKPOINT)
-        self._saver.prepare(state)
+        self.saver.prepare(state)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Keep what was measured for the manifest."""
@@ -252,41 +222,29 @@ class CheckpointSaver(Callback):
         self._save_if_due(state, Event.ITERATION_CHECKPOINT)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Save that the run was stopped if no checkpoint says so; wait for the save in flight and all publishing.
-
-        Raises:
-            Exception: what made one fail.
-        """
+        """Save that the run was stopped if no checkpoint says so; wait for saves and uploads; raise what they do."""
         if state.stopped is not None:  # maybe behind the last moment at which one is saved
             self._save_if_due(state, Event.EPOCH_CHECKPOINT)
-        self._saver.finish()
+        self.saver.finish()
         self._learn()
 
     def close(self, state: State, logger: Logger) -> None:
-        """Wait for the save in flight and for all uploads, whatever ended training.
-
-        Raises:
-            Exception: what made one fail.
-        """
-        self._saver.close()
+        """Wait for saves and uploads, whatever ended training, and raise what they do."""
+        self.saver.close()
 
     def _save_if_due(self, state: State, event: Event) -> None:
         due, ephemeral = self._due(state, event)
-        if not due and not ephemeral:
-            return
-        saved_already = self.last_checkpoint_batch == int(state.timestamp.batch)
-        if state.stopped is not None and self._last_says != _says(state) and not self.weights_only:
-            saved_already = False
-        if not saved_already or (due and self._last_was_ephemeral):
+        is_stop = state.stopped is not None and self._last_says != _says(state) and not self.weights_only
+        saved_already = self.last_checkpoint_batch == int(state.timestamp.batch) and not is_stop
+        if (due or ephemeral) and (not saved_already or (due and self._last_was_ephemeral)):
             self._start(state, ephemeral=ephemeral)
 
     def _due(self, state: State, event: Event) -> tuple[bool, bool]:
         """Whether to save, and whether an ephemeral one. What clocks and functions say is asked of rank 0."""
         due = self.save_interval(state, event)
         ephemeral = self.ephemeral_interval is not None and self.ephemeral_interval(state, event) and not due
-        if state.world_size > 1 and any(
-            is_of_one_rank(interval, state) for interval in (self.save_interval, self.ephemeral_interval)
-        ):
+        intervals = self.save_interval, self.ephemeral_interval
+        if state.world_size > 1 and any(is_of_one_rank(interval, state) for interval in intervals):
             answer = torch.tensor([int(due), int(ephemeral)])
             dist.broadcast(answer)
             due, ephemeral = map(bool, answer.tolist())
@@ -296,54 +254,43 @@ class CheckpointSaver(Callback):
     def save(self, state: State) -> str:
         """Save a checkpoint now, move ``latest``, delete what is not to be kept; its path, when it is committed."""
         pending = self._start(state, ephemeral=False)
-        self._saver.collect_all()
-        self._learn()
+        self.saver.collect_all()
         if pending is None:  # it failed and is tolerated; who asks for a path wants to know
             raise CheckpointError("the checkpoint could not be saved: see the warning in the log.")
-        return self._saver.path_of(pending.wait())
+        return self.saver.path_of(pending.wait())
 
     def has_saved(self, state: State) -> bool:
-        """Whether there is a checkpoint of where the run stands, and of what was evaluated; waits for a save in flight.
-
-        Raises:
-            Exception: what made that fail, unless that is tolerated.
-        """
-        self._saver.collect()
+        """Whether there is a checkpoint of where the run stands, and of what was evaluated. Waits for the last save."""
+        self.saver.collect()
         self._learn()
         is_of_now = self.last_checkpoint_batch == int(state.timestamp.batch) and self._last_says == _says(state)
-        return is_of_now and not self._saver.last_failed
+        return is_of_now and not self.saver.last_failed
 
     def save_last(self, state: State) -> None:
         """Save where the run stands, which has to end here. The next regular checkpoint takes its place."""
         self._start(state, ephemeral=True)
-        self._saver.collect_all()
-        self._learn()
+        self.saver.collect_all()
 
     def _start(self, state: State, *, ephemeral: bool) -> PendingSave | None:
         """Begin a save. Failures so far are raised first, or counted where that is tolerated."""
-        self._saver.wait_for_previous()
-        self._saver.collect()
+        self.saver.wait_for_previous()
+        self.saver.collect()
         self._learn()
         # Set first: the checkpoint that is being written counts as saved in its own state.
         self.last_checkpoint_batch, self._last_was_ephemeral = int(state.timestamp.batch), ephemeral
         self._last_says = _says(state)
         if isinstance(self.save_interval, AutoInterval):
             self.save_interval.save_began(state)
-        pending = self._saver.save(
-            state, ephemeral=ephemeral, metrics=self._measured.now(state), lazy=self._may_copy_late(state)
-        )
-        self._learn()
-        return pending
+        metrics, lazy = self._measured.now(state), self._may_copy_late(state)
+        return self.saver.save(state, ephemeral=ephemeral, metrics=metrics, lazy=lazy)
 
     def _learn(self) -> None:
         """Take note of how saves went that have ended."""
-        while self._saver.ended:
-            report = self._saver.ended.popleft()
-            if isinstance(self.save_interval, AutoInterval):
-                if report is None:
-                    self.save_interval.record_failure()
-                else:
-                    self.save_interval.record_save(report.seconds["stall"], report.seconds["total"])
+        for report in self.saver.take_ended():
+            if isinstance(self.save_interval, AutoInterval) and report is None:
+                self.save_interval.record_failure()
+            elif isinstance(self.save_interval, AutoInterval) and report is not None:
+                self.save_interval.record_save(report.seconds["stall"], report.seconds["total"])
 
     def _may_copy_late(self, state: State) -> bool:
         """Whether only optimizers change weights from here to their next step."""
@@ -355,56 +302,25 @@ class CheckpointSaver(Callback):
         )
         return ours and not state.algorithms
 
-    # ── where, and what is there ─────────────────────────────────────────────────────────────────────────────────
     @property
     def folder(self) -> str:
         """The local folder."""
-        return self._saver.folder
+        return self.saver.where.folder
 
     @property
     def filename(self) -> PartialFilePath:
         """The name of each checkpoint."""
-        return self._saver.filename
-
-    @property
-    def latest_filename(self) -> PartialFilePath | None:
-        """The name of the link to the newest."""
-        return self._saver.latest_filename
-
-    @property
-    def saved_checkpoints(self) -> list[str]:
-        """Paths of the checkpoints of this run, oldest first."""
-        return self._saver.saved_checkpoints
-
-    @property
-    def newest(self) -> str | None:
-        """Path of the newest checkpoint in the folder; ``None`` if there is none."""
-        return self._saver.newest
-
-    @property
-    def reports(self) -> deque[SaveReport]:
-        """How the last saves went."""
-        return self._saver.reports
+        return self.saver.where.filename
 
     @property
     def blocked_seconds(self) -> float:
         """How long training has waited for saves."""
-        return self._saver.blocked_seconds
+        return self.saver.blocked_seconds
 
     @property
-    def expected_seconds(self) -> float | None:
-        """How long a save takes, as the last one did; ``None``: there was none. Known on rank 0."""
-        return self._saver.expected_seconds
-
-    @property
-    def catalog(self) -> Catalog:
-        """The folder's checkpoints, on each node for itself."""
-        return self._saver.catalog
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """Where else they are."""
-        return [Bucket(publisher.remote, publisher.link, self.catalog) for publisher in self._saver.publishers]
+    def saved_checkpoints(self) -> list[str]:
+        """Paths of the checkpoints of this run, oldest first."""
+        return self.saver.saved_checkpoints
 
     # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────
     def state_dict(self) -> dict[str, Any]:

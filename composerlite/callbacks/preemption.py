@@ -179,9 +179,9 @@ class PreemptionHandler(Callback):
         if is_first:
             log.warning("%s: the run ends after batch %d, %.0f s are left", reason, int(state.timestamp.batch), left)
         savers = [saver for saver in state.callbacks if isinstance(saver, CheckpointSaver)]
-        savers = [saver for saver in savers if not saver.weights_only and not saver.in_memory]
+        savers = [saver for saver in savers if not saver.weights_only and not saver.options.in_memory]
         kept = [self._keep(saver, state) for saver in savers]
-        newest = savers[0].newest if savers else None
+        newest = savers[0].saver.newest if savers else None
         if is_first:
             what = "; ".join(kept) or "nothing was saved: there is no CheckpointSaver that saves more than weights"
             log.warning(
@@ -202,16 +202,16 @@ class PreemptionHandler(Callback):
         """Save where the run stands if there is time; what was kept, for the log."""
         group = dist.get_group()
         if not saver.has_saved(state) and int(state.timestamp.batch) > 0:
-            needed = group.from_first("deciding what to save", lambda: (saver.expected_seconds or 0.0) * _SAFETY)
+            needed = group.from_first("deciding what to save", lambda: (saver.saver.expected_seconds or 0.0) * _SAFETY)
             left = group.from_first("deciding what to save", lambda: self._left)
             if needed > left:
                 return (
                     f"no checkpoint of batch {int(state.timestamp.batch)} was begun: it takes {needed:.1f} s and "
-                    f"{left:.1f} are left; the newest is {saver.newest or 'none'}"
+                    f"{left:.1f} are left; the newest is {saver.saver.newest or 'none'}"
                 )
             saver.save_last(state)
-        name = saver.newest or f"the checkpoint of batch {int(state.timestamp.batch)}"
-        published = saver.published(self._left)
+        name = saver.saver.newest or f"the checkpoint of batch {int(state.timestamp.batch)}"
+        published = saver.saver.published(self._left)
         if published is None:
             return f"kept {name}"
         if published:

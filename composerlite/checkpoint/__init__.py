@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.record import rng
     from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState
     from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+    from composerlite.checkpoint.save.job import SaveReport
     from composerlite.checkpoint.save.pipeline import PendingSave, Pipeline, save_checkpoint
-    from composerlite.checkpoint.save.save_job import SaveReport
-    from composerlite.checkpoint.save.sharded.writing import RemoteFileSystemWriter
+    from composerlite.checkpoint.save.sharded_writer import RemoteFileSystemWriter
 
 __all__ = [
     "Catalog",
@@ -97,8 +97,8 @@ _LAZY, __dir__ = lazy_names(
         ".record.contents": ["IgnoreKeys", "TrainingState"],
         ".record.manifest": ["FileRecord", "Manifest"],
         ".save.pipeline": ["PendingSave", "Pipeline", "save_checkpoint"],
-        ".save.save_job": ["SaveReport"],
-        ".save.sharded.writing": ["RemoteFileSystemWriter"],
+        ".save.job": ["SaveReport"],
+        ".save.sharded_writer": ["RemoteFileSystemWriter"],
     },
 )
 

@@ -8,7 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from composerlite.core.event import Event
-from composerlite.core.interval import AutoInterval, IntervalScheduler, SchedulePredicate, create_interval_scheduler
+from composerlite.core.interval import (
+    AutoInterval,
+    IntervalScheduler,
+    SchedulePredicate,
+    create_interval_scheduler,
+    ends_with_this_batch,
+    interval_of,
+    is_never,
+    is_of_one_rank,
+    time_of,
+)
 from composerlite.core.parallelism import FSDPConfig, ParallelismConfig, TPConfig, ensure_parallelism
 from composerlite.core.progress import Span, read_time, span
 from composerlite.core.time import Time, TimeInput, Timestamp, TimeUnit, ensure_time
@@ -93,6 +103,7 @@ __all__ = [
     "count_samples",
     "count_tokens",
     "create_interval_scheduler",
+    "ends_with_this_batch",
     "ensure_data_spec",
     "ensure_evaluator",
     "ensure_parallelism",
@@ -101,6 +112,9 @@ __all__ = [
     "get_precision_context",
     "get_random_seed",
     "gives_one_value",
+    "interval_of",
+    "is_never",
+    "is_of_one_rank",
     "lost_parameters",
     "metric_values",
     "move_to_device",
@@ -111,6 +125,7 @@ __all__ = [
     "seed_torch",
     "span",
     "split_batch",
+    "time_of",
 ]
 
 __getattr__, __dir__ = lazy_names(

@@ -14,7 +14,17 @@ from composerlite.core.progress import Progress, span
 from composerlite.core.time import Time, TimeInput, Timestamp, TimeUnit
 from composerlite.errors import ConfigError
 
-__all__ = ["AutoInterval", "IntervalScheduler", "SchedulePredicate", "create_interval_scheduler"]
+__all__ = [
+    "AutoInterval",
+    "IntervalScheduler",
+    "SchedulePredicate",
+    "create_interval_scheduler",
+    "ends_with_this_batch",
+    "interval_of",
+    "is_never",
+    "is_of_one_rank",
+    "time_of",
+]
 
 SchedulePredicate: TypeAlias = Callable[[Any, Event], bool]
 """Says of a :class:`State` whether to act at an event. May be called at any event, also at those it never acts at."""
@@ -259,3 +269,39 @@ def create_interval_scheduler(
     return IntervalScheduler(
         interval, include_end_of_training=include_end_of_training, checkpoint_events=checkpoint_events
     )
+
+
+def interval_of(value: Any, *, argument: str, allow_auto: bool = False) -> SchedulePredicate:
+    """Return what :func:`create_interval_scheduler` does, whose ConfigError names ``argument``."""
+    try:
+        return create_interval_scheduler(value, allow_auto=allow_auto)
+    except ConfigError as e:
+        raise ConfigError(f"{argument}={value!r}: {e}") from e
+
+
+def is_never(interval: SchedulePredicate | None) -> bool:
+    """Return whether ``interval`` never comes."""
+    return interval is None or (isinstance(interval, IntervalScheduler) and interval.never)
+
+
+def ends_with_this_batch(interval: SchedulePredicate, state: Progress) -> bool:
+    """Return whether ``interval``, if it is one of batches, is over when the batch that is being trained on is done."""
+    if not isinstance(interval, IntervalScheduler) or interval.interval.unit is not TimeUnit.BATCH or interval.never:
+        return False
+    return (int(state.timestamp.batch) + 1) % int(interval.interval) == 0
+
+
+def time_of(value: TimeInput, *, argument: str) -> Time:
+    """Return an amount of training, in epochs if no unit is given; ConfigError, which names ``argument``."""
+    try:
+        return Time.from_input(value, TimeUnit.EPOCH)
+    except ConfigError as e:
+        raise ConfigError(f"{argument}={value!r}: {e}") from e
+
+
+def is_of_one_rank(interval: SchedulePredicate | None, state: Progress) -> bool:
+    """Return whether ranks may differ in what ``interval`` says: it looks at a clock, or is a function of the user."""
+    if interval is None:
+        return False
+    by_clock = state.max_duration is not None and state.max_duration.unit is TimeUnit.SECOND
+    return by_clock or not isinstance(interval, IntervalScheduler) or interval.interval.unit is TimeUnit.SECOND

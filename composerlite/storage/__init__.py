@@ -23,7 +23,7 @@ from composerlite.storage.disk.files import (
     read_small_file,
     replace_symlink,
 )
-from composerlite.storage.disk.memory import Copier, Copying, HostMemory, available_memory
+from composerlite.storage.disk.memory import Copier, Copying, HostMemory, WarmMemory, available_memory
 from composerlite.storage.disk.reader import ParallelReader, verify_file
 from composerlite.storage.disk.stream_writer import RING_BYTES, StreamWriter
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name
@@ -62,6 +62,7 @@ __all__ = [
     "Transfer",
     "Uploader",
     "VerifiedObject",
+    "WarmMemory",
     "WorkerPool",
     "abandoned_temporaries",
     "atomic_write",

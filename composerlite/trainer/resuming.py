@@ -12,7 +12,7 @@ from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import IgnoreKeys, load_checkpoint
 from composerlite.checkpoint.load.resolve import download_bar
-from composerlite.checkpoint.load.resume import Choice, begin_attempt, choose
+from composerlite.checkpoint.load.resume import Bucket, Choice, begin_attempt, choose
 from composerlite.checkpoint.record.contents import check_ignore_keys
 from composerlite.core import LoggerDestination, State
 from composerlite.errors import ConfigError
@@ -80,8 +80,8 @@ def load_or_resume(
     else:
         origin = None if settings.load_weights_only else state.load_path  # with weights alone a run starts from scratch
         catalogs, buckets = (
-            [saver.catalog for saver in savers],
-            [bucket for saver in savers for bucket in saver.buckets],
+            [saver.saver.where.catalog for saver in savers],
+            _buckets(savers),
         )
         state.lineage = begin_attempt(catalogs, state.run_name, buckets=buckets, origin=origin)
     return resumed
@@ -132,14 +132,15 @@ def _newest_checkpoint(state: State, settings: LoadSettings, savers: Sequence[Ch
     with dist.get_group().all_or_none("taking the lease of the run"):
         if state.rank == 0:
             for saver in savers:
-                saver.take_leases(state.run_name, settings.autoresume_timeout)
+                saver.saver.take_leases(state.run_name, settings.autoresume_timeout)
+    folders = [saver.saver.where for saver in savers]
     with download_bar(settings.load_progress_bar) as tell:
         choice = choose(
-            [saver.catalog for saver in savers],
+            [folder.catalog for folder in folders],
             state.run_name,
-            templates=[saver.filename.filename for saver in savers],
-            links=[None if saver.latest_filename is None else saver.latest_filename.filename for saver in savers],
-            buckets=[bucket for saver in savers for bucket in saver.buckets],
+            templates=[folder.filename.filename for folder in folders],
+            links=[None if one.latest_filename is None else one.latest_filename.filename for one in folders],
+            buckets=_buckets(savers),
             progress=tell,
         )
     if choice.place is None:
@@ -174,3 +175,11 @@ def _take_new_rates(state: State) -> None:
     for scheduler in state.schedulers:
         if len(getattr(scheduler, "base_lrs", ())) == len(now):
             scheduler.base_lrs = list(now)
+
+
+def _buckets(savers: Sequence[CheckpointSaver]) -> list[Bucket]:
+    return [
+        Bucket(publisher.remote, publisher.link, saver.saver.where.catalog)
+        for saver in savers
+        for publisher in saver.saver.publishers
+    ]

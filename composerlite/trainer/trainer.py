@@ -405,7 +405,7 @@ class Trainer:
             if isinstance(e, Exception):
                 for saver in self._savers:
                     if saver.on_exception:
-                        saver.save_after_exception(state, e)
+                        saver.saver.save_after_exception(state, e)
             self._ranks.parallel.give_up()
             raise
         finally:

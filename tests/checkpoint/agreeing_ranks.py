@@ -20,7 +20,7 @@ from composerlite import dist
 from composerlite.checkpoint.place import node_disks
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.record.contents import gather
-from composerlite.checkpoint.save.sharded.saving import Shards, expected_bytes
+from composerlite.checkpoint.save.sharded_writer import ShardWriter, expected_bytes
 from composerlite.core import Event, State
 from composerlite.errors import ConfigError, RankError
 
@@ -96,7 +96,7 @@ def expects(folder: Path) -> tuple[int, int]:
     state = sharded_state(width=256)
     step(state)
     contents = gather(state, weights_only=False, ignore_keys=None)
-    body = Shards(lambda: contents, ShardedDirectory.on_disk(folder / "ba1"), overwrite=False)
+    body = ShardWriter(lambda: contents, ShardedDirectory.on_disk(folder / "ba1"), overwrite=False, of_run=True)
     body.close(may_be_committed=False)
     return expected_bytes(contents), body.size_bytes
 

@@ -94,7 +94,7 @@ def plans(folder: Path) -> None:
     again: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: again.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("composerlite.checkpoint.save.sharded.planned")
+    logger = logging.getLogger("composerlite.checkpoint.save.sharded_plan")
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
 

@@ -105,7 +105,7 @@ def go_on(folder: Path) -> dict[str, Any]:
     logger = Logger(state)
     saver = CheckpointSaver("run", "ba{batch}.pt", save_interval="1ba", num_checkpoints_to_keep=1)
     saver.init(state, logger)
-    found = newest_good([saver.catalog], "run")
+    found = newest_good([saver.saver.where.catalog], "run")
     assert found is not None
     load_checkpoint(found, state)
     saver.after_load(state, logger)

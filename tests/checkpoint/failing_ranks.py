@@ -19,8 +19,8 @@ from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, load_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.save import pipeline
-from composerlite.checkpoint.save.monolith import Monolith
-from composerlite.checkpoint.save.snapshot import Staging
+from composerlite.checkpoint.save.file_writer import SingleFileWriter
+from composerlite.checkpoint.save.staging import Staging
 from composerlite.core import Logger, State
 from composerlite.dist.commit_barrier import CommitRound
 from composerlite.storage import StagedLink
@@ -32,8 +32,8 @@ STAGES: dict[str, list[Stage]] = {
         ("gather", 1, pipeline, "gather"),
         ("reserve", 0, Catalog, "reserve"),
         ("snapshot", 1, Staging, "take"),
-        ("write", 0, Monolith, "write"),
-        ("flush", 0, Monolith, "finish"),
+        ("write", 0, SingleFileWriter, "write"),
+        ("flush", 0, SingleFileWriter, "finish"),
         ("commit", 0, Catalog, "commit"),
         ("latest", 0, StagedLink, "publish"),
         ("retention", 0, Catalog, "delete"),

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.save.snapshot import Staging
+from composerlite.checkpoint.save.staging import Staging
 from composerlite.core import FSDPConfig, Logger, ParallelismConfig, State
 from composerlite.dist.commit_barrier import CommitRound
 from composerlite.errors import RankError
@@ -59,7 +59,7 @@ def a_run(folder: Path) -> dict[str, Any]:
         next_batch(state, saver, logger)
     saver.fit_end(state, logger)
     saver.close(state, logger)
-    return {"saved": saver.saved_checkpoints, "next": random.random(), "stalls": len(saver.reports)}
+    return {"saved": saver.saved_checkpoints, "next": random.random(), "stalls": len(saver.saver.reports)}
 
 
 def sharded_state(mesh_shape: tuple[int, ...] = (), *, width: int = 24, kind: str = "sharded") -> State:

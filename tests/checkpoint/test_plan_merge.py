@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from composerlite.checkpoint.save.sharded.plan_merge import PackedPlan, merge_plans
+from composerlite.checkpoint.save.sharded_plan import PackedPlan, merge_plans
 
 PARTS, WHOLE = WriteItemType.SHARD, WriteItemType.TENSOR
 

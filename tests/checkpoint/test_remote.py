@@ -15,7 +15,7 @@ from composerlite.checkpoint.load import resume
 from composerlite.checkpoint.load.resume import newest_good
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.record.retention import retention_policy
-from composerlite.checkpoint.save.publishing import Publisher
+from composerlite.checkpoint.save.publish import Publisher
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, ObjectStoreTransientError
 from composerlite.storage import RetryPolicy, Transfer, Uploader
 from composerlite.storage.stores.local import LocalObjectStore

@@ -54,8 +54,8 @@ class Do(Callback):
         if int(state.timestamp.batch) == self.batch:
             for callback in state.callbacks:
                 if isinstance(callback, CheckpointSaver):
-                    callback._saver.wait_for_previous()
-                    for publisher in callback._saver.publishers:
+                    callback.saver.wait_for_previous()
+                    for publisher in callback.saver.publishers:
                         assert publisher.uploader.wait(30)
             self.what()
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from composerlite.checkpoint.format.torch_file import TorchImage
-from composerlite.checkpoint.save.snapshot import Snapshot, Staging
+from composerlite.checkpoint.save.staging import Snapshot, Staging
 from composerlite.errors import SaveError
 
 SIZE = 4 << 20
@@ -36,7 +36,7 @@ def lazily(staging: Staging, optimizer: torch.optim.Optimizer, weight: nn.Parame
     """A snapshot of ``weight``."""
     image = TorchImage({"weight": weight})
     assert staging.reserve(image.size_bytes)
-    return staging.take(image, [optimizer])[1]
+    return staging.take(image, [optimizer])
 
 
 def tried(staging: Staging, optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> None:

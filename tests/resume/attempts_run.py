@@ -57,12 +57,12 @@ class SayAndDie(Callback):
 
     def _is_saved(self, state: State, saver: CheckpointSaver) -> bool:
         name = f"ba{self.die}.pt"
-        here = saver.catalog.manifest_of(name)
+        here = saver.saver.where.catalog.manifest_of(name)
         if here is None or here.lineage != state.lineage:
             return False
-        for bucket in saver.buckets:
-            latest = None if bucket.link is None else bucket.remote.latest(bucket.link)
-            if latest is None or latest.files != here.files or not bucket.remote.leads(str(bucket.link), name):
+        for one in saver.saver.publishers:
+            latest = None if one.link is None else one.remote.latest(one.link)
+            if latest is None or latest.files != here.files or not one.remote.leads(str(one.link), name):
                 return False
         return True
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from composerlite.storage import StreamWriter
-from composerlite.storage.disk.working_memory import borrow_memory, give_memory_back
+from composerlite.storage.disk.memory import borrow_memory, give_memory_back
 
 MiB = 1 << 20
 

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -24,7 +24,6 @@ from composerlite.checkpoint.api.state_dict import (
     get_checkpoint_metadata,
     load_model_and_optim_state,
     load_state_dict,
-    run_behind,
 )
 from composerlite.checkpoint.api.step_metadata import (
     CheckpointMetadata,
@@ -34,13 +33,14 @@ from composerlite.checkpoint.api.step_metadata import (
     read_train_state,
 )
 from composerlite.checkpoint.api.train_module import TrainModule, TrainModuleLike, state_to_load, state_to_save
-from composerlite.checkpoint.format.torch_file import TorchImage
+from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.place.place import SaveHandle
 from composerlite.checkpoint.place.step import MARKER, MODEL, TRAIN, StepFolder, step_folder_of
-from composerlite.checkpoint.record.manifest import FileRecord
-from composerlite.checkpoint.save.sharded.copy import Staged
-from composerlite.checkpoint.save.sharded.planned import PlannedSave, plan_save
-from composerlite.dist import Group, group_of
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+from composerlite.checkpoint.save.job import SaveJob
+from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
+from composerlite.checkpoint.save.staging import shared_staging
+from composerlite.dist import Group, get_local_world_size, group_of
 from composerlite.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -49,12 +49,14 @@ from composerlite.errors import (
     UnknownArgumentError,
     did_you_mean,
 )
+from composerlite.storage import HostMemory
 from composerlite.types import StateDict
 
 __all__ = ["CheckpointMetadata", "Checkpointer", "CheckpointerConfig"]
 
 log = logging.getLogger(__name__)
 _ATTEMPTS = 20
+_ALIGNMENT = 4096
 _STEP = re.compile(r"step(0|[1-9]\d*)")
 
 
@@ -139,8 +141,9 @@ class Checkpointer:
             RankError: a rank failed to write, or is late: names it, on every rank. In one process what it failed with.
             ConfigError: the URI names no store, or a machine does not see the folder.
         """
-        with contextlib.ExitStack() as resources:
-            self._begin(resources, dir, train_module, train_state, ephemeral, lambda state: state).run()
+        job = self._begin(dir, train_module, train_state, ephemeral)
+        job.run()
+        log.info("saved checkpoint %s", job.path)
 
     def save_async(
         self,
@@ -160,57 +163,53 @@ class Checkpointer:
         Raises:
             CheckpointExistsError, ConfigError: as :meth:`save`.
         """
-        staged = Staged(may_be_live=not self.throttle_uploads)  # else it waits for its turn
-        with contextlib.ExitStack() as resources:
-            save = self._begin(resources, dir, train_module, train_state, ephemeral, staged.take)
-            later = resources.pop_all()
+        job = self._begin(dir, train_module, train_state, ephemeral)
+        job.stage(shared_staging)
 
         def work() -> None:
-            with later:
-                save.planned.run_with(staged, save.run)
+            job.run()
+            log.info("saved checkpoint %s", job.path)
 
-        self._last = run_behind(work)
-        staged.wait()
+        self._last = job.start(work)
         return self._last
 
     def _begin(
-        self,
-        resources: contextlib.ExitStack,
-        place: str | os.PathLike[str],
-        train_module: TrainModuleLike,
-        train_state: StateDict,
-        ephemeral: bool,
-        take: Callable[[StateDict], StateDict],
-    ) -> _StepSave:
+        self, place: str | os.PathLike[str], train_module: TrainModuleLike, train_state: StateDict, ephemeral: bool
+    ) -> SaveJob:
         """Claim the directory and plan the save, with all ranks."""
         if self._last is not None:
             concurrent.futures.wait([self._last])  # its error is its own future's
         group = group_of(self.process_group)
-        folder = resources.enter_context(step_folder_of(place))
         images: list[TorchImage] = []
 
         def state() -> StateDict:
-            whole = take({"model": state_to_save(train_module), "train": train_state})
-            images.append(TorchImage(whole["train"]))
-            return whole["model"]
+            images.append(TorchImage(train_state))
+            return state_to_save(train_module)
 
-        staging = group.all_reduce(
-            "claiming a directory", lambda: None, lambda _: folder.claim(overwrite=self.save_overwrite)
-        )
-        try:
-            planned = plan_save(
-                resources.enter_context(folder.model(staging)),
+        with contextlib.ExitStack() as resources:
+            folder = resources.enter_context(step_folder_of(place))
+            staging = group.all_reduce(
+                "claiming a directory", lambda: None, lambda _: folder.claim(overwrite=self.save_overwrite)
+            )
+            resources.callback(folder.abandon)
+            shards = ShardWriter(
                 state,
+                folder.model(staging),
                 group=group,
                 overwrite=bool(staging.suffix),
                 threads=self.save_thread_count,
                 throttle=self.throttle_uploads,
                 reuse_plan=True,
             )
-        except BaseException:
-            folder.abandon()
-            raise
-        return _StepSave(folder, staging, planned, images[0], ephemeral)
+            resources.pop_all()
+        patience = get_local_world_size() if self.throttle_uploads else 1
+        return SaveJob(
+            manifest=record_of_directory(MODEL, group.size),
+            path=folder.uri,
+            writer=_StepWriter(folder, staging, shards, images[0], group=group, ephemeral=ephemeral),
+            votes=[group.vote(f"saving {folder.uri}", patience=patience)],
+            group=group,
+        )
 
     def write_file(
         self,
@@ -378,40 +377,76 @@ class Checkpointer:
 
 
 @final
-class _StepSave:
-    """A save that every rank has the plan of."""
+class _StepWriter:
+    """What this rank writes of a step: its file in ``train/``, and its part of the model and the optimizer.
+
+    Args:
+        folder: of the step.
+        staging: where a save goes to.
+        shards: what is to be written of the model and the optimizer.
+        train: what this rank remembers beside that.
+        group: the ranks that save together.
+        ephemeral: the checkpoint may be deleted as soon as there is a newer one.
+    """
 
     def __init__(
-        self, folder: StepFolder, staging: SaveHandle, planned: PlannedSave, image: TorchImage, ephemeral: bool
+        self,
+        folder: StepFolder,
+        staging: SaveHandle,
+        shards: ShardWriter,
+        train: TorchImage,
+        *,
+        group: Group,
+        ephemeral: bool,
     ) -> None:
+        self.gathers = False
+        self.may_stream = shards.may_stream
+        self.seconds: dict[str, float] = {}
+        self.weights_crc: Sequence[int] = ()
+        self._start = -(-shards.size_bytes // _ALIGNMENT) * _ALIGNMENT
+        self.size_bytes = self._start + train.size_bytes
         self._folder = folder
         self._staging = staging
-        self.planned = planned
-        self._image = image
+        self._shards = shards
+        self._train = train
+        self._group = group
         self._ephemeral = ephemeral
+        self._record: FileRecord | None = None
 
-    def run(self) -> None:
-        """Write and commit, together with the other ranks, in any thread."""
-        group, vote = self.planned.group, self.planned.vote
-        name = f"{TRAIN}/rank{group.rank}.pt"
+    def storages(self) -> list[StorageCopy]:
+        """What is to be copied before training changes it."""
+        train = [StorageCopy(storage, self._start + offset) for storage, offset in self._train.storages()]
+        return [*self._shards.storages(), *train]
 
-        def write() -> tuple[FileRecord, Any]:
-            digest = self._folder.write(self._staging, name, self._image)
-            record = FileRecord(name, digest.size_bytes, digest.xxh3_128, digest.chunk_bytes, digest.chunks)
-            return record, self.planned.write()
+    def staged_in(self, memory: HostMemory) -> None:
+        """From now on the bytes are those in ``memory``."""
+        self._shards.staged_in(memory)
+        self._train.staged_in(memory, self._start)
 
-        def commit(written: list[tuple[FileRecord, Any]]) -> None:
-            files = tuple(record for record, _ in written)
-            marker = CheckpointMetadata(ephemeral=self._ephemeral, world_size=group.size, train=files).to_json()
-            self._folder.prepare(self._staging, marker)
-            self.planned.commit([results for _, results in written])
-            self._folder.commit(self._staging, marker)
+    def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
+        """Write the file of this rank, and its part of the directory, as :meth:`ShardWriter.write` does."""
+        name = f"{TRAIN}/rank{self._group.rank}.pt"
+        digest = self._folder.write(self._staging, name, self._train)
+        self._record = FileRecord(name, digest.size_bytes, digest.xxh3_128, digest.chunk_bytes, digest.chunks)
+        self._shards.write(memory, ring_bytes, may_grow=may_grow)
 
-        try:
-            vote.run(write, commit)
-        except BaseException:
-            if not vote.may_be_committed:
-                self.planned.abandon()
-                self._folder.abandon()
-            raise
-        log.info("saved checkpoint %s", self._folder.uri)
+    def finish(self) -> tuple[FileRecord, Any]:
+        """Wait until everything is durable; what rank 0 needs to know of it."""
+        assert self._record is not None
+        return self._record, self._shards.finish()
+
+    def commit(self, manifest: Manifest, parts: Sequence[tuple[FileRecord, Any]]) -> Manifest:
+        """Make the checkpoint exist: first the directory in it, then all of it."""
+        files = tuple(record for record, _ in parts)
+        marker = CheckpointMetadata(ephemeral=self._ephemeral, world_size=self._group.size, train=files).to_json()
+        self._folder.prepare(self._staging, marker)
+        self._shards.commit(manifest, [results for _, results in parts])
+        self._folder.commit(self._staging, marker)
+        return manifest
+
+    def close(self, *, may_be_committed: bool) -> None:
+        """Remove what was written, unless it is committed or may be."""
+        self._shards.close(may_be_committed=may_be_committed)
+        if not may_be_committed:
+            self._folder.abandon()
+        self._folder.close()

@@ -26,11 +26,12 @@ from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.load.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import PathOrUri, ShardedDirectory, directory_at
-from composerlite.checkpoint.save.sharded.copy import Staged
-from composerlite.checkpoint.save.sharded.planned import PlannedSave, plan_save
-from composerlite.dist import SingleProcess, group_of, is_initialized
+from composerlite.checkpoint.save.job import SaveJob
+from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
+from composerlite.checkpoint.save.staging import shared_staging
+from composerlite.dist import SingleProcess, get_local_world_size, group_of, is_initialized
 from composerlite.errors import IncompatibleCheckpointError
-from composerlite.storage import number_of, start_threads
+from composerlite.storage import number_of
 from composerlite.types import StateDict, Stateful
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def save_state_dict(
     settings = _SaveSettings(
         process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
     )
-    _save(dir, lambda: _plain(state_dict), settings)
+    settings.save(dir, lambda: _plain(state_dict))
 
 
 def async_save_state_dict(
@@ -116,7 +117,7 @@ def async_save_state_dict(
     settings = _SaveSettings(
         process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
     )
-    return _save_behind(dir, lambda: _plain(state_dict), settings)
+    return settings.save_in_background(dir, lambda: _plain(state_dict))
 
 
 def save_model_and_optim_state(
@@ -148,7 +149,7 @@ def save_model_and_optim_state(
     settings = _SaveSettings(
         process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
     )
-    _save(dir, lambda: model_and_optim_state(model, optim, flatten=flatten_optimizer_state), settings)
+    settings.save(dir, lambda: model_and_optim_state(model, optim, flatten=flatten_optimizer_state))
 
 
 def async_save_model_and_optim_state(
@@ -168,7 +169,9 @@ def async_save_model_and_optim_state(
     settings = _SaveSettings(
         process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
     )
-    return _save_behind(dir, lambda: model_and_optim_state(model, optim, flatten=flatten_optimizer_state), settings)
+    return settings.save_in_background(
+        dir, lambda: model_and_optim_state(model, optim, flatten=flatten_optimizer_state)
+    )
 
 
 @final
@@ -187,60 +190,48 @@ class _SaveSettings:
         number_of(self.threads, 1)
         number_of(self.processes, 1, "process_count")
 
-    def plan(self, folder: ShardedDirectory, state: Callable[[], StateDict]) -> PlannedSave:
+    def save(self, place: PathOrUri, state: Callable[[], StateDict]) -> None:
+        """Save what ``state`` gives to ``place``."""
+        with directory_at(place, threads=self.threads) as folder:
+            self._job(folder, state).run()
+
+    def save_in_background(self, place: PathOrUri, state: Callable[[], StateDict]) -> Future[None]:
+        """Do so in the background, with a copy."""
+        with contextlib.ExitStack() as resources:
+            folder = resources.enter_context(directory_at(place, threads=self.threads))
+            if not is_initialized():  # else all ranks must hear of it: when the save is planned
+                folder.check_free(overwrite=self.overwrite)
+            job = self._job(folder, state)
+            job.stage(shared_staging)
+            later = resources.pop_all()
+
+        def work() -> None:
+            with later:
+                job.run()
+
+        return job.start(work)
+
+    def _job(self, folder: ShardedDirectory, state: Callable[[], StateDict]) -> SaveJob:
+        """Plan a save, together with the other ranks."""
         group = group_of(self.group)
         if group.is_first:
             Catalog(folder.place).tidy()
-        return plan_save(
-            folder,
+        writer = ShardWriter(
             state,
+            folder,
             group=group,
             overwrite=self.overwrite,
             threads=self.threads,
             throttle=self.throttle,
             reuse_plan=self.reuse_plan,
         )
-
-
-def _save(place: PathOrUri, state: Callable[[], StateDict], settings: _SaveSettings) -> None:
-    with directory_at(place, threads=settings.threads) as folder:
-        settings.plan(folder, state).run()
-
-
-def _save_behind(place: PathOrUri, state: Callable[[], StateDict], settings: _SaveSettings) -> Future[None]:
-    with contextlib.ExitStack() as resources:
-        folder = resources.enter_context(directory_at(place, threads=settings.threads))
-        if not is_initialized():  # else all ranks must hear of it: when the save is planned
-            folder.check_free(overwrite=settings.overwrite)
-        staged = Staged(may_be_live=not settings.throttle)  # else it waits for its turn
-        planned = settings.plan(folder, lambda: staged.take(state()))
-        later = resources.pop_all()
-
-    def work() -> None:
-        with later:
-            planned.run_with(staged, planned.run)
-
-    future = run_behind(work)
-    staged.wait()
-    return future
-
-
-def run_behind(work: Callable[[], None]) -> Future[None]:
-    """Do ``work`` in a thread of its own, for which a program that ends waits; at once where there is none."""
-    future: Future[None] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as e:  # noqa: BLE001 - it is the future's
-            future.set_exception(e)
-        else:
-            future.set_result(None)
-
-    if not start_threads(run, 1, name="checkpoint-save", daemon=False):  # a program that ends waits for it
-        run()
-    return future
+        return SaveJob(
+            manifest=record_of_directory(folder.name, group.size),
+            path=folder.uri,
+            writer=writer,
+            votes=[group.vote(f"saving {folder.uri}", patience=get_local_world_size() if self.throttle else 1)],
+            group=group,
+        )
 
 
 def _plain(state: StateDict) -> StateDict:

@@ -18,7 +18,7 @@ from composerlite.checkpoint.format.packing import is_tar
 from composerlite.checkpoint.format.sharded_index import nested
 from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.place.directory import PathOrUri
-from composerlite.checkpoint.save.plain_files import file_writer, write_torch
+from composerlite.checkpoint.save.file_writer import plain_writer, write_torch
 from composerlite.dist import is_initialized
 from composerlite.errors import CheckpointExistsError, ConfigError, IncompatibleCheckpointError
 from composerlite.storage import atomic_write, is_uri, make_folder, parse_uri
@@ -135,7 +135,7 @@ def unshard_checkpoint(
         raise ConfigError(f"target_dir={os.fspath(target_dir)!r}: want a folder of this machine; upload it then.")
     target = Path(parse_uri(os.fspath(target_dir))[2])
     strategy = unshard_strategy or UnshardStrategy.one_file()
-    write = file_writer(use_safetensors=use_safetensors)
+    write = plain_writer(use_safetensors=use_safetensors)
     if not save_overwrite and target.is_dir() and any(target.iterdir()):
         raise CheckpointExistsError(f"{str(target)!r} is not empty: give another folder, or save_overwrite=True.")
     if isinstance(dir, str | os.PathLike) and is_tar(Path(os.fspath(dir))):

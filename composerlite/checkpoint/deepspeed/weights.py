@@ -20,7 +20,7 @@ from torch import Tensor
 from composerlite import dist
 from composerlite.checkpoint.deepspeed.archives import MODEL, RankFiles, find_archives, model_states, the_file
 from composerlite.checkpoint.load.reader import readable
-from composerlite.checkpoint.save.plain_files import file_writer
+from composerlite.checkpoint.save.file_writer import plain_writer
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
 from composerlite.storage import is_uri, make_folder, parse_uri
 from composerlite.types import StateDict
@@ -195,7 +195,7 @@ def unshard_zero(
     if is_uri(os.fspath(target)):
         raise ConfigError(f"target={os.fspath(target)!r}: want a file of this machine; upload it then.")
     file = Path(parse_uri(os.fspath(target))[2])
-    write = file_writer(use_safetensors=file.suffix == _SAFETENSORS if use_safetensors is None else use_safetensors)
+    write = plain_writer(use_safetensors=file.suffix == _SAFETENSORS if use_safetensors is None else use_safetensors)
     if file.exists() and not save_overwrite:
         raise CheckpointExistsError(f"{str(file)!r} exists: give another name, or save_overwrite=True.")
     archives = find_archives(os.fspath(path), "", None, argument="path")

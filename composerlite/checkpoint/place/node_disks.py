@@ -1,9 +1,4 @@
-"""Disks that nodes have of their own: who sees the same one, and how a checkpoint on all of them is committed, or none.
-
-When every rank has written, each disk's part is prepared: durable, and not yet a checkpoint. Then rank 0 commits its
-own part, which decides, and the others follow. A kill in between leaves prepared parts, which the next start completes
-if the first disk has the checkpoint, and removes if it has not.
-"""
+"""Disks that nodes have of their own: who sees the same one, and the end of what a killed run has left on each."""
 
 from __future__ import annotations
 
@@ -12,31 +7,25 @@ import fcntl
 import logging
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, final
+from typing import final
 
 from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.directory import FinalizedManifest
-from composerlite.checkpoint.record.manifest import Manifest
-from composerlite.errors import ConfigError, CorruptCheckpointError
+from composerlite.errors import ConfigError
 from composerlite.storage import make_folder
 
 __all__ = [
     "ONE_DISK",
-    "DiskBody",
-    "DiskCommit",
     "Disks",
     "check_one_disk",
-    "delete_named",
     "disks_of",
-    "prepared_folder",
+    "recover_on_other_disks",
 ]
 
 log = logging.getLogger(__name__)
-R = TypeVar("R")
 _APPEARS_SECONDS = 5.0
 """A network file system may show a new file on other machines a moment later."""
 _PAUSE_SECONDS = 0.1
@@ -155,92 +144,12 @@ def _keeper(mark: Path) -> int | None:
 
 
 # ── the commit ───────────────────────────────────────────────────────────────────────────────────────────────────────
-class DiskBody(Protocol):
-    """What this rank writes of a checkpoint, and, on one rank of each disk, how it becomes a part of the whole."""
-
-    def seal(self, manifest: Manifest, parts: Sequence[Any]) -> FinalizedManifest:
-        """On rank 0: the index and the record of all files."""
-        ...
-
-    def prepare(self, sealed: FinalizedManifest) -> None:
-        """Make this disk's part durable, so that nothing is left but to rename it."""
-        ...
-
-    def complete(self) -> None:
-        """Give this disk's part its name and its commit record."""
-        ...
-
-
-@final
-@dataclass(kw_only=True)
-class DiskCommit:
-    """The commit of one checkpoint on several disks.
-
-    Attributes:
-        body: what this rank writes.
-        votes: three, of all ranks: when each has written, when each disk is prepared, when each is complete.
-    """
-
-    body: DiskBody
-    votes: Sequence[dist.Vote]
-
-    @property
-    def may_be_committed(self) -> bool:
-        """Rank 0 has committed its part, or it is not known here that it has not."""
-        return self.votes[1].may_be_committed
-
-    def run(
-        self,
-        finish: Callable[[], Any],
-        manifest: Callable[[], Manifest],
-        complete: Callable[[], object],
-        conclude: Callable[[Manifest], R],
-    ) -> R:
-        """Commit on all disks; what ``conclude`` gave on rank 0, on every rank.
-
-        Args:
-            finish: wait until this rank's files are durable; what rank 0 needs to know of them.
-            manifest: what will be committed, but for its files. On rank 0.
-            complete: what else belongs to it on a rank whose disk is complete.
-            conclude: what is left when all disks are. On rank 0.
-
-        Raises:
-            RankError: a rank failed. Nothing is committed unless :attr:`may_be_committed`.
-        """
-        written, prepared, completed = self.votes
-        sealed: FinalizedManifest = written.run(finish, lambda parts: self.body.seal(manifest(), parts))
-
-        def follow() -> None:
-            if dist.get_global_rank() != 0:
-                self.body.complete()
-            complete()
-
-        prepared.run(lambda: self.body.prepare(sealed), lambda _: self.body.complete())
-        return completed.run(follow, lambda _: conclude(sealed.manifest))
-
-
-def delete_named(catalog: Catalog, names: Iterable[str]) -> None:
-    """Delete what this disk has of checkpoints that rank 0 has given up. What stays takes space, and that is logged."""
-    for name in names:
-        try:
-            if (manifest := catalog.manifest_of(name)) is not None:
-                catalog.delete(manifest)
-        except (OSError, CorruptCheckpointError) as e:
-            log.warning("%s is given up and cannot be deleted here: %s", catalog.folder / name, e)
-
-
-def prepared_folder(catalog: Catalog) -> Disks:
-    """Who shares the folder of ``catalog``. What a killed run left in those of other nodes is finished or removed.
+def recover_on_other_disks(catalog: Catalog, disks: Disks) -> None:
+    """Finish or remove what a killed run left in the folders that nodes have of their own, as ``catalog`` has one.
 
     Every rank calls it, when rank 0 has done so with its own.
-
-    Raises:
-        ConfigError: see :func:`disks_of`.
     """
     group = dist.get_group()
-    disks = disks_of(catalog.folder)
-    if not disks.are_several:
-        return disks
     log.info("%s: nodes have folders of their own, and each keeps what its ranks write", catalog.folder)
     committed = group.from_first(
         "finding the checkpoints of all nodes",
@@ -249,4 +158,3 @@ def prepared_folder(catalog: Catalog) -> Disks:
     with group.all_or_none("preparing the folders of all nodes"):
         if disks.is_keeper and not group.is_first:
             catalog.recover(committed)
-    return disks

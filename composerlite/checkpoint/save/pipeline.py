@@ -1,8 +1,7 @@
-"""Saves checkpoints one after the other: snapshot → write → commit → publish.
+"""Saves the checkpoints of a run one after the other, each a ``SaveJob`` in the background.
 
-The training thread takes the snapshot and goes on; everything else happens behind it. Where there is no memory for a
-snapshot, the same bytes stream to the file through a ring of buffers, and the training thread waits until the last of
-them is in the ring.
+Which :class:`Form` they have, a file, a directory of all ranks or an archive of each, follows from how the model is
+spread over ranks: :func:`form_of`, and nothing else in this package, asks for that.
 """
 
 from __future__ import annotations
@@ -13,19 +12,20 @@ import math
 import pickle
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
-from torch.optim import Optimizer
 
 from composerlite import dist
+from composerlite.checkpoint.format.archive import DEEPSPEED, DEEPSPEED_TYPES, STATES
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.place.node_disks import ONE_DISK, DiskCommit, Disks, check_one_disk, disks_of
+from composerlite.checkpoint.place.node_disks import ONE_DISK, Disks, check_one_disk, disks_of
 from composerlite.checkpoint.record import rng
 from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, gather
 from composerlite.checkpoint.record.manifest import Manifest, plain_timestamp, versions
@@ -37,26 +37,237 @@ from composerlite.checkpoint.record.naming import (
     format_name_with_dist_and_time,
     names_of_ranks,
 )
-from composerlite.checkpoint.save.monolith import Monolith, NothingToWrite
-from composerlite.checkpoint.save.save_job import LONGEST_WORK, Body, SaveJob, SaveReport
-from composerlite.checkpoint.save.snapshot import Snapshot, Staging
+from composerlite.checkpoint.save.file_writer import Gathering, NullWriter, RankArchiveWriter, SingleFileWriter
+from composerlite.checkpoint.save.job import LONGEST_WORK, FollowUp, RankWriter, SaveJob, SaveReport
+from composerlite.checkpoint.save.staging import Snapshot, Staging
 from composerlite.errors import ConfigError, SaveError
-from composerlite.storage import start_threads
 from composerlite.types import Lineage, StateDict
 
-if TYPE_CHECKING:
-    from composerlite.checkpoint.save.sharded import saving as sharded_saving
-
-__all__ = ["PendingSave", "Pipeline", "save", "save_checkpoint"]
+__all__ = ["Form", "PendingSave", "Pipeline", "form_of", "save", "save_checkpoint"]
 
 log = logging.getLogger(__name__)
 _PREVIOUS_SECONDS = 3600.0
 """How long a save waits for the one before it. A disk that takes longer hangs."""
 
 
+# ── the forms that a checkpoint may have ─────────────────────────────────────────────────────────────────────────────
+Gathered = Callable[..., StateDict]
+"""Gives what is saved; ``generators`` are those of all ranks, in some form."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """What a run wants to have saved.
+
+    Attributes:
+        state: of the run. gathered: makes what is saved of it.
+        catalog: the folder. names: of the files of the checkpoint, as :meth:`Form.names` gives them.
+        template: of these names.
+        weights_only: nothing but the model is saved.
+        overwrite: replace what has these names.
+        disks: which ranks see the same folder.
+    """
+
+    state: TrainingState
+    gathered: Gathered
+    catalog: Catalog
+    names: Sequence[str]
+    template: str
+    weights_only: bool
+    overwrite: bool
+    disks: Disks
+
+
+class Form(ABC):
+    """How a run's checkpoints lie in their folder.
+
+    Attributes:
+        kind: as manifests say it.
+        may_be_lazy: nothing but its optimizers' steps changes the state that is saved.
+        is_spread: the model is spread over ranks. is_shared: several ranks write to the folder.
+        has_names_of_ranks: each rank has a file, and a link, with a name of its own.
+    """
+
+    kind: str
+    may_be_lazy = True
+    is_spread = True
+    is_shared = False
+    has_names_of_ranks = False
+
+    def template(self, template: str, argument: str = "save_filename") -> str:
+        """Return the template of names in this form for that of a file; ``argument`` is for errors."""
+        return template
+
+    def names(self, template: str, state: TrainingState) -> list[str]:
+        """Return the names of the files of a checkpoint, that of rank 0 first; of all ranks where each writes one."""
+        return [first_name(template, state)]
+
+    def check(self, *, weights_only: bool, ignore_keys: IgnoreKeys) -> None:
+        """See that what is to be saved can be; ConfigError."""
+
+    def disks(self, folder: Path) -> Disks:
+        """Find out which ranks see the same ``folder``; every rank calls it."""
+        return ONE_DISK
+
+    @abstractmethod
+    def expected_bytes(self, gathered: Gathered) -> int | None:
+        """Return about how much memory a copy takes on this rank; ``None`` where that is not known before a save."""
+
+    @abstractmethod
+    def writer(self, request: SaveRequest) -> RankWriter:
+        """Return what this rank is to write; all ranks call it."""
+
+
+def form_of(state: TrainingState) -> Form:
+    """Return the form of the checkpoints of ``state``."""
+    if state.sharding == "sharded":
+        return _Directory()
+    if state.sharding == "deepspeed":
+        return _Archives()
+    return _File(gathers=state.sharding == "full")
+
+
+@final
+class _File(Form):
+    """One file, which rank 0 writes.
+
+    Args:
+        gathers: what is spread over ranks is gathered for it.
+    """
+
+    kind = "monolithic"
+
+    def __init__(self, *, gathers: bool) -> None:
+        self._gathers = self.is_spread = gathers
+
+    def expected_bytes(self, gathered: Gathered) -> int | None:
+        if self._gathers or dist.get_global_rank() != 0:
+            return None
+        return _image(gathered(), "checkpoint").size_bytes
+
+    def writer(self, request: SaveRequest) -> RankWriter:
+        contents = request.gathered(generators=_generators(request.weights_only))
+        gathering = Gathering(contents) if self._gathers else None
+        if gathering is not None:
+            contents = gathering.contents
+        if dist.get_global_rank() != 0:
+            return NullWriter(gathering)
+        image = _image(contents, f"checkpoint {str(request.catalog.folder / request.names[0])!r}")
+        return SingleFileWriter(
+            image,
+            request.catalog,
+            name=request.names[0],
+            template=request.template,
+            overwrite=request.overwrite,
+            weights=contents.get("state", {}).get("model", {}).values(),
+            gathering=gathering,
+        )
+
+
+@final
+class _Directory(Form):
+    """A directory, to which all ranks write."""
+
+    kind = "sharded"
+    is_shared = True
+
+    def template(self, template: str, argument: str = "save_filename") -> str:
+        return directory_template(template, argument=argument)
+
+    def disks(self, folder: Path) -> Disks:
+        return disks_of(folder) if dist.get_world_size() > 1 else ONE_DISK
+
+    def expected_bytes(self, gathered: Gathered) -> int | None:
+        from composerlite.checkpoint.save.sharded_writer import expected_bytes  # slow to import
+
+        return expected_bytes(gathered())
+
+    def writer(self, request: SaveRequest) -> RankWriter:
+        from composerlite.checkpoint.place.directory import ShardedDirectory  # as slow
+        from composerlite.checkpoint.save.sharded_writer import ShardWriter
+
+        own = {str(dist.get_global_rank()): rng.packed(rng.of_training())}
+        return ShardWriter(
+            lambda: request.gathered(generators=own),
+            ShardedDirectory.on_disk(request.catalog.folder / request.names[0], request.catalog.folder),
+            overwrite=request.overwrite,
+            disks=request.disks,
+            of_run=True,
+            reuse_plan=True,
+        )
+
+
+@final
+class _Archives(Form):
+    """An archive for each rank, with the files of DeepSpeed."""
+
+    kind = "deepspeed"
+    may_be_lazy = False  # the engine changes more than its optimizer's step does
+    is_shared = True
+    has_names_of_ranks = True
+
+    def template(self, template: str, argument: str = "save_filename") -> str:
+        return archive_template(template, argument=argument)
+
+    def names(self, template: str, state: TrainingState) -> list[str]:
+        return names_of_ranks(template, state.run_name, state.timestamp, dist.get_world_size())
+
+    def check(self, *, weights_only: bool, ignore_keys: IgnoreKeys) -> None:
+        if weights_only:
+            raise ConfigError(
+                "weights_only=True (save_weights_only=True in the Trainer): DeepSpeed has the weights in pieces, with "
+                "the state of the optimizer, and saves both. Save whole checkpoints, and make a file of the weights of "
+                "one with composerlite.checkpoint.unshard_zero."
+            )
+        for glob in () if ignore_keys is None or callable(ignore_keys) else ignore_keys:
+            if glob.startswith(("state/model", "state/optimizers")):
+                raise ConfigError(
+                    f"save_ignore_keys: {glob!r} is in the files of DeepSpeed, which saves "
+                    "weights and optimizer as a whole. Leave it out."
+                )
+
+    def disks(self, folder: Path) -> Disks:
+        return check_one_disk(disks_of(folder), folder) if dist.get_world_size() > 1 else ONE_DISK
+
+    def expected_bytes(self, gathered: Gathered) -> int | None:
+        return None
+
+    def writer(self, request: SaveRequest) -> RankWriter:
+        engine = request.state.deepspeed
+        assert engine is not None, "it is made before anything is saved"
+        images = {STATES: TorchImage(request.gathered(generators=_generators(request.weights_only)))}
+        for name, contents in engine.saved().items():
+            images[f"{DEEPSPEED}/{name}"] = TorchImage(contents, DEEPSPEED_TYPES)
+        return RankArchiveWriter(
+            images, request.catalog, names=request.names, rank=dist.get_global_rank(), overwrite=request.overwrite
+        )
+
+
+def first_name(template: str, state: TrainingState) -> str:
+    """Return the name that ``template`` gives now on rank 0."""
+    return format_name_with_dist_and_time(template, state.run_name, state.timestamp, **FIRST_RANK)
+
+
+def _generators(weights_only: bool) -> list[dict[str, Any]] | None:
+    """Return the random generators of all ranks; ``None`` where there is one, or they are not saved."""
+    if weights_only or dist.get_world_size() == 1:
+        return None
+    states = dist.get_group().gather(bytes(rng.packed(rng.of_training()).numpy()))
+    return [rng.unpacked(torch.frombuffer(bytearray(state), dtype=torch.uint8)) for state in states]
+
+
+def _image(contents: StateDict, what: str) -> TorchImage:
+    try:
+        return TorchImage(contents)
+    except (pickle.PickleError, AttributeError, TypeError, ValueError) as e:  # what cannot be pickled raises any
+        raise SaveError(f"{what}: its contents cannot be written: {e}") from e
+
+
+# ── saves ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class PendingSave:
-    """A save that goes on behind training.
+    """A save in the background.
 
     To be made on the training thread.
 
@@ -65,15 +276,29 @@ class PendingSave:
 
     Attributes:
         name: of the checkpoint to come, below its folder.
+        deletion_error: why older checkpoints could not be deleted.
     """
 
     def __init__(self, name: str, snapshot: Snapshot | None = None) -> None:
         self.name = name
+        self.deletion_error: Exception | None = None
         self._snapshot = snapshot
         self._training_thread = threading.get_ident()
         self._future: Future[SaveReport] = Future()
         self._tidied = threading.Event()
-        self.deletion_error: Exception | None = None
+
+    def start(self, job: SaveJob, work: Callable[[], SaveReport]) -> None:
+        """Do ``work``, which runs ``job``, and then delete older checkpoints: the next snapshot waits for neither."""
+
+        def tidy() -> None:
+            try:
+                job.delete_old()
+            except Exception as e:  # noqa: BLE001 - who saves asks for it
+                self.deletion_error = e
+            finally:
+                self._tidied.set()
+
+        self._future = job.start(work, tidy)
 
     @property
     def done(self) -> bool:
@@ -106,24 +331,6 @@ class PendingSave:
     def is_tidy(self) -> bool:
         """Whether older checkpoints are deleted."""
         return self._tidied.is_set()
-
-    def settle(self, run: Callable[[], SaveReport]) -> None:
-        """Run what is left of the save, and keep what comes of it for who waits."""
-        try:
-            report = run()
-        except BaseException as e:  # noqa: BLE001 - wait() raises it, in the thread that can do something about it
-            self._future.set_exception(e)
-        else:
-            self._future.set_result(report)
-
-    def tidy(self, delete_old: Callable[[], object]) -> None:
-        """Delete older checkpoints, after the save has ended: neither training nor the next snapshot waits for that."""
-        try:
-            delete_old()
-        except Exception as e:  # noqa: BLE001 - who saves asks for it
-            self.deletion_error = e
-        finally:
-            self._tidied.set()
 
     def wait_until_tidy(self) -> None:
         """Wait until older checkpoints are deleted.
@@ -162,13 +369,9 @@ class Pipeline:
         """
         if self._pending is not None:
             return  # it found memory, or gets some for the next at its end
-        if state.sharding == "sharded":
-            from composerlite.checkpoint.save.sharded.saving import expected_bytes  # slow to import
-
-            self._staging.prepare(expected_bytes(gather(state, weights_only=weights_only, ignore_keys=ignore_keys)))
-        elif dist.get_global_rank() == 0 and state.sharding is None:
-            contents = gather(state, weights_only=weights_only, ignore_keys=ignore_keys)
-            self._staging.prepare(_image(contents, "checkpoint").size_bytes)
+        gathered = functools.partial(gather, state, weights_only=weights_only, ignore_keys=ignore_keys)
+        if (size_bytes := form_of(state).expected_bytes(gathered)) is not None:
+            self._staging.prepare(size_bytes)
 
     def prepared(self, timeout: float = 60.0) -> bool:
         """Wait for :meth:`prepare`; whether it is done."""
@@ -226,41 +429,38 @@ class Pipeline:
         self.wait_for_previous()
         waiting, self._waited = self._waited, 0.0
         started = time.perf_counter() - waiting
-        if state.sharding == "sharded":
-            template = directory_template(template)
-        elif state.sharding == "deepspeed":
-            template = archive_template(template)
-            _check_whole(weights_only=weights_only, ignore_keys=ignore_keys)
-        names = _names(template, state)
+        form = form_of(state)
+        template = form.template(template)
+        form.check(weights_only=weights_only, ignore_keys=ignore_keys)
+        names = form.names(template, state)
         name = names[0]
         previous = self._pending
         if previous is not None and not self._given_up.isdisjoint(names):
             previous.wait_until_tidy()  # one of this name is about to go
         # First of all: votes are counted on each rank.
-        several = disks.are_several
-        votes = [group.vote(f"checkpoint {name!r}", longest_work=LONGEST_WORK) for _ in range(3 if several else 1)]
+        rounds = 3 if disks.are_several else 1
+        votes = [group.vote(f"checkpoint {name!r}", longest_work=LONGEST_WORK) for _ in range(rounds)]
         # Before the ranks meet to gather: a name that is taken is told as that.
         with group.all_or_none(f"checkpoint {name!r}"):
             for one in names if disks.is_keeper else ():
                 catalog.reserve(one, overwrite=overwrite)
-        body: Body
-        on_disks: DiskCommit | None = None
         with group.all_or_none(f"checkpoint {name!r}"):
             gathered = functools.partial(gather, state, weights_only=weights_only, ignore_keys=ignore_keys)
-            if state.sharding == "sharded":
-                folder = ShardedDirectory.on_disk(catalog.folder / name, catalog.folder)
-                shards = _shards(gathered, folder, overwrite=overwrite, disks=disks)
-                body, on_disks = shards, DiskCommit(body=shards, votes=votes) if several else None
-            elif state.sharding == "deepspeed":
-                contents = gathered(generators=_generators(weights_only))
-                body = _archive(state, contents, catalog, names, overwrite=overwrite)
-            else:
-                contents = gathered(generators=_generators(weights_only))
-                body = _file(state, contents, catalog, name, template, overwrite=overwrite)
+            request = SaveRequest(
+                state=state,
+                gathered=gathered,
+                catalog=catalog,
+                names=names,
+                template=template,
+                weights_only=weights_only,
+                overwrite=overwrite,
+                disks=disks,
+            )
+            writer = form.writer(request)
         job = SaveJob(
             manifest=Manifest(
                 name=name,
-                kind="crash" if after_crash else _kind(state, weights_only=weights_only),
+                kind="crash" if after_crash else "weights" if weights_only else form.kind,
                 template=template,
                 run_name=state.run_name,
                 timestamp=plain_timestamp(state.timestamp.state_dict()),
@@ -273,60 +473,37 @@ class Pipeline:
                 versions=versions(),
                 lineage=getattr(state, "lineage", Lineage()),  # a loop of the user's own may have none
             ),
-            catalog=catalog,
-            body=body,
+            path=catalog.folder / name,
+            writer=writer,
+            votes=votes,
+            group=group,
+            follow_up=FollowUp(
+                catalog=catalog,
+                latest={} if latest is None else dict(zip(form.names(latest, state), names, strict=True)),
+                publish=publish,
+                give_up=give_up,
+                is_leader=disks.is_keeper,
+            ),
             started=started,
             waiting_seconds=waiting,
             ring_bytes=self._staging.ring_bytes,
-            latest={} if latest is None else dict(zip(_names(latest, state), names, strict=True)),
-            publish=publish,
-            give_up=give_up,
-            vote=votes[0],
-            on_disks=on_disks,
-            disks=disks,
             blocking=not asynchronous,
         )
         if asynchronous:
-            late = lazy and state.sharding != "deepspeed"  # whose engine changes more than its optimizer's step does
-            self._stage(job, state.optimizers if late else ())
+            # While older checkpoints are being deleted, there may be no room for the file yet.
+            has_room = previous is None or previous.is_tidy
+            job.stage(
+                self._staging,
+                state.optimizers if lazy and form.may_be_lazy else (),
+                has_room=has_room,
+                make_room=self.wait_until_tidy,
+            )
         pending = self._pending = PendingSave(name, job.snapshot)
         job.stall_seconds = time.perf_counter() - started
         if job.snapshot is not None:  # it counts its own, later ones too
             job.stall_seconds -= job.snapshot.stall_seconds
-
-        def finish() -> None:
-            pending.settle(lambda: self._finish(job, previous))
-            pending.tidy(job.delete_old)
-
-        # Not a daemon: a program that ends waits until its last checkpoint is committed.
-        if not asynchronous or not start_threads(finish, 1, name="checkpoint-save", daemon=False):
-            job.blocking = True
-            finish()
+        pending.start(job, lambda: self._finish(job, previous))
         return pending
-
-    def _stage(self, job: SaveJob, lazy: Sequence[Optimizer]) -> None:
-        """Copy what ``job`` writes, or have it written now. With several ranks, what fails is for the vote."""
-        try:
-            # While older checkpoints are being deleted, there may be no room for the file yet.
-            is_tidy = self._pending is None or self._pending.is_tidy
-            streams = job.body.is_plain and is_tidy and self._staging.would_be_new(job.body)
-            copies = not streams and self._staging.reserve(job.body.size_bytes)
-            if job.body.gathers:
-                streams, copies = dist.get_group().broadcast((streams, copies))
-            if copies:
-                job.memory, job.snapshot = self._staging.take(job.body, lazy)
-                return
-            if not streams:
-                log.info("no memory for a copy of %s: training waits while it is written", job.path)
-                self.wait_until_tidy()
-            with self._staging.paused():
-                job.write(may_grow=streams)
-            job.streamed = streams
-        except BaseException as e:
-            job.body.close(may_be_committed=False)
-            if job.manifest.world_size == 1:
-                raise
-            job.failure = e
 
     def close(self) -> None:
         """Wait for the save that goes on and give the memory back. Errors of the save are left to who waits for it."""
@@ -337,11 +514,7 @@ class Pipeline:
     def _finish(self, job: SaveJob, previous: PendingSave | None) -> SaveReport:
         if previous is not None:
             previous.wait_until_tidy()  # the disk has room for no more than one checkpoint too many
-        try:
-            report = job.run()
-        finally:
-            if job.streamed:
-                self._staging.prepare(job.body.size_bytes)
+        report = job.run()
         self._given_up = set(report.deleted)
         before = self._previous.get(job.manifest.template)
         if (
@@ -387,95 +560,6 @@ class Pipeline:
         log.info("waited %.2f s for the save of %s to end", seconds, pending.name)
 
 
-def _shards(
-    gathered: Callable[..., StateDict], folder: ShardedDirectory, *, overwrite: bool, disks: Disks
-) -> sharded_saving.Shards:
-    """What this rank is to write of a directory."""
-    from composerlite.checkpoint.save.sharded.saving import Shards  # slow to import
-
-    own = {str(dist.get_global_rank()): rng.packed(rng.of_training())}
-    return Shards(lambda: gathered(generators=own), folder, overwrite=overwrite, disks=disks)
-
-
-def _file(
-    state: TrainingState, contents: StateDict, catalog: Catalog, name: str, template: str, *, overwrite: bool
-) -> Body:
-    """What this rank is to write of a file with ``contents``."""
-    gathering = None
-    if state.sharding == "full":
-        from composerlite.checkpoint.save.sharded.gathering import Gathering
-
-        gathering = Gathering(contents)
-        contents = gathering.contents
-    if dist.get_global_rank() != 0:
-        return NothingToWrite(gathering)
-    image = _image(contents, f"checkpoint {str(catalog.folder / name)!r}")
-    weights = contents.get("state", {}).get("model", {}).values()
-    return Monolith(
-        image, catalog, name=name, template=template, overwrite=overwrite, weights=weights, gathering=gathering
-    )
-
-
-def _archive(
-    state: TrainingState, contents: StateDict, catalog: Catalog, names: Sequence[str], *, overwrite: bool
-) -> Body:
-    """What this rank is to write of a checkpoint of DeepSpeed."""
-    from composerlite.checkpoint.save.rank_archive import RankArchive  # most runs are without
-
-    assert state.deepspeed is not None, "its engine is made before anything is saved"
-    files = state.deepspeed.saved()
-    return RankArchive(contents, files, catalog, names=names, rank=dist.get_global_rank(), overwrite=overwrite)
-
-
-def _check_whole(*, weights_only: bool, ignore_keys: IgnoreKeys) -> None:
-    """See that all of a checkpoint of DeepSpeed is to be saved. Its files hold what they hold."""
-    if weights_only:
-        raise ConfigError(
-            "weights_only=True (save_weights_only=True in the Trainer): DeepSpeed has the weights in pieces, with the "
-            "state of the optimizer, and saves both. Save whole checkpoints, and make a file of the weights of one "
-            "with composerlite.checkpoint.unshard_zero."
-        )
-    for glob in () if ignore_keys is None or callable(ignore_keys) else ignore_keys:
-        if glob.startswith(("state/model", "state/optimizers")):
-            raise ConfigError(
-                f"save_ignore_keys: {glob!r} is in the files of DeepSpeed, which saves "
-                "weights and optimizer as a whole. Leave it out."
-            )
-
-
-def _kind(state: TrainingState, *, weights_only: bool) -> str:
-    if weights_only:
-        return "weights"
-    return state.sharding if state.sharding in ("sharded", "deepspeed") else "monolithic"
-
-
-def _generators(weights_only: bool) -> list[dict[str, Any]] | None:
-    """The random generators of all ranks; ``None`` where there is one, or they are not saved."""
-    if weights_only or dist.get_world_size() == 1:
-        return None
-    states = dist.get_group().gather(bytes(rng.packed(rng.of_training()).numpy()))
-    return [rng.unpacked(torch.frombuffer(bytearray(state), dtype=torch.uint8)) for state in states]
-
-
-def _name(template: str, state: TrainingState) -> str:
-    """The name that a checkpoint gets: that of rank 0."""
-    return format_name_with_dist_and_time(template, state.run_name, state.timestamp, **FIRST_RANK)
-
-
-def _names(template: str, state: TrainingState) -> list[str]:
-    """The names of the files of a checkpoint, that of rank 0 first; of all ranks where each writes one."""
-    if state.sharding != "deepspeed":
-        return [_name(template, state)]
-    return names_of_ranks(template, state.run_name, state.timestamp, dist.get_world_size())
-
-
-def _image(contents: StateDict, what: str) -> TorchImage:
-    try:
-        return TorchImage(contents)
-    except (pickle.PickleError, AttributeError, TypeError, ValueError) as e:  # what cannot be pickled raises any
-        raise SaveError(f"{what}: its contents cannot be written: {e}") from e
-
-
 def save(state: TrainingState, **arguments: Any) -> Path:
     """Save a checkpoint of ``state`` and return its path when it is committed. Arguments as :meth:`Pipeline.save`."""
     return Pipeline().save(state, **arguments, asynchronous=False).wait().path
@@ -493,11 +577,9 @@ def save_checkpoint(
     When this returns, the checkpoint is durable and committed. ``filename`` may contain the format variables
     ``{run_name} {rank} {epoch} {batch}`` … and folders. See :meth:`Pipeline.save` for what is guaranteed and raised.
     """
-    template = check_template(Path(filename).name, argument="filename")
-    if state.sharding == "deepspeed":
-        template = archive_template(template, argument="filename")
-    folder = Path(_name(str(Path(filename).parent), state))
-    several = state.sharding in ("sharded", "deepspeed") and dist.get_world_size() > 1
+    form = form_of(state)
+    template = form.template(check_template(Path(filename).name, argument="filename"), "filename")
+    folder = Path(first_name(str(Path(filename).parent), state))
     path = save(
         state,
         catalog=Catalog(folder),
@@ -505,11 +587,6 @@ def save_checkpoint(
         weights_only=weights_only,
         ignore_keys=ignore_keys,
         overwrite=True,
-        disks=_disks(folder, state) if several else ONE_DISK,
+        disks=form.disks(folder),
     )
     return str(path)
-
-
-def _disks(folder: Path, state: TrainingState) -> Disks:
-    disks = disks_of(folder)
-    return check_one_disk(disks, folder) if state.sharding == "deepspeed" else disks

@@ -14,8 +14,8 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.record import rng
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, versions
-from composerlite.checkpoint.save.plain_files import file_writer
-from composerlite.checkpoint.save.sharded.saving import Shards
+from composerlite.checkpoint.save.file_writer import plain_writer
+from composerlite.checkpoint.save.sharded_writer import ShardWriter
 from composerlite.checkpoint.tools.whole import weights_of
 from composerlite.errors import CheckpointExistsError
 from composerlite.storage import StagedFile, make_folder
@@ -71,7 +71,7 @@ def write_directory(contents: Any, path: Path, manifest: Manifest | None, *, ove
     if isinstance(generators, list):
         own = enumerate(cast("list[Any]", generators))
         state = {**state, "rng": {str(rank): rng.packed(one) for rank, one in own}}
-    shards = Shards(lambda: state, folder, overwrite=overwrite)
+    shards = ShardWriter(lambda: state, folder, overwrite=overwrite, of_run=True, reuse_plan=True)
     is_committed = False
     try:
         shards.write(None, 0)
@@ -89,7 +89,7 @@ def write_safetensors(contents: Any, path: Path, *, overwrite: bool, source: str
     """
     if not overwrite and path.exists():
         raise CheckpointExistsError(f"{str(path)!r} is there already. Give another name, or --overwrite.")
-    write = file_writer(use_safetensors=True)
+    write = plain_writer(use_safetensors=True)
     weights = weights_of(contents, source)
     make_folder(path.parent)
     write(path, weights)

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from composerlite.checkpoint.save.plain_files import file_writer
+from composerlite.checkpoint.save.file_writer import plain_writer
 from composerlite.checkpoint.tools.whole import weights_of
 from composerlite.errors import (
     CheckpointExistsError,
@@ -103,7 +103,7 @@ def write_huggingface(
         raise ConfigError(f"largest file of {largest_file_bytes} bytes: want a positive number of bytes.")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"dtype={dtype}: want a type of floating-point numbers, e.g. bfloat16.")
-    write = file_writer(use_safetensors=True)
+    write = plain_writer(use_safetensors=True)
     kept = kept_by_huggingface(contents, source)
     model = cast("StateDict", kept["model"])
     tokenizer = _files_of_tokenizer(kept.get("tokenizer"), source)

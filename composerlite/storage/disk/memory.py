@@ -18,7 +18,7 @@ from typing import Any, final
 from composerlite.storage.disk.addresses import move, move_small
 from composerlite.storage.workers import start_threads
 
-__all__ = ["Copier", "Copying", "HostMemory", "available_memory"]
+__all__ = ["Copier", "Copying", "HostMemory", "WarmMemory", "available_memory", "borrow_memory", "give_memory_back"]
 
 _HUGE_PAGE_BYTES = 2 << 20
 _HUGE_PAGES, _WIPE_ON_FORK, _POPULATE_WRITE = 14, 18, 23  # what madvise(2) can be told
@@ -26,6 +26,8 @@ _FAULT_BYTES = 64 << 20
 _PIECE_BYTES = 1000 << 10  # from 1 MiB on libc moves memory in a slower way
 _SMALL_BYTES = 16 << 10
 _WAIT_SECONDS = 600.0
+_LEAST_LENT_BYTES = 49 << 20  # what is asked for by default, so that each finds what the other left
+_MOST_KEPT_BYTES = 65 << 20  # a load's blocks
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -100,6 +102,75 @@ def _populate(address: int, size: int) -> None:
     if code != errno.EINVAL:  # that is a kernel before 5.14
         raise OSError(code, f"{os.strerror(code)}: {size} bytes of memory")
     ctypes.memset(address, 0, size)
+
+
+@final
+class WarmMemory:
+    """Memory that nobody uses now, for who needs some next.
+
+    The first touch of memory costs more than what is done with it, up to 3 ms per MiB in virtual machines whose host
+    takes free pages back: as much as writing it to a fast disk.
+
+    What it does not keep it returns, to be closed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: HostMemory | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Of what is there."""
+        free = self._free
+        return 0 if free is None else free.size_bytes
+
+    def has(self, size_bytes: int) -> bool:
+        """Return whether there is some, of at least so many bytes."""
+        free = self._free
+        return free is not None and free.size_bytes >= size_bytes
+
+    def take(self) -> HostMemory | None:
+        """Take what is there."""
+        with self._lock:
+            memory, self._free = self._free, None
+        return memory
+
+    def keep(self, memory: HostMemory) -> HostMemory | None:
+        """Keep ``memory``, which holds what its last user left in it. Of two pieces the larger one stays."""
+        with self._lock:
+            smaller, larger = memory, self._free
+            if larger is None or larger.size_bytes < smaller.size_bytes:
+                smaller, larger = larger, smaller
+            self._free = larger
+        return smaller
+
+
+_lent = WarmMemory()
+
+
+def borrow_memory(size_bytes: int) -> HostMemory:
+    """Return memory of at least ``size_bytes``, that a write or a read of a file works with.
+
+    It is the borrower's until :func:`give_memory_back`.
+
+    Raises:
+        OSError: the system does not give that much.
+    """
+    if (memory := _lent.take()) is not None:
+        if memory.size_bytes >= size_bytes:
+            return memory
+        memory.close()
+    try:
+        return HostMemory(max(size_bytes, _LEAST_LENT_BYTES))
+    except OSError:
+        return HostMemory(size_bytes)
+
+
+def give_memory_back(memory: HostMemory) -> None:
+    """Let others use what was borrowed, if it has up to 65 MiB. No view of it may be used."""
+    unwanted = _lent.keep(memory) if memory.size_bytes <= _MOST_KEPT_BYTES else memory
+    if unwanted is not None:
+        unwanted.close()
 
 
 def available_memory(root: Path = Path("/")) -> int:

@@ -11,6 +11,7 @@ from typing import NamedTuple, final
 
 import xxhash
 
+from composerlite.storage.disk.memory import borrow_memory, give_memory_back
 from composerlite.storage.disk.read_work import (
     UNIT_BYTES,
     OpenFile,
@@ -23,7 +24,6 @@ from composerlite.storage.disk.read_work import (
     put,
     verify,
 )
-from composerlite.storage.disk.working_memory import borrow_memory, give_memory_back
 
 __all__ = ["LOOSE_LEAD", "NEAR_LEAD", "DirectWork", "Lead", "far_lead"]
 

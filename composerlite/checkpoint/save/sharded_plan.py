@@ -1,4 +1,4 @@
-"""What every rank wants to write, merged on the first one: who writes what, and the index of the whole.
+"""Who writes what of a sharded checkpoint: what every rank wants to write, merged on the first one, and the index.
 
 DCP's own merging moves and rebuilds an object tree for every part of every tensor on every rank, about 0.1 ms each, in
 the first rank. Here columns travel: what is the same on all ranks is read once, and a rank is told only which of its
@@ -8,28 +8,43 @@ items are its to write.
 from __future__ import annotations
 
 import dataclasses
+import io
+import logging
 import math
 import pickle
-from collections.abc import Sequence
+import secrets
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast, final
+from typing import Any, NamedTuple, TypeVar, cast, final
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from composerlite._torch_compat import dcp_plan_errors
-from composerlite.checkpoint.format.sharded_index import KEYS
+from composerlite.checkpoint.format.sharded_index import KEYS, leaves, value_bytes
+from composerlite.dist import Group
+from composerlite.errors import SaveError
+from composerlite.types import StateDict
 
-__all__ = ["PackedPlan", "Share", "merge_plans"]
+__all__ = ["KnownPlan", "PackedPlan", "Planner", "Share", "merge_plans", "plan_together"]
 
+log = logging.getLogger(__name__)
+A = TypeVar("A")
 Place = tuple[int, ...] | None
+_MOST_PLANS = 4
 
 
 class _Table(NamedTuple):
@@ -255,3 +270,173 @@ def _is_row(entry: TensorStorageMetadata) -> bool:
             return False
         end += chunk.sizes[0]
     return end == entry.size[0]
+
+
+# ── one rank ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+@final
+class Planner(DefaultSavePlanner):
+    """Plans as DCP does, but for tensors where DCP does not look, and pickles values when the plan is made.
+
+    Args:
+        of_run: what is not distributed is taken from the first rank, since ranks may differ in it, but for the
+            generators, of which each rank has its own; and what holds no tensor is one value. Otherwise what several
+            ranks have is written by any of them, and all dicts are taken apart, as DCP does.
+
+    Attributes:
+        tensors: what this rank writes; those of the plan, or copies of them.
+    """
+
+    def __init__(self, *, of_run: bool) -> None:
+        super().__init__(dedup_save_to_lowest_rank=False)
+        self.tensors: dict[MetadataIndex, Tensor] = {}
+        self._of_run = of_run
+        self._values: dict[str, bytes | SaveError] = {}
+
+    def set_up_planner(
+        self, state_dict: StateDict, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        found = leaves(state_dict, as_dcp=not self._of_run)
+        self.state_dict, self.mappings = found.values, found.paths
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        if self._of_run and not self.is_coordinator:
+            items = [item for item in plan.items if self._is_of_this_rank(item)]
+            names = {item.index.fqn for item in items}
+            paths = {name: path for name, path in self.mappings.items() if name in names}
+            plan = dataclasses.replace(plan, items=items, planner_data=paths)
+        for item in plan.items:
+            if item.type is WriteItemType.BYTE_IO:
+                self._values[item.index.fqn] = self._pickled(item.index.fqn)
+        self.plan = plan
+        return plan
+
+    def _pickled(self, name: str) -> bytes | SaveError:
+        try:
+            return value_bytes(self.state_dict[name], name)
+        except SaveError as e:
+            if self._of_run:
+                raise
+            return e  # for the writing, of which the ranks say who has failed
+
+    def _is_of_this_rank(self, item: WriteItem) -> bool:
+        name = item.index.fqn
+        return isinstance(self.state_dict[name], DTensor) or self.mappings[name][0] == "rng"
+
+    def find_tensors(self, items: Sequence[WriteItem]) -> None:
+        """Find the tensors that are to be written."""
+        for item in items:
+            if item.type is not WriteItemType.BYTE_IO:
+                tensor: Tensor = self.lookup_object(item.index).detach()
+                self.tensors[item.index] = tensor.resolve_conj().resolve_neg()  # copies keep memory, and no such marks
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type is WriteItemType.BYTE_IO:
+            value = self._values[write_item.index.fqn]
+            if isinstance(value, SaveError):
+                raise value
+            return io.BytesIO(value)
+        return self.tensors[write_item.index]
+
+    def forget(self) -> None:
+        """Let go of everything that was to be written."""
+        self.tensors, self._values, self.state_dict = {}, {}, {}
+
+
+# ── all ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────
+@final
+@dataclass(frozen=True)
+class KnownPlan:
+    """A plan that all ranks have made together.
+
+    Attributes:
+        name: of it, the same on every rank.
+        count: of the ranks.
+        local: what this rank wanted to write.
+        final: what it writes, without what others write already.
+        metadata: of the whole, on the first rank.
+    """
+
+    name: str
+    count: int
+    local: SavePlan
+    final: SavePlan
+    metadata: Metadata | None
+
+
+_known: list[KnownPlan] = []  # the newest last
+_known_lock = threading.Lock()
+
+
+def plan_together(
+    group: Group, local_plan: Callable[[], SavePlan], assign: Callable[[int], list[A]], *, reuse: bool
+) -> tuple[KnownPlan, A]:
+    """Plan a save with the other ranks, in the main thread.
+
+    Args:
+        group: the ranks that save together.
+        local_plan: makes what this rank wants to write. If it fails on a rank, all raise that.
+        assign: called on the first rank with the number of ranks when there is a plan; what each is told besides.
+        reuse: use the plan of an earlier save if on no rank a key, shape, type or placement differs.
+    """
+    if not reuse:
+        return _plan(group, local_plan, assign)
+    local: list[SavePlan] = []
+
+    def kept() -> SavePlan:
+        local.append(local_plan())
+        return local[0]
+
+    made = _plan_again(group, kept, assign)
+    if made is None:
+        made = _plan(group, lambda: local[0], assign)
+        with _known_lock:
+            _known.append(made[0])
+            del _known[:-_MOST_PLANS]
+    return made
+
+
+def _plan(group: Group, local_plan: Callable[[], SavePlan], assign: Callable[[int], list[A]]) -> tuple[KnownPlan, A]:
+    found: list[Metadata] = []
+    local: list[SavePlan] = []
+
+    def each() -> PackedPlan:
+        local.append(local_plan())
+        return PackedPlan.of(local[0])
+
+    def first(plans: list[PackedPlan]) -> list[tuple[str, Share, A]]:
+        shares, metadata = merge_plans(plans)
+        found.append(metadata)
+        name = secrets.token_hex(8)
+        return [(name, share, one) for share, one in zip(shares, assign(len(plans)), strict=True)]
+
+    name, share, assigned = group.reduce_scatter("planning a save", each, first)
+    known = KnownPlan(name, group.size, local[0], share.of(local[0]), found[0] if found else None)
+    return known, assigned
+
+
+def _plan_again(
+    group: Group, local_plan: Callable[[], SavePlan], assign: Callable[[int], list[A]]
+) -> tuple[KnownPlan, A] | None:
+    """The plan that all ranks know already for what they want to write; ``None`` if there is none."""
+    matching: dict[str, KnownPlan] = {}
+
+    def each() -> set[str]:
+        plan = local_plan()
+        with _known_lock:
+            candidates = [known for known in _known if known.count == group.size and known.local == plan]
+        matching.update({known.name: known for known in candidates if known.metadata is not None or not group.is_first})
+        return set(matching)
+
+    def first(names: list[set[str]]) -> list[tuple[str, A] | None]:
+        name = min(set.intersection(*names), default=None)
+        if name is None:
+            return [None] * len(names)
+        return [(name, one) for one in assign(len(names))]
+
+    if (assigned := group.reduce_scatter("comparing a save with the one before", each, first)) is None:
+        return None
+    name, one = assigned
+    log.debug("plan %s is used again", name)
+    return matching[name], one

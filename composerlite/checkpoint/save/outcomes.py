@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, final
 
 from composerlite import dist
-from composerlite.checkpoint.save.publishing import Destinations, Publication
-from composerlite.checkpoint.save.save_job import SaveReport
+from composerlite.checkpoint.save.job import SaveReport
+from composerlite.checkpoint.save.publish import Destinations, Publication
 from composerlite.errors import CheckpointError, ObjectStoreError, RankError
 from composerlite.types import CheckpointNews, CheckpointStep
 

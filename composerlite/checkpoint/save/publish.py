@@ -1,4 +1,8 @@
-"""Publishing: what a saver commits in its folder comes to a bucket, behind training."""
+"""Publishing: what a saver commits in its folder comes to a bucket, in the background.
+
+A :class:`Publisher` does it for one bucket; :class:`Publishing` for all of a saver, from rank 0, or from a rank of each
+node that has a disk of its own. How it went is taken note of on the training thread, by all ranks at the same batch.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +15,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 
 from composerlite import dist, storage
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.record.lineage import in_line
-from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.checkpoint.record.naming import (
     DIST_VARIABLES,
     FIRST_RANK,
     NamedState,
-    archive_template,
     check_template,
-    directory_template,
     format_name_with_dist,
     format_name_with_dist_and_time,
     names_of_ranks,
     variables_in,
 )
 from composerlite.checkpoint.record.retention import RetentionPolicy, deletions, retention_policy
-from composerlite.checkpoint.save.publishing_together import Shares
-from composerlite.errors import ConfigError, ObjectStoreError
+from composerlite.checkpoint.save.pipeline import Form
+from composerlite.checkpoint.save.run_folder import RunFolder, SaveOptions
+from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError
 from composerlite.storage import (
     ObjectStore,
     RetryPolicy,
@@ -46,11 +49,13 @@ from composerlite.storage import (
 if TYPE_CHECKING:
     from composerlite.storage import Transfer, Uploader
 
-__all__ = ["Publication", "Publisher", "RemoteSaving"]
+__all__ = ["Destinations", "Publication", "PublishVotes", "Publisher", "Publishing", "PublishingNews"]
 
 log = logging.getLogger(__name__)
 _MOST_WAITING = 2
 """So many checkpoints may wait to be uploaded. What is saved faster than the network takes it has to wait."""
+_LONGEST_UPLOAD = timedelta(hours=2)
+"""A rank that sends for longer than that does not count as alive any more."""
 _STALE = timedelta(days=1)
 """An upload that was begun so long ago and is not complete is that of a dead run."""
 
@@ -79,6 +84,66 @@ class Publication:
     lag_seconds: float
     error: Exception | None = None
     deleted: Sequence[str] = ()
+
+
+@final
+class PublishingNews(NamedTuple):
+    """What has ended.
+
+    Attributes:
+        gone: names of checkpoints that were deleted from the folder, since they are in a bucket.
+        outcomes: how uploads went.
+    """
+
+    gone: list[str]
+    outcomes: list[Publication]
+
+
+@final
+@dataclass(frozen=True)
+class PublishVotes:
+    """The votes over one publication of files on several disks, of which a rank of each node sends what its node has.
+
+    That it begins, which rank 0 says, and that all have sent their files. Every rank calls :meth:`over`, and then
+    :meth:`publish` or :meth:`stay_out`.
+    """
+
+    begin: dist.Vote
+    end: dist.Vote
+
+    @classmethod
+    def over(cls, what: str) -> PublishVotes:
+        """Return the votes of all ranks over ``what``; in the main thread, in the same order on all."""
+        group = dist.get_group()
+        return cls(*(group.vote(f"publishing {what}", longest_work=_LONGEST_UPLOAD) for _ in range(2)))
+
+    def stay_out(self) -> None:
+        """Take no part, on a rank that has nothing to send and need not know how it ends."""
+        self.begin.pass_by()
+        self.end.pass_by()
+
+    def publish(
+        self,
+        remote: Catalog,
+        manifest: Manifest,
+        files: Sequence[tuple[FileRecord, Path]],
+        *,
+        link: str | None,
+        overwrite: bool,
+    ) -> None:
+        """Do as :meth:`Catalog.publish`, with the ``files`` of this rank's node.
+
+        Raises:
+            RankError: what failed on one of the ranks; on all that publish.
+        """
+        try:
+            is_there: bool = self.begin.run(lambda: None, lambda _: remote.begin(manifest, overwrite=overwrite))
+            self.end.run(
+                lambda: None if is_there else remote.send(files),
+                lambda _: remote.finish(manifest, link=link, is_there=is_there),
+            )
+        finally:
+            remote.end(manifest.name)
 
 
 @final
@@ -134,7 +199,7 @@ class Publisher:
         *,
         overwrite: bool = False,
         afterwards: Callable[[], object] | None = None,
-        shares: Shares | None = None,
+        votes: PublishVotes | None = None,
     ) -> None:
         """Have a checkpoint published that is committed in ``catalog``. It may be deleted there from now on.
 
@@ -145,7 +210,7 @@ class Publisher:
             run_name: of the run.
             overwrite: replace another checkpoint of that name.
             afterwards: is called when it is published.
-            shares: how ranks publish it together, where its files are on several disks.
+            votes: how ranks publish it together, where its files are on several disks.
 
         Raises:
             ObjectStoreError: those before it are not uploaded in time.
@@ -157,13 +222,13 @@ class Publisher:
         is_first = dist.get_global_rank() == 0  # what fails on others that share in it fails there, too
 
         def send() -> None:
-            if shares is None:
+            if votes is None:
                 links = dict(zip(self._links_of_ranks, [record.path for record in there.files], strict=False))
                 self.remote.publish(there, held.paths, link=self.link, links=links, overwrite=overwrite)
                 return
             here = _in_bucket(dataclasses.replace(manifest, files=manifest.here), name, self.template, run_name).files
             files = list(zip(here, held.paths, strict=True))
-            shares.publish(self.remote, there, files, link=self.link, overwrite=overwrite)
+            votes.publish(self.remote, there, files, link=self.link, overwrite=overwrite)
 
         def attempt() -> Publication:
             began = time.time()
@@ -317,140 +382,222 @@ class Destinations(Protocol):
 
 
 @final
-class RemoteSaving:
-    """Where a saver's checkpoints go besides its folder: the bucket of its URI, or those of the run's loggers.
+class Publishing:
+    """Where a saver's checkpoints go besides its folder: to the bucket of its URI, or to those of the run's loggers.
 
     Args:
-        folder: what the user gave, a path or a URI; ``local_folder`` is the folder on this machine.
-        filename: template of the names in the folder.
-        remote_file_name: template of the names in the bucket. ``None``: as in the folder, below its path.
-        latest_filename: template of the folder's link to the latest.
-        latest_remote_file_name: template of the bucket's.
-        staging_folder: the folder on this machine for a URI; ``None``: the URI's path.
-        timeout: seconds to wait for uploads.
-        num_to_keep: in the bucket; -1 for all.
+        options: of the saver.
 
     Attributes:
-        local_folder: where checkpoints are saved first; with format variables.
-        publishers: one for each bucket, after :meth:`open`.
+        publishers: one for each bucket, on the ranks that publish, after :meth:`open`.
+        has_places: whether there is anywhere to publish to; the same on every rank.
+        ranks_with_news: counts the ranks on which uploads have ended.
 
     Raises:
-        ConfigError: a name or number that cannot be used, or the URI names no store.
+        ConfigError: a name that cannot be used, or the URI names no store.
     """
 
-    def __init__(
-        self,
-        *,
-        folder: str,
-        filename: str,
-        remote_file_name: str | Path | None,
-        latest_filename: str | Path | None,
-        latest_remote_file_name: str | Path | None,
-        staging_folder: str | Path | None,
-        timeout: float,
-        num_to_keep: int,
-    ) -> None:
-        scheme, bucket, path = parse_uri(folder)
-        if scheme in ("http", "https"):
-            raise ConfigError(f"save_folder={folder!r}: checkpoints cannot be saved to an address, but to a bucket.")
-        self._bucket = f"{scheme}://{bucket}" if scheme else None
-        path = path.rstrip("/") if scheme else path
-        if scheme:
-            self.local_folder = path or "checkpoints"
-            if staging_folder is not None:
-                self.local_folder = f"{str(staging_folder).rstrip('/')}/{path}".rstrip("/")
-        else:
-            self.local_folder = path
-            if staging_folder is not None:
-                raise ConfigError(
-                    f"save_staging_folder={str(staging_folder)!r}: nothing is staged for save_folder={folder!r}, a "
-                    "local folder. Leave it out, or give save_folder a URI."
-                )
-        below = path.removeprefix("./").strip("/")
-        self._filename = filename
-        self._names = _Names.of(_checked(remote_file_name, f"{below}/{filename}", "save_remote_file_name"), filename)
-        link = None if latest_filename is None else f"{below}/{latest_filename}"
-        if link is not None or latest_remote_file_name is not None:
-            link = _checked(latest_remote_file_name, str(link), "save_latest_remote_file_name")
+    def __init__(self, options: SaveOptions) -> None:
+        self._options = options
+        below = options.path.removeprefix("./").strip("/")
+        names = _checked(options.remote_file_name, f"{below}/{options.filename}", "save_remote_file_name")
+        self._names = _Names.of(names, options.filename)
+        link = None if options.latest_filename is None else f"{below}/{options.latest_filename}"
+        if link is not None or options.latest_remote_file_name is not None:
+            link = _checked(options.latest_remote_file_name, str(link), "save_latest_remote_file_name")
         self._link = link
         self._links_ranks = False
-        self._timeout = timeout
-        self._retention, self._keeps_all = retention_policy(num_to_keep), num_to_keep == -1
-        self._store: ObjectStore | None = None if self._bucket is None else open_store(self._bucket)
+        self._store: ObjectStore | None = None if options.bucket is None else open_store(options.bucket)
         self._uploader: Uploader | None = None
         self.publishers: list[Publisher] = []
+        self.has_places = False
+        self._roots: list[str] = []
+        self._are_several, self._is_leader = False, True
+        self._folder = ""
+        self._gone: deque[str] = deque()
+        self._outcomes: list[Publication] = []
+        # What the ranks tell each other rides on what they reduce in a batch.
+        self.ranks_with_news = dist.PiggybackCounter(lambda: int(self._has_news()))
 
-    @property
-    def is_uri(self) -> bool:
-        """Whether the user gave a bucket, and the folder is where checkpoints are made for it."""
-        return self._bucket is not None
-
-    def name_directories(self, template: str) -> None:
-        """Checkpoints are directories, called ``template`` in the folder: those in the bucket have names to match."""
-        same = self._names.template == self._filename
-        name = template if same else directory_template(self._names.template, argument="save_remote_file_name")
+    def name(self, form: Form, template: str) -> None:
+        """Name checkpoints of ``form``, which are called ``template`` in the folder."""
+        same = self._names.template == self._options.filename
+        name = template if same else form.template(self._names.template, "save_remote_file_name")
         self._names = dataclasses.replace(self._names, template=name)
+        self._links_ranks = form.has_names_of_ranks
         if self._link is not None:
-            self._link = directory_template(self._link, argument="save_latest_remote_file_name")
+            self._link = form.template(self._link, "save_latest_remote_file_name")
 
-    def name_archives(self, template: str) -> None:
-        """Checkpoints are archives, one for each rank, called ``template`` in the folder."""
-        same = self._names.template == self._filename
-        name = template if same else archive_template(self._names.template, argument="save_remote_file_name")
-        self._names = dataclasses.replace(self._names, template=name)
-        self._links_ranks = True
-        if self._link is not None:
-            self._link = archive_template(self._link, argument="save_latest_remote_file_name")
-
+    # ── finding buckets ──────────────────────────────────────────────────────────────────────────────────────────
     def open(self, state: NamedState, logger: Destinations) -> None:
-        """Find the buckets and see that they can be written to.
+        """Find the buckets and see that they can be written to; on rank 0, before :meth:`begin`.
 
         Raises:
-            PermissionError: one cannot. FileNotFoundError: there is no such bucket.
+            ConfigError: there is none, and the folder is to keep no checkpoints.
+            PermissionError: one cannot be written to. FileNotFoundError: there is no such bucket.
             ObjectStoreError: it does not answer, or fails.
         """
-        if self._store is not None:
-            self._uploader = storage.Uploader(
-                storage.Transfer(self._store), num_concurrent=2
-            )  # checkpoints, and the sweep
-            self.publishers = [self._publisher(self._uploader, "", state)]
-            store, name = self._store, self.publishers[0].bucket.name_of("file")
-            RetryPolicy().run(lambda: store.check_writable(name), f"check that {store.get_uri(name)} can be written")
-            if root := self.publishers[0].bucket.root:  # the whole bucket is not ours to tidy
-                self._uploader.submit("sweep", functools.partial(_sweep, root), what=f"what dead runs left in {root!r}")
+        self._find(state, logger)
+        if self._options.keeps_none and not self.publishers:
+            raise ConfigError(
+                "num_checkpoints_to_keep=0 keeps none in the folder, and there is no bucket to keep them in: give "
+                "save_folder a URI, or the Trainer a RemoteUploaderDownloader, or keep 1 or more."
+            )
+
+    def _find(self, state: NamedState, logger: Destinations) -> None:
+        store = self._store
+        if store is None:
+            self.publishers = [
+                self._publisher(destination.uploader, destination.checkpoint_prefix, state)
+                for destination in logger.destinations
+                if destination.uploader is not None
+            ]
             return
-        self.publishers = [
-            self._publisher(destination.uploader, destination.checkpoint_prefix, state)
-            for destination in logger.destinations
-            if destination.uploader is not None
-        ]
+        uploader = storage.Uploader(storage.Transfer(store), num_concurrent=2)  # checkpoints, and the sweep
+        self._uploader = uploader
+        self.publishers = [self._publisher(uploader, "", state)]
+        bucket = self.publishers[0].bucket
+        name = bucket.name_of("file")
+        RetryPolicy().run(lambda: store.check_writable(name), f"check that {store.get_uri(name)} can be written")
+        if root := bucket.root:  # the whole bucket is not ours to tidy
+            uploader.submit("sweep", functools.partial(_sweep, root), what=f"what dead runs left in {root!r}")
 
-    @property
-    def roots(self) -> list[str]:
-        """What all names in each bucket begin with."""
-        return [publisher.bucket.root for publisher in self.publishers]
-
-    def follow(self, state: NamedState, logger: Destinations, roots: Sequence[str]) -> None:
-        """:meth:`open` on another rank than 0, for what its node has of checkpoints: to the same places, ``roots``.
+    def begin(self, where: RunFolder, state: NamedState, logger: Destinations) -> None:
+        """Publish what is in a folder; on every rank. Where nodes have folders of their own, a rank of each node does.
 
         Raises:
-            ConfigError: this rank has other loggers.
+            ConfigError: this rank publishes, and has other loggers than rank 0.
         """
-        self.open(state, logger)
-        if len(self.publishers) != len(roots):
+        group = dist.get_group()
+        self._folder, self._are_several, self._is_leader = str(where.root), where.are_several, where.is_leader
+        self.has_places = group.from_first("finding buckets", lambda: bool(self.publishers))
+        if self._are_several:
+            self._roots = group.from_first("finding buckets", lambda: [one.bucket.root for one in self.publishers])
+            with group.all_or_none("finding buckets"):
+                if self._is_leader and not group.is_first:
+                    self._follow(state, logger)
+
+    def _follow(self, state: NamedState, logger: Destinations) -> None:
+        """Publish from another rank than 0, for what its node has of checkpoints, to the same places."""
+        self._find(state, logger)
+        if len(self.publishers) != len(self._roots):
             raise ConfigError(
-                f"{len(self.publishers)} loggers upload checkpoints here and {len(roots)} on rank 0: give every rank "
-                "the same loggers, for each node uploads what is on its disk."
+                f"{len(self.publishers)} loggers upload checkpoints here and {len(self._roots)} on rank 0: give every "
+                "rank the same loggers, for each node uploads what is on its disk."
             )
-        for publisher, root in zip(self.publishers, roots, strict=True):
+        for publisher, root in zip(self.publishers, self._roots, strict=True):
             publisher.move_to(root)
 
-    def outcomes(self) -> list[Publication]:
-        """How publications went since the last time."""
-        return [outcome for publisher in self.publishers for outcome in publisher.outcomes()]
+    def _publisher(self, uploader: Uploader, prefix: str, state: NamedState) -> Publisher:
+        root = prefix + format_name_with_dist(self._names.root, state.run_name, **FIRST_RANK)
+        ranks = dist.get_world_size() if self._links_ranks else 1
+        links = [
+            check_name(prefix + format_name_with_dist(str(self._link), state.run_name, **{**FIRST_RANK, "rank": rank}))
+            for rank in range(0 if self._link is None else ranks)
+        ]
+        keep = self._options.num_remote_checkpoints_to_keep
+        return Publisher(
+            uploader,
+            Bucket(uploader.transfer, root),
+            template=self._names.template,
+            link=links[0] if links else None,
+            links_of_ranks=links if self._links_ranks else (),
+            timeout=self._options.upload_timeout_in_seconds,
+            retention=retention_policy(keep),
+            keeps_all=keep == -1,
+        )
 
+    # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────
+    def votes(self, name: str) -> PublishVotes | None:
+        """Return how ranks publish a checkpoint together; ``None`` where rank 0 has all files."""
+        return PublishVotes.over(f"checkpoint {name!r}") if self._are_several else None
+
+    def votes_for_all(self, name: str) -> list[PublishVotes | None]:
+        """Return the same for each bucket, where several ranks publish."""
+        return [self.votes(name) for _ in self._roots]
+
+    def behind(self, manifests: Sequence[Manifest], run_name: str) -> list[tuple[int, str]]:
+        """Return which of a run's checkpoints, oldest first, to publish again: the number of the bucket, the name."""
+        behind: list[tuple[int, str]] = []
+        for number, publisher in enumerate(self.publishers):
+            if self._options.keeps_none:  # what was fetched, or was not uploaded when the run died: none of it stays
+                behind += [(number, manifest.name) for manifest in manifests]
+            elif manifests and publisher.is_behind(manifests[-1], run_name):
+                behind.append((number, manifests[-1].name))  # a kill came before the end of its upload
+        return behind
+
+    def publish(
+        self, manifest: Manifest, run_name: str, votes: Sequence[PublishVotes | None], *, overwrite: bool
+    ) -> None:
+        """Hand a checkpoint that was committed to all uploaders; called in the background."""
+        if not self._are_several:
+            for publisher in self.publishers:
+                self._hand_over(publisher, manifest, run_name, None, overwrite=overwrite)
+        for number, its in enumerate(votes):
+            self.publish_again(number, manifest.name, run_name, its, overwrite=overwrite)
+
+    def publish_again(
+        self, number: int, name: str, run_name: str, votes: PublishVotes | None, *, overwrite: bool
+    ) -> None:
+        """Hand what is in the folder to one uploader; of what each node has, on a rank of it.
+
+        Raises:
+            CheckpointError: it is gone.
+        """
+        if self._is_leader:
+            manifest = Catalog(self._folder).manifest_of(name)
+            if manifest is None:
+                raise CheckpointError(
+                    f"checkpoint {name!r} is gone from {self._folder!r} while it was to be published."
+                )
+            self._hand_over(self.publishers[number], manifest, run_name, votes, overwrite=overwrite)
+        elif votes is not None:
+            votes.stay_out()
+
+    def _hand_over(
+        self, publisher: Publisher, manifest: Manifest, run_name: str, votes: PublishVotes | None, *, overwrite: bool
+    ) -> None:
+        catalog = Catalog(self._folder)
+
+        def delete_local() -> None:
+            catalog.delete(manifest)
+            self._gone.append(manifest.name)
+
+        publisher.publish(
+            manifest,
+            catalog,
+            run_name,
+            overwrite=overwrite,
+            afterwards=delete_local if self._options.keeps_none else None,
+            votes=votes,
+        )
+
+    # ── how it went ──────────────────────────────────────────────────────────────────────────────────────────────
+    def take_news(self) -> PublishingNews:
+        """Return what has ended on this rank since the last time."""
+        self._has_news()
+        outcomes, self._outcomes = self._outcomes, []
+        return PublishingNews([self._gone.popleft() for _ in range(len(self._gone))], outcomes)
+
+    def take_news_of_all(self) -> PublishingNews:
+        """Return what has ended on any rank since the last time; on every rank."""
+        every = dist.get_group().gather(self.take_news())
+        return PublishingNews([name for gone, _ in every for name in gone], [one for _, ones in every for one in ones])
+
+    @property
+    def has_news(self) -> bool:
+        """Whether uploads had ended on any rank when the ranks last reduced something; the same on every rank."""
+        return bool(self.ranks_with_news.total)
+
+    def _has_news(self) -> bool:
+        """Check whether uploads have ended on this rank since :meth:`take_news`."""
+        if self.has_places:
+            self._outcomes += [outcome for publisher in self.publishers for outcome in publisher.outcomes()]
+        return bool(self._gone or self._outcomes)
+
+    # ── waiting ──────────────────────────────────────────────────────────────────────────────────────────────────
     def wait(self) -> None:
-        """Wait until everything is published, well or not.
+        """Wait until everything of this rank is published, well or not.
 
         Raises:
             ObjectStoreError: it is not within the timeout.
@@ -459,21 +606,23 @@ class RemoteSaving:
             publisher.wait()
 
     def wait_together(self) -> None:
-        """:meth:`wait` on every rank until those have published that do.
+        """Wait on every rank until those have published that do.
 
         Raises:
             ObjectStoreError: on every rank.
             RankError: a rank failed or was lost meanwhile.
         """
         group = dist.get_group()
-        group.wait_for_all(self._published, timedelta(seconds=self._timeout))
+        group.wait_for_all(self._published, timedelta(seconds=self._options.upload_timeout_in_seconds))
         with group.all_or_none("waiting for uploads"):
             for publisher in self.publishers:
                 if not publisher.published(0):
                     raise publisher.late()
 
-    def published_together(self, seconds: float) -> bool:
-        """Whether everything is published on every rank, within so many seconds."""
+    def published(self, seconds: float) -> bool | None:
+        """Wait on every rank until all is published, ``seconds`` at most; whether it is; ``None``: nowhere to."""
+        if not self.has_places:
+            return None
         return dist.get_group().wait_for_all(self._published, timedelta(seconds=max(seconds, 0.001)))
 
     def _published(self, seconds: float) -> bool:
@@ -489,28 +638,10 @@ class RemoteSaving:
         uploader, self._uploader = self._uploader, None
         try:
             if uploader is not None:
-                uploader.close(self._timeout)
+                uploader.close(self._options.upload_timeout_in_seconds)
         finally:
             if self._store is not None:
                 self._store.close()
-
-    def _publisher(self, uploader: Uploader, prefix: str, state: NamedState) -> Publisher:
-        root = prefix + format_name_with_dist(self._names.root, state.run_name, **FIRST_RANK)
-        ranks = dist.get_world_size() if self._links_ranks else 1
-        links = [
-            check_name(prefix + format_name_with_dist(str(self._link), state.run_name, **{**FIRST_RANK, "rank": rank}))
-            for rank in range(0 if self._link is None else ranks)
-        ]
-        return Publisher(
-            uploader,
-            Bucket(uploader.transfer, root),
-            template=self._names.template,
-            link=links[0] if links else None,
-            links_of_ranks=links if self._links_ranks else (),
-            timeout=self._timeout,
-            retention=self._retention,
-            keeps_all=self._keeps_all,
-        )
 
 
 def _sweep(root: str, transfer: Transfer) -> None:

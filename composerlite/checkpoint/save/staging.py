@@ -1,11 +1,13 @@
-"""A consistent copy of what is saved, in memory that is used again at every save.
+"""Consistent copies of what is saved, for trainers, functions and ``Checkpointer``, in memory that is used again.
 
-The copy is laid out as the file will be, so that writing it later moves nothing in memory again. On the CPU the bytes
-are moved by two threads without the interpreter's lock; from a GPU by a side stream, and the training thread goes on.
+A copy is laid out as the file will be, so that writing it later moves nothing in memory again. On the CPU the bytes are
+moved by several threads without the interpreter's lock; from a GPU by a side stream, and the training thread resumes.
+Where memory for a copy would be new, the state is written as it is: docs/adr/0039, and :class:`HandOver`.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import logging
@@ -28,12 +30,13 @@ from composerlite.storage import (
     Copying,
     HostMemory,
     PageWatch,
+    WarmMemory,
     available_memory,
     start_threads,
     whole_pages,
 )
 
-__all__ = ["Snapshot", "Stageable", "Staging", "StepFence"]
+__all__ = ["HandOver", "OptimizerStepBarrier", "Snapshot", "Stageable", "Staging", "shared_staging"]
 
 log = logging.getLogger(__name__)
 _GRANULE_BYTES = 4 << 20  # what a checkpoint may grow by before it needs new memory
@@ -41,6 +44,7 @@ _LEAST_RING_BYTES = 16 << 20
 _LITTLE_BYTES = 8 << 20  # as new memory that costs nothing
 _LEAST_WATCHED_BYTES = 64 << 10  # less is copied before anybody could be asked to watch it
 _WAIT_SECONDS = 600.0
+_HAND_OVER_SECONDS = 3600.0
 
 Job = tuple[int, int, int]  # address to, address from, bytes
 
@@ -64,7 +68,43 @@ class Stageable(Protocol):
 
 
 @final
-class StepFence:
+class HandOver:
+    """The moment from which a state that is written as it is, without a copy, may change."""
+
+    def __init__(self) -> None:
+        self._may_change = threading.Event()
+        self._is_waited_for = True
+
+    def wait(self) -> None:
+        """Wait for it; the end of the save is one, too.
+
+        Raises:
+            SaveError: it does not come.
+        """
+        try:
+            if not self._may_change.wait(_HAND_OVER_SECONDS):
+                raise SaveError(f"the state is not written after {_HAND_OVER_SECONDS:g} s: does the disk hang?")
+        except BaseException:  # an interrupt, too: the state changes from now on, and is still being read
+            self._is_waited_for = False
+            raise
+
+    def take_place(self) -> None:
+        """In the thread that writes: everything was read.
+
+        Raises:
+            SaveError: whoever saves did not wait for it.
+        """
+        if not self._is_waited_for:
+            raise SaveError("the save was interrupted while its state was read: what was written is not of one moment.")
+        self._may_change.set()
+
+    def end(self) -> None:
+        """The save has ended, well or not."""
+        self._may_change.set()
+
+
+@final
+class OptimizerStepBarrier:
     """Lets the copy of what only optimizers change go on until one of them steps."""
 
     def __init__(self) -> None:
@@ -90,12 +130,16 @@ class Snapshot:
     """A copy that was taken, but for what only optimizers change: that is being copied until one of them steps.
 
     Attributes:
+        memory: where it is.
         seconds: what copying took.
         stall_seconds: how long the training thread waited for it.
-        was_torn: tensors changed while they were copied, as :meth:`wait` found.
+        is_over: nothing is copied any more, as :meth:`wait` found.
+        was_torn: tensors changed while they were copied, as that found.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: HostMemory) -> None:
+        self.memory = memory
+        self.is_over = False
         self.was_torn = False
         self.seconds = 0.0
         self.stall_seconds = 0.0
@@ -130,6 +174,7 @@ class Snapshot:
             self.seconds += self.copying.seconds
         for event in self.events:
             event.synchronize()
+        self.is_over = True
         late, self._late = self._late, None  # what it keeps may go now
         self.was_torn = late is not None and late.was_written_to()
         if self.was_torn:
@@ -163,7 +208,10 @@ class _LateCopy:
 
 @final
 class Staging:
-    """The memory for one snapshot, allocated and faulted in once.
+    """The memory for copies, one after the other: allocated and faulted in once, and kept from save to save.
+
+    A copy has the memory from :meth:`take` to :meth:`give_back`. Another that is taken meanwhile finds none, and gets
+    some that is new.
 
     Args:
         limit_bytes: the most memory to use; ``None`` for half of what is free when it is allocated.
@@ -171,14 +219,17 @@ class Staging:
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit_bytes = limit_bytes
-        self._memory: HostMemory | None = None
+        self._lock = threading.RLock()  # copies are given back in the threads that have written them
+        self._free = WarmMemory()
+        self._lent = 0
         self._copier: Copier | None = None
         self._preparing: threading.Thread | None = None
+        self._new: HostMemory | None = None  # what is being prepared
         self._go = threading.Event()  # set: memory may be prepared, which takes the machine's time
         self._go.set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._pinned: HostMemory | None = None
-        self._fence = StepFence()
+        self._pinned: WeakSet[HostMemory] = WeakSet()
+        self._barrier = OptimizerStepBarrier()
         self._trial: _LateCopy | None = None
         self._last: Snapshot | None = None
         self._may_copy_late: bool | None = None  # None: not known yet
@@ -189,9 +240,15 @@ class Staging:
         """Memory to write with what does not fit as a whole."""
         return RING_BYTES if self._limit_bytes is None else max(_LEAST_RING_BYTES, self._limit_bytes)
 
+    # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def _have(self) -> int:
+        """Bytes that are free for a copy, or will be when they are prepared."""
+        new = self._new
+        return self._free.size_bytes if new is None else new.size_bytes
+
     def fits(self, size_bytes: int) -> bool:
         """Whether a snapshot of ``size_bytes`` may be taken."""
-        have = 0 if self._memory is None else self._memory.size_bytes
+        have = self._have()
         if size_bytes <= have:
             return True
         limit = (available_memory() + have) // 2 if self._limit_bytes is None else self._limit_bytes
@@ -202,8 +259,7 @@ class Staging:
 
         Then the image is better written as it is than copied: see ``may_grow`` of :class:`StreamWriter`.
         """
-        size_bytes = image.size_bytes
-        have = 0 if self._memory is None else self._memory.size_bytes
+        size_bytes, have = image.size_bytes, self._have()
         if size_bytes <= _LITTLE_BYTES or (self.prepared(0) and size_bytes <= have):
             return False
         if any(copy.storage.device.type != "cpu" for copy in image.storages()):
@@ -222,17 +278,25 @@ class Staging:
     def reserve(self, size_bytes: int) -> bool:
         """Get memory for a snapshot of ``size_bytes``; false where that is too much, or the system gives no more."""
         self.prepared()
+        with self._lock:
+            if self._free.has(size_bytes):
+                return True
+            if (memory := self._allocated(size_bytes)) is not None:
+                self._release(self._free.keep(memory))
+            return memory is not None
+
+    def _allocated(self, size_bytes: int) -> HostMemory | None:
+        """Memory that is new, in the place of what is free; ``None`` where that is too much."""
         if not self.fits(size_bytes):
             if self._limit_bytes is None:
                 self._warn_of_no_memory("half of what is free is less")
-            return False
-        if self._memory is None or self._memory.size_bytes < size_bytes:
-            try:
-                self._allocate(size_bytes)
-            except (OSError, MemoryError) as e:
-                self._warn_of_no_memory(e)
-                return False
-        return True
+            return None
+        self._release(self._free.take())
+        try:
+            return HostMemory(-(-size_bytes // _GRANULE_BYTES) * _GRANULE_BYTES + _GRANULE_BYTES)
+        except (OSError, MemoryError) as e:
+            self._warn_of_no_memory(e)
+            return None
 
     def _warn_of_no_memory(self, error: object) -> None:
         if not self._has_warned:
@@ -244,31 +308,67 @@ class Staging:
             )
 
     def prepare(self, size_bytes: int) -> None:
-        """Fault memory for a snapshot of ``size_bytes`` in, in the background: the first touch is what costs most."""
+        """Fault memory for a snapshot of ``size_bytes`` in, in the background: the first touch is what costs most.
+
+        Memory that a copy has now is given back, so that nothing is prepared meanwhile.
+        """
         self.prepared()
-        have = 0 if self._memory is None else self._memory.size_bytes
-        if have < size_bytes and self.reserve(size_bytes):
-            assert self._memory is not None
-            self._preparing = next(
-                iter(start_threads(functools.partial(self._fault_in, self._memory), 1, name="checkpoint-memory")), None
-            )
+        with self._lock:
+            if self._lent or self._have() >= size_bytes or (memory := self._allocated(size_bytes)) is None:
+                return
+            self._new = memory
+            run = functools.partial(self._fault_in, memory)
+            self._preparing = next(iter(start_threads(run, 1, name="checkpoint-memory")), None)
+            if self._preparing is None:
+                self._new = None
+                self._release(self._free.keep(memory))
 
     def _fault_in(self, memory: HostMemory) -> None:
         try:
             memory.fault_in(self._go)
         except OSError as e:  # whoever needs it meets that again
             log.info("memory for checkpoints could not be prepared: %s", e)
+        with self._lock:
+            self._new = None
+            self._release(self._free.keep(memory))
 
     def prepared(self, timeout: float = _WAIT_SECONDS) -> bool:
         """Wait for :meth:`prepare`; whether it is done."""
-        if self._preparing is not None:
-            self._preparing.join(timeout)
-            if self._preparing.is_alive():
-                return False
-            self._preparing = None
+        preparing = self._preparing
+        if preparing is not None:
+            preparing.join(timeout)
+            return not preparing.is_alive()
         return True
 
-    def take(self, image: Stageable, lazy: Sequence[Optimizer] = ()) -> tuple[HostMemory, Snapshot]:
+    def give_back(self, memory: HostMemory) -> None:
+        """Let the next copy have ``memory``; of two pieces the larger one is kept. Nothing may refer to it any more."""
+        with self._lock:
+            self._lent -= 1
+        self._release(self._free.keep(memory))
+
+    def close(self) -> None:
+        """Give the memory back to the system."""
+        with self._lock:
+            if self._new is not None:
+                self._new.close()  # which ends that
+        self.prepared()
+        self._end_trial()
+        if self._copier is not None:
+            self._copier.close()
+            self._copier = None
+        self._release(self._free.take())
+
+    def _release(self, memory: HostMemory | None) -> None:
+        """Give ``memory`` back to the system."""
+        if memory is None:
+            return
+        if memory in self._pinned:
+            self._pinned.discard(memory)
+            _cudart().cudaHostUnregister(memory.address)
+        memory.close()
+
+    # ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def take(self, image: Stageable, lazy: Sequence[Optimizer] = ()) -> Snapshot:
         """Copy the tensors of ``image`` and make it read from the copy, in memory that :meth:`reserve` got.
 
         The first time, what could be copied later is copied at once and watched until an optimizer steps: where
@@ -279,30 +379,32 @@ class Staging:
             lazy: optimizers whose parameters and state nothing else changes: those are copied until one steps.
 
         Returns:
-            The memory, which must not be used for another snapshot before the image is written; and the copy.
+            The copy, in memory to :meth:`give_back` when the image is written.
         """
         started = time.perf_counter()
-        memory = self._memory
-        assert memory is not None
+        with self._lock:
+            memory = self._free.take()
+            assert memory is not None
+            self._lent += 1
         self._copier = self._copier or Copier()
         self._end_trial()
         if self._last is not None and self._last.was_torn:
             self._may_copy_late = False
         now, on_devices, late = self._dealt(image.storages(), lazy, memory)
-        snapshot = self._last = Snapshot()
+        snapshot = self._last = Snapshot(memory)
         snapshot.events = self._copy_from_devices(on_devices, memory)
         self._copier.copy(now)
         snapshot.seconds = time.perf_counter() - started
         if late is not None and self._may_copy_late is not None:
             snapshot.start(self._copier, late)
-            self._fence.set(lazy, snapshot.finish)
+            self._barrier.set(lazy, snapshot.finish)
         elif late is not None:
             self._copier.copy(late.jobs)
             self._trial = late
-            self._fence.set(lazy, self._end_trial)
+            self._barrier.set(lazy, self._end_trial)
         image.staged_in(memory)
         snapshot.stall_seconds = time.perf_counter() - started
-        return memory, snapshot
+        return snapshot
 
     def _dealt(
         self, copies: Iterable[StorageCopy], lazy: Sequence[Optimizer], memory: HostMemory
@@ -347,29 +449,6 @@ class Staging:
                 "process: they are copied before training goes on, as with save_lazy=False."
             )
 
-    def close(self) -> None:
-        """Give the memory back."""
-        if self._preparing is not None and self._memory is not None:
-            self._memory.close()  # which ends that
-        self.prepared()
-        self._end_trial()
-        if self._copier is not None:
-            self._copier.close()
-            self._copier = None
-        self._release()
-
-    def _release(self) -> None:
-        if self._memory is not None:
-            if self._pinned is self._memory:
-                _cudart().cudaHostUnregister(self._memory.address)
-            self._memory.close()
-        self._memory = self._pinned = None
-
-    def _allocate(self, size_bytes: int) -> HostMemory:
-        self._release()
-        self._memory = HostMemory(-(-size_bytes // _GRANULE_BYTES) * _GRANULE_BYTES + _GRANULE_BYTES)
-        return self._memory
-
     def _copy_from_devices(self, copies: Sequence[StorageCopy], memory: HostMemory) -> list[torch.cuda.Event]:
         """Start the copies from GPUs, each on a stream of its own; events that say when they are done.
 
@@ -377,9 +456,9 @@ class Staging:
         """
         if not copies:
             return []
-        if self._pinned is not memory:
+        if memory not in self._pinned:
             _cudart().cudaHostRegister(memory.address, memory.size_bytes, 0)  # the GPU writes to it directly
-            self._pinned = memory
+            self._pinned.add(memory)
         events: list[torch.cuda.Event] = []
         for device in {copy.storage.device for copy in copies}:
             stream = self._streams.setdefault(device, torch.cuda.Stream(device))
@@ -408,3 +487,8 @@ def _tensors_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     states = [v for optimizer in optimizers for state in optimizer.state.values() for v in state.values()]
     local = [local_part(t) for t in (*parameters, *states)]
     return [t for t in local if isinstance(t, Tensor) and t.device.type == "cpu" and is_dense(t)]
+
+
+shared_staging = Staging()
+"""For the saves of functions and of ``Checkpointer``, which nobody ends: memory stays with the process."""
+atexit.register(shared_staging.close)

@@ -1,0 +1,411 @@
+"""Writing a checkpoint that is a file, or a file for each rank: one rank's part of it.
+
+A file of one rank holds the whole; what is spread over ranks is gathered for it, one tensor at a time, so that memory
+is bounded. With DeepSpeed each rank has an archive of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
+
+import torch
+from torch import Tensor
+
+from composerlite._torch_compat import storage_id
+from composerlite.checkpoint.format.archive import tar_bytes
+from composerlite.checkpoint.format.packing import format_of
+from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
+from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+from composerlite.errors import ConfigError, SaveError
+from composerlite.storage import FileDigest, HostMemory, Sink, StagedFile, StreamWriter
+from composerlite.types import StateDict, with_items
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["Gathering", "NullWriter", "RankArchiveWriter", "SingleFileWriter", "plain_writer", "write_torch"]
+
+log = logging.getLogger(__name__)
+
+_ALIGNMENT = 4096
+
+
+# ── what is spread over ranks ────────────────────────────────────────────────────────────────────────────────────────
+@final
+class Gathering:
+    """The distributed tensors in ``contents``, to be gathered one after the other, on every rank in the same order.
+
+    Attributes:
+        contents: the same with a tensor without contents in the place of each of them.
+    """
+
+    def __init__(self, contents: StateDict) -> None:
+        from torch.distributed.tensor import DTensor  # slow to import
+
+        self._kind = DTensor
+        self._waiting: deque[DTensor] = deque()
+        self._places: set[int] = set()
+        self.contents: StateDict = self._with_places(contents)
+
+    def _with_places(self, node: Any) -> Any:
+        if isinstance(node, self._kind):
+            place = torch.empty(node.shape, dtype=node.dtype)  # takes no memory before it is touched
+            self._waiting.append(node)
+            self._places.add(storage_id(place.untyped_storage()))
+            return place
+        return with_items(node, lambda _, value: self._with_places(value))
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether ``storage`` is that of a tensor without contents."""
+        return storage_id(storage) in self._places
+
+    def next(self) -> Tensor:
+        """Gather the next one, together with all ranks, in the main thread; the whole of it in this machine's memory.
+
+        Raises:
+            RuntimeError: a rank is gone. Nothing is left to be gathered then.
+        """
+        try:
+            return self._waiting.popleft().full_tensor().detach().cpu().contiguous()
+        except BaseException:
+            self._waiting.clear()
+            raise
+
+    def finish(self) -> None:
+        """Gather what is left, for the other ranks: here it is not wanted."""
+        while self._waiting:
+            self.next()
+
+
+@final
+class NullWriter:
+    """The part of a rank that votes and helps to gather, and no more."""
+
+    def __init__(self, gathering: Gathering | None = None) -> None:
+        self.gathers = gathering is not None
+        self.may_stream = True
+        self._gathering = gathering
+        self.size_bytes = 0
+        self.seconds: dict[str, float] = {}
+        self.weights_crc: Sequence[int] = ()
+
+    def storages(self) -> list[StorageCopy]:
+        """There are none."""
+        return []
+
+    def staged_in(self, memory: HostMemory) -> None:
+        """The other ranks' part of gathering."""
+        self._gather()
+
+    def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
+        """The same, where it is gathered as it is written."""
+        self._gather()
+
+    def _gather(self) -> None:
+        if self._gathering is not None:
+            self._gathering.finish()
+
+    def finish(self) -> None:
+        """Nothing has to become durable."""
+
+    def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
+        """Rank 0 has something to write."""
+        raise AssertionError("unreachable")
+
+    def close(self, *, may_be_committed: bool) -> None:
+        """Gather what is left."""
+        self._gather()
+
+
+# ── one file ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+@final
+class _FileBeingWritten:
+    """A file under a temporary name, and who takes its bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stack = ExitStack()
+        self._sink: Sink | None = None
+        self.data: StagedFile | None = None
+
+    def write(self, open_sink: Callable[[Path], AbstractContextManager[Sink]], fill: Callable[[Sink], object]) -> None:
+        """Hand all bytes to the sink. After an error nothing is left."""
+        with ExitStack() as stack:
+            self.data = stack.enter_context(StagedFile(self._path))
+            self._sink = stack.enter_context(open_sink(self.data.temporary))
+            with self._named():
+                fill(self._sink)
+            self._stack = stack.pop_all()
+
+    def finish(self) -> tuple[FileDigest, dict[str, float]]:
+        """Wait until it is durable; what it contains, and what took how long."""
+        assert self._sink is not None
+        try:
+            with self._named():
+                digest = self._sink.finish()
+        except BaseException as e:
+            self.leave(e)
+            raise
+        return digest, self._sink.seconds
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Remove it unless it was left behind or has its name; twice is fine."""
+        stack, self._stack = self._stack, ExitStack()
+        stack.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
+
+    @contextmanager
+    def _named(self) -> Generator[None]:
+        """Name the checkpoint in an error of what compresses it."""
+        try:
+            yield
+        except SaveError as e:
+            raise SaveError(f"checkpoint {str(self._path)!r}: {e}") from e
+
+
+@final
+class SingleFileWriter:
+    """The whole of a checkpoint as a file ``name`` in the folder of ``catalog``.
+
+    Args:
+        overwrite: replace a checkpoint of that name.
+        weights: tensors whose checksums are wanted.
+        gathering: of what is spread over ranks; the image has places for it.
+    """
+
+    def __init__(
+        self,
+        image: TorchImage,
+        catalog: Catalog,
+        *,
+        name: str,
+        template: str,
+        overwrite: bool,
+        weights: Iterable[Any],
+        gathering: Gathering | None = None,
+    ) -> None:
+        self._format = format_of(template)
+        self.gathers = gathering is not None
+        self.size_bytes = image.size_bytes
+        self.may_stream = self._format.compressor is None
+        self.seconds: dict[str, float] = {}
+        self.weights_crc: Sequence[int] = ()
+        self._image = image
+        self._gathering = gathering
+        self._weights = image.numbers_of(weights)
+        self._catalog = catalog
+        self._overwrite = overwrite
+        self._file = _FileBeingWritten(catalog.folder / name)
+
+    def storages(self) -> list[StorageCopy]:
+        """What is to be copied before training changes it, but for what is to be gathered."""
+        gathering = self._gathering
+        return [copy for copy in self._image.storages() if gathering is None or not gathering.holds(copy.storage)]
+
+    def staged_in(self, memory: HostMemory) -> None:
+        """From now on the bytes are those in ``memory``. What is spread over ranks is gathered there."""
+        if self._gathering is not None:
+            for storage, offset in self._image.storages():
+                if self._gathering.holds(storage):
+                    whole = self._gathering.next().untyped_storage()
+                    if whole.nbytes():
+                        torch.frombuffer(memory.view(offset, whole.nbytes()), dtype=torch.uint8).copy_(_bytes_of(whole))
+        self._image.staged_in(memory)
+
+    def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
+        """Hand all bytes to the file's writer. What is spread over ranks is gathered as it comes, if it is not yet."""
+        self._image.stand_in = self._gathered
+
+        def fill(sink: Sink) -> None:
+            crcs = self._image.write(sink)
+            self.weights_crc = [crcs[number] for number in self._weights]
+
+        self._file.write(
+            lambda path: self._format.open_sink(
+                path, self.size_bytes, memory=memory, ring_bytes=ring_bytes, may_grow=may_grow
+            ),
+            fill,
+        )
+
+    def _gathered(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        if self._gathering is None or not self._gathering.holds(storage):
+            return storage
+        return self._gathering.next().untyped_storage()
+
+    def finish(self) -> FileDigest:
+        """Wait until the file is durable; what it contains."""
+        digest, self.seconds = self._file.finish()
+        return digest
+
+    def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
+        """Give the file its name and its manifest."""
+        record = _record(manifest.name, parts[0])
+        manifest = dataclasses.replace(manifest, files=(record,), unpacked_bytes=self.size_bytes)
+        data = self._file.data
+        assert data is not None
+        try:
+            self._catalog.commit(manifest, {manifest.name: data.temporary}, overwrite=self._overwrite)
+            data.leave_behind()  # it has its name
+        except BaseException as e:
+            self._file.leave(e)
+            raise
+        self._file.leave()
+        return manifest
+
+    def close(self, *, may_be_committed: bool) -> None:
+        """Remove the file unless it has its name. This rank commits, so it knows."""
+        self._file.leave()
+        if self._gathering is not None:
+            self._gathering.finish()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)  # pyright: ignore[reportArgumentType]
+
+
+def _record(name: str, digest: FileDigest) -> FileRecord:
+    return FileRecord(name, digest.size_bytes, digest.xxh3_128, digest.chunk_bytes, digest.chunks)
+
+
+# ── a file for each rank ─────────────────────────────────────────────────────────────────────────────────────────────
+class _Written(NamedTuple):
+    """What rank 0 needs to know of an archive."""
+
+    name: str
+    temporary: Path
+    digest: FileDigest
+    unpacked_bytes: int
+
+
+@final
+class RankArchiveWriter:
+    """What this rank writes of a checkpoint of DeepSpeed: an archive of its own.
+
+    Args:
+        images: the files in it, by name.
+        catalog: the folder of the checkpoint.
+        names: of the archives of all ranks.
+        rank: this one.
+        overwrite: replace what has these names.
+    """
+
+    def __init__(
+        self, images: Mapping[str, TorchImage], catalog: Catalog, *, names: Sequence[str], rank: int, overwrite: bool
+    ) -> None:
+        self._name = names[rank]
+        self._format = format_of(self._name)
+        self.gathers = False
+        self.may_stream = self._format.compressor is None
+        self.seconds: dict[str, float] = {}
+        self.weights_crc: Sequence[int] = ()
+        self._images = dict(images)
+        self._starts: dict[str, int] = {}
+        self.size_bytes = 0
+        for name, image in self._images.items():
+            self._starts[name] = self.size_bytes
+            self.size_bytes += -(-image.size_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._catalog = catalog
+        self._overwrite = overwrite
+        self._file = _FileBeingWritten(catalog.folder / self._name)
+
+    def storages(self) -> list[StorageCopy]:
+        """What is to be copied before training changes it."""
+        return [
+            StorageCopy(storage, self._starts[name] + offset)
+            for name, image in self._images.items()
+            for storage, offset in image.storages()
+        ]
+
+    def staged_in(self, memory: HostMemory) -> None:
+        """From now on the bytes are those in ``memory``."""
+        for name, image in self._images.items():
+            image.staged_in(memory, self._starts[name])
+
+    def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
+        """Hand all bytes to the file's writer."""
+        members = [(name, image.size_bytes) for name, image in self._images.items()]
+        self._file.write(
+            lambda path: self._format.open_archive(path, members, ring_bytes=ring_bytes, may_grow=may_grow),
+            lambda sink: [image.write(sink) for image in self._images.values()],
+        )
+
+    def finish(self) -> _Written:
+        """Wait until the archive is durable; what rank 0 needs to know of it."""
+        digest, self.seconds = self._file.finish()
+        assert self._file.data is not None
+        unpacked_bytes = tar_bytes(*(image.size_bytes for image in self._images.values()))
+        return _Written(self._name, self._file.data.temporary, digest, unpacked_bytes)
+
+    def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
+        """Give the archives of all ranks their names, and then their manifest."""
+        written: list[_Written] = list(parts)
+        records = tuple(_record(one.name, one.digest) for one in written)
+        manifest = dataclasses.replace(
+            manifest, files=records, unpacked_bytes=max(one.unpacked_bytes for one in written)
+        )
+        assert self._file.data is not None
+        self._catalog.commit(manifest, {one.name: one.temporary for one in written}, overwrite=self._overwrite)
+        self._file.data.leave_behind()  # it has its name
+        return manifest
+
+    def close(self, *, may_be_committed: bool) -> None:
+        """Remove the archive unless it has its name, or may have: then the next start finds out."""
+        if may_be_committed and self._file.data is not None:
+            self._file.data.leave_behind()
+        self._file.leave()
+
+
+# ── files that are no checkpoints of a run: a state dict, for torch or for safetensors ───────────────────────────────
+def plain_writer(*, use_safetensors: bool) -> Callable[[Path, Any], None]:
+    """Return what writes a file, whole or not at all.
+
+    Raises:
+        ConfigError: safetensors is not installed.
+    """
+    return _safetensors_writer() if use_safetensors else write_torch
+
+
+def write_torch(path: Path, contents: Any) -> None:
+    """Make the file ``path`` that ``torch.load`` opens."""
+    image = TorchImage(contents)
+    with StagedFile(path) as staged:
+        with StreamWriter(staged.temporary, image.size_bytes) as sink:
+            image.write(sink)
+            sink.finish()
+        staged.publish()
+
+
+def _safetensors_writer() -> Callable[[Path, Any], None]:
+    try:
+        library: ModuleType = importlib.import_module("safetensors.torch")
+    except ImportError as e:
+        raise ConfigError(
+            "use_safetensors=True: safetensors is not installed: pip install 'composerlite[safetensors]'"
+        ) from e
+    save_file = cast("Callable[..., None]", library.save_file)
+
+    def write(path: Path, contents: Any) -> None:
+        tensors: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for key, value in contents.items():
+            if isinstance(value, Tensor):
+                tensor = value.contiguous()
+                address = tensor.untyped_storage().data_ptr()
+                tensors[key] = tensor.clone() if address in seen else tensor  # the library takes none that share memory
+                seen.add(address)
+        if left_out := sorted(set(contents) - set(tensors)):
+            log.warning("%s: left out what is no tensor: %s", path, ", ".join(left_out[:20]))
+        with StagedFile(path) as staged:
+            save_file(tensors, staged.temporary, metadata={"format": "pt"})
+            staged.flush()
+            staged.publish()
+
+    return write

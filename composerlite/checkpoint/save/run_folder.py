@@ -1,0 +1,461 @@
+"""What a saver is told, and its folder: names, which checkpoints in it are its own, ``latest``, and leases."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol, SupportsInt, final
+
+from composerlite import dist
+from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.lease import Lease, take_leases
+from composerlite.checkpoint.place.node_disks import ONE_DISK, recover_on_other_disks
+from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, check_ignore_keys
+from composerlite.checkpoint.record.lineage import in_line, may_be_replaced
+from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.record.naming import (
+    FIRST_RANK,
+    PartialFilePath,
+    TimestampLike,
+    check_name_of_run,
+    check_template,
+    ensure_no_conflict,
+    format_name_with_dist,
+    format_name_with_dist_and_time,
+    names_of_ranks,
+)
+from composerlite.checkpoint.record.retention import Interval
+from composerlite.checkpoint.save.memory_folder import folder_key, make_private, warn_of_others
+from composerlite.checkpoint.save.pipeline import Form, form_of
+from composerlite.errors import CheckpointError, ConfigError
+from composerlite.storage import make_folder, parse_uri
+from composerlite.types import Lineage
+
+__all__ = ["Position", "RunFolder", "SaveOptions", "SavedState"]
+
+log = logging.getLogger(__name__)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """What is saved of a run, where, and what of it stays. :class:`composerlite.callbacks.CheckpointSaver` says it all.
+
+    Attributes:
+        any_ephemeral: some checkpoints are to go as soon as there is a newer one.
+
+    Raises:
+        ConfigError: a name or number that cannot be used, or the folder is a URI that names no store.
+    """
+
+    folder: str
+    filename: str
+    remote_file_name: str | Path | None = None
+    latest_filename: str | Path | None = None
+    latest_remote_file_name: str | Path | None = None
+    overwrite: bool = False
+    num_checkpoints_to_keep: int = -1
+    weights_only: bool = False
+    ignore_keys: IgnoreKeys = None
+    asynchronous: bool = True
+    staging_bytes: int | None = None
+    in_memory: bool = False
+    on_exception: bool = False
+    failure_limit: int = 0
+    any_ephemeral: bool = False
+    keep_every: Interval | None = None
+    best_k: int | None = None
+    best_metric: str | None = None
+    best_mode: str = "max"
+    staging_folder: str | Path | None = None
+    num_concurrent_uploads: int = 1
+    upload_timeout_in_seconds: float = 3600.0
+    num_remote_checkpoints_to_keep: int = -1
+
+    def __post_init__(self) -> None:
+        if self.staging_bytes is not None:
+            _check_number(self.staging_bytes, argument="save_staging_bytes")
+        check_template(self.folder, argument="save_folder", allow_time=False)
+        _check_number(self.failure_limit, argument="save_failure_limit")
+        _check_number(self.num_concurrent_uploads, argument="num_concurrent_uploads", least=1)
+        scheme, _, _ = parse_uri(self.folder)
+        if scheme in ("http", "https"):
+            raise ConfigError(
+                f"save_folder={self.folder!r}: checkpoints cannot be saved to an address, but to a bucket."
+            )
+        if self.staging_folder is not None and not scheme:
+            raise ConfigError(
+                f"save_staging_folder={str(self.staging_folder)!r}: nothing is staged for save_folder="
+                f"{self.folder!r}, a local folder. Leave it out, or give save_folder a URI."
+            )
+        check_template(self.filename, argument="save_filename")
+        if self.latest is not None:
+            check_template(self.latest, argument="save_latest_filename")
+        object.__setattr__(self, "ignore_keys", check_ignore_keys(self.ignore_keys, argument="save_ignore_keys"))
+
+    @property
+    def bucket(self) -> str | None:
+        """The URI of the bucket that checkpoints are made for; ``None``: the folder is on this machine."""
+        scheme, bucket, _ = parse_uri(self.folder)
+        return f"{scheme}://{bucket}" if scheme else None
+
+    @property
+    def path(self) -> str:
+        """The folder in the bucket, or on this machine."""
+        scheme, _, path = parse_uri(self.folder)
+        return path.rstrip("/") if scheme else path
+
+    @property
+    def local_folder(self) -> str:
+        """The folder on this machine, which has the checkpoints first."""
+        if self.bucket is None:
+            return self.path
+        if self.staging_folder is None:
+            return self.path or "checkpoints"
+        return f"{str(self.staging_folder).rstrip('/')}/{self.path}".rstrip("/")
+
+    @property
+    def latest(self) -> str | None:
+        """The name of the link to the newest in the folder, which has one if checkpoints stay there."""
+        return None if self.latest_filename is None or self.keeps_none else str(self.latest_filename)
+
+    @property
+    def keeps_none(self) -> bool:
+        """Whether checkpoints go from the folder once they are in a bucket."""
+        return self.num_checkpoints_to_keep == 0
+
+    @property
+    def deletes(self) -> bool:
+        """Whether some go from the folder when there are newer ones."""
+        rules = self.keep_every is not None or self.best_k is not None or self.num_checkpoints_to_keep not in (-1, 0)
+        return rules or self.any_ephemeral
+
+
+def _check_number(value: object, *, argument: str, least: int = 0) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{argument}={value!r}: want a whole number, {least} or more.")
+
+
+class SavedTimestamp(TimestampLike, Protocol):
+    """What a saver needs of a timestamp."""
+
+    @property
+    def batch(self) -> SupportsInt: ...
+
+
+class SavedState(TrainingState, Protocol):
+    """What a saver needs of a training state."""
+
+    lineage: Lineage
+    world_size: int
+
+    @property
+    def timestamp(self) -> SavedTimestamp: ...
+
+
+@final
+class Position(NamedTuple):
+    """Where a run stands.
+
+    Attributes:
+        run_name: of the run. moment: as ``Manifest.moment`` counts.
+        lineage: its attempt.
+    """
+
+    run_name: str
+    moment: tuple[int, int]
+    lineage: Lineage
+
+    @classmethod
+    def of(cls, state: SavedState) -> Position:
+        """Return where ``state`` stands now."""
+        return cls(state.run_name, (len(state.fit_starts), int(state.timestamp.batch)), state.lineage)
+
+
+@final
+class RunFolder:
+    """The folder that one saver saves to. Every method is called by all ranks, where it does not say otherwise.
+
+    Attributes:
+        folder: as the user wrote it, with its './' if it has one. Its variables are filled in by :meth:`open`.
+        filename: of each checkpoint. latest_filename: of the link to the newest.
+        disks: which ranks see the same folder, where all write to it. are_several: not all see the same.
+        is_leader: this rank is the one that begins, commits and deletes checkpoints in the folder that it sees.
+    """
+
+    def __init__(self, options: SaveOptions) -> None:
+        self.folder = self._template = options.local_folder
+        self.filename = PartialFilePath(options.filename, self.folder)
+        self.latest_filename = None if options.latest is None else PartialFilePath(options.latest, self.folder)
+        self.disks = ONE_DISK
+        self.are_several = False
+        self.is_leader = False
+        self._started_in = Path() if Path(self.folder).is_absolute() else Path.cwd()
+        self._leases: list[Lease] = []
+
+    # ── where ────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def root(self) -> Path:
+        """The folder, wherever the process has gone since this was made."""
+        return self._started_in / self.folder
+
+    @property
+    def catalog(self) -> Catalog:
+        """Its checkpoints: by its name as long as that means the same, on each node for itself."""
+        try:
+            is_here = Path(self.folder).is_absolute() or Path.cwd() == self._started_in
+        except FileNotFoundError:  # the working directory was removed
+            is_here = False
+        return Catalog(self.folder if is_here else self.root)
+
+    @property
+    def own_catalog(self) -> Catalog:
+        """The same by its full path, for saves, whose end may come when the process has gone elsewhere."""
+        return Catalog(self.root)
+
+    def path(self, name: str) -> str:
+        """Return the path of the checkpoint ``name``, as the user wrote the folder."""
+        return f"{self.folder.rstrip('/')}/{name}"
+
+    def name_now(self, state: SavedState) -> str:
+        """Return the name of a checkpoint of ``state``; of rank 0's file where each rank has one."""
+        return format_name_with_dist_and_time(self.filename.filename, state.run_name, state.timestamp, **FIRST_RANK)
+
+    def manifests(self, position: Position) -> list[Manifest]:
+        """Return the checkpoints that this saver wrote, in this process or before a resume, oldest first.
+
+        Those of an attempt that was abandoned are not among them, nor are those ahead of the run: they are left from
+        before it was started over, and would count as newer than what it saves now.
+        """
+        return [
+            manifest
+            for manifest in self.catalog.manifests()
+            if manifest.run_name == position.run_name
+            and manifest.template == self.filename.filename
+            and in_line(position.lineage, manifest)
+            and manifest.moment <= position.moment
+        ]
+
+    # ── before training ──────────────────────────────────────────────────────────────────────────────────────────
+    def name(self, state: SavedState, others: Iterable[RunFolder], *, directory: str | None) -> Form:
+        """Fill in the names; the form of the checkpoints.
+
+        Args:
+            state: of the run.
+            others: of the other savers of the run.
+            directory: the name of each checkpoint that is a directory, in place of that of a file.
+
+        Raises:
+            ConfigError: another saver has the same names, or they are none for such checkpoints.
+        """
+        self.folder = format_name_with_dist(self._template, state.run_name, **FIRST_RANK)
+        check_name_of_run(self.filename.filename, state.run_name, state.timestamp)
+        self._check_names_are_its_own(state, others)
+        form = form_of(state)
+        template = form.template(self.filename.filename)
+        if form.kind == "sharded" and directory is not None:
+            name = check_template(directory, argument="sharded_ckpt_prefix_dir")
+            template = str(Path(template).with_name(name))
+        self.filename = PartialFilePath(template, self._template)
+        if self.latest_filename is not None:
+            latest = form.template(self.latest_filename.filename, "save_latest_filename")
+            self.latest_filename = PartialFilePath(latest, self._template)
+        return form
+
+    def _check_names_are_its_own(self, state: SavedState, others: Iterable[RunFolder]) -> None:
+        """Refuse names whose files, or whose link, another saver of this run would replace by its own."""
+        own = self._first_places(state)
+        for other in others:
+            for argument, place in other._first_places(state).items():
+                if own.get(argument) == place:
+                    raise ConfigError(
+                        f"two CheckpointSavers have {argument}={getattr(self, argument).filename!r} in "
+                        f"{self.folder!r}, and each would replace what is the other's. Give one of them another "
+                        f"{argument}, or another folder."
+                    )
+
+    def _first_places(self, state: SavedState) -> dict[str, str]:
+        """Return where its files and its link would be now, by the argument that names them."""
+        root = self._started_in / format_name_with_dist(self._template, state.run_name, **FIRST_RANK)
+        places: dict[str, str] = {}
+        for argument, template in (("filename", self.filename), ("latest_filename", self.latest_filename)):
+            if template is not None:
+                place = root / format_name_with_dist_and_time(
+                    template.filename, state.run_name, state.timestamp, **FIRST_RANK
+                )
+                places[argument] = os.path.join(os.path.realpath(place.parent), place.name)  # noqa: PTH118
+        return places
+
+    def key(self, places: Iterable[str]) -> str:
+        """Return what tells it from others and from one that was there before; on rank 0."""
+        return folder_key(Path(self.folder), " ".join(places))
+
+    def keep_in_memory(self, state: SavedState, key: str) -> None:
+        """Name the folder after ``key``, that of the other folder of the run, and make it for this user alone."""
+        self.folder = f"{self.folder}-{key}"
+        with dist.get_group().all_or_none("preparing the folder in memory"):
+            if dist.get_local_rank() == 0:
+                folder = Path(self.folder)
+                make_private(folder, levels=len(Path(state.run_name).parts) + 1)
+                warn_of_others(folder, Path(state.run_name).name)
+
+    def prepare(self) -> None:
+        """Make the folder, and finish or remove what a killed run left in it; on rank 0.
+
+        Raises:
+            ConfigError: it cannot be made or written to.
+        """
+        try:
+            make_folder(self.root)
+            with tempfile.TemporaryFile(dir=self.root):
+                pass  # it can be written to
+        except OSError as e:
+            raise ConfigError(f"save_folder={self.folder!r} cannot be written to: {e}. Choose another folder.") from e
+        self.catalog.recover()
+
+    def find_disks(self, form: Form) -> None:
+        """Find out which ranks see the same folder, and prepare those that rank 0 does not see.
+
+        Raises:
+            ConfigError: there are ranks that write together and do not see one folder with any rank of their node.
+        """
+        if form.is_shared:
+            self.disks = form.disks(self.catalog.folder)
+        self.are_several, self.is_leader = self.disks.are_several, self.disks.is_keeper
+        if self.are_several:
+            recover_on_other_disks(self.catalog, self.disks)
+
+    # ── the link to the newest ───────────────────────────────────────────────────────────────────────────────────
+    def catch_up(self, newest: Manifest, state: SavedState) -> None:
+        """Point ``latest`` to ``newest`` if a kill came between its commit and that, of the first one too."""
+        if self.latest_filename is None:
+            return
+        name = format_name_with_dist_and_time(
+            self.latest_filename.filename, state.run_name, state.timestamp, **FIRST_RANK
+        )
+        link = self.root / name
+        behind = not os.path.lexists(link)
+        if link.is_symlink():
+            target = os.path.relpath(link.parent / link.readlink(), self.root)
+            its = newest.run_name, newest.template
+            own = {m.name: m.order for m in self.catalog.manifests() if (m.run_name, m.template) == its}
+            order = own.get(target)  # another's link is left alone
+            behind = order is not None and order < newest.order
+        if not behind:
+            return
+        self.catalog.point_latest(name, newest.name)
+        if newest.kind == "deepspeed":  # each rank has a file, and a link to it
+            ranks = len(newest.files)
+            links = names_of_ranks(self.latest_filename.filename, state.run_name, state.timestamp, ranks)
+            for its_link, file in zip(links, newest.files, strict=True):
+                self.catalog.point_latest(its_link, file.path)
+
+    def follow(self, saved: Sequence[str], state: SavedState, *, deletes: bool) -> None:
+        """On the disk of another node than the first: make up for what a kill kept from coming or from going.
+
+        Args:
+            saved: the paths of the checkpoints of the run, oldest first.
+            state: of the run.
+            deletes: some are given up when there are newer ones.
+        """
+        for manifest in self.manifests(Position.of(state)) if saved else ():
+            path = self.path(manifest.name)
+            if path == saved[-1]:
+                self.catch_up(manifest, state)
+            if deletes and manifest.node is not None and path not in saved:
+                self.catalog.delete(manifest)
+
+    # ── other processes, and other runs ──────────────────────────────────────────────────────────────────────────
+    def refuse_conflicts(self, state: SavedState, buckets: Iterable[tuple[Catalog, str]]) -> None:
+        """Refuse names of which files are in the folder, or in one of ``buckets``, that this run would overwrite.
+
+        Args:
+            state: of the run.
+            buckets: with the template of the names there.
+
+        Raises:
+            CheckpointExistsError: there are.
+        """
+        places: list[tuple[Catalog, str, str]] = [(self.catalog, self.filename.filename, self.folder)]
+        places += [(remote, template, remote.place.uri()) for remote, template in buckets]
+        for place, template, where in places:
+            ensure_no_conflict(
+                place.names(),
+                template,
+                run_name=state.run_name,
+                timestamp=state.timestamp,
+                folder=where,
+                may_replace=functools.partial(_may_replace, state, place),
+            )
+
+    def take_leases(self, run_name: str, of_buckets: Sequence[Lease], timeout: float) -> None:
+        """Keep other processes from writing what this run writes; on rank 0, until :meth:`release`.
+
+        Args:
+            run_name: of the run.
+            of_buckets: the leases of the run there.
+            timeout: seconds to wait for the end of another process.
+
+        Raises:
+            RunInUseError: another process has the run, or writes files of the same names to the same folder.
+        """
+        if self._leases:
+            return
+        own: list[Lease] = [Folder(self.root).lock(run_name), *of_buckets]
+        take_leases(own, f"run {run_name!r}", timeout)
+        self._leases = own
+        advice = "each would replace the other's files. Give this run a save_folder or names of its own, or stop it."
+        templates = [self.filename] if self.latest_filename is None else [self.filename, self.latest_filename]
+        for name in dict.fromkeys(template.filename.replace("{run_name}", run_name) for template in templates):
+            lease, path = Folder(self.root).lock(f"{name}.name"), self.path(name)
+            try:
+                take_leases([lease], f"{path!r}", timeout, advice)
+            except OSError as e:  # a full disk, as it may be later on: saves say so, and may be tolerated
+                log.warning("nothing keeps another run from writing %s: %s", path, e)
+            else:
+                self._leases.append(lease)
+
+    def check_leases(self) -> None:
+        """See that the run is still this process's; CheckpointError if it is not."""
+        for lease in self._leases:
+            if lease.lost_to is not None:
+                raise CheckpointError(
+                    f"{lease.lost_to} has taken this run over: it had not heard of this process for long. It goes on "
+                    "from the newest checkpoint, and this process must not write there any more."
+                )
+
+    def keep_leases(self, saved: Sequence[str]) -> list[str]:
+        """Take each lease again whose file is gone, and say so; those of ``saved`` that are gone with it."""
+        kept = [lease.keep() for lease in self._leases]
+        if all(kept):
+            return []
+        gone = [path for path in saved if not (self._started_in / path).exists()]
+        log.error(
+            "save_folder=%r was removed or replaced while this run saves to it: %d checkpoints that it had saved are "
+            "gone (%s). It is made again, and what is saved from now on is in it.",
+            self.folder,
+            len(gone),
+            ", ".join(gone[-3:]) or "none",
+        )
+        return gone
+
+    def release(self) -> None:
+        """Let other processes have the run."""
+        leases, self._leases = self._leases, []
+        for lease in leases:
+            lease.release()
+
+
+def _may_replace(state: SavedState, place: Catalog, name: str) -> bool:
+    """Check that the checkpoint ``name`` is one that autoresume passed over, and that the run comes to save again."""
+    try:
+        manifest = place.manifest_of(name)
+    except CheckpointError:
+        return False
+    return manifest is not None and may_be_replaced(state.lineage, manifest)

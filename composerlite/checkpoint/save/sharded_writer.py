@@ -1,0 +1,531 @@
+"""Writing a sharded checkpoint: each rank its files, the first one the index and the commit.
+
+:class:`ShardWriter` is what saves of composerlite write with; :class:`RemoteFileSystemWriter` below it may be given to
+``torch.distributed.checkpoint.save``, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import heapq
+import io
+import logging
+import math
+import os
+import pickle
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from typing import Any, NamedTuple, cast, final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from composerlite import dist
+from composerlite._torch_compat import storage_id
+from composerlite.checkpoint.format.sharded_index import StorageInfo, leaves
+from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
+from composerlite.checkpoint.place.directory import FinalizedManifest, PathOrUri, ShardedDirectory, directory_at
+from composerlite.checkpoint.place.lease import turn_of_this_node
+from composerlite.checkpoint.place.node_disks import ONE_DISK, Disks
+from composerlite.checkpoint.place.place import SaveHandle
+from composerlite.checkpoint.record.manifest import Manifest, versions
+from composerlite.checkpoint.save.sharded_plan import Planner, plan_together
+from composerlite.checkpoint.save.staging import HandOver
+from composerlite.storage import FileDigest, HostMemory, Sink, StreamWriter, WorkerPool, number_of
+from composerlite.types import StateDict
+
+__all__ = ["RemoteFileSystemWriter", "ShardWriter", "expected_bytes", "record_of_directory"]
+
+log = logging.getLogger(__name__)
+_ITEM_FRAME_BYTES = 16 << 10
+_LEAST_FILE_BYTES = 64 << 20
+_ALIGNMENT = 64
+
+
+class _FileWritten(NamedTuple):
+    """A data file, on its way to the commit record. It travels as the place of an item that there is not."""
+
+    name: str
+    digest: FileDigest
+
+
+class WriteAssignment(NamedTuple):
+    """What a rank needs to know to write its part."""
+
+    claim: SaveHandle
+    rank: int
+    world_size: int
+
+
+@final
+class RemoteFileSystemWriter(StorageWriter):
+    """Writes a sharded checkpoint for ``torch.distributed.checkpoint.save`` to a path or a URI.
+
+    It is there whole, with a commit record, or not at all.
+
+    Args:
+        path: of the directory.
+        thread_count: files that a rank writes at the same time.
+        process_count: as OLMo-core has it; threads write here, and nothing is gained by processes.
+        process_group: as OLMo-core has it; not needed.
+        throttle_uploads: to a URI, one rank of each node uploads at a time, one file after the other.
+        overwrite: replace what is there.
+
+    Attributes:
+        hand_over: called as soon as what is written may change.
+        may_grow: take new memory for that rather than wait for the disk.
+    """
+
+    def __init__(
+        self,
+        path: PathOrUri,
+        thread_count: int | None = None,
+        process_count: int | None = None,
+        process_group: Any = None,
+        throttle_uploads: bool = False,
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        super().__init__()
+        number_of(process_count, 1, "process_count")
+        self._threads = number_of(thread_count, min(4, os.cpu_count() or 1))
+        self.hand_over: Callable[[], object] = lambda: None
+        self.may_grow = False
+        self._folder = directory_at(path, threads=thread_count)
+        self._throttle = throttle_uploads and self._folder.path is None
+        self._overwrite = overwrite
+        self._started = time.perf_counter()
+        self._claim: SaveHandle | None = None
+        self._world_size = 1
+        self._lock = threading.Lock()
+        self._unread = 0
+        self._save_id = str(uuid.uuid4())
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where the checkpoint is, as DCP calls it."""
+        return self._folder.uri
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin again, in another directory if one is given."""
+        if checkpoint_id is not None:
+            self._folder.close()
+            self._folder = directory_at(checkpoint_id, threads=self._threads)
+        self._started = time.perf_counter()
+        self._save_id = str(uuid.uuid4())
+
+    def storage_meta(self) -> StorageMeta:
+        """What the index says of the save."""
+        return StorageMeta(checkpoint_id=self._folder.uri, save_id=self._save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing is needed before there is a plan."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the first rank: claim the directory, and tell the others where to write."""
+        return [
+            dataclasses.replace(plan, storage_data=assignment)
+            for plan, assignment in zip(plans, self.assignments(len(plans)), strict=True)
+        ]
+
+    def assignments(self, count: int) -> list[WriteAssignment]:
+        """On the first of ``count`` ranks: claim the directory; what each of them needs to know."""
+        self._claim = self._folder.claim(overwrite=self._overwrite)
+        self._world_size = count
+        return [WriteAssignment(self._claim, rank, count) for rank in range(count)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part. What is written is durable when this returns."""
+        claim, rank, world_size = cast("WriteAssignment", plan.storage_data)
+        self._claim = claim
+        buckets = _buckets(plan.items, self._threads)
+        self._unread = len(buckets)
+        threads = 1 if self._throttle else max(1, len(buckets))
+        try:
+            with (
+                turn_of_this_node() if self._throttle else contextlib.nullcontext(),
+                WorkerPool(threads, name="checkpoint-save") as pool,
+            ):
+                jobs = [
+                    pool.submit(
+                        functools.partial(self._write_file, f"__{rank}_{number}{claim.suffix}.distcp", bucket, planner)
+                    )
+                    for number, bucket in enumerate(buckets)
+                ]
+                results = [result for job in jobs for result in job.result()]
+        except BaseException:
+            if world_size == 1:  # else others still write: whoever saves calls abandon when all have ended
+                self.abandon()
+            raise
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _write_file(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        assert self._claim is not None
+        values = {item.index: planner.resolve_data(item) for item in items if item.type is WriteItemType.BYTE_IO}
+        most = sum(_item_bytes(item, values) for item in items)
+        results: list[WriteResult] = []
+
+        def fill(sink: Sink) -> None:
+            if self.may_grow and isinstance(sink, StreamWriter):
+                sink.may_grow = True
+            for item in items:
+                start = sink.size_bytes
+                if (value := values.get(item.index)) is not None:
+                    sink.write(cast("io.BytesIO", value).getvalue())
+                else:
+                    TorchImage(cast("Any", _compact(cast("Tensor", planner.resolve_data(item))))).write(sink)
+                size = sink.size_bytes - start
+                place = StorageInfo(relative_path=name, offset=start, length=size)
+                results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=place))
+            self._was_read()
+
+        digest = self._folder.write(self._claim, name, most, fill)
+        written = _FileWritten(name, digest)
+        return [*results, WriteResult(MetadataIndex(f"file {name}"), digest.size_bytes, written)]
+
+    def _was_read(self) -> None:
+        """Take note of a file that was filled."""
+        with self._lock:
+            self._unread -= 1
+            is_last = not self._unread
+        if is_last:
+            self.hand_over()
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the first rank, when all have written: make the checkpoint exist."""
+        assert self._claim is not None
+        index, files = self.indexed(metadata, results)
+        try:
+            self._folder.commit(self._claim, index, {name: digest for name, (digest, _) in files.items()}, self.facts())
+        except BaseException:
+            self.abandon()
+            raise
+        self._claim = None
+        size = sum(digest.size_bytes for digest, _ in files.values())
+        log.info("saved checkpoint %s: %.1f MB in %d files", self._folder.uri, size / 1e6, len(files))
+
+    def indexed(
+        self, metadata: Metadata, results: list[list[WriteResult]]
+    ) -> tuple[bytes, dict[str, tuple[FileDigest, int]]]:
+        """The index, and what each file contains, with the rank that wrote it."""
+        files: dict[str, tuple[FileDigest, int]] = {}
+        places: dict[MetadataIndex, Any] = {}
+        for rank, part in enumerate(results):
+            for result in part:
+                if type(result.storage_data) is _FileWritten:
+                    files[result.storage_data.name] = result.storage_data.digest, rank
+                else:
+                    places[result.index] = result.storage_data
+        metadata.storage_data = places
+        metadata.storage_meta = self.storage_meta()
+        if (number := getattr(filesystem, "CURRENT_DCP_VERSION", None)) is not None:
+            metadata.version = number
+        return pickle.dumps(metadata), files
+
+    def facts(self) -> Mapping[str, object]:
+        """What the commit record says of the save."""
+        return {
+            "world_size": self._world_size,
+            "timings": {"save": round(time.perf_counter() - self._started, 6)},
+            "versions": versions(),
+        }
+
+    def abandon(self) -> None:
+        """After an error, when no rank writes any more: remove what was written. Raises nothing; twice is fine."""
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            self._folder.abandon(claim)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path or URI may be one."""
+        return True
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """The tensor in memory of this machine, and of no more of it than it needs."""
+    tensor = tensor.detach().cpu()
+    if tensor.layout is not torch.strided:
+        return tensor
+    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+    return tensor if whole and type(tensor) is Tensor else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _tensor_bytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def _item_bytes(item: WriteItem, values: Mapping[MetadataIndex, Any]) -> int:
+    """The most that an item takes in a file."""
+    value = values.get(item.index)
+    return _tensor_bytes(item) + _ITEM_FRAME_BYTES if value is None else len(value.getvalue())
+
+
+def _buckets(items: Sequence[WriteItem], most: int) -> list[list[WriteItem]]:
+    """The items of each file: about as many bytes in one as in the other, and none that is empty."""
+    total = sum(_tensor_bytes(item) for item in items)
+    count = max(1, min(most, len(items), -(-total // _LEAST_FILE_BYTES)))
+    buckets: list[list[WriteItem]] = [[] for _ in range(count)]
+    loads = [(0, number) for number in range(count)]
+    for item in sorted(items, key=_tensor_bytes, reverse=True):
+        load_bytes, number = heapq.heappop(loads)
+        buckets[number].append(item)
+        heapq.heappush(loads, (load_bytes + _tensor_bytes(item), number))
+    return [bucket for bucket in buckets if bucket]
+
+
+# ── saves of composerlite ────────────────────────────────────────────────────────────────────────────────────────────
+@final
+class ShardWriter:
+    """What this rank writes of the checkpoint in ``folder``. All ranks make it together, in the main thread.
+
+    Args:
+        contents: makes what is saved. If it fails on a rank, all raise that.
+        folder: the directory.
+        overwrite: replace what is there.
+        group: the ranks that save together; ``None``: all.
+        disks: which ranks see the same folder.
+        of_run: it is a checkpoint of a run, whose record says what :meth:`commit` is given; see :class:`Planner`.
+        threads: files that a rank writes at the same time.
+        throttle: only one rank of a node uploads at a time.
+        reuse_plan: use the plan of an earlier save if on no rank a key, shape, type or placement differs.
+    """
+
+    def __init__(
+        self,
+        contents: Callable[[], StateDict],
+        folder: ShardedDirectory,
+        *,
+        overwrite: bool,
+        group: dist.Group | None = None,
+        disks: Disks = ONE_DISK,
+        of_run: bool = False,
+        threads: int | None = None,
+        throttle: bool = False,
+        reuse_plan: bool = False,
+    ) -> None:
+        self.gathers = False
+        self.may_stream = not throttle  # else it may have to wait for its turn
+        self.seconds: dict[str, float] = {}
+        self.weights_crc: Sequence[int] = ()
+        self._folder = folder
+        self._of_run = of_run
+        self._group = dist.get_group() if group is None else group
+        self._disks = disks
+        self._results: list[WriteResult] = []
+        self._helper: WorkerPool | None = None
+        self._writing: futures.Future[None] | None = None
+        self._copies: list[StorageCopy] = []
+        self._places: dict[int, _Place] = {}
+        self._planner = Planner(of_run=of_run)
+        self._writer = RemoteFileSystemWriter(
+            folder, thread_count=threads, throttle_uploads=throttle, overwrite=overwrite
+        )
+
+        def local_plan() -> SavePlan:
+            self._planner.set_up_planner(contents(), self._writer.storage_meta(), self._group.is_first)
+            return self._planner.create_local_plan()
+
+        try:
+            known, self._assignment = plan_together(self._group, local_plan, self._writer.assignments, reuse=reuse_plan)
+        except BaseException:
+            self._writer.abandon()
+            folder.close()
+            raise
+        self._plan = self._planner.finish_plan(dataclasses.replace(known.final, storage_data=self._assignment))
+        self._metadata = known.metadata
+        if disks.are_several:
+            self._join(overwrite=overwrite)
+        self._planner.find_tensors(self._plan.items)
+        self.size_bytes = self._lay_out()
+
+    def _join(self, *, overwrite: bool) -> None:
+        """Make the directory on the disks that rank 0 does not see. All of them or none, and all ranks know."""
+
+        def each() -> None:
+            if self._disks.is_keeper and not self._group.is_first:
+                self._folder.join(self._assignment.claim, overwrite=overwrite)
+
+        try:
+            self._group.agree("making the directory on other disks", each)
+        except BaseException:
+            self.close(may_be_committed=False)
+            raise
+
+    def _lay_out(self) -> int:
+        """Find a place in one memory for each storage that this rank writes something of; how much that takes.
+
+        Of a storage of which little is written only the part is copied that is.
+        """
+        spans: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
+        for tensor in self._planner.tensors.values():
+            storage, (first, end) = tensor.untyped_storage(), _span(tensor)
+            _, least, most = spans.get(storage_id(storage), (storage, first, end))
+            spans[storage_id(storage)] = storage, min(first, least), max(end, most)
+        size = 0
+        for number, (storage, first, end) in spans.items():
+            first -= first % _ALIGNMENT  # whatever the types of the tensors in it
+            if 2 * (end - first) >= storage.nbytes():
+                first, end = 0, storage.nbytes()
+            whole = end - first == storage.nbytes()
+            self._copies.append(StorageCopy(storage if whole else storage[first:end], size))  # pyright: ignore
+            self._places[number] = _Place(size, first, end - first)
+            size = -(-(size + end - first) // _ALIGNMENT) * _ALIGNMENT
+        return size
+
+    def storages(self) -> list[StorageCopy]:
+        """What is to be copied before training changes it."""
+        return self._copies
+
+    def staged_in(self, memory: HostMemory, start: int = 0) -> None:
+        """From now on the bytes are those in ``memory``, from ``start`` on."""
+        copies = {
+            number: torch.frombuffer(memory.view(start + place.offset, place.size), dtype=torch.uint8).untyped_storage()
+            for number, place in self._places.items()
+            if place.size
+        }
+        for index, tensor in self._planner.tensors.items():
+            number = storage_id(tensor.untyped_storage())
+            if number in copies:
+                offset = tensor.storage_offset() - self._places[number].first // tensor.itemsize
+                copy = torch.empty(0, dtype=tensor.dtype)
+                copy.set_(copies[number], offset, tensor.size(), tensor.stride())  # pyright: ignore[reportArgumentType]
+                self._planner.tensors[index] = copy
+        self._copies = []
+
+    def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
+        """Write the files of this rank: until they are durable, or with ``may_grow`` until they may change."""
+        if not may_grow:
+            self._write()
+            return
+        moment = HandOver()
+        self._writer.hand_over, self._writer.may_grow = moment.take_place, True
+        self._helper = WorkerPool(1, name="checkpoint-shards")
+        self._writing = self._helper.submit(self._write)
+        self._writing.add_done_callback(lambda _: moment.end())
+        moment.wait()
+
+    def _write(self) -> None:
+        self._results = self._writer.write_data(self._plan, self._planner).wait()
+        self._let_go()
+
+    def finish(self) -> list[WriteResult]:
+        """Wait until the files are durable; what rank 0 needs to know of them."""
+        if self._writing is not None:
+            self._writing.result()
+        return self._results
+
+    def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
+        """On rank 0: give the directory its index, its name and its manifest."""
+        assert self._metadata is not None
+        if self._of_run:
+            self._folder.record = manifest
+        self._writer.finish(dataclasses.replace(self._metadata), list(parts))
+        if not self._of_run:
+            return manifest
+        committed = self._folder.manifest()
+        assert committed is not None
+        return committed
+
+    # ── where nodes have disks of their own ──────────────────────────────────────────────────────────────────────
+    def seal(self, manifest: Manifest, parts: Sequence[Any]) -> FinalizedManifest:
+        """On rank 0: the index and the record of all files."""
+        assert self._metadata is not None
+        self._folder.record = manifest
+        index, files = self._writer.indexed(dataclasses.replace(self._metadata), list(parts))
+        digests = {name: digest for name, (digest, _) in files.items()}
+        nodes = {name: self._disks.nodes[rank] for name, (_, rank) in files.items()}
+        return self._folder.sealed(index, digests, {}, nodes)
+
+    def prepare(self, sealed: FinalizedManifest) -> None:
+        """Make this disk's part durable, so that nothing is left but to rename it."""
+        if self._disks.is_keeper:
+            self._folder.prepare(sealed, self._disks.nodes[dist.get_global_rank()])
+
+    def complete(self) -> None:
+        """Give this disk's part its name and its commit record."""
+        if self._disks.is_keeper:
+            self._folder.complete()
+
+    def close(self, *, may_be_committed: bool) -> None:
+        """Remove the directory unless it has its name, or may have. Twice is fine."""
+        if self._helper is not None:  # it writes to the end, also what nobody waits for
+            self._helper.close()
+        self._let_go()
+        if not may_be_committed:
+            self._writer.abandon()
+            if self._disks.are_several:
+                self._folder.abandon(self._assignment.claim)
+        self._folder.close()
+
+    def _let_go(self) -> None:
+        """Of tensors, and of the memory of the snapshot, which another save may be given."""
+        self._planner.forget()
+        self._copies = []
+
+
+def record_of_directory(name: str, world_size: int) -> Manifest:
+    """Return the record of the directory ``name`` that is of no run, but for its files."""
+    return Manifest(
+        name=name,
+        kind="sharded",
+        template=name,
+        run_name="",
+        timestamp={"batch": 0},
+        files=(),
+        world_size=world_size,
+    )
+
+
+class _Place(NamedTuple):
+    """Which bytes of a storage are copied, and where to."""
+
+    offset: int
+    first: int
+    size: int
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of its storage that ``tensor`` has, and the end of the last."""
+    if not tensor.numel():
+        return 0, 0
+    first = tensor.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return int(first) * tensor.itemsize, int(last + 1) * tensor.itemsize
+
+
+def expected_bytes(contents: StateDict) -> int:
+    """About how many bytes this rank will copy of ``contents``, without asking the others.
+
+    What several ranks have is written by one of them, and which one is known only when it is planned: each is counted
+    its share.
+    """
+    sizes: dict[int, int] = {}
+    for tensor in leaves(contents).values.values():
+        if isinstance(tensor, DTensor):
+            storage = tensor.to_local().untyped_storage()
+            dimensions = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+            replicas = math.prod(ranks for ranks, placement in dimensions if placement.is_replicate())
+            sizes[storage_id(storage)] = storage.nbytes() // replicas
+        elif isinstance(tensor, Tensor) and dist.get_global_rank() == 0:
+            sizes[storage_id(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values())
