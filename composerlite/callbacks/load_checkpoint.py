@@ -52,7 +52,7 @@ class LoadCheckpoint(Callback):
         return {"loaded": self._loaded}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loaded = state_dict["loaded"]
+        self._loaded = state_dict.get("loaded")  # checkpoints of older versions do not tell
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         """Load if this is the event and nothing was loaded yet."""
