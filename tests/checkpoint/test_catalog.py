@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import tempfile
@@ -12,6 +13,7 @@ import pytest
 from parts import save_batch, tree, value_in
 
 from composerlite.checkpoint import Catalog, read_checkpoint
+from composerlite.checkpoint.place.folder import Folder
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 
 
@@ -184,3 +186,21 @@ def test_files_that_cannot_be_listed_are_not_absent(folder: Path, hide: Callable
     hide(hidden)
     with pytest.raises(PermissionError):
         list(Catalog(folder).files())
+
+
+def test_what_a_commit_was_to_replace_is_free_when_it_has_failed(tmp_path: Path) -> None:
+    """Also where the names cannot be given back: a process that lives on keeps no lock on what dead ones leave."""
+    staged, there = tmp_path / "staged", tmp_path / "there"
+    for folder in (staged / "a", there / "a"):
+        folder.mkdir(parents=True)
+        (folder / "file").touch()
+    parts = {"there/a": staged / "a", "there/b": staged / "b"}
+    with Folder(tmp_path).commit("c", parts, overwrite=True, has_manifest=False) as commit:
+        with pytest.raises(FileNotFoundError):  # there is no b
+            commit.take_names()
+        (there / "a").rename(tmp_path / "taken away")
+        with pytest.raises(FileNotFoundError):
+            commit.undo()
+    descriptor = os.open(staged / "a", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from checkpoint import checkpointer_kills, checkpointer_ranks
 from checkpoint.sharded_parts import same, small_model, states, trained
 from forked import run_forked
@@ -19,6 +20,11 @@ from storage.servers.seaweedfs import S3Server
 from torch.optim import AdamW
 
 from composerlite.checkpoint import Checkpointer, CheckpointerConfig, CheckpointMetadata, save_model_and_optim_state
+from composerlite.checkpoint.place.bucket import Bucket
+from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.tools.copying import copy
+from composerlite.checkpoint.tools.surveying import survey
 from composerlite.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -28,6 +34,7 @@ from composerlite.errors import (
     UnknownArgumentError,
     UntrustedCheckpointError,
 )
+from composerlite.storage import open_store
 from composerlite.testing import run_ranks, run_ranks_to_the_end
 
 
@@ -297,3 +304,74 @@ def test_a_uri_is_as_good_as_a_folder(s3_server: S3Server, monkeypatch: pytest.M
         checkpointer.write_file(f"{run}/step10", "config.json", "{}")
     Checkpointer(save_overwrite=True).save(f"{run}/step10", other, {"step": 11})
     assert checkpointer.load(f"{run}/step10", other) == {"step": 11}
+
+
+@pytest.fixture
+def run_in_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Place]:
+    """The URI of a run, and its place."""
+    monkeypatch.setenv("S3_ENDPOINT_URL", s3_server.endpoint_url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.secret_key)
+    uri = f"s3://{s3_server.new_bucket()}"
+    return f"{uri}/run", Bucket.of(open_store(uri), "run")
+
+
+def _announce(place: Place, replaces: str | None = None) -> None:
+    """Leave what a save that replaces step1 leaves when it is killed: before its model is there, or else after it."""
+    index = xxhash.xxh3_128_hexdigest(place.read("step1/model_and_optim/.metadata"))
+    marker = json.loads(place.read("step1/.metadata.json"))
+    marker["world_size"] = 2
+    announced = {"replaces": replaces or index, "suffix": "_0123abcd", "marker": json.dumps(marker)}
+    place.put("step1/.metadata.json.next", json.dumps(announced).encode())
+
+
+@pytest.mark.parametrize("how", ["deleted", "copied"])
+def test_what_was_to_follow_a_step_does_not_follow_another(
+    run_in_bucket: tuple[str, Place], how: str, tmp_path: Path
+) -> None:
+    """A killed save had announced a step; that which it was to replace goes, and another comes in its place."""
+    run, place = run_in_bucket
+    model = small_model()
+    checkpointer = Checkpointer()
+    checkpointer.save(f"{run}/step1", model, {"value": 1})
+    _announce(place)
+    assert checkpointer.load(f"{run}/step1", model) == {"value": 1}
+    other = small_model(seed=1)
+    if how == "deleted":
+        (found,) = survey(place)
+        place.delete_all((*reversed(found.commits), *(record.path for record in found.records)))
+        checkpointer.save(f"{run}/step1", other, {"value": 2})
+    else:
+        checkpointer.save(tmp_path / "step1", other, {"value": 2})
+        (found,) = survey(Folder(tmp_path))
+        assert copy(Folder(tmp_path), found, place, overwrite=True)
+    assert checkpointer.load(f"{run}/step1", model) == {"value": 2}
+    assert same(states(model), states(other))
+    assert not place.exists("step1/.metadata.json.next")
+
+
+def test_a_step_of_two_saves_is_not_copied(run_in_bucket: tuple[str, Place], tmp_path: Path) -> None:
+    """A save that replaces one was killed when the model had come and the files of ranks had no names of their own."""
+    run, place = run_in_bucket
+    Checkpointer().save(f"{run}/step1", small_model(), {"value": 1})
+    _announce(place, replaces="0" * 32)
+    (found,) = survey(place)
+    assert found.state == "torn"
+    with pytest.raises(CorruptCheckpointError, match="has not ended"):
+        copy(place, found, Folder(tmp_path))
+    Checkpointer(save_overwrite=True).save(f"{run}/step1", small_model(), {"value": 2})
+    (found,) = survey(place)
+    assert found.state == "committed"
+
+
+def test_what_was_to_follow_a_step_goes_with_it_on_a_disk(tmp_path: Path) -> None:
+    """Brought there from a bucket by another program, it is no file of the user."""
+    model = small_model()
+    Checkpointer().save(tmp_path / "step1", model, {"value": 1})
+    _announce(Folder(tmp_path))
+    (tmp_path / "step1/train/rank0_0123abcd.pt").write_bytes(b"what has no name of its own yet")
+    (tmp_path / "step1/notes.txt").write_text("the user's")
+    Checkpointer(save_overwrite=True).save(tmp_path / "step1", small_model(seed=1), {"value": 2})
+    assert Checkpointer().load(tmp_path / "step1", model) == {"value": 2}
+    assert (tmp_path / "step1/notes.txt").exists()
+    assert not (tmp_path / "step1/train/rank0_0123abcd.pt").exists()

@@ -16,7 +16,12 @@ from composerlite.checkpoint.load.resume import newest_good
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.record.retention import retention_policy
 from composerlite.checkpoint.save.publish import Publisher
-from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, ObjectStoreTransientError
+from composerlite.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    ObjectStoreError,
+    ObjectStoreTransientError,
+)
 from composerlite.storage import RetryPolicy, Transfer, Uploader
 from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import Fault, FaultyStore
@@ -290,3 +295,21 @@ def test_the_root_may_be_the_bucket(store: FaultyStore, tmp_path: Path) -> None:
         remote.publish(manifest, [path], link="latest.pt")
         assert remote.place.uri().startswith("file://")
         assert remote.latest("latest.pt") == manifest
+
+
+def test_a_damaged_link_leads_nowhere(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
+    """The next start sees that it is behind, and does not end with an error."""
+    (manifest,) = publish(remote, tmp_path, 1)
+    assert remote.leads(LINK, manifest.name)
+    store.put_bytes(f"{LINK}.symlink", b"\xff\xfe")
+    assert not remote.leads(LINK, manifest.name)
+
+
+def test_a_manifest_is_not_read_whatever_its_size(remote: Catalog, tmp_path: Path) -> None:
+    """Sixteen are in memory at once: what is larger than any manifest is refused before it is there."""
+    path = tmp_path / "bucket/run/.manifest/ba1.pt.json"
+    path.parent.mkdir(parents=True)
+    with path.open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    with pytest.raises(ObjectStoreError, match="it has more than"):
+        remote.place.read(".manifest/ba1.pt.json")

@@ -37,6 +37,7 @@ from composerlite.checkpoint import (
     unshard_checkpoint,
 )
 from composerlite.checkpoint.load import sharded
+from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.errors import (
     CheckpointExistsError,
@@ -526,3 +527,23 @@ def test_ranks_save_and_load_together(tmp_path: Path, count: int) -> None:
     assert same(weights["model"], dict(model.state_dict()))
     assert not (tmp_path / "failed").exists()
     assert [path.name for path in tmp_path.iterdir() if "saving" in path.name] == []
+
+
+@pytest.mark.parametrize("how", ["replaced", "published"])
+def test_a_manifest_of_another_checkpoint_takes_nothing_from_it(bucket: Path, how: str) -> None:
+    """A copy made by hand, its manifest with it, is replaced: what the manifest speaks of is there still."""
+    store = LocalObjectStore(bucket)
+    a, b = ShardedDirectory.in_store(store, "run/a"), ShardedDirectory.in_store(store, "run/b")
+    save_state_dict(a, {"w": torch.ones(5)})
+    shutil.copytree(bucket / "run/a", bucket / "run/b")
+    shutil.copy(bucket / "run/.manifest/a.json", bucket / "run/.manifest/b.json")
+    if how == "replaced":
+        save_state_dict(b, {"w": torch.zeros(5)}, save_overwrite=True)
+    else:
+        save_state_dict(ShardedDirectory.in_store(store, "elsewhere/b"), {"w": torch.zeros(5)})
+        made = ShardedDirectory.in_store(store, "elsewhere/b").manifest()
+        assert made is not None
+        files = [bucket / "elsewhere" / record.path for record in made.files]
+        Catalog(Bucket.of(store, "run", closes=False)).publish(made, files)
+    assert next(load_keys(ShardedDirectory.in_store(store, "run/a"), ["w"])).sum() == 5
+    assert next(load_keys(ShardedDirectory.in_store(store, "run/b"), ["w"])).sum() == 0

@@ -65,6 +65,8 @@ _saving: set[str] = set()
 _saving_lock = threading.Lock()
 _READERS = 16
 _MOST_SMALL_BYTES = 1 << 30
+_MOST_MANIFEST_BYTES = 64 << 20
+"""Many of them are in memory at once."""
 _STEP_BYTES = 64 << 20
 """What is in memory while an object is verified."""
 
@@ -148,7 +150,8 @@ class Bucket(Place):
         return self.transfer.size(self.name_of(path))
 
     def read(self, path: str) -> bytes:
-        return self.transfer.read_all(self.name_of(path), most_bytes=_MOST_SMALL_BYTES)
+        most = _MOST_MANIFEST_BYTES if MANIFESTS in path.split("/") else _MOST_SMALL_BYTES
+        return self.transfer.read_all(self.name_of(path), most_bytes=most)
 
     def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
         everything = list(items)
@@ -368,11 +371,12 @@ class _BucketCommit(Commit):
         return record_path(self._name)
 
     def _readable(self) -> Manifest | None:
-        """Return the manifest that is there, if it can be read."""
+        """Return the manifest that is there, if it can be read and is not that of another checkpoint."""
         try:
-            return Manifest.from_json(self._bucket.read(self._record), self._bucket.uri(self._record))
+            manifest = Manifest.from_json(self._bucket.read(self._record), self._bucket.uri(self._record))
         except (FileNotFoundError, CorruptCheckpointError):
             return None
+        return manifest if manifest.name == self._name else None
 
     def announce(self, manifest: bytes) -> None:
         self._manifest = manifest

@@ -376,10 +376,10 @@ class Catalog:
         return staged_link(self.folder, link, name)
 
     def leads(self, link: str, name: str) -> bool:
-        """Return whether ``link``, a full name in a bucket, leads to the checkpoint ``name``."""
+        """Return whether ``link``, a full name in a bucket, leads to the checkpoint ``name``; no damaged one does."""
         try:
             return self.place.target_of(f"/{link}") == name
-        except FileNotFoundError:
+        except (FileNotFoundError, CorruptCheckpointError):
             return False
 
     def mend_links(self, manifest: Manifest | None, links: re.Pattern[str], names: re.Pattern[str]) -> None:

@@ -18,6 +18,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, final
 
+from composerlite.checkpoint.format import INDEX
 from composerlite.checkpoint.place import folder_commit
 from composerlite.checkpoint.place.commit import Commit
 from composerlite.checkpoint.place.lease import FileLease, Lease
@@ -209,7 +210,7 @@ class Folder(Place):
         if not self._is_own(target):
             return
         target.unlink(missing_ok=True)
-        if target.name == MARKER or MANIFESTS in target.relative_to(self.path).parts:
+        if target.name in (MARKER, INDEX) or MANIFESTS in target.relative_to(self.path).parts:
             fsync_folder(target.parent)
 
     def _is_own(self, path: Path) -> bool:

@@ -42,7 +42,8 @@ __all__ = ["FolderCommit", "between_names", "dead_saves", "end_dead_saves", "rec
 
 log = logging.getLogger(__name__)
 _PART = re.compile(
-    rf"(?:model_and_optim/)?(?:{re.escape(INDEX)}|[^/]*{re.escape(SUFFIX)})|{re.escape(MARKER)}|train/rank\d+\.pt"
+    rf"(?:model_and_optim/)?(?:{re.escape(INDEX)}|[^/]*{re.escape(SUFFIX)})|{re.escape(MARKER)}(?:\.next)?"
+    r"|train/rank\d+(?:_[0-9a-f]{8})?\.pt"
     rf"|{re.escape(MANIFESTS)}/model_and_optim\.json"
     r"|(?:.*/)?\.[^/]+\.tmp-[0-9a-f]{16}|\.model_and_optim\.saving-[0-9a-f]{16}(?:-old|-failed)?/.*"
 )
@@ -102,19 +103,18 @@ class FolderCommit(Commit):
         if self._record is not None and self._before is not None and not self._record.exists():
             with atomic_write(self._record) as file:
                 file.write(self._before)
-        self._held.close()
 
     def discard(self) -> None:
         for path, old in self._taken.items():
             if old is not None:
                 _discard(old, path)
-        self._held.close()
 
     def leave(self) -> None:
         if self._intention is not None:
             self._intention.leave_behind()
 
     def close(self, error: BaseException | None) -> None:
+        self._held.close()
         intention, self._intention = self._intention, None
         if intention is not None:
             intention.__exit__(None if error is None else type(error), error, None)

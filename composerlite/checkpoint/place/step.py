@@ -32,16 +32,17 @@ from composerlite.storage import FileDigest, chunk_bytes_for, is_uri, open_store
 if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_file import TorchImage
 
-__all__ = ["MARKER", "MODEL", "TRAIN", "StepFolder", "step_folder_of"]
+__all__ = ["MARKER", "MODEL", "NEXT", "TRAIN", "StepFolder", "Successor", "step_folder_of"]
 
 log = logging.getLogger(__name__)
 MODEL = "model_and_optim"
 TRAIN = "train"
-_OURS = (TRAIN, MODEL, MANIFESTS, MARKER)
-_NEXT = f"{MARKER}.next"
+NEXT = f"{MARKER}.next"
+"""The file of a step that tells what takes its place."""
+_OURS = (TRAIN, MODEL, MANIFESTS, MARKER, NEXT)
 
 
-class _Next(NamedTuple):
+class Successor(NamedTuple):
     """A checkpoint that is about to take the place of another in a bucket, or has.
 
     Attributes:
@@ -54,6 +55,14 @@ class _Next(NamedTuple):
     suffix: str
     marker: str
 
+    @classmethod
+    def from_json(cls, data: bytes, source: str) -> Successor:
+        """Return what ``data``, from ``source``, say; CorruptCheckpointError."""
+        try:
+            return cls(**json.loads(data))
+        except (ValueError, TypeError) as e:
+            raise CorruptCheckpointError(f"{source!r} is damaged: {e}") from e
+
     def staged(self, name: str) -> str:
         """Return the name that the file ``name`` of a rank has until then."""
         return _with_suffix(name, self.suffix)
@@ -61,7 +70,7 @@ class _Next(NamedTuple):
     @property
     def metadata(self) -> CheckpointMetadata:
         """What the marker says."""
-        return CheckpointMetadata.from_json(self.marker.encode(), _NEXT)
+        return CheckpointMetadata.from_json(self.marker.encode(), NEXT)
 
 
 @final
@@ -158,18 +167,17 @@ class StepFolder:
                 digest.update(self.read(name))
         return digest.hexdigest()
 
-    def _next(self) -> _Next | None:
+    def _next(self) -> Successor | None:
         """Return the checkpoint that has taken the place of what the marker says, if its files have yet to follow."""
         new = self._announced()
         return None if new is None or new.replaces == self._index_digest() else new
 
-    def _announced(self) -> _Next | None:
+    def _announced(self) -> Successor | None:
         try:
-            return _Next(**json.loads(self._place.read(self._path(_NEXT))))
+            data = self._place.read(self._path(NEXT))
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError) as e:
-            raise CorruptCheckpointError(f"{self.uri!r}: its {_NEXT!r} is damaged: {e}") from e
+        return Successor.from_json(data, self._place.uri(self._path(NEXT)))
 
     def _index_digest(self) -> str:
         try:
@@ -230,8 +238,8 @@ class StepFolder:
     def prepare(self, handle: SaveHandle, marker: bytes) -> None:
         """Say what is about to take the place of a checkpoint, before the model is committed."""
         if handle.suffix:
-            announced = _Next(self._index_digest(), handle.suffix, marker.decode())
-            self._place.put(self._path(_NEXT), json.dumps(announced._asdict()).encode())
+            announced = Successor(self._index_digest(), handle.suffix, marker.decode())
+            self._place.put(self._path(NEXT), json.dumps(announced._asdict()).encode())
 
     def commit(self, handle: SaveHandle, marker: bytes) -> None:
         """Make the checkpoint exist whose model is committed, in the process that claimed."""
@@ -264,7 +272,7 @@ class StepFolder:
             kept = {name for record in records for name in (record.path, new.staged(record.path))}
             for name in before - kept:
                 self._place.delete(self._path(name))
-        self._place.delete(self._path(_NEXT))
+        self._place.delete(self._path(NEXT))
         for record in records:
             self._place.delete(self._path(new.staged(record.path)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from composerlite.checkpoint.place.place import Place, StoredFile
+from composerlite.checkpoint.place.step import MARKER, NEXT
 from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.checkpoint.tools.surveying import Found, survey
 from composerlite.errors import (
@@ -59,6 +60,9 @@ def copy(
     before = _files_of(target, found.name) if others else ()
     for path in reversed(commits):
         target.delete(path)
+    for path in commits:
+        if path.endswith(f"/{MARKER}"):  # what was to follow the one before does not follow this one
+            target.delete(path.removesuffix(MARKER) + NEXT)
     for record in sorted(found.records, key=lambda record: record.path.endswith("/.metadata")):  # that is an index
         _bring(source, record, target, overwrite=overwrite or mends, progress=progress)
     for path, data in commits.items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from composerlite.checkpoint.place.place import MANIFESTS, Place, StoredFile
-from composerlite.checkpoint.place.step import MARKER, MODEL, TRAIN
+from composerlite.checkpoint.place.step import MARKER, MODEL, NEXT, TRAIN, Successor
 from composerlite.checkpoint.record.lineage import living_line
 from composerlite.checkpoint.record.manifest import CheckpointMetadata, FileRecord, Manifest
 from composerlite.errors import CheckpointError
@@ -154,11 +154,13 @@ def survey(place: Place) -> list[Found]:
     unfinished = [folder for path in files if (folder := _unfinished_step(path, files)) is not None]
     of_steps = {*models, *(f"{folder}/{MANIFESTS}/{MODEL}.json" for folder in unfinished)}
     manifests = [path for path in files if _MANIFEST.fullmatch(path) is not None and path not in of_steps]
-    contents = dict(zip([*manifests, *markers, *models], place.read_all([*manifests, *markers, *models]), strict=True))
+    followers = [path for marker in markers if (path := _next_of(marker)) in files]
+    read = [*manifests, *markers, *models, *followers]
+    contents = dict(zip(read, place.read_all(read), strict=True))
     found = [_of_manifest(place, path, data, files) for path in manifests if (data := contents[path]) is not None]
     for marker, model in zip(markers, models, strict=True):
         if (data := contents[marker]) is not None:
-            found.append(_of_step(place, marker, data, contents[model], files))
+            found.append(_of_step(place, marker, data, contents[model], contents.get(_next_of(marker)), files))
     for name in unfinished:
         commits = (f"{name}/{MANIFESTS}/{MODEL}.json",)
         found.append(_torn(name, "step", files, commits, f"{MARKER} is missing: its save did not end"))
@@ -201,19 +203,37 @@ def _compared(manifest: Manifest, kind: str, files: Mapping[str, StoredFile], co
     return Found(manifest.name, kind, manifest, tuple(faults), tuple(there), commits)
 
 
-def _of_step(place: Place, marker: str, data: bytes, model: bytes | None, files: Mapping[str, StoredFile]) -> Found:
-    """The directory of a step, as ``Checkpointer`` or OLMo-core saves it."""
+def _next_of(marker: str) -> str:
+    return marker.removesuffix(MARKER) + NEXT
+
+
+def _of_step(
+    place: Place,
+    marker: str,
+    data: bytes,
+    model: bytes | None,
+    follower: bytes | None,
+    files: Mapping[str, StoredFile],
+) -> Found:
+    """The directory of a step, as ``Checkpointer`` or OLMo-core saves it; ``follower`` is to take its place."""
     name = marker.removesuffix(f"/{MARKER}")
     try:
         said = CheckpointMetadata.from_json(data, place.uri(marker))
         ranks = tuple(replace(record, path=f"{name}/{record.path}") for record in said.train)
         inner = None if model is None else Manifest.from_json(model, place.uri(f"{name}/{MANIFESTS}/{MODEL}.json"))
+        new = None if follower is None else Successor.from_json(follower, place.uri(_next_of(marker)))
     except CheckpointError as e:
         return _torn(name, "step", files, (marker,), f"its {MARKER} or its manifest is damaged: {e}")
     missing = [path for path in (f"{MODEL}/{_INDEX}", f"{TRAIN}/rank0.pt") if f"{name}/{path}" not in files]
     if inner is None:  # of another program: nothing says what its files must contain
         return _torn(name, "step", files, (marker,), *(f"{path} is missing" for path in missing))
     records = tuple(replace(record, path=f"{name}/{record.path}") for record in inner.files)
+    commits = (f"{name}/{MANIFESTS}/{MODEL}.json", marker)
+    index = next((record.xxh3_128 for record in inner.files if record.path == f"{MODEL}/{_INDEX}"), "")
+    if new is not None and new.replaces != index and new.marker.encode() != data:
+        # the model is that of another save than the files of ranks
+        fault = "a save that replaces it has not ended: once it has, or the step is saved again, it is whole"
+        return _torn(name, "step", files, commits, fault)
     number = _STEP.fullmatch(name)
     manifest = Manifest(
         name=name,
@@ -227,7 +247,8 @@ def _of_step(place: Place, marker: str, data: bytes, model: bytes | None, files:
         world_size=said.world_size,
         ephemeral=said.ephemeral,
     )
-    return _compared(manifest, "step", files, (f"{name}/{MANIFESTS}/{MODEL}.json", marker))
+    found = _compared(manifest, "step", files, commits)
+    return found if new is None else replace(found, files=(*found.files, files[_next_of(marker)]))
 
 
 def _unfinished_step(path: str, files: Mapping[str, StoredFile]) -> str | None:
