@@ -98,10 +98,12 @@ class Machine(RuleBasedStateMachine):
         before = self.entries(project)
         others = [e for other in self.projects if other is not project for e in self.entries(other)]
         loaded = self.with_load(order)
-        none_good = order.resume and bool(before) and not any(e.line for e in before if e.kind != "weights")
+        none_good = order.resume and self.none_is_good(before)
         if beside is not None:
             with self.living_beside(order) as life:
                 beside()
+                # Prune counts what looks whole: it may leave damaged ones only before the run has looked for one.
+                none_good |= order.resume and self.none_is_good(self.entries(project))
             self.check_life(order, life.result(), may_refuse=none_good)
         elif ranks > 1:
             self.let_ranks_live(order, ranks, may_refuse=none_good)
@@ -118,6 +120,10 @@ class Machine(RuleBasedStateMachine):
                 raise FoundError(f"[others] {entry.folder / entry.name} of the other project is gone")
         if "closed" in told:
             self.check_end(project, order, line_of(told["weights at end"]), after)
+
+    def none_is_good(self, entries: Sequence[Entry]) -> bool:
+        """Return whether there are checkpoints and each that a run could resume from is damaged."""
+        return bool(entries) and not any(entry.line for entry in entries if entry.kind != "weights")
 
     def let_live(self, order: Order, *, may_refuse: bool) -> None:
         """Here, or in a process of its own if it may end otherwise than well.
