@@ -352,8 +352,8 @@ class Folder(Place):
         return os.path.relpath(path.parent / path.readlink(), self.path)
 
     def broken_links(self) -> Iterator[tuple[str, str]]:
-        for folder, subfolders, names in os.walk(self.path, onerror=_refuse):
-            for path in sorted(Path(folder) / name for name in (*names, *subfolders)):
+        for folder in folder_commit.folders(self.path):
+            for path in sorted(folder.iterdir()):
                 if path.is_symlink() and not path.exists():
                     link = str(path.relative_to(self.path))
                     yield link, self.target_of(link)
@@ -420,11 +420,6 @@ def _is_of_this_user(path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return path.lstat().st_uid == os.geteuid()
     return False
-
-
-def _refuse(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):  # another process deleted it
-        raise error
 
 
 def _by_total(size_bytes: int, progress: Callable[[int, int], object] | None) -> Callable[[int], object]:

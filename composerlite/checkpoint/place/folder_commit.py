@@ -38,7 +38,7 @@ from composerlite.storage import (
     verify_file,
 )
 
-__all__ = ["FolderCommit", "between_names", "dead_saves", "end_dead_saves", "recover"]
+__all__ = ["FolderCommit", "between_names", "dead_saves", "end_dead_saves", "folders", "recover"]
 
 log = logging.getLogger(__name__)
 _PART = re.compile(
@@ -262,15 +262,15 @@ def recover(
             has is completed, and the rest removed: the identities of checkpoints, by name. On the first disk there are
             none. ``None``: it is left as it is.
     """
-    folders = [root] if not below and root.is_dir() else [one for one in _folders(root) if _is_seen(one)]
+    seen = [root] if not below and root.is_dir() else [one for one in folders(root) if _is_seen(one)]
     kept: set[Path] = set()
-    for folder in reversed(folders):  # a run's own folder first
+    for folder in reversed(seen):  # a run's own folder first
         records = folder / MANIFESTS
         if records.is_dir() and not records.is_symlink():
-            for inner in list(_folders(records)) if below else [records]:
+            for inner in list(folders(records)) if below else [records]:
                 for temporary in filter(may_touch, abandoned_temporaries(inner)):
                     kept.update(_end_commit(folder, temporary, committed))
-    for folder in folders:
+    for folder in seen:
         for place in filter(may_touch, dead_saves(folder)):
             if place.with_name(_name_in(place)) not in kept:
                 _settle(place)
@@ -419,8 +419,8 @@ def _holds(root: Path, path: Path, record: FileRecord) -> bool:
     return True
 
 
-def _folders(root: Path) -> Iterator[Path]:
-    """Every folder below ``root``, itself included. Links are not followed.
+def folders(root: Path) -> Iterator[Path]:
+    """Yield every folder below ``root``, itself included. Links are not followed.
 
     Raises:
         OSError: a folder cannot be read. What is not seen is not absent.
