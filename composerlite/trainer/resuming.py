@@ -15,7 +15,7 @@ from composerlite.checkpoint.load.resolve import download_bar
 from composerlite.checkpoint.load.resume import Bucket, Choice, begin_attempt, choose
 from composerlite.checkpoint.record.contents import check_ignore_keys
 from composerlite.core import LoggerDestination, State
-from composerlite.errors import ConfigError
+from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.storage import ObjectStore
 from composerlite.trainer.checks import Arguments, check_names, check_seconds
 
@@ -101,15 +101,23 @@ def _load(state: State, settings: LoadSettings, loggers: Iterable[LoggerDestinat
         "exclude_algorithms": settings.load_exclude_algorithms,
     }
     fsdp = None if state.parallelism is None else state.parallelism.fsdp
-    loaded = load_checkpoint(
-        name,
-        state,
-        **({} if resumed else filters),
-        object_store=store,
-        progress_bar=settings.load_progress_bar,
-        trust_checkpoint=settings.trust_checkpoint,
-        monolith_rank0_only=fsdp is not None and fsdp.load_monolith_rank0_only,
-    )
+    try:
+        loaded = load_checkpoint(
+            name,
+            state,
+            **({} if resumed else filters),
+            object_store=store,
+            progress_bar=settings.load_progress_bar,
+            trust_checkpoint=settings.trust_checkpoint,
+            monolith_rank0_only=fsdp is not None and fsdp.load_monolith_rank0_only,
+        )
+    except IncompatibleCheckpointError as e:
+        if not resumed:
+            raise
+        raise IncompatibleCheckpointError(
+            f"{e}\nautoresume takes back all of a run: the load_… arguments apply to load_path alone. To leave parts "
+            f"of this checkpoint out, begin a run of another run_name with load_path={state.load_path!r}."
+        ) from e
     state.loaded_generators = state.loaded_generators if loaded is None else loaded
 
 

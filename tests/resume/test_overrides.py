@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from checkpoint.tiny_training import Classifier, trainer
 
+from composerlite.errors import IncompatibleCheckpointError
 from composerlite.optim import LinearScheduler
 
 
@@ -61,3 +63,23 @@ def test_the_same_learning_rate_changes_nothing(tmp_path: Path) -> None:
     cut = launch(tmp_path / "cut", 6, 0.1, scheduler="composer")
     for one, other in zip(whole.state.model.parameters(), cut.state.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_an_optimizer_of_another_kind_is_told_the_way_out(tmp_path: Path) -> None:
+    """Filters do not apply to a run that resumes: what the error says to do instead works."""
+    launch(tmp_path / "run", 2, 0.1)
+
+    def other(**arguments: Any) -> Any:
+        model = Classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        keys = ["state/optimizers", "state/schedulers"]
+        given = {"model": model, "optimizers": optimizer, "load_ignore_keys": keys, "autoresume": True}
+        return trainer(save_interval="1ba", max_duration="3ba", **given, **arguments)
+
+    with pytest.raises(IncompatibleCheckpointError) as error:
+        other(save_folder=tmp_path / "run")
+    assert "the load_… arguments apply to load_path alone" in str(error.value)
+    found = re.search(r"another run_name with load_path='(.*)'\.$", str(error.value))
+    assert found is not None
+    with other(save_folder=tmp_path / "other", run_name="other", load_path=found[1]) as run:
+        assert int(run.state.timestamp.batch) == 2
