@@ -145,7 +145,7 @@ def test_files_beside_a_checkpoint_belong_to_their_writer(tmp_path: Path) -> Non
         Checkpointer().write_file(place, "config.json", b"new")
     Checkpointer(save_overwrite=True).write_file(place, "config.json", b"new")
     assert Path(path).read_text() == "new"
-    for name in ("../x", "/x", ".metadata.json", "train/rank0.pt", ""):
+    for name in ("../x", "/x", ".metadata.json", ".metadata.json.next", "train/rank0.pt", ""):
         with pytest.raises(ConfigError, match="fname="):
             Checkpointer().write_file(place, name, "")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step1"]

@@ -34,8 +34,8 @@ from composerlite.checkpoint.api.step_metadata import (
 )
 from composerlite.checkpoint.api.train_module import TrainModule, TrainModuleLike, state_to_load, state_to_save
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
-from composerlite.checkpoint.place.place import SaveHandle
-from composerlite.checkpoint.place.step import MARKER, MODEL, TRAIN, StepFolder, step_folder_of
+from composerlite.checkpoint.place.place import MANIFESTS, SaveHandle
+from composerlite.checkpoint.place.step import MARKER, MODEL, NEXT, TRAIN, StepFolder, step_folder_of
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.checkpoint.save.job import SaveJob
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
@@ -226,7 +226,8 @@ class Checkpointer:
             ConfigError: the name is none of a file in the directory, or one of the checkpoint's own.
         """
         parts = PurePosixPath(fname).parts
-        if not parts or fname.startswith("/") or ".." in parts or parts[0] in (MARKER, MODEL, TRAIN, ".manifest"):
+        own = (MARKER, NEXT, MODEL, TRAIN, MANIFESTS)
+        if not parts or fname.startswith("/") or ".." in parts or parts[0] in own:
             raise ConfigError(
                 f"fname={fname!r}: want a name in the directory that is not one of the checkpoint's own: {MARKER}, "
                 f"{MODEL}, {TRAIN}."
