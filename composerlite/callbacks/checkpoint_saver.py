@@ -152,6 +152,7 @@ class CheckpointSaver(Callback):
         self.weights_only = weights_only
         self.lazy = lazy
         self.on_exception = on_exception
+        self.in_memory = in_memory
         self.last_checkpoint_batch: int | None = None
         self._last_was_ephemeral = False
         self._last_says: tuple[object, ...] | None = None
@@ -195,7 +196,7 @@ class CheckpointSaver(Callback):
 
         So a process that is killed has lost one interval at most, and not two where memory is slower than training.
         """
-        if self.options.in_memory and ends_with_this_batch(self.save_interval, state):
+        if self.in_memory and ends_with_this_batch(self.save_interval, state):
             self.saver.wait_for_previous()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:

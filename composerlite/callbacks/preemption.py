@@ -179,7 +179,7 @@ class PreemptionHandler(Callback):
         if is_first:
             log.warning("%s: the run ends after batch %d, %.0f s are left", reason, int(state.timestamp.batch), left)
         savers = [saver for saver in state.callbacks if isinstance(saver, CheckpointSaver)]
-        savers = [saver for saver in savers if not saver.weights_only and not saver.options.in_memory]
+        savers = [saver for saver in savers if not saver.weights_only and not saver.in_memory]
         kept = [self._keep(saver, state) for saver in savers]
         newest = savers[0].saver.newest if savers else None
         if is_first:
