@@ -15,10 +15,17 @@ from typing import Any
 import pytest
 import replacing_kills
 import torch
+import torch.distributed.checkpoint as dcp
 from forked import run_forked
 from replacing_kills import OF_THE_USER, SAVES, value_of
 
-from composerlite.checkpoint import Catalog, load_keys, load_state_dict, save_state_dict
+from composerlite.checkpoint import (
+    Catalog,
+    RemoteFileSystemReader,
+    load_keys,
+    load_state_dict,
+    save_state_dict,
+)
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.errors import CheckpointExistsError, CheckpointNotFoundError
@@ -77,6 +84,27 @@ def test_who_reads_while_a_checkpoint_is_replaced_gets_the_old_one_or_the_new_on
             (tmp_path / "go on").unlink()
         assert done.result().returncode == 0, done.result().stderr
     assert len(seen) >= 20
+
+
+def test_a_checkpoint_that_gets_its_name_while_it_is_read_is_read_again_under_it(tmp_path: Path) -> None:
+    """On a disk that exchanges no names it is found under another one until it has its own."""
+    _replace(tmp_path, "folder", 7)
+    path = tmp_path / "folder" / "c"
+    between = path.with_name(f".c.saving-{0:016x}")
+    old = between.with_name(f"{between.name}-old")
+    path.rename(between)
+    old.mkdir()
+    state = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
+    reader = RemoteFileSystemReader(path)
+    with contextlib.closing(reader):
+        assert set(reader.read_metadata().state_dict_metadata) == {"a", "b"}
+        between.rename(path)
+        old.rmdir()
+        assert reader.was_replaced()
+        reader.reset()
+        with pytest.warns(UserWarning, match="in a single process"):
+            dcp.load(state, storage_reader=reader, no_dist=True)
+    assert torch.cat([state["a"], state["b"]]).unique().tolist() == [7.0]
 
 
 def _place(root: Path, place: str) -> Any:

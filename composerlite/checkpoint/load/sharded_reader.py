@@ -159,12 +159,14 @@ class RemoteFileSystemReader(StorageReader):
         return self._index_digest
 
     def was_replaced(self) -> bool:
-        """Check whether another checkpoint has come to its place since it was opened, or is about to."""
+        """Check whether it has moved since it was opened, or another has come to its place, or is about to."""
+        found_as = self._folder.found_as
         try:
             if any(True for _ in self._folder.begun()):
                 return True
             index = xxhash.xxh3_128_hexdigest(self._folder.index())
-            return index != self._index_digest or self._folder.manifest() != self._manifest
+            is_another = index != self._index_digest or self._folder.manifest() != self._manifest
+            return is_another or self._folder.found_as != found_as  # it got its name while it was read under another
         except (FileNotFoundError, CorruptCheckpointError):
             return bool(self._index_digest)
 

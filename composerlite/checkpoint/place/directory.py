@@ -121,6 +121,11 @@ class ShardedDirectory:
         return self.place.uri(self.name)
 
     @property
+    def found_as(self) -> str:
+        """Name under which :meth:`index` last found it: another one while it is between two names."""
+        return self._shown
+
+    @property
     def path(self) -> Path | None:
         """The directory on this machine; ``None``: it is in a bucket."""
         return self.place.path_of(self.name)
