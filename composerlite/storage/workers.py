@@ -39,6 +39,8 @@ def start_threads(run: Callable[[], object], count: int, *, name: str, daemon: b
         try:
             thread.start()
         except RuntimeError as e:  # "can't start new thread": a limit of the user's or of a container
+            if isinstance(e.__context__, KeyboardInterrupt):  # it came within threading, which the thread has outlived
+                raise e.__context__ from None
             if not _warned.is_set():
                 _warned.set()
                 log.warning(
@@ -185,7 +187,7 @@ class WorkerPool:
         self._first = first
         self._sources: deque[Iterator[Callable[[], None]]] = deque()
         self._batches: list[Batch] = []
-        self._threads: list[threading.Thread] = []
+        self._threads: set[threading.Thread] = set()
         self._idle = 0
         self._changed = threading.Condition()
         self._closed = False
@@ -252,7 +254,7 @@ class WorkerPool:
             self._sources.append(source)
             wanted = len(self._sources) + threads - 1 - self._idle
             new = min(wanted, self._most - len(self._threads))
-            self._threads += start_threads(self._work, new, name=self._name)
+            self._threads.update(start_threads(self._work, new, name=self._name))
             self._changed.notify(threads)
             has_threads = bool(self._threads)
         while not has_threads and (do := self._take()) is not None:
@@ -271,7 +273,7 @@ class WorkerPool:
                 in_time = not self._closed and self._changed.wait(_IDLE_SECONDS)
                 self._idle -= 1
                 if not in_time and not self._sources:
-                    self._threads.remove(threading.current_thread())
+                    self._threads.discard(threading.current_thread())  # an interrupt came while it was started
                     return None
             return do
 

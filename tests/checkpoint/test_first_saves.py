@@ -6,10 +6,13 @@ import contextlib
 import ctypes
 import resource
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -240,3 +243,47 @@ def interrupted_saves_of_runs(where: str, form: str) -> None:
             assert_holds(folder / found.name, state, value)
         Catalog(folder).recover()  # as the next start does: an interrupt may come right after a temporary is made
         assert temporaries(folder) == []
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("form", ["file", "sharded"])
+def test_a_save_that_is_interrupted_at_any_call_while_it_is_started_keeps_nobody_waiting(
+    tmp_path: Path, form: str
+) -> None:
+    """Ctrl-C from where what is written is known until the call returns: the run can be closed, and saved again."""
+    state, calls, came = training(form, 1000), 0, True
+    while came:
+        folder, pipeline = tmp_path / f"{form}{calls}", Pipeline()
+        given: dict[str, Any] = {"catalog": Catalog(folder), "template": TEMPLATES[form]}
+        came = interrupt(partial(pipeline.save, state, **given), calls, after="PendingSave.__init__")
+        pipeline.close()
+        pipeline.save(state, **given, overwrite=True).wait(100)
+        pipeline.close()
+        Catalog(folder).recover()
+        assert [found.name for found in Catalog(folder).manifests()] == [TEMPLATES[form].format(batch=1)]
+        assert temporaries(folder) == []
+        calls += 1
+    assert calls > 10
+
+
+def interrupt(act: Callable[[], object], number: int, *, after: str) -> bool:
+    """Interrupt ``act`` at call ``number`` of a Python function, counted from ``after``; return whether it came."""
+    seen, ended = -1, False
+
+    def see(frame: FrameType, event: str, _: object) -> None:
+        nonlocal seen
+        if event == "call" and not ended and (seen >= 0 or frame.f_code.co_qualname == after):
+            seen += 1
+            if seen == number:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(see)
+    try:
+        act()
+        ended = True
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False

@@ -163,6 +163,7 @@ class SaveJob:
         streamed: there was memory for a copy, but new: what is written was read when it was handed over.
         failure: why this rank cannot do its part: it votes against the checkpoint.
         to_delete: what was given up and is not deleted yet.
+        future: what comes of :meth:`start`; cancelled where the caller was interrupted before the work had begun.
     """
 
     manifest: Manifest
@@ -181,6 +182,7 @@ class SaveJob:
     streamed: bool = field(default=False, init=False)
     failure: BaseException | None = field(default=None, init=False)
     to_delete: list[Manifest] = field(default_factory=list[Manifest], init=False)
+    future: Future[Any] = field(default_factory=lambda: Future[Any](), init=False)
     _memory: HostMemory | None = field(default=None, init=False)
     _written: bool = field(default=False, init=False)
 
@@ -237,26 +239,37 @@ class SaveJob:
     def start(self, work: Callable[[], T], then: Callable[[], object] = lambda: None) -> Future[T]:
         """Do ``work``, which calls :meth:`run`, in a thread for which a program that ends waits; at once if blocking.
 
+        Ctrl-C before the thread has begun cancels the save; later it runs on, and whoever waits sees its end.
+
         Args:
             work: gives the result of the future, or raises its error.
             then: is called when the future is done.
         """
-        future: Future[T] = Future()
-        future.set_running_or_notify_cancel()
 
         def run() -> None:
+            if not self.future.set_running_or_notify_cancel():
+                return
             try:
                 result = work()
             except BaseException as e:  # noqa: BLE001 - it is the future's
-                future.set_exception(e)
+                self.future.set_exception(e)
             else:
-                future.set_result(result)
+                self.future.set_result(result)
             then()
 
-        if self.blocking or not start_threads(run, 1, name="checkpoint-save", daemon=False):
-            self.blocking = True
-            run()
-        return future
+        try:
+            if self.blocking or not start_threads(run, 1, name="checkpoint-save", daemon=False):
+                self.blocking = True
+                run()
+        except BaseException:
+            self.cancel()
+            raise
+        return self.future
+
+    def cancel(self) -> None:
+        """End the save if its work has not begun, and leave nothing behind. Twice is fine."""
+        if self.future.cancel():
+            self._close(may_be_committed=False)
 
     # ── in any thread ────────────────────────────────────────────────────────────────────────────────────────────
     def run(self) -> SaveReport:

@@ -14,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -39,7 +39,7 @@ from composerlite.checkpoint.record.naming import (
 )
 from composerlite.checkpoint.save.file_writer import Gathering, NullWriter, RankArchiveWriter, SingleFileWriter
 from composerlite.checkpoint.save.job import LONGEST_WORK, FollowUp, RankWriter, SaveJob, SaveReport
-from composerlite.checkpoint.save.staging import Snapshot, Staging
+from composerlite.checkpoint.save.staging import Staging
 from composerlite.errors import ConfigError, SaveError
 from composerlite.types import Lineage, StateDict
 
@@ -272,33 +272,40 @@ class PendingSave:
     To be made on the training thread.
 
     Args:
-        snapshot: what it writes, if a copy.
+        job: the save.
 
     Attributes:
         name: of the checkpoint to come, below its folder.
         deletion_error: why older checkpoints could not be deleted.
     """
 
-    def __init__(self, name: str, snapshot: Snapshot | None = None) -> None:
+    def __init__(self, name: str, job: SaveJob) -> None:
         self.name = name
         self.deletion_error: Exception | None = None
-        self._snapshot = snapshot
+        self._job = job
+        self._snapshot = job.snapshot
         self._training_thread = threading.get_ident()
-        self._future: Future[SaveReport] = Future()
+        self._future: Future[SaveReport] = job.future
         self._tidied = threading.Event()
 
-    def start(self, job: SaveJob, work: Callable[[], SaveReport]) -> None:
-        """Do ``work``, which runs ``job``, and then delete older checkpoints: the next snapshot waits for neither."""
+    def start(self, work: Callable[[], SaveReport]) -> None:
+        """Do ``work``, which runs the job, and then delete older checkpoints: the next snapshot waits for neither."""
 
         def tidy() -> None:
             try:
-                job.delete_old()
+                self._job.delete_old()
             except Exception as e:  # noqa: BLE001 - who saves asks for it
                 self.deletion_error = e
             finally:
                 self._tidied.set()
 
-        self._future = job.start(work, tidy)
+        self._job.start(work, tidy)
+
+    def cancel(self) -> None:
+        """End the save if it has not begun: nobody waits for it."""
+        self._job.cancel()
+        if self._future.cancelled():
+            self._tidied.set()
 
     @property
     def done(self) -> bool:
@@ -325,6 +332,8 @@ class PendingSave:
             self._future.exception(timeout)
         except TimeoutError:
             return self._future.done()
+        except CancelledError:  # whoever saved was interrupted
+            pass
         return True
 
     @property
@@ -498,11 +507,16 @@ class Pipeline:
                 has_room=has_room,
                 make_room=self.wait_until_tidy,
             )
-        pending = self._pending = PendingSave(name, job.snapshot)
         job.stall_seconds = time.perf_counter() - started
         if job.snapshot is not None:  # it counts its own, later ones too
             job.stall_seconds -= job.snapshot.stall_seconds
-        pending.start(job, lambda: self._finish(job, previous))
+        pending = PendingSave(name, job)
+        try:
+            self._pending = pending
+            pending.start(lambda: self._finish(job, previous))
+        except BaseException:
+            pending.cancel()
+            raise
         return pending
 
     def close(self) -> None:
