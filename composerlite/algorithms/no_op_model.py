@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
     from composerlite.core import Logger, State
+    from composerlite.devices import Device
 
 __all__ = ["NoOpModel"]
 
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 class _NothingToLearn(nn.Module):
     """Takes any batch. Has one weight, whose gradient is always zero, and no metrics."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1, device=device))
         self.logger: Logger | None = None

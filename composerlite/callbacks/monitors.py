@@ -15,6 +15,7 @@ from composerlite.errors import ConfigError, TrainingError, checked_arguments, d
 
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
+    from composerlite.devices import Device
 
 __all__ = ["LRMonitor", "MemoryMonitor", "NaNMonitor", "OptimizerMonitor"]
 
@@ -185,7 +186,7 @@ class MemoryMonitor(Callback):
             metrics.update(self._cuda_memory(state.device))
         logger.log_metrics(metrics)
 
-    def _cuda_memory(self, device: torch.device) -> dict[str, float]:
+    def _cuda_memory(self, device: Device) -> dict[str, float]:
         stats = torch.cuda.memory_stats(device)
         metrics: dict[str, float] = {}
         for key, name in self._keys.items():

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from composerlite.core.data import (
         DataSpec,
         Evaluator,
+        batch_get,
+        batch_set,
         count_samples,
         count_tokens,
         ensure_data_spec,
@@ -95,6 +97,8 @@ __all__ = [
     "Trace",
     "Traces",
     "algorithms_of",
+    "batch_get",
+    "batch_set",
     "by_class",
     "callbacks_of",
     "check_metric_exists",
@@ -136,6 +140,8 @@ __getattr__, __dir__ = lazy_names(
         ".data": [
             "DataSpec",
             "Evaluator",
+            "batch_get",
+            "batch_set",
             "count_samples",
             "count_tokens",
             "ensure_data_spec",

@@ -13,12 +13,15 @@ import torch
 
 from composerlite.core.interval import SchedulePredicate, create_interval_scheduler
 from composerlite.core.time import TimeInput
+from composerlite.devices import move_to_device
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.types import Batch
 
 __all__ = [
     "DataSpec",
     "Evaluator",
+    "batch_get",
+    "batch_set",
     "count_samples",
     "count_tokens",
     "ensure_data_spec",
@@ -31,22 +34,51 @@ __all__ = [
 T = TypeVar("T")
 
 
-def move_to_device(batch: T, device: torch.device) -> T:
-    """``batch`` with every tensor in nested lists, tuples, mappings and dataclasses on ``device``."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)  # pyright: ignore[reportReturnType]
-    if isinstance(batch, Mapping):
-        moved = {key: move_to_device(value, device) for key, value in batch.items()}
-        return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[return-value, call-arg]
-    if isinstance(batch, tuple):
-        items = [move_to_device(item, device) for item in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)  # type: ignore[return-value]
-    if isinstance(batch, list):
-        return [move_to_device(item, device) for item in batch]  # type: ignore[return-value]
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        values = [move_to_device(value, device) for value in (_parts(batch) or {}).values()]
-        return cast("T", _like(batch, values))
+def batch_get(batch: Batch, key: Any) -> Any:
+    """Return one item of ``batch``: by index, key or attribute name, or by a function of the batch.
+
+    ``key`` may be a pair of functions, one that gets and one that sets, as algorithms take it.
+    """
+    if _is_pair_of_functions(key):
+        key = key[0]
+    if callable(key):
+        return key(batch)
+    return getattr(batch, key) if isinstance(key, str) and not _is_mapping(batch) else batch[key]
+
+
+def batch_set(batch: Batch, key: Any, value: Any) -> Batch:
+    """Return ``batch`` with ``value`` in place of the item ``key``: changed in place where it can be, else a new one.
+
+    A function gets ``(batch, value)`` and returns the new batch; of a pair of functions it is the second.
+    """
+    if _is_pair_of_functions(key):
+        key = key[1]
+    if callable(key):
+        return key(batch, value)
+    by_name = isinstance(key, str) and not _is_mapping(batch)
+    if by_name and hasattr(batch, "_replace"):
+        return batch._replace(**{key: value})
+    if by_name:
+        setattr(batch, key, value)
+        return batch
+    if _is_tuple(batch):
+        items, place = list(cast("tuple[Any, ...]", batch)), cast("int", key)
+        items[place] = value
+        return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
+    batch[key] = value
     return batch
+
+
+def _is_pair_of_functions(key: Any) -> bool:
+    return isinstance(key, tuple | list) and len(cast("Sequence[Any]", key)) == 2 and all(map(callable, key))
+
+
+def _is_mapping(batch: Batch) -> bool:  # plain functions: narrowing Any would make its items unknown
+    return isinstance(batch, Mapping)
+
+
+def _is_tuple(batch: Batch) -> bool:
+    return isinstance(batch, tuple)
 
 
 def count_samples(batch: Batch) -> int:

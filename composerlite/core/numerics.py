@@ -11,11 +11,15 @@ import random
 import secrets
 from collections.abc import Generator
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from composerlite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from composerlite.devices import Device
 
 __all__ = [
     "MAX_SEED",
@@ -112,7 +116,7 @@ class Precision(StrEnum):
         return found
 
 
-def ensure_precision(precision: str | Precision | None, device: torch.device) -> Precision:
+def ensure_precision(precision: str | Precision | None, device: Device | torch.device) -> Precision:
     """``precision`` checked against ``device``; by default ``amp_fp16`` on a CUDA GPU and ``fp32`` elsewhere."""
     if precision is None:
         return Precision.AMP_FP16 if device.type == "cuda" else Precision.FP32
@@ -122,7 +126,9 @@ def ensure_precision(precision: str | Precision | None, device: torch.device) ->
     return precision
 
 
-def get_precision_context(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[object]:
+def get_precision_context(
+    precision: Precision, device: Device | torch.device
+) -> contextlib.AbstractContextManager[object]:
     """The context in which forward pass and loss run."""
     if precision is Precision.FP32:
         return contextlib.nullcontext()

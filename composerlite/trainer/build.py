@@ -32,6 +32,7 @@ from composerlite.core import (
     ensure_evaluator,
     lost_parameters,
 )
+from composerlite.devices import Device
 from composerlite.errors import ConfigError, naming
 from composerlite.loggers import ConsoleLogger, ProgressBarLogger
 from composerlite.models import ComposerModel
@@ -197,7 +198,7 @@ def limited(evaluator: Evaluator, subset_num_batches: int) -> Evaluator:
     return evaluator
 
 
-def eval_metrics(model: ComposerModel, evaluator: Evaluator, device: torch.device) -> dict[str, Any]:
+def eval_metrics(model: ComposerModel, evaluator: Evaluator, device: Device) -> dict[str, Any]:
     """The model's metrics that ``evaluator`` asks for, its own copies, on ``device``.
 
     Raises:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from composerlite import dist
-from composerlite.core.data import Evaluator, length_of
+from composerlite.core.data import Evaluator, batch_get, batch_set, length_of
 from composerlite.core.interruption import Interruption
 from composerlite.core.numerics import Precision, seed_of_rank
 from composerlite.core.parallelism import ParallelismConfig
 from composerlite.core.time import MICROSECONDS, Time, TimeInput, Timestamp, TimeUnit
+from composerlite.devices import Device
 from composerlite.errors import ConfigError, naming
 from composerlite.types import Batch, Lineage, StateDict, Stateful
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["KeptAlgorithm", "KeptCallback", "RunState", "by_class", "by_key"]
 
 T = TypeVar("T")
+C = TypeVar("C")
 K = TypeVar("K", bound="KeptCallback")
 
 
@@ -51,12 +54,32 @@ class KeptAlgorithm(KeptCallback, Protocol):
     def apply_before_load(self, state: Any) -> None: ...
 
 
+class _Several(Generic[T, C]):
+    """An attribute that holds several. One item, several, or ``None`` for none may be assigned to it."""
+
+    def __init__(self, kind: Callable[[Iterable[T]], C]) -> None:
+        self._kind = kind
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, instance: object, owner: type) -> C:
+        return instance.__dict__[self._name]
+
+    def __set__(self, instance: object, value: T | Sequence[T] | None) -> None:
+        items = cast("Iterable[T]", value if isinstance(value, Sequence) else () if value is None else (value,))
+        instance.__dict__[self._name] = self._kind(items)
+
+
 class RunState:
     """Everything that training changes. Algorithms, callbacks and loggers read and write it, as :class:`State`.
 
     What is saved in a checkpoint is listed in :attr:`serialized_attributes`. The rest belongs to the moment:
 
     Attributes:
+        device: the device of this rank.
+        optimizers: the one optimizer, in a tuple. schedulers, algorithms, callbacks, evaluators: lists. One item may be
+            assigned to each.
         batch: the current batch, on the device; within a microbatch, that microbatch.
         outputs: what the model returned for it.
         loss: the loss of the current microbatch.
@@ -103,21 +126,29 @@ class RunState:
         "dataset_state",
     )
 
+    optimizers: _Several[torch.optim.Optimizer, tuple[torch.optim.Optimizer, ...]] = _Several(tuple)
+    schedulers: _Several[LRScheduler, list[LRScheduler]] = _Several(list)
+    algorithms: _Several[KeptAlgorithm, list[KeptAlgorithm]] = _Several(list)
+    callbacks: _Several[KeptCallback, list[KeptCallback]] = _Several(list)
+    evaluators: _Several[Evaluator, list[Evaluator]] = _Several(list)
+
     def __init__(
         self,
         model: nn.Module,
         *,
         rank_zero_seed: int,
         run_name: str,
-        device: torch.device,
+        device: str | torch.device,
         max_duration: TimeInput | None = None,
-        precision: Precision = Precision.FP32,
-        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        precision: str | Precision = Precision.FP32,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        algorithms: Sequence[KeptAlgorithm] = (),
-        callbacks: Sequence[KeptCallback] = (),
+        algorithms: KeptAlgorithm | Sequence[KeptAlgorithm] | None = None,
+        callbacks: KeptCallback | Sequence[KeptCallback] | None = None,
         train_dataloader: Iterable[Batch] | None = None,
-        evaluators: Sequence[Evaluator] = (),
+        dataloader: Iterable[Batch] | None = None,
+        dataloader_label: str | None = None,
+        evaluators: Evaluator | Sequence[Evaluator] | None = None,
         device_train_microbatch_size: int | None = None,
         auto_microbatching: bool = False,
         save_metrics: bool = False,
@@ -131,15 +162,15 @@ class RunState:
         self.run_name = run_name
         self.is_named = True
         self.loaded_generators: list[dict[str, Any]] | None = None
-        self.device = device
-        self.precision = precision
-        self.optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
-        self.schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []
+        self.device = Device(device)
+        self.precision = Precision(precision)
+        self.optimizers = optimizers
+        self.schedulers = None
         self.scaler = scaler
-        self.algorithms: list[KeptAlgorithm] = list(algorithms)
-        self.callbacks: list[KeptCallback] = list(callbacks)
+        self.algorithms = algorithms
+        self.callbacks = callbacks
         self.train_dataloader = train_dataloader
-        self.evaluators: list[Evaluator] = list(evaluators)
+        self.evaluators = evaluators
         self.device_train_microbatch_size = device_train_microbatch_size
         self.auto_microbatching = auto_microbatching
         self.save_metrics = save_metrics
@@ -176,9 +207,7 @@ class RunState:
         self.train_metric_values: dict[str, float] = {}
         self.eval_metric_values: dict[str, float] = {}
 
-        self.dataloader: Iterable[Batch] | None = None
-        self.dataloader_label: str | None = None
-        self._dataloader_len: int | None = None
+        self.set_dataloader(dataloader, dataloader_label)
         self.data_position: Stateful | None = None
         self.dataset_state: StateDict = {"train": None, "eval": {}}
         self.load_path: str | None = None
@@ -280,47 +309,20 @@ class RunState:
         self, dataloader: Iterable[Batch] | None, label: str | None = None, num_batches: int | None = None
     ) -> None:
         """Make ``dataloader`` the one in use. ``num_batches`` limits its length; ``None`` or -1 takes all."""
-        self.dataloader = dataloader
-        self.dataloader_label = label
+        self.dataloader: Iterable[Batch] | None = dataloader
+        self.dataloader_label: str | None = label
         length = length_of(dataloader)
         if num_batches is not None and num_batches >= 0:
             length = num_batches if length is None else min(length, num_batches)
-        self._dataloader_len = length
+        self._dataloader_len: int | None = length
 
     def batch_get_item(self, key: Any) -> Any:
-        """One item of the batch: by index, key, attribute name, or a function of the batch."""
-        if callable(key):
-            return key(self.batch)
-        if isinstance(key, str) and not _is_mapping(self.batch):
-            return getattr(self.batch, key)
-        return self.batch[key]
+        """Return one item of the batch; see :func:`~composerlite.core.batch_get`."""
+        return batch_get(self.batch, key)
 
     def batch_set_item(self, key: Any, value: Any) -> None:
-        """Replace one item of the batch; a function gets ``(batch, value)`` and returns the new batch."""
-        if callable(key):
-            self.batch = key(self.batch, value)
-            return
-        batch: Any = self.batch
-        by_name = isinstance(key, str) and not _is_mapping(batch)
-        if by_name and hasattr(batch, "_replace"):
-            self.batch = batch._replace(**{key: value})
-        elif by_name:
-            setattr(batch, key, value)
-        elif _is_tuple(batch):
-            items: list[Any] = list(batch)
-            place: Any = key
-            items[place] = value
-            self.batch = type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
-        else:
-            batch[key] = value
-
-
-def _is_mapping(batch: Batch) -> bool:  # plain functions: narrowing Any would make its items unknown
-    return isinstance(batch, Mapping)
-
-
-def _is_tuple(batch: Batch) -> bool:
-    return isinstance(batch, tuple)
+        """Replace one item of the batch; see :func:`~composerlite.core.batch_set`."""
+        self.batch = batch_set(self.batch, key, value)
 
 
 # ── names in checkpoints ────────────────────────────────────────────────────────────────────────────────────────────

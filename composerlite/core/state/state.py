@@ -15,18 +15,19 @@ from importlib.metadata import version
 import torch
 from torch import nn
 
+from composerlite.core.state.composer_names import ComposerNames
 from composerlite.core.state.metric_states import metric_states
 from composerlite.core.state.model_state import model_state
 from composerlite.core.state.optimizer_state import lost_parameters, named_optimizer_state
 from composerlite.core.state.restoring import Integrated, StateLoader
-from composerlite.core.state.run_state import KeptAlgorithm, KeptCallback, RunState, by_class, by_key
+from composerlite.core.state.run_state import KeptAlgorithm, KeptCallback, by_class, by_key
 from composerlite.errors import SaveError
 from composerlite.types import StateDict
 
 __all__ = ["State"]
 
 
-class State(RunState):
+class State(ComposerNames):
     """Everything that training changes. Algorithms, callbacks and loggers read and write it.
 
     It has the attributes of :class:`RunState` and adds how they are saved in checkpoints and restored.

@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from composerlite import dist
 from composerlite.core import Precision, State
+from composerlite.devices import Device
 from composerlite.errors import ConfigError, TrainingError, did_you_mean
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class Replicated(Parallel):
             ``'forced_sync'``, after the last backward pass.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, strategy: str) -> None:
+    def __init__(self, model: nn.Module, device: Device, strategy: str) -> None:
         from torch.nn.parallel import DistributedDataParallel
 
         self.data_rank, self.data_ranks = dist.get_global_rank(), dist.get_world_size()
@@ -125,7 +126,7 @@ class Replicated(Parallel):
         if any(parameter.requires_grad for parameter in model.parameters()):
             self._wrapper = DistributedDataParallel(
                 model,
-                device_ids=[device] if device.type == "cuda" else None,
+                device_ids=[device.index] if device.type == "cuda" else None,
                 find_unused_parameters=self._every_time,
             )
             # With forced_sync nothing waits for other ranks before the end of a batch: one may break off and try again.

@@ -33,6 +33,7 @@ from composerlite.checkpoint.deepspeed.loading import load_archives
 from composerlite.checkpoint.format.archive import DEEPSPEED_TYPES
 from composerlite.checkpoint.record.contents import RestorePlan
 from composerlite.core import Precision, State
+from composerlite.devices import Device
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.storage import ObjectStore
 from composerlite.trainer.ranks.parallel import (
@@ -381,7 +382,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return [_cast(item, dtype) for item in value] if isinstance(value, list) else value
 
 
-def _deepspeed(device: torch.device) -> ModuleType:
+def _deepspeed(device: Device) -> ModuleType:
     """DeepSpeed, connected to the process group that there is.
 
     Raises:

@@ -1,0 +1,156 @@
+"""Devices: what training runs on, as a name that torch takes, with what Composer's devices offer."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import TypeVar, cast, final
+
+import torch
+from torch import nn
+
+from composerlite import dist
+
+__all__ = ["Device", "DeviceCPU", "DeviceGPU", "DeviceMPS", "get_device", "move_to_device"]
+
+T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
+Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
+
+
+def move_to_device(batch: T, device: str | torch.device) -> T:
+    """Return ``batch`` with every tensor in nested lists, tuples, mappings and dataclasses on ``device``."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)  # pyright: ignore[reportReturnType]
+    if isinstance(batch, Mapping):
+        moved = {key: move_to_device(value, device) for key, value in batch.items()}
+        return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[return-value, call-arg]
+    if isinstance(batch, tuple):
+        items = [move_to_device(item, device) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)  # type: ignore[return-value]
+    if isinstance(batch, list):
+        return [move_to_device(item, device) for item in batch]  # type: ignore[return-value]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        new = copy.copy(batch)
+        for field in dataclasses.fields(batch):  # also of a frozen one
+            object.__setattr__(new, field.name, move_to_device(getattr(batch, field.name), device))
+        return cast("T", new)
+    return batch
+
+
+class Device(str):
+    """The device that training runs on, with the methods of Composer's devices.
+
+    It is the name that torch has for the device, ``'cpu'`` or ``'cuda:0'``: it can be given wherever torch takes a
+    device, and it equals the ``torch.device`` of that name. ``Device(name)`` is of the class for its type.
+
+    Attributes:
+        name: ``'cpu'``, ``'gpu'`` or ``'mps'``.
+        dist_backend: backend of ``torch.distributed`` for it; ``''`` for none.
+        type: of the device, in torch's words: ``'cpu'``, ``'cuda'`` or ``'mps'``.
+        index: number of the device among those of its type; ``None`` where there is only one.
+    """
+
+    name = ""
+    dist_backend = ""
+    type: str
+    index: int | None  # pyright: ignore[reportIncompatibleMethodOverride] - of torch.device, not of str
+
+    def __new__(cls, value: str | torch.device) -> Device:
+        device = torch.device(str(value))
+        made = str.__new__(_CLASSES.get(device.type, Device), str(device))
+        made.type, made.index = device.type, device.index
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return str(self) == str(other) if isinstance(other, str | torch.device) else NotImplemented
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __getnewargs__(self) -> tuple[str]:
+        return (str(self),)
+
+    def module_to_device(self, module: M) -> M:
+        """Move ``module`` to this device and return it."""
+        return module.to(str(self))
+
+    def tensor_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor`` on this device."""
+        return move_to_device(tensor, self)
+
+    def batch_to_device(self, batch: T) -> T:
+        """Return ``batch`` with every tensor in nested lists, tuples, mappings and dataclasses on this device."""
+        return move_to_device(batch, self)
+
+    def optimizer_to_device(self, optimizer: Opt) -> Opt:
+        """Move the state of ``optimizer`` to this device and return it."""
+        for parameter in optimizer.state:
+            optimizer.state[parameter] = move_to_device(optimizer.state[parameter], self)
+        return optimizer
+
+
+@final
+class DeviceCPU(Device):
+    """The CPU."""
+
+    name = "cpu"
+    dist_backend = "gloo"
+
+    def __new__(cls, value: str | torch.device = "cpu") -> Device:
+        return Device.__new__(cls, value)
+
+
+@final
+class DeviceGPU(Device):
+    """A CUDA GPU: that of the local rank, unless ``device_id`` is another number on this machine.
+
+    ``allow_tf32=True`` lets products of float32 matrices be computed in TF32, in the whole process.
+
+    Raises:
+        ConfigError: torch can use no such device here.
+    """
+
+    name = "gpu"
+    dist_backend = "nccl"
+
+    def __new__(cls, device_id: int | str | torch.device | None = None, *, allow_tf32: bool = False) -> Device:
+        number = isinstance(device_id, int)
+        device = dist.get_device("gpu" if device_id is None else f"cuda:{device_id}" if number else str(device_id))
+        if allow_tf32:
+            torch.set_float32_matmul_precision("high")
+        return Device.__new__(cls, device)
+
+
+@final
+class DeviceMPS(Device):
+    """The GPU of an Apple computer.
+
+    Raises:
+        ConfigError: torch can use no such device here.
+    """
+
+    name = "mps"
+
+    def __new__(cls, value: str | torch.device = "mps") -> Device:
+        return Device.__new__(cls, dist.get_device(value))
+
+
+_CLASSES: dict[str, type[Device]] = {"cpu": DeviceCPU, "cuda": DeviceGPU, "mps": DeviceMPS}
+
+
+def get_device(device: str | torch.device | None = None) -> Device:
+    """Return the device that ``device`` names: ``'cpu'``, ``'gpu'`` (that of the local rank) or ``'mps'``.
+
+    ``None`` takes the GPU if there is one.
+
+    Raises:
+        ConfigError: the name is unknown or there is no such device here.
+    """
+    if isinstance(device, Device):
+        return device
+    return Device(dist.get_device(device))

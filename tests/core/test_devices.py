@@ -1,0 +1,91 @@
+"""Devices: names that torch takes, with what Composer's devices offer; and what Composer's state tells beside."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+
+from composerlite.core import State, batch_get, batch_set
+from composerlite.devices import Device, DeviceCPU, DeviceGPU, get_device
+from composerlite.errors import ConfigError
+
+
+def test_a_state_tells_its_device_as_composer_does(state: State) -> None:
+    """``state.device`` has a name, moves modules, tensors, batches and optimizers, and says what kind it is."""
+    assert state.device.name == "cpu"
+    assert isinstance(state.device, DeviceCPU)
+    batch = {"x": torch.ones(1), "y": [torch.zeros(2), "text"]}
+    moved = state.device.batch_to_device(batch)
+    assert moved["x"].device == state.device
+    assert moved["y"][1] == "text"
+    module = nn.Linear(1, 1)
+    assert state.device.module_to_device(module) is module
+    assert state.device.tensor_to_device(torch.ones(1)).device.type == "cpu"
+    optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)
+    assert state.device.optimizer_to_device(optimizer) is optimizer
+
+
+def test_a_device_is_taken_wherever_torch_takes_one(state: State) -> None:
+    """``tensor.to(state.device)`` works as with a ``torch.device``, which it equals; so do its type and index."""
+    device = state.device
+    assert torch.ones(1, device=device).to(device).device == device
+    assert torch.device(device) == device
+    assert device == torch.device("cpu")
+    assert device != torch.device("meta")
+    assert (device.type, device.index) == ("cpu", None)
+    assert {device: 1}[Device("cpu")] == 1
+    for copied in (copy.deepcopy(device), cast("Device", pickle.loads(pickle.dumps(device)))):
+        assert (copied, copied.name, copied.type) == (device, "cpu", "cpu")
+
+
+def test_devices_of_every_type_have_composers_names() -> None:
+    """The class tells the type, whether or not this machine has such a device; one to train on has to exist."""
+    gpu = Device("cuda:1")
+    assert isinstance(gpu, DeviceGPU)
+    assert (gpu.name, gpu.type, gpu.index, gpu.dist_backend) == ("gpu", "cuda", 1, "nccl")
+    assert get_device("cpu") == get_device(DeviceCPU()) == DeviceCPU()
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="device='gpu': this machine has no CUDA device"):
+            DeviceGPU()
+
+
+def test_one_item_may_be_assigned_where_a_state_has_several(state: State) -> None:
+    """``state.schedulers = scheduler`` is the list of the one; a sequence is taken as it is, ``None`` is none."""
+    optimizer = torch.optim.SGD(state.model.parameters(), lr=0.1)
+    state.optimizers = optimizer
+    assert state.optimizers == (optimizer,)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    state.schedulers = scheduler
+    assert state.schedulers == [scheduler]
+    state.schedulers = [scheduler, scheduler]
+    assert len(state.schedulers) == 2
+    state.schedulers = None
+    assert state.schedulers == []
+
+
+def test_a_state_without_fsdp_says_so_in_composers_words(state: State) -> None:
+    """Nothing is sharded, no wrapper is around the model, and the state dicts are those of a checkpoint."""
+    assert (state.fsdp_enabled, state.fsdp_config, state.fsdp_config_version) == (False, None, 0)
+    assert (state.fsdp_state_dict_type, state.fsdp_sharded_state_dict_enabled) == (None, False)
+    assert (state.is_model_ddp, state.load_monolith_rank0_only, state.tp_config) == (False, False, None)
+    assert list(state.get_model_state_dict()) == ["weight", "bias"]
+    state.optimizers = torch.optim.SGD(state.model.parameters(), lr=0.1)
+    assert list(state.get_optim_state_dict()) == ["SGD"]
+
+
+def test_a_pair_of_functions_gets_and_sets_an_item_of_a_batch() -> None:
+    """As Composer's algorithms take it: the first gets, the second sets."""
+
+    def get(batch: list[int]) -> int:
+        return batch[-1]
+
+    def put(batch: list[int], value: int) -> list[int]:
+        return [*batch[:-1], value]
+
+    assert batch_get([1, 2], (get, put)) == 2
+    assert batch_set([1, 2], (get, put), 3) == [1, 3]
