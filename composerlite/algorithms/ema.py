@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
+import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -14,7 +15,37 @@ from composerlite.errors import ConfigError, checked_arguments
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["EMA"]
+__all__ = ["EMA", "compute_ema"]
+
+
+@torch.no_grad()
+def compute_ema(model: nn.Module, ema_model: nn.Module, smoothing: float = 0.99) -> None:
+    """Add the weights of ``model`` to the average that ``ema_model`` is, in place.
+
+    Afterwards parameters of ``ema_model`` are ``smoothing`` times themselves plus ``1 - smoothing`` times those of
+    ``model``, and so are buffers of floating point; other buffers are those of ``model``.
+
+    Args:
+        model: the model that is trained.
+        ema_model: a copy of it, which was made before training.
+        smoothing: the share of what was there, from 0 to 1.
+
+    Raises:
+        ConfigError: another ``smoothing``, or two models with other names.
+    """
+    if not 0 <= smoothing <= 1:
+        raise ConfigError(f"compute_ema(smoothing={smoothing}): want a number from 0 to 1, e.g. 0.99.")
+    average, own = ema_model.state_dict(), model.state_dict()
+    if average.keys() != own.keys():
+        raise ConfigError(
+            f"compute_ema: the models differ in {', '.join(sorted(average.keys() ^ own.keys()))}: make ema_model with "
+            "copy.deepcopy(model)."
+        )
+    for name, tensor in average.items():
+        if tensor.is_floating_point():
+            tensor.lerp_(own[name].to(tensor), 1 - smoothing)
+        else:
+            tensor.copy_(own[name])
 
 
 @final

@@ -31,7 +31,17 @@ _FAMILIES: Mapping[Family, tuple[str, str, str]] = MappingProxyType(
 )
 
 # Spellings that the capitals of a class name would cut in the wrong places, or that nobody would type.
-_SPELLINGS = {"AdamW": "Adamw", "NaN": "Nan", "WandB": "Wandb", "MLFlow": "Mlflow", "JSONL": "Jsonl", "Annealing": ""}
+_SPELLINGS = {
+    "AdamW": "Adamw",
+    "Annealing": "",
+    "CutMix": "Cutmix",
+    "CutOut": "Cutout",
+    "JSONL": "Jsonl",
+    "MLFlow": "Mlflow",
+    "MixUp": "Mixup",
+    "NaN": "Nan",
+    "WandB": "Wandb",
+}
 
 
 @functools.cache

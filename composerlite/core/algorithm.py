@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import Any
 
 from composerlite.core.callback import Logger
@@ -33,6 +34,21 @@ class Algorithm(ABC):
     @abstractmethod
     def apply(self, event: Event, state: State, logger: Logger) -> int | None:
         """Change ``state``. The returned code, if any, is kept in the trace."""
+
+    def perturbed(self, state: State) -> AbstractContextManager[object] | None:
+        """A context in which the weights are where the gradients of this batch are to be computed, if not where they
+        are.
+
+        Asked before each batch, and entered when the gradients at the weights themselves are there. Within it the batch
+        is trained on once more, with the same random numbers: the optimizer steps with those gradients. After the
+        context the weights are what they were, and so are losses, metrics and buffers.
+        """
+        return None
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """Tell whether parameters that require gradients may get none in a batch, which ranks need to know."""
+        return False
 
     @property
     def state_key(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from composerlite.core import (
     Event,
     Precision,
     State,
+    algorithms_of,
     count_samples,
     get_precision_context,
     split_batch,
@@ -88,11 +90,12 @@ class TrainStep:
         """
         state = self._state
         self._cuts_alike = are_even and self._cuts_by_samples and not state.algorithms
-        if state.auto_microbatching:
-            self._train_halving(samples, share)
+        elsewhere = [there for one in algorithms_of(state) if (there := one.perturbed(state)) is not None]
+        if elsewhere:
+            self._train_elsewhere(samples, share, elsewhere)
         else:
-            self._train(samples, share)
-            self._finish_gradients()
+            self._compute_gradients(samples, share)
+        self._finish_gradients()
         if self._parallel.steps_itself:
             self._parallel.step()
             return
@@ -102,6 +105,33 @@ class TrainStep:
             else:
                 state.scaler.step(optimizer)
                 state.scaler.update()
+
+    def _train_elsewhere(
+        self, samples: int, share: float, elsewhere: Sequence[contextlib.AbstractContextManager[object]]
+    ) -> None:
+        """Compute the gradients at other weights than those that the model has, which those at its own lead to.
+
+        All else that a batch changes is as after the first pass, at the model's own weights.
+        """
+        state = self._state
+        before = BatchRollback(state)
+        self._compute_gradients(samples, share)
+        if not self._is_alone:
+            self._parallel.reduce(state.model)
+        after, seen = BatchRollback(state), (state.batch, state.outputs, state.loss)
+        before.restore()
+        with contextlib.ExitStack() as there:
+            for context in elsewhere:
+                there.enter_context(context)
+            self._compute_gradients(samples, share)
+        after.restore()
+        state.batch, state.outputs, state.loss = seen
+
+    def _compute_gradients(self, samples: int, share: float) -> None:
+        if self._state.auto_microbatching:
+            self._train_halving(samples, share)
+        else:
+            self._train(samples, share)
 
     def _train_halving(self, samples: int, share: float) -> None:
         """Train with the microbatch size found so far; while memory does not suffice, halve it and try again.
@@ -122,7 +152,6 @@ class TrainStep:
                 cause = e.with_traceback(None)  # that held the activations that did not fit
             size = state.device_train_microbatch_size
             if not self._communicator.any(cause is not None):
-                self._finish_gradients()
                 return
             size = min(size, self._communicator.max(samples))
             if size <= 1:

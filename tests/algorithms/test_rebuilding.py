@@ -22,6 +22,7 @@ NEEDED = [
     and issubclass(kind, Algorithm)
     and kind.required_on_load()
 ]
+ARGUMENTS = {"StochasticDepth": {"target_layer_name": "ResNetBottleneck"}}
 MODEL = """
 import sys, torch
 from torch import nn
@@ -59,7 +60,7 @@ def test_an_algorithm_that_was_not_imported_is_rebuilt(tmp_path: Path, name: str
         model=ComposerClassifier(net, num_classes=4),
         train_dataloader=DataLoader(samples, batch_size=2),
         max_duration="1ep",
-        algorithms=[getattr(composerlite.algorithms, name)()],
+        algorithms=[getattr(composerlite.algorithms, name)(**ARGUMENTS.get(name, {}))],
         save_folder=tmp_path,
         save_weights_only=True,
         progress_bar=False,

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from composerlite import dist
-from composerlite.core import Precision, State
+from composerlite.core import Precision, State, algorithms_of
 from composerlite.devices import Device
 from composerlite.errors import ConfigError, TrainingError, did_you_mean
 
@@ -471,14 +471,14 @@ def _buckets(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
         yield bucket
 
 
-def check_sync_strategy(value: str | None) -> str:
-    """``value`` if it says when gradients are averaged; the default for ``None``.
+def check_sync_strategy(value: str | None) -> str | None:
+    """``value`` if it says when gradients are averaged, or leaves it to the trainer.
 
     Raises:
         ConfigError: there is no such strategy.
     """
-    name = _STRATEGIES[0] if value is None else str(value).lower()
-    if name not in _STRATEGIES:
+    name = None if value is None else str(value).lower()
+    if name is not None and name not in _STRATEGIES:
         raise ConfigError(f"ddp_sync_strategy={value!r} does not exist.{did_you_mean(name, _STRATEGIES)}")
     return name
 
@@ -496,8 +496,20 @@ def shard_model(state: State) -> Parallel | None:
     return None if state.parallelism is None else Sharded(state, state.parallelism)
 
 
-def copy_model(state: State, strategy: str) -> Parallel:
-    """Make ``state.model`` ready to be trained as a whole on every rank. After a checkpoint was loaded."""
+def copy_model(state: State, strategy: str | None) -> Parallel:
+    """Make ``state.model`` ready to be trained as a whole on every rank. After a checkpoint was loaded.
+
+    Raises:
+        ConfigError: ``strategy`` waits for every gradient, and an algorithm leaves some out.
+    """
     if state.world_size == 1:
         return Parallel()
-    return Replicated(state.model, state.device, "forced_sync" if state.auto_microbatching else strategy)
+    unused = [type(one).__name__ for one in algorithms_of(state) if one.find_unused_parameters]
+    if unused and strategy == _STRATEGIES[0]:
+        raise ConfigError(
+            f"ddp_sync_strategy={strategy!r} waits for the gradient of every parameter, and with {', '.join(unused)} "
+            "some have none. Leave it out, or pass 'forced_sync'."
+        )
+    if state.auto_microbatching or (unused and strategy is None):
+        strategy = "forced_sync"
+    return Replicated(state.model, state.device, strategy or _STRATEGIES[0])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any, final
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from composerlite.algorithms.batch.items import BatchItem
 from composerlite.core import Algorithm, Event
 from composerlite.errors import ConfigError, TrainingError, checked_arguments
 from composerlite.types import Batch
@@ -60,7 +60,7 @@ class LabelSmoothing(Algorithm):
         _check(smoothing)
         self.smoothing = smoothing
         self.target_key = target_key
-        self._get, self._set = target_key if _is_pair_of_functions(target_key) else (target_key, target_key)
+        self._target = BatchItem("target_key", target_key)
         self._original: Batch = None
 
     def match(self, event: Event, state: State) -> bool:
@@ -76,24 +76,17 @@ class LabelSmoothing(Algorithm):
         if event is Event.AFTER_LOSS:
             state.batch, self._original = self._original, None
             return
-        target, outputs = state.batch_get_item(self._get), state.outputs
+        target, outputs = self._target.read(state), state.outputs
         if not isinstance(outputs, Tensor) or not isinstance(target, Tensor):
             raise TrainingError(
                 f"LabelSmoothing needs outputs and targets that are tensors, and got {type(outputs).__name__} and "
                 f"{type(target).__name__}. The targets are batch[{self.target_key!r}]: pass another target_key?"
             )
         self._original = state.batch
-        # The loop still holds this batch: should the loss run out of memory, it is tried again with what is there.
-        state.batch = copy.copy(state.batch)
-        state.batch_set_item(self._set, smooth_labels(outputs, target, self.smoothing))
+        self._target.replace(state, smooth_labels(outputs, target, self.smoothing))
 
     def __repr__(self) -> str:
-        key = "(…, …)" if _is_pair_of_functions(self.target_key) else repr(self.target_key)
-        return f"LabelSmoothing(smoothing={self.smoothing}, target_key={key})"
-
-
-def _is_pair_of_functions(key: Any) -> bool:
-    return isinstance(key, tuple | list) and len(key) == 2 and all(callable(part) for part in key)
+        return f"LabelSmoothing(smoothing={self.smoothing}, target_key={self._target!r})"
 
 
 def _check(smoothing: float) -> None:

@@ -1,0 +1,1 @@
+"""Algorithms that change batches, and the loss with them."""

@@ -1,0 +1,105 @@
+"""CutOut: train on images with holes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor
+
+from composerlite.algorithms.batch.cutmix import draw_box
+from composerlite.algorithms.batch.items import BatchItem
+from composerlite.core import Algorithm, Event
+from composerlite.errors import ConfigError, checked_arguments
+
+if TYPE_CHECKING:
+    from composerlite.core import Logger, State
+
+__all__ = ["CutOut", "cutout_batch"]
+
+
+def cutout_batch(
+    input: Tensor,  # noqa: A002 - Composer's name
+    num_holes: int = 1,
+    length: float = 0.5,
+    uniform_sampling: bool = False,
+) -> Tensor:
+    """Cut square holes into images (`DeVries & Taylor 2017 <https://arxiv.org/abs/1708.04552>`_).
+
+    The holes are at the same places in all images of a batch.
+
+    Args:
+        input: an image of shape (C, H, W) or images of shape (N, C, H, W).
+        num_holes: how many.
+        length: side of a hole, as a fraction of the shorter side of the image.
+        uniform_sampling: every pixel is as likely to be in a hole; else the center of the hole is drawn, as in the
+            paper, and what is outside of the image cut off.
+
+    Returns:
+        A copy that is zero in the holes.
+
+    Raises:
+        ConfigError: values that mean nothing.
+    """
+    _check("cutout_batch", num_holes, length)
+    height, width = input.shape[-2:]
+    side = int(min(height, width) * length)
+    cut = input.clone()
+    for _ in range(num_holes):
+        top, left, bottom, right = draw_box(height, width, side, side, uniform=uniform_sampling)
+        cut[..., top:bottom, left:right] = 0
+    return cut
+
+
+@final
+class CutOut(Algorithm):
+    """Trains on images with square holes (`DeVries & Taylor 2017 <https://arxiv.org/abs/1708.04552>`_).
+
+    Every batch draws where its holes are, as it comes from the loader.
+
+    Args:
+        num_holes: in each image.
+        length: side of a hole, as a fraction of the shorter side of the image.
+        uniform_sampling: every pixel is as likely to be in a hole; else the center is drawn, as in the paper.
+        input_key: where the images are in a batch: an index, a key, an attribute's name, or a pair of functions, of
+            which the first gets a batch and the second a batch and new images and returns the new batch.
+
+    Raises:
+        ConfigError: values that mean nothing.
+    """
+
+    @checked_arguments
+    def __init__(
+        self, num_holes: int = 1, length: float = 0.5, uniform_sampling: bool = False, input_key: Any = 0
+    ) -> None:
+        _check("CutOut", num_holes, length)
+        self.num_holes = num_holes
+        self.length = length
+        self.uniform_sampling = uniform_sampling
+        self.input_key = input_key
+        self._input = BatchItem("input_key", input_key)
+
+    def match(self, event: Event, state: State) -> bool:
+        """When a batch has come from the loader."""
+        return event is Event.AFTER_DATALOADER
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Cut the holes.
+
+        Raises:
+            TrainingError: the inputs are no tensor.
+        """
+        images = self._input.tensor(state, who="CutOut")
+        self._input.replace(state, cutout_batch(images, self.num_holes, self.length, self.uniform_sampling))
+
+    def __repr__(self) -> str:
+        return (
+            f"CutOut(num_holes={self.num_holes}, length={self.length}, uniform_sampling={self.uniform_sampling}, "
+            f"input_key={self._input!r})"
+        )
+
+
+def _check(owner: str, num_holes: int, length: float) -> None:
+    if num_holes < 0:
+        raise ConfigError(f"{owner}(num_holes={num_holes}): want a number of holes, 0 or more.")
+    if not 0 <= length <= 1:
+        raise ConfigError(f"{owner}(length={length}): want a number from 0 to 1, e.g. 0.5.")

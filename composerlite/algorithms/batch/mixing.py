@@ -1,0 +1,121 @@
+"""Mixing pairs of samples: what MixUp and CutMix have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from composerlite.algorithms.batch.items import BatchItem
+from composerlite.algorithms.batch.label_smoothing import smooth_labels
+from composerlite.core import Algorithm, Event, get_precision_context
+from composerlite.errors import ConfigError, TrainingError
+from composerlite.types import Batch
+
+if TYPE_CHECKING:
+    from composerlite.core import Logger, State
+
+__all__ = ["Mixing", "draw_coefficient", "draw_permutation"]
+
+
+def draw_coefficient(alpha: float) -> float:
+    """Draw from the distribution Beta(alpha, alpha); 0 for an alpha of 0, its limit.
+
+    Raises:
+        ConfigError: ``alpha`` is negative.
+    """
+    if not alpha >= 0:
+        raise ConfigError(f"alpha={alpha}: want a number, 0 or more, e.g. 0.2.")
+    return float(np.random.beta(alpha, alpha)) if alpha else 0.0
+
+
+def draw_permutation(input: Tensor) -> Tensor:  # noqa: A002 - Composer's name
+    """Draw an order of the samples of ``input``."""
+    return torch.randperm(input.shape[0]).to(input.device)
+
+
+class Mixing(Algorithm):
+    """Trains on samples that are each mixed with another one of their microbatch.
+
+    The inputs are mixed before the forward pass, and at the loss either the targets or the losses against both. After
+    the loss the batch is what it was: metrics compare the outputs with the targets of the samples themselves.
+
+    Nothing lives on from one batch to the next but the random generators, which are in every checkpoint.
+
+    Args:
+        interpolate_loss: mix the losses rather than the targets.
+        input_key: where the inputs are in a batch. target_key: where the targets are.
+    """
+
+    def __init__(self, interpolate_loss: bool, input_key: Any, target_key: Any) -> None:
+        self.interpolate_loss = interpolate_loss
+        self.input_key = input_key
+        self.target_key = target_key
+        self._input = BatchItem("input_key", input_key)
+        self._target = BatchItem("target_key", target_key)
+        self._original: Batch = None
+        self._partners: Tensor = torch.empty(0)
+        self._share = 0.0
+
+    @abstractmethod
+    def mix_input(self, input: Tensor) -> tuple[Tensor, Tensor, float]:  # noqa: A002
+        """Return the mixed inputs, the numbers of the samples that were mixed in, and the share that those have."""
+
+    def mix_target(self, state: State, target: Tensor) -> Tensor:
+        """Return ``target`` mixed as the inputs were."""
+        outputs = state.outputs
+        if not isinstance(outputs, Tensor):
+            raise TrainingError(
+                f"{type(self).__name__} needs outputs that are a tensor, whose second dimension is the classes: the "
+                f"model gives a {type(outputs).__name__}. With interpolate_loss=True the losses are mixed instead."
+            )
+        own = smooth_labels(outputs, target, 0.0)
+        return (1 - self._share) * own + self._share * own[self._partners]
+
+    def check_interpolation(self, target: Tensor) -> None:
+        """Refuse a ``target`` whose losses cannot be mixed."""
+
+    def match(self, event: Event, state: State) -> bool:
+        """Before the forward pass, before and after the loss."""
+        return event in (Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Mix the inputs; mix the targets or the losses; and put the batch back.
+
+        Raises:
+            TrainingError: inputs, targets or outputs are no tensors.
+        """
+        name = type(self).__name__
+        if event is Event.BEFORE_FORWARD:
+            self._original = state.batch
+            mixed, self._partners, self._share = self.mix_input(self._input.tensor(state, who=name))
+            self._input.replace(state, mixed)
+        elif event is Event.BEFORE_LOSS:
+            if not self.interpolate_loss:
+                self._target.replace(state, self.mix_target(state, self._target.tensor(state, who=name)))
+        else:
+            if self.interpolate_loss:
+                state.loss = _sum(state.loss, 1 - self._share, self._loss_of_partners(state), self._share)
+            state.batch, self._original = self._original, None
+
+    def _loss_of_partners(self, state: State) -> Any:
+        """Return the loss against the targets of the samples that were mixed in."""
+        target = self._target.tensor(state, who=type(self).__name__)
+        self.check_interpolation(target)
+        self._target.replace(state, target[self._partners])
+        model: Any = state.model
+        with get_precision_context(state.precision, state.device):
+            return model.loss(state.outputs, state.batch)
+
+
+def _sum(one: Any, weight: float, other: Any, other_weight: float) -> Any:
+    """Return the weighted sum of two losses of one form."""
+    if isinstance(one, Mapping):
+        return {name: _sum(value, weight, other[name], other_weight) for name, value in one.items()}
+    if isinstance(one, Sequence):
+        return [_sum(a, weight, b, other_weight) for a, b in zip(one, other, strict=True)]
+    return weight * one + other_weight * other

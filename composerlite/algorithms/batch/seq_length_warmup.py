@@ -1,0 +1,169 @@
+"""SeqLengthWarmup: train on short sequences first."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast, final
+
+import torch
+from torch import Tensor
+
+from composerlite.core import Algorithm, Event, Time, TimeUnit, span
+from composerlite.errors import ConfigError, TrainingError, checked_arguments
+from composerlite.types import Batch
+
+if TYPE_CHECKING:
+    from composerlite.core import Logger, State
+
+__all__ = ["SeqLengthWarmup", "set_batch_sequence_length"]
+
+
+def set_batch_sequence_length(
+    batch: Mapping[str, Tensor],
+    curr_seq_len: int,
+    truncate: bool = True,
+    preserve_end_of_sequence: bool = False,
+) -> Batch:
+    """Shorten the sequences of a batch (curriculum of `Li et al. 2022 <https://arxiv.org/abs/2108.06084>`_).
+
+    Args:
+        batch: tensors of shape (N, S, …) by name.
+        curr_seq_len: length of its sequences afterwards, at most.
+        truncate: cut sequences off. Otherwise tensors of shape (N, S) are cut into more sequences, and what is
+            left over at the end is not used.
+        preserve_end_of_sequence: the last token of each sequence that ``attention_mask`` shows becomes the last one of
+            what is left of it. Only with ``truncate``.
+
+    Returns:
+        A batch of the same kind; ``batch`` itself, if it is short enough.
+
+    Raises:
+        TrainingError: the batch is no mapping of such tensors, or lacks ``attention_mask`` or ``input_ids`` where they
+            are needed.
+    """
+    if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - what a loader gives
+        raise TrainingError(
+            f"sequence length: the batch is a {type(batch).__name__}: want a mapping of tensors, as {{'input_ids': …}}."
+        )
+    length = next((value.shape[1] for value in batch.values() if _dimensions(value) > 1), 0)
+    if curr_seq_len >= length:
+        return batch
+    for name, value in batch.items():
+        dimensions = _dimensions(value)
+        if dimensions < 2 or value.shape[1] != length or not (truncate or dimensions == 2):
+            found = f"has the shape {tuple(value.shape)}" if dimensions else f"is a {type(value).__name__}"
+            raise TrainingError(
+                f"sequence length: batch[{name!r}] {found}: want (N, {length}"
+                f"{', …' if truncate else ''}) of every tensor in the batch."
+            )
+    if truncate:
+        new = {name: value[:, :curr_seq_len].contiguous() for name, value in batch.items()}
+        if preserve_end_of_sequence:
+            _move_ends(batch, new)
+    else:
+        new = {name: _in_more_rows(value, curr_seq_len) for name, value in batch.items()}
+    shortened: Any = copy.copy(batch)
+    shortened.update(new)
+    return shortened
+
+
+def _dimensions(value: Any) -> int:
+    return value.ndim if isinstance(value, Tensor) else 0
+
+
+def _move_ends(batch: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    if "attention_mask" not in batch:
+        raise TrainingError(
+            f"preserve_end_of_sequence=True: the batch has {', '.join(batch)} and no attention_mask, which says where "
+            "its sequences end."
+        )
+    last = batch["attention_mask"].sum(dim=1).long().clamp(min=1) - 1
+    rows = torch.arange(len(last), device=last.device)
+    for name, value in new.items():
+        value[rows, last.clamp(max=value.shape[1] - 1)] = batch[name][rows, last]
+
+
+def _in_more_rows(value: Tensor, length: int) -> Tensor:
+    flat = value.reshape(-1)
+    return flat[: len(flat) // length * length].view(-1, length)
+
+
+@final
+class SeqLengthWarmup(Algorithm):
+    """Trains on short sequences first (`Li et al. 2022 <https://arxiv.org/abs/2108.06084>`_).
+
+    The length grows linearly with the batches, in steps of ``step_size``, and is ``max_seq_length`` from ``duration``
+    on. Time counts the tokens that the loader gives, those that are cut off included.
+
+    Args:
+        duration: part of training in which the length grows, from 0 to 1.
+        min_seq_length: the length at first.
+        max_seq_length: the length at last.
+        step_size: the length is a multiple of it more than ``min_seq_length``; best a multiple of 8.
+        truncate: cut sequences off. Otherwise they are cut into more sequences.
+        preserve_end_of_sequence: keep the last token of each sequence; needs ``attention_mask``, and ``truncate``.
+
+    Raises:
+        ConfigError: values that mean nothing.
+    """
+
+    @checked_arguments
+    def __init__(
+        self,
+        duration: float = 0.3,
+        min_seq_length: int = 8,
+        max_seq_length: int = 1024,
+        step_size: int = 8,
+        truncate: bool = True,
+        preserve_end_of_sequence: bool = False,
+    ) -> None:
+        if not 0 <= duration <= 1:
+            raise ConfigError(f"SeqLengthWarmup(duration={duration}): want a part of training, from 0 to 1.")
+        if not 1 <= min_seq_length <= max_seq_length:
+            raise ConfigError(
+                f"SeqLengthWarmup(min_seq_length={min_seq_length}, max_seq_length={max_seq_length}): want 1 or more, "
+                "and the second not less than the first."
+            )
+        if step_size < 1:
+            raise ConfigError(f"SeqLengthWarmup(step_size={step_size}): want a number of tokens, 1 or more.")
+        self.duration = duration
+        self.min_seq_length = min_seq_length
+        self.max_seq_length = max_seq_length
+        self.step_size = step_size
+        self.truncate = truncate
+        self.preserve_end_of_sequence = preserve_end_of_sequence
+        self._growing = Time(duration, TimeUnit.DURATION)
+
+    def match(self, event: Event, state: State) -> bool:
+        """When a batch has come from the loader."""
+        return event is Event.AFTER_DATALOADER
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Shorten the sequences of the batch.
+
+        Raises:
+            TrainingError: see :func:`set_batch_sequence_length`.
+        """
+        length = self.length(span(self._growing, state).fraction)
+        batch = cast("Mapping[str, Tensor]", state.batch)
+        state.batch = set_batch_sequence_length(batch, length, self.truncate, self.preserve_end_of_sequence)
+        logger.log_metrics({"seq_length_warmup/curr_seq_len": length, "seq_length_warmup/curr_bs": _rows(state.batch)})
+
+    def length(self, grown: float) -> int:
+        """Length of sequences when this fraction of the time in which they grow has passed."""
+        if grown >= 1:
+            return self.max_seq_length
+        more = int((self.max_seq_length - self.min_seq_length) * grown)
+        return min(self.min_seq_length + more // self.step_size * self.step_size, self.max_seq_length)
+
+    def __repr__(self) -> str:
+        return (
+            f"SeqLengthWarmup(duration={self.duration}, min_seq_length={self.min_seq_length}, max_seq_length="
+            f"{self.max_seq_length}, step_size={self.step_size}, truncate={self.truncate}, "
+            f"preserve_end_of_sequence={self.preserve_end_of_sequence})"
+        )
+
+
+def _rows(batch: Batch) -> int:
+    return int(next(iter(batch.values())).shape[0])

@@ -1,0 +1,153 @@
+"""LayerFreezing: train fewer and fewer layers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from composerlite.core import Algorithm, Event, Time, TimeUnit, clean_name, span
+from composerlite.errors import ConfigError, checked_arguments
+
+if TYPE_CHECKING:
+    from composerlite.core import Logger, State
+
+__all__ = ["LayerFreezing", "freeze_layers"]
+
+log = logging.getLogger(__name__)
+_TRAINING = Time(1.0, TimeUnit.DURATION)
+
+
+def freeze_layers(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    current_duration: float,
+    freeze_start: float = 0.5,
+    freeze_level: float = 1.0,
+) -> tuple[int, float]:
+    """Freeze the first layers of ``model``, in place (`FreezeOut, Brock et al. 2017 <https://arxiv.org/abs/1706.04983>`_).
+
+    A layer is a module with parameters and without modules in it, in the order of ``model.modules()``; the last one is
+    never frozen. Frozen parameters have no gradients, so that the optimizer passes over them: they stay in it, and a
+    checkpoint has the same groups with and without them.
+
+    Args:
+        model: the model.
+        optimizers: not needed, and accepted for Composer's scripts.
+        current_duration: the part of training that is done, from 0 to 1.
+        freeze_start: the part of training before the first layer is frozen.
+        freeze_level: the part of the layers that is frozen at the end.
+
+    Returns:
+        How many layers are to be frozen now, and which part of the layers that can be that is by schedule.
+
+    Raises:
+        ConfigError: values that mean nothing.
+    """
+    _check("freeze_layers", freeze_start, freeze_level)
+    *layers, last = _layers(model) or [model]
+    kept = set(last.parameters())  # a weight that the last layer shares with another is not frozen either
+    fraction = 0.0
+    if current_duration > freeze_start:
+        fraction = freeze_level * (current_duration - freeze_start) / (1 - freeze_start)
+    depth = int(fraction * len(layers))
+    for layer in layers[:depth]:
+        for parameter in layer.parameters():
+            if parameter not in kept:
+                _freeze(parameter)
+    return depth, fraction
+
+
+@final
+class LayerFreezing(Algorithm):
+    """Freezes more and more of the first layers (`FreezeOut, Brock et al. 2017 <https://arxiv.org/abs/1706.04983>`_).
+
+    At the end of each epoch, linearly from ``freeze_start`` on. Which parameters are frozen is in each checkpoint: a
+    resumed run trains the same ones, in the middle of an epoch, too. Whole models on several ranks average their
+    gradients with ``'forced_sync'`` by default. Logged are ``layer_freezing/layers_frozen`` and
+    ``layer_freezing/percentage_frozen``, a part from 0 to 1.
+
+    Args:
+        freeze_start: the part of training before the first layer is frozen.
+        freeze_level: the part of the layers that is frozen at the end. The last layer never is.
+
+    Raises:
+        ConfigError: values that mean nothing; at ``INIT`` the model is spread over ranks.
+    """
+
+    @checked_arguments
+    def __init__(self, freeze_start: float = 0.5, freeze_level: float = 1.0) -> None:
+        _check("LayerFreezing", freeze_start, freeze_level)
+        self.freeze_start = freeze_start
+        self.freeze_level = freeze_level
+        self._frozen: list[str] = []
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """True: frozen parameters have no gradients."""
+        return True
+
+    def match(self, event: Event, state: State) -> bool:
+        """At the end of an epoch; at ``AFTER_LOAD``, to freeze what was frozen."""
+        return event in (Event.INIT, Event.AFTER_LOAD, Event.EPOCH_END)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Freeze what is to be frozen.
+
+        Raises:
+            ConfigError: the model is spread over ranks.
+        """
+        if event is Event.INIT:
+            if state.parallelism is not None or state.deepspeed_enabled:
+                raise ConfigError(
+                    "LayerFreezing: the model is spread over ranks, which note at the start what has gradients. Leave "
+                    "out LayerFreezing, or parallelism_config and deepspeed_config."
+                )
+        elif event is Event.AFTER_LOAD:
+            for name, parameter in state.model.named_parameters():
+                if clean_name(name) in self._frozen:
+                    _freeze(parameter)
+        else:
+            done = span(_TRAINING, state).fraction
+            trained = [name for name, parameter in state.model.named_parameters() if parameter.requires_grad]
+            depth, fraction = freeze_layers(state.model, None, done, self.freeze_start, self.freeze_level)
+            own = dict(state.model.named_parameters())
+            self._frozen += [clean_name(name) for name in trained if not own[name].requires_grad]
+            log.info("LayerFreezing: %d layers are frozen", depth)
+            logger.log_metrics(
+                {"layer_freezing/layers_frozen": depth, "layer_freezing/percentage_frozen": fraction},
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Names of the parameters that were frozen."""
+        return {"frozen": list(self._frozen)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave; they are frozen at ``AFTER_LOAD``."""
+        self._frozen = list(state_dict.get("frozen", ()))
+
+    def __repr__(self) -> str:
+        return f"LayerFreezing(freeze_start={self.freeze_start}, freeze_level={self.freeze_level})"
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [
+        module
+        for module in model.modules()
+        if next(module.children(), None) is None and next(module.parameters(), None) is not None
+    ]
+
+
+def _freeze(parameter: nn.Parameter) -> None:
+    parameter.requires_grad_(False)
+    parameter.grad = None
+
+
+def _check(owner: str, start: float, level: float) -> None:
+    if not 0 <= start < 1:
+        raise ConfigError(f"{owner}(freeze_start={start}): want a part of training, from 0 to less than 1.")
+    if not 0 <= level <= 1:
+        raise ConfigError(f"{owner}(freeze_level={level}): want a part of the layers, from 0 to 1.")

@@ -1,0 +1,95 @@
+"""SAM: step with the gradients of the worst weights nearby."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import nn
+
+from composerlite import dist
+from composerlite.core import Algorithm, Event
+from composerlite.errors import ConfigError, checked_arguments
+
+if TYPE_CHECKING:
+    from composerlite.core import Logger, State
+
+__all__ = ["SAM"]
+
+
+@final
+class SAM(Algorithm):
+    """Sharpness-aware minimization (`Foret et al. 2021 <https://arxiv.org/abs/2010.01412>`_).
+
+    The gradients ``g`` of a batch lead to weights with a larger loss, ``w + rho * g / |g|``; the optimizer steps from
+    ``w`` with the gradients there. Both passes draw the same random numbers. Losses, metrics and the statistics of
+    batch norm are those of the first one, so that ``rho=0`` trains as without the algorithm. A batch takes twice the
+    time, and memory for the weights once more.
+
+    The norm is that of all gradients, of all ranks. The scale of ``amp_fp16`` cancels out, and a batch whose gradients
+    overflow is passed over as always. The optimizer is the one that was given, in checkpoints as well.
+
+    Args:
+        rho: distance to those weights, as an L2 norm.
+        epsilon: added to the norm of the gradients.
+        interval: every so many batches; the others take a plain step.
+
+    Raises:
+        ConfigError: values that mean nothing; at ``INIT``, DeepSpeed trains, which alone has the gradients.
+    """
+
+    @checked_arguments
+    def __init__(self, rho: float = 0.05, epsilon: float = 1e-12, interval: int = 1) -> None:
+        if not rho >= 0:
+            raise ConfigError(f"SAM(rho={rho}): want a distance, 0 or more, e.g. 0.05.")
+        if not epsilon > 0:
+            raise ConfigError(f"SAM(epsilon={epsilon}): want a number above zero, e.g. 1e-12.")
+        if interval < 1:
+            raise ConfigError(f"SAM(interval={interval}): want a number of batches, 1 or more.")
+        self.rho = rho
+        self.epsilon = epsilon
+        self.interval = interval
+
+    def match(self, event: Event, state: State) -> bool:
+        """At ``INIT``."""
+        return event is Event.INIT
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Check that the gradients can be had.
+
+        Raises:
+            ConfigError: DeepSpeed trains.
+        """
+        if state.deepspeed_enabled:
+            raise ConfigError("SAM needs the gradients, which DeepSpeed alone has: leave out SAM or deepspeed_config.")
+
+    def perturbed(self, state: State) -> contextlib.AbstractContextManager[object] | None:
+        """The weights with the larger loss, at every ``interval``-th batch."""
+        if (int(state.timestamp.batch) + 1) % self.interval:
+            return None
+        return _uphill(state.model, self.rho, self.epsilon)
+
+    def __repr__(self) -> str:
+        return f"SAM(rho={self.rho}, epsilon={self.epsilon}, interval={self.interval})"
+
+
+@contextlib.contextmanager
+def _uphill(model: nn.Module, rho: float, epsilon: float) -> Generator[None]:
+    """Within it the weights of ``model`` are further up along their gradients. After it they are the same to the bit:
+    what is added is not subtracted again, which would round.
+    """
+    gradients = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
+    own = {parameter: parameter.detach().clone() for parameter in gradients}
+    if gradients:
+        scale = rho / (dist.total_norm(list(gradients.values())) + epsilon)
+        with torch.no_grad():
+            for parameter, gradient in gradients.items():
+                parameter.add_(gradient * scale.to(gradient.device))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, weights in own.items():
+                parameter.copy_(weights)

@@ -1,0 +1,1 @@
+"""Algorithms that change the model when the trainer is built."""

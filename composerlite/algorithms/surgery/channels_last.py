@@ -1,0 +1,48 @@
+"""ChannelsLast: keep the weights of convolutions in the order of memory that tensor cores want."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import nn
+
+from composerlite.core import Algorithm, Event
+
+if TYPE_CHECKING:
+    from composerlite.core import Logger, State
+
+__all__ = ["ChannelsLast", "apply_channels_last"]
+
+
+def apply_channels_last(model: nn.Module) -> nn.Module:
+    """Have the weights of ``model`` that have four dimensions lie in memory with their channels last, in place.
+
+    What a model computes from images follows its weights: `memory format
+    <https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html>`_. Names, shapes and numbers stay.
+
+    Returns:
+        ``model``.
+    """
+    return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - torch's stub lacks it
+
+
+@final
+class ChannelsLast(Algorithm):
+    """Has the model's weights lie in memory with their channels last, when the trainer is built.
+
+    Convolutions on GPUs are then faster, in mixed precision above all (`PyTorch's tutorial
+    <https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html>`_). Checkpoints fit models with and
+    without it.
+    """
+
+    def match(self, event: Event, state: State) -> bool:
+        """At ``INIT``."""
+        return event is Event.INIT
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Change the order of memory."""
+        apply_channels_last(state.model)
+
+    def __repr__(self) -> str:
+        return "ChannelsLast()"

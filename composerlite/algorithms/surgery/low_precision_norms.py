@@ -1,0 +1,182 @@
+"""LowPrecisionLayerNorm and LowPrecisionGroupNorm: norms that compute in the precision of the rest of the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from composerlite.core import Algorithm, Event, Precision
+from composerlite.errors import ConfigError, checked_arguments
+
+if TYPE_CHECKING:
+    from composerlite.core import Logger, State
+
+__all__ = [
+    "LPGroupNorm",
+    "LPLayerNorm",
+    "LowPrecisionGroupNorm",
+    "LowPrecisionLayerNorm",
+    "apply_low_precision_groupnorm",
+    "apply_low_precision_layernorm",
+]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T", Tensor, Tensor | None)
+_EVENTS = (Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD)
+
+
+class LPLayerNorm(nn.LayerNorm):
+    """Layer norm (`Ba et al. 2016 <https://arxiv.org/abs/1607.06450>`_) in the type that autocast has chosen.
+
+    Autocast itself gives norms float32, and the layer behind one converts the result back.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as in torch
+        """(N, …, shape) to the same, in the type of autocast; without autocast as torch does."""
+        dtype = _autocast_type(input)
+        x, weight, bias = _cast(input, dtype), _cast(self.weight, dtype), _cast(self.bias, dtype)
+        with torch.autocast(input.device.type, enabled=False):
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+class LPGroupNorm(nn.GroupNorm):
+    """Group norm (`Wu & He 2018 <https://arxiv.org/abs/1803.08494>`_) in the type that autocast has chosen."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as in torch
+        """(N, C, …) to the same, in the type of autocast; without autocast as torch does."""
+        dtype = _autocast_type(input)
+        x, weight, bias = _cast(input, dtype), _cast(self.weight, dtype), _cast(self.bias, dtype)
+        with torch.autocast(input.device.type, enabled=False):
+            return F.group_norm(x, self.num_groups, weight, bias, self.eps)
+
+
+def apply_low_precision_layernorm(
+    model: nn.Module,
+    precision: Precision | str | None = None,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+) -> nn.Module:
+    """Have the layer norms of ``model`` compute in the type of autocast, in place.
+
+    Parameters stay the same objects, so an optimizer that was built before continues to train them.
+
+    Args:
+        model: the model.
+        precision: of training; with ``'fp32'`` it changes nothing, and a warning says so.
+        optimizers: not needed, and accepted for Composer's scripts.
+
+    Returns:
+        ``model``.
+    """
+    return _replace(model, nn.LayerNorm, LPLayerNorm, precision)
+
+
+def apply_low_precision_groupnorm(
+    model: nn.Module,
+    precision: Precision | str | None = None,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+) -> nn.Module:
+    """Have the group norms of ``model`` compute in the type of autocast, in place.
+
+    Parameters stay the same objects, so an optimizer that was built before continues to train them.
+
+    Args:
+        model: the model.
+        precision: of training; with ``'fp32'`` it changes nothing, and a warning says so.
+        optimizers: not needed, and accepted for Composer's scripts.
+
+    Returns:
+        ``model``.
+    """
+    return _replace(model, nn.GroupNorm, LPGroupNorm, precision)
+
+
+class _LowPrecisionNorm(Algorithm):
+    def __init__(self, apply_at: Event | str = Event.INIT) -> None:
+        self.apply_at = Event(apply_at)
+        if self.apply_at not in _EVENTS:
+            raise ConfigError(
+                f"{type(self).__name__}(apply_at={str(apply_at)!r}): want one of {', '.join(_EVENTS)}, before training."
+            )
+
+    def match(self, event: Event, state: State) -> bool:
+        """At ``apply_at``."""
+        return event is self.apply_at
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(apply_at={self.apply_at.value!r})"
+
+
+@final
+class LowPrecisionLayerNorm(_LowPrecisionNorm):
+    """Has layer norms (`Ba et al. 2016 <https://arxiv.org/abs/1607.06450>`_) compute in the precision of the rest.
+
+    In mixed precision torch computes them in float32 and converts the result, which takes memory and time. Weights stay
+    in float32. Checkpoints fit models with and without it. In ``fp32`` it changes nothing.
+
+    Args:
+        apply_at: the event: ``'init'``, ``'before_load'`` or ``'after_load'``.
+
+    Raises:
+        ConfigError: another event.
+    """
+
+    @checked_arguments
+    def __init__(self, apply_at: Event | str = Event.INIT) -> None:
+        super().__init__(apply_at)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Replace what the layer norms compute."""
+        apply_low_precision_layernorm(state.model, state.precision)
+
+
+@final
+class LowPrecisionGroupNorm(_LowPrecisionNorm):
+    """Has group norms (`Wu & He 2018 <https://arxiv.org/abs/1803.08494>`_) compute in the precision of the rest.
+
+    In mixed precision torch computes them in float32 and converts the result, which takes memory and time. Weights stay
+    in float32. Checkpoints fit models with and without it. In ``fp32`` it changes nothing.
+
+    Args:
+        apply_at: the event: ``'init'``, ``'before_load'`` or ``'after_load'``.
+
+    Raises:
+        ConfigError: another event.
+    """
+
+    @checked_arguments
+    def __init__(self, apply_at: Event | str = Event.INIT) -> None:
+        super().__init__(apply_at)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Replace what the group norms compute."""
+        apply_low_precision_groupnorm(state.model, state.precision)
+
+
+def _replace(
+    model: nn.Module, old: type[nn.Module], new: type[nn.Module], precision: Precision | str | None
+) -> nn.Module:
+    found = [module for module in model.modules() if type(module) is old]
+    for module in found:
+        module.__class__ = new  # it adds no state, and hooks, parameters and names stay
+    if precision is not None and Precision(precision) is Precision.FP32:
+        log.warning("%s has no effect in fp32: there is no lower precision to compute in", new.__name__)
+    elif not found:
+        log.warning("%s has no effect: the model has no %s", new.__name__, old.__name__)
+    else:
+        log.info("the model has %d norms of the class %s", len(found), new.__name__)
+    return model
+
+
+def _autocast_type(input: Tensor) -> torch.dtype | None:  # noqa: A002 - as in torch
+    kind = input.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _cast(tensor: T, dtype: torch.dtype | None) -> T:
+    return tensor if dtype is None or tensor is None else tensor.to(dtype)
