@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
 
 from composerlite import dist
@@ -14,14 +15,28 @@ from composerlite.core import (
     TimeInput,
     TimeUnit,
     create_interval_scheduler,
+    span,
 )
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
-from composerlite.loggers.values import out_of, to_json, to_text
+from composerlite.loggers.values import clock, fitting, out_of, shown, speed, to_json
 
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["ConsoleLogger", "StreamInput", "TextStream", "is_terminal", "open_stream"]
+__all__ = [
+    "ConsoleLogger",
+    "EpochsAndSeconds",
+    "StreamInput",
+    "TextStream",
+    "is_terminal",
+    "learning_rate",
+    "open_stream",
+]
+
+_LONGEST_LINE = 120
+_LONGEST_SILENCE_SECONDS = 30.0
+_ELSEWHERE = ("time/", "checkpoint/", "throughput/", "wall_clock/", "lr-")
+"""Beginnings of names that no line shows: each line has epoch and batch, learning rate, speed and time left itself."""
 
 
 class TextStream(Protocol):
@@ -68,11 +83,30 @@ def is_terminal(stream: TextStream) -> bool:
 
 
 @final
-class ConsoleLogger(LoggerDestination):
-    """Writes one line per interval with the latest value of every metric logged since the last line.
+class EpochsAndSeconds:
+    """Interval of lines that nobody has asked for: the end of each epoch, and 30 seconds after the last line."""
 
-    Besides, there is a line for each evaluation, and one at the end of an epoch (or of training) where metrics were
-    logged that no line has shown yet. Names under ``time/`` are left out, since each line begins with epoch and batch.
+    def __init__(self) -> None:
+        self._next = time.monotonic() + _LONGEST_SILENCE_SECONDS
+
+    def __call__(self, state: State, event: Event) -> bool:
+        if event is not Event.EPOCH_END and time.monotonic() < self._next:
+            return False
+        self._next = time.monotonic() + _LONGEST_SILENCE_SECONDS
+        return event is not Event.ITERATION_END
+
+
+@final
+class ConsoleLogger(LoggerDestination):
+    """Writes one line of at most 120 characters per interval: how far training is, its loss and its speed.
+
+    A line has epoch and batch, the loss, the learning rate, batches per second since the last line and the time left;
+    then the metrics of training and whatever else was logged since the last line, as far as it fits: ``+3`` says that
+    three more were logged. What checkpoints cost (``checkpoint/…``) and other measurements of the run itself are for
+    the other loggers.
+
+    Besides, there is a line for each evaluation, with all its metrics, and one at the end of an epoch (or of training)
+    where metrics were logged that no line has shown yet. An evaluation that takes long has a line every 30 seconds.
     Only global rank 0 writes.
 
     Args:
@@ -100,10 +134,13 @@ class ConsoleLogger(LoggerDestination):
         self._stream = open_stream(stream)
         self._with_traces = log_traces
         self._unwritten: dict[str, Any] = {}
+        self._pace: _Pace | None = None
+        self._last_batch = -1
+        self._silent_since = 0.0
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         for name, value in metrics.items():
-            if not name.startswith("time/"):
+            if not name.startswith(_ELSEWHERE):
                 self._unwritten[name] = value
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
@@ -120,6 +157,9 @@ class ConsoleLogger(LoggerDestination):
         if self._with_traces:
             self._write(f"[trace] {to_json(traces)}")
 
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self._pace = _Pace(state)
+
     def batch_end(self, state: State, logger: Logger) -> None:
         if self._is_due(state, Event.BATCH_END):
             self._write_train(state)
@@ -132,26 +172,87 @@ class ConsoleLogger(LoggerDestination):
         if self._is_due(state, Event.ITERATION_END):
             self._write_train(state)
 
+    def eval_start(self, state: State, logger: Logger) -> None:
+        self._silent_since = time.monotonic()
+
+    def eval_batch_end(self, state: State, logger: Logger) -> None:
+        if time.monotonic() >= self._silent_since + _LONGEST_SILENCE_SECONDS:
+            length = "" if state.dataloader_len is None else f"/{int(state.dataloader_len)}"
+            done = f"evaluated {int(state.eval_timestamp.batch)}{length} batches"
+            self._write(f"[{state.dataloader_label}] batch {int(state.timestamp.batch)}: {done}")
+
     def eval_end(self, state: State, logger: Logger) -> None:
         prefix = f"metrics/{state.dataloader_label}/"
         found = {name: value for name, value in self._unwritten.items() if name.startswith(prefix)}
         for name in found:
             del self._unwritten[name]
-        if found:
-            self._write(f"[{state.dataloader_label}] batch {int(state.timestamp.batch)}: {to_text(found)}")
+        head, parts = f"[{state.dataloader_label}] batch {int(state.timestamp.batch)}: ", shown(found)
+        while parts:  # its values are what it was run for: each is shown, on as many lines as they need
+            count = len(parts)
+            while count > 1 and len(head + ", ".join(parts[:count])) > _LONGEST_LINE:
+                count -= 1
+            self._write(head + ", ".join(parts[:count]))
+            head, parts = "    ", parts[count:]
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._write_train(state)
 
     def _write_train(self, state: State) -> None:
-        if self._unwritten:
-            end, now = state.max_duration, state.timestamp
-            batch = int(now.batch)
-            epoch = int(now.epoch) + (1 if int(now.batch_in_epoch) > 0 else 0)  # that of the last batch, from 1
-            where = f"epoch {epoch}{out_of(end, TimeUnit.EPOCH)}, batch {batch}{out_of(end, TimeUnit.BATCH)}"
-            self._write(f"[train] {where}: {to_text(self._unwritten)}")
-            self._unwritten.clear()
+        if not self._unwritten:
+            return
+        head, values = f"[train] {_place(state)}: ", shown(self._unwritten)
+        batch = int(state.timestamp.batch)
+        if batch != self._last_batch:  # else what comes after the last line of training, and they have not changed
+            losses = sum(name.startswith("loss/") for name in self._unwritten)
+            values[losses:losses] = [*learning_rate(state), *([] if self._pace is None else self._pace.read(state))]
+        self._last_batch = batch
+        self._unwritten.clear()
+        if values:
+            self._write(head + fitting(values, _LONGEST_LINE - len(head)))
 
     def _write(self, line: str) -> None:
+        self._silent_since = time.monotonic()
         self._stream.write(line + "\n")
         self._stream.flush()
+
+
+@final
+class _Pace:
+    """Speed of training since the last line, and the time left, measured since ``fit`` began."""
+
+    def __init__(self, state: State) -> None:
+        self._began, self._done = time.monotonic(), _fraction_done(state)
+        self._last = state.timestamp
+
+    def read(self, state: State) -> list[str]:
+        """Both as texts, as far as they are known. What comes next is measured from here."""
+        last, now = self._last, state.timestamp
+        self._last = now
+        seconds = (now.total_wct - last.total_wct).total_seconds()
+        batches = int(now.batch) - int(last.batch)
+        parts = [f"{speed(batches, seconds)} batches/s"] if seconds > 0 and batches > 0 else []
+        done = _fraction_done(state)
+        if self._done < done < 1.0:
+            elapsed = time.monotonic() - self._began  # evaluations and saves take their part of what is left, too
+            parts.append(f"{clock(elapsed / (done - self._done) * (1.0 - done))} left")
+        return parts
+
+
+def _fraction_done(state: State) -> float:
+    return 0.0 if state.max_duration is None else span(state.max_duration, state).fraction
+
+
+def _place(state: State) -> str:
+    """Epoch and batch of training, each of how many where that is known."""
+    end, now = state.max_duration, state.timestamp
+    epoch = int(now.epoch) + (1 if int(now.batch_in_epoch) > 0 else 0)  # that of the last batch, from 1
+    whole = None if end is None else span(end, state)
+    batches = f"/{int(whole.value)}" if whole is not None and whole.tick is TimeUnit.BATCH else ""
+    return f"epoch {epoch}{out_of(end, TimeUnit.EPOCH)}, batch {int(now.batch)}{batches}"
+
+
+def learning_rate(state: State) -> list[str]:
+    """The learning rate of each group, where they differ, as one text; nothing without an optimizer."""
+    rates = [f"{float(group['lr']):.4g}" for optimizer in state.optimizers for group in optimizer.param_groups]
+    different = list(dict.fromkeys(rates))
+    return [f"lr {'/'.join(different[:3])}{'/…' if len(different) > 3 else ''}"] if different else []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import fnmatch
 import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from composerlite.core import (
     Callback,
     DataSpec,
     Evaluator,
+    Logger,
     LoggerDestination,
     SchedulePredicate,
     State,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from composerlite.trainer.ranks.parallel import Parallel
 
 __all__ = [
+    "bars_stopped_by_errors",
     "build_evaluators",
     "build_optimizer",
     "build_parts",
@@ -266,6 +269,18 @@ def _output_loggers(arguments: Mapping[str, Any]) -> list[LoggerDestination]:
     if arguments["progress_bar"]:
         return [ProgressBarLogger(log_to_console=to_console or None, console_log_interval=interval, **given)]
     return [ConsoleLogger(log_interval=interval, **given)] if to_console else []
+
+
+@contextlib.contextmanager
+def bars_stopped_by_errors(logger: Logger) -> Generator[None]:
+    """Within it an error takes progress bars off the terminal before its traceback is printed."""
+    try:
+        yield
+    except BaseException:
+        for destination in logger.destinations:
+            if isinstance(destination, ProgressBarLogger):
+                destination.stop()
+        raise
 
 
 def _saver(arguments: Mapping[str, Any]) -> CheckpointSaver:

@@ -95,7 +95,7 @@ class Trainer:
         eval_subset_num_batches: batches per evaluation; -1 for all.
         callbacks: take part in training. loggers: where metrics go.
         run_name: names the run; by default ``RUN_NAME`` of the environment, or a new name.
-        progress_bar: show one; a line per epoch where the output is no terminal.
+        progress_bar: show one; where the output is no terminal, a line per epoch and every 30 seconds.
         log_to_console: print metrics at ``console_log_interval`` to ``console_stream``.
         log_traces: log which algorithms ran. auto_log_hparams: log the plain arguments of this constructor.
         load_path: a checkpoint to load, here and now: a path, a URI such as ``'s3://bucket/run/ep1-ba10-rank0.pt'``, or
@@ -400,7 +400,8 @@ class Trainer:
             ranks=self._ranks,
         )
         try:
-            run(loop)
+            with build.bars_stopped_by_errors(self.logger):
+                run(loop)
         except BaseException as e:
             if isinstance(e, Exception):
                 for saver in self._savers:
@@ -468,7 +469,8 @@ class Trainer:
         if not evaluators:
             raise ConfigError("there is no eval_dataloader: pass it to Trainer or to eval.")
         self.engine.run_event(Event.EVAL_STANDALONE_START)
-        self._evaluation.run(evaluators)
+        with build.bars_stopped_by_errors(self.logger):
+            self._evaluation.run(evaluators)
         self.engine.run_event(Event.EVAL_STANDALONE_END)
 
     @failing_together("prediction")
@@ -479,7 +481,8 @@ class Trainer:
         """
         subset = checks.check_subset(subset_num_batches, argument="subset_num_batches")
         spec = ensure_data_spec(dataloader)
-        return self._evaluation.predict(spec, subset_num_batches=subset, return_outputs=return_outputs)
+        with build.bars_stopped_by_errors(self.logger):
+            return self._evaluation.predict(spec, subset_num_batches=subset, return_outputs=return_outputs)
 
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
     @property

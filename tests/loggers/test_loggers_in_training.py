@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 
 import pytest
 import torch
@@ -56,14 +58,32 @@ def test_output_where_there_is_no_terminal(capsys):
 
     assert out == ""
     assert [line.split(":")[0] for line in lines] == [
-        "[train] epoch 1/2, batch 5",
+        "[train] epoch 1/2, batch 5/10",
         "[eval] batch 5",
-        "[train] epoch 2/2, batch 10",
+        "[train] epoch 2/2, batch 10/10",
         "[eval] batch 10",
     ]
-    assert "loss/train/total=" in lines[0]
-    assert "metrics/train/MulticlassAccuracy=" in lines[0]
-    assert "metrics/eval/CrossEntropy=" in lines[1]
+    assert re.fullmatch(
+        r"\[train\] epoch 1/2, batch 5/10: loss \S+, lr 0.1, \S+ batches/s, 0:0\d left, MulticlassAccuracy \S+",
+        lines[0],
+    )
+    assert re.fullmatch(r"\[eval\] batch 5: MulticlassAccuracy \S+, CrossEntropy \S+", lines[1])
+
+
+def test_an_error_leaves_the_terminal_clean(monkeypatch):
+    """The traceback of an error in training begins on a line of its own, whether or not the trainer is closed."""
+    monkeypatch.setenv("TERM", "xterm")
+    shown = io.StringIO()
+    shown.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", shown)
+    trainer = build(callbacks=InterruptAt(3))
+    with pytest.raises(InterruptedRunError):
+        trainer.fit()
+    left = shown.getvalue()
+    trainer.close()
+
+    assert "epoch 1/2" in left
+    assert left.replace("\x1b[?25h", "").endswith("\n")
 
 
 def test_output_at_an_interval(capsys):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import itertools
+import logging
 import os
 import pty
 import re
+import struct
 import sys
+import termios
 import threading
 
 import pytest
@@ -64,10 +69,24 @@ def test_no_terminal_a_line_per_epoch_and_evaluation(run):
     run(ProgressBarLogger(stream=out), max_duration="2ep").epoch(acc=0.5).evaluate(acc=0.25).epoch().finish()
 
     assert out.getvalue().splitlines() == [
-        "[train] epoch 1/2, batch 5: loss/train/total=0.2 metrics/train/acc=0.5",
-        "[eval] batch 5: metrics/eval/acc=0.25",
-        "[train] epoch 2/2, batch 10: loss/train/total=0.1",
+        "[train] epoch 1/2, batch 5/10: loss 0.2, acc 0.5",
+        "[eval] batch 5: acc 0.25",
+        "[train] epoch 2/2, batch 10/10: loss 0.1",
     ]
+
+
+def test_one_long_epoch_is_not_silent(run, monkeypatch):
+    """Where there is no terminal, an epoch of hours has a line every 30 seconds, beside that at its end."""
+    seconds = itertools.count(0.0, 10.0)
+    monkeypatch.setattr("time.monotonic", lambda: next(seconds))
+    out = io.StringIO()
+    training = run(ProgressBarLogger(stream=out), max_duration="1ep")
+    training.state.set_dataloader([0] * 1000, "train")
+    training.batches(6)
+
+    batches = [int(line.split("batch ")[1].split("/")[0]) for line in out.getvalue().splitlines()]
+    assert len(batches) >= 2
+    assert out.getvalue().startswith(f"[train] epoch 1/1, batch {batches[0]}/1000: loss ")
 
 
 def test_no_terminal_and_lines_at_an_interval(run):
@@ -76,8 +95,8 @@ def test_no_terminal_and_lines_at_an_interval(run):
     run(ProgressBarLogger(log_to_console=True, console_log_interval="2ba", stream=out)).batches(4)
 
     assert [line.split(":")[0] for line in out.getvalue().splitlines()] == [
-        "[train] epoch 1/3, batch 2",
-        "[train] epoch 1/3, batch 4",
+        "[train] epoch 1/3, batch 2/15",
+        "[train] epoch 1/3, batch 4/15",
     ]
 
 
@@ -111,7 +130,7 @@ def test_dumb_terminal_gets_lines(run, monkeypatch, terminal):
     monkeypatch.setenv("TERM", "dumb")
     run(ProgressBarLogger(stream=terminal.stream)).epoch().finish()
 
-    assert text(terminal.shown())[0] == "[train] epoch 1/3, batch 5: loss/train/total=0.2"
+    assert text(terminal.shown())[0] == "[train] epoch 1/3, batch 5/15: loss 0.2"
 
 
 def test_a_bar_per_epoch_and_evaluation(run, terminal):
@@ -121,8 +140,8 @@ def test_a_bar_per_epoch_and_evaluation(run, terminal):
 
     first = next(line for line in lines if line.startswith("epoch 1/2") and "5/5" in line)
     assert "━━━" in first
-    assert "loss/train/total=0.2" in first
-    assert any(line.startswith("eval") and "2/2" in line and "metrics/eval/acc=0.25" in line for line in lines)
+    assert "loss 0.2, acc 0.5" in first
+    assert any(line.startswith("eval") and "2/2" in line and "acc 0.25" in line for line in lines)
     assert any(line.startswith("epoch 2/2") and "5/5" in line for line in lines)
     assert not any(line.startswith("[train]") for line in lines)
 
@@ -152,7 +171,7 @@ def test_lines_above_bars(run, terminal):
     run(logger).epoch().finish()
     lines = text(terminal.shown())
 
-    assert "[train] epoch 1/3, batch 5: loss/train/total=0.2" in lines
+    assert "[train] epoch 1/3, batch 5/15: loss 0.2" in lines
     assert any(line.startswith("epoch 1/3") and "5/5" in line for line in lines)
 
 
@@ -210,6 +229,60 @@ def test_what_the_program_prints_to_a_file_arrives_there(run, terminal, tmp_path
 
     assert (tmp_path / "out.txt").read_text() == "a line of the program\n"
     assert "a line of the program" not in terminal.shown()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_bar_has_speed_and_times_within_the_width(run, terminal, width):
+    """A bar says batches per second, elapsed time and time left, and no line is wider than the terminal."""
+    fcntl.ioctl(terminal.stream, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+    training = run(ProgressBarLogger(stream=terminal.stream), max_duration="1ep").batches(1)
+    bars = training.state.callbacks[0]._bars
+    bars._next_draw = 0.0
+    training.batches(1)
+    training.epoch(**{f"a-long-name-of-a-metric-{i}": 0.125 for i in range(9)}).finish()
+    lines = text(terminal.shown())
+
+    assert any(re.search(r"^epoch 1/1 ━+─* 2/5, [0-9.e+]+/s, 0:00, 0:00 left, loss 0.5$", line) for line in lines)
+    assert any(re.search(r"^epoch 1/1 ━+ 5/5, [0-9.e+]+/s, 0:00, loss 0.2, .*\+[0-9]$", line) for line in lines)
+    assert max(map(len, lines)) <= width
+
+
+def test_nothing_is_glued_to_a_bar(run, terminal, monkeypatch):
+    """What is logged while there is a bar has a line of its own, also by a handler that was made before it."""
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+    handler = logging.StreamHandler()
+    logger = logging.getLogger("composerlite")
+    logger.addHandler(handler)
+    try:
+        training = run(ProgressBarLogger(stream=terminal.stream)).batches(2)
+        logger.warning("a line of the log")
+        training.epoch().finish()
+        logger.warning("a line after it")
+    finally:
+        logger.removeHandler(handler)
+    lines = text(terminal.shown())
+
+    assert "a line of the log" in lines
+    assert "a line after it" in lines
+
+
+def test_bars_in_a_notebook(run):
+    """In a notebook a bar is redrawn on its line, that of an evaluation in its turn, and finished ones stay."""
+
+    class OutStream(io.StringIO):
+        """Rewrites a line at a carriage return, as the output of a notebook does."""
+
+        __module__ = "ipykernel.iostream"
+
+    out = OutStream()
+    logger = ProgressBarLogger(stream=out)
+    run(logger, max_duration="1ep").batches(3).evaluate(acc=0.25).epoch(acc=0.5).finish()
+    lines = [line.rpartition("\r")[2].rstrip() for line in out.getvalue().split("\n")]
+
+    assert re.fullmatch(r"eval ━{20} 2/2, \S+/s, 0:00, acc 0.25", lines[0])
+    assert re.fullmatch(r"epoch 1/1 ━{20} 5/5, \S+/s, 0:00, loss 0.2, acc 0.5", lines[1])
+    assert lines[2:] == [""]
+    assert "\x1b" not in out.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,19 @@ def test_metrics_over_batches(run, tmp_path):
     assert found.exit_code == 0
 
 
+def test_the_summary_is_about_training(run, tmp_path):
+    """Costs of checkpoints have charts over the batches, but the summary of the W&B run is without them."""
+    logged = run(build(tmp_path)).batches(2)
+    logged.logger.log_metrics({"checkpoint/bytes": 5, "checkpoint/batch": 1})
+    logged.epoch(acc=0.75).finish()
+
+    found = only_run(tmp_path)
+    assert found.values("checkpoint/bytes") == [(2, 5)]
+    assert found.axes["checkpoint/bytes"] == "trainer/batch"
+    assert {"loss/train/total", "metrics/train/acc", "time/batch"} <= found.summary
+    assert not [name for name in found.summary if name.startswith("checkpoint/")]
+
+
 def test_where_the_run_is(run, tmp_path):
     """``composerlite train`` tells it: the folder of a run that is not sent."""
     logger = build(tmp_path)

@@ -29,6 +29,7 @@ class OfflineRun:
         self.name = self.group = self.project = ""
         self.tags: list[str] = []
         self.axes: dict[str, str] = {}
+        self.summary: set[str] = set()
         for record in (r for file in folder.glob("*.wandb") for r in _records(file)):
             self._take(record)
 
@@ -48,6 +49,8 @@ class OfflineRun:
             self.config.update({_key(item): json.loads(item.value_json) for item in record.config.update})
         elif kind == "metric":
             self.axes[record.metric.name or record.metric.glob_name] = record.metric.step_metric
+        elif kind == "summary":
+            self.summary |= {_key(item) for item in record.summary.update}
         elif kind == "exit":
             self.exit_code = record.exit.exit_code
         elif kind == "request" and record.request.WhichOneof("request_type") == "log_artifact":

@@ -96,6 +96,7 @@ class WandBLogger(ServiceLogger["wandb.Run"]):
         self._is_resumed = False
         self._finishes = True
         self._row: dict[str, Any] = {}
+        self._in_no_summary: set[str] = set()
         self._is_broken = False
 
     @property
@@ -129,6 +130,7 @@ class WandBLogger(ServiceLogger["wandb.Run"]):
         import wandb  # imports slowly, and is not always there
 
         isolate_sdk_rng("wandb", "requests", "urllib3")
+        self._in_no_summary.clear()
         arguments: dict[str, Any] = {"name": run_name, **self._init_kwargs, "id": self._id}
         if not self._rank_zero_only:
             rank = dist.get_global_rank()
@@ -175,7 +177,20 @@ class WandBLogger(ServiceLogger["wandb.Run"]):
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         values = {name: plain(value) for name, value in metrics.items()}
-        self._write(lambda _, step: self._add(values, step), step)
+
+        def write(run: wandb.Run, step: int) -> None:
+            self._leave_out_of_summary(run, values)
+            self._add(values, step)
+
+        self._write(write, step)
+
+    def _leave_out_of_summary(self, run: wandb.Run, values: Mapping[str, Any]) -> None:
+        """Keep the costs of checkpoints out of the summary, which is about training; they have their charts."""
+        for name in values:
+            if name.startswith("checkpoint/") and name not in self._in_no_summary:
+                # By its name: of two globs that match one name, W&B takes either.
+                run.define_metric(name, step_metric=_BATCH, step_sync=True, summary="none")
+                self._in_no_summary.add(name)
 
     def log_table(
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
