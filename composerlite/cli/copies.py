@@ -9,9 +9,10 @@ import click
 
 from composerlite.checkpoint.load.resolve import progress_of
 from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.record.manifest import bytes_text
 from composerlite.checkpoint.tools.copying import copy
 from composerlite.checkpoint.tools.pointing import place_at, pointed, target_at
-from composerlite.checkpoint.tools.surveying import Found, bytes_text, newest, survey
+from composerlite.checkpoint.tools.surveying import Found, newest, survey
 from composerlite.cli import options
 from composerlite.cli.output import print_json
 from composerlite.errors import CheckpointNotFoundError, ConfigError

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from composerlite.checkpoint.record.manifest import bytes_text
 from composerlite.checkpoint.tools.pointing import pointed
-from composerlite.checkpoint.tools.surveying import bytes_text
 from composerlite.cli import options
 from composerlite.cli.listing import described
 from composerlite.cli.output import print_json, print_table

@@ -12,8 +12,9 @@ import click
 
 from composerlite.checkpoint.load.resolve import progress_of
 from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.record.manifest import bytes_text
 from composerlite.checkpoint.tools.pointing import place_at, pointed
-from composerlite.checkpoint.tools.surveying import Found, abandoned, bytes_text, newest, survey
+from composerlite.checkpoint.tools.surveying import Found, abandoned, newest, survey
 from composerlite.cli import options
 from composerlite.cli.output import print_json, print_table
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, did_you_mean

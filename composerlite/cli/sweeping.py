@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from composerlite.checkpoint.place.place import Leftover, Place
-from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.record.manifest import Manifest, bytes_text
 from composerlite.checkpoint.record.retention import deletions, retention_policy
 from composerlite.checkpoint.tools.pointing import place_at
-from composerlite.checkpoint.tools.surveying import Found, abandoned, bytes_text, survey, vouched_from_above
+from composerlite.checkpoint.tools.surveying import Found, abandoned, survey, vouched_from_above
 from composerlite.cli import options
 from composerlite.cli.output import print_json
 from composerlite.core import Time, TimeUnit

@@ -40,7 +40,6 @@ _SPELLINGS = {
     "MLFlow": "Mlflow",
     "MixUp": "Mixup",
     "NaN": "Nan",
-    "OOM": "Oom",
     "WandB": "Wandb",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composerlite.checkpoint.tools.surveying import bytes_text
+from composerlite.checkpoint.record.manifest import bytes_text
 from composerlite.report.facts import Facts
 from composerlite.report.timeline import ENDS
 from composerlite.report.words import count, duration, number, share

@@ -15,6 +15,8 @@ from composerlite.errors import ConfigError, ObjectStoreTransientError
 
 __all__ = ["RetryPolicy", "retry"]
 
+_SECONDS_BETWEEN_WARNINGS = 30.0
+
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
@@ -57,7 +59,10 @@ class RetryPolicy:
                 raise ConfigError(f"{name}={getattr(self, name)}: want 0 or more")
 
     def run(self, operation: Callable[[], T], what: str, stopped: threading.Event | None = None) -> T:
-        """Return what ``operation`` returns, once it succeeds. Every attempt that failed is logged as a warning.
+        """Return what ``operation`` returns, once it succeeds.
+
+        The first attempt that failed is logged as a warning, the others for debugging. What fails for the same cause
+        within half a minute is warned of once: every operation of every thread would warn of an outage.
 
         Args:
             operation: may be called again after an ObjectStoreTransientError.
@@ -90,7 +95,31 @@ class RetryPolicy:
 
 def _log_failure(what: str, attempt: int, attempts: int, delay: float | None, error: Exception) -> None:
     then = "the last" if delay is None else f"the next in {delay:.1f} s"
-    _log.warning("%s: attempt %d of %d failed, %s: %s", what, attempt, attempts, then, error)
+    is_news = attempt == 1 and delay is not None and _warned.is_news(str(error).rpartition(": ")[2])
+    level = logging.WARNING if is_news else logging.DEBUG
+    _log.log(level, "%s: attempt %d of %d failed, %s: %s", what, attempt, attempts, then, error)
+
+
+@final
+class _Warned:
+    """The causes that were warned of last, and when."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._when: dict[str, float] = {}
+
+    def is_news(self, cause: str) -> bool:
+        """Return whether ``cause`` was not warned of for half a minute; it is now."""
+        now = time.monotonic()
+        with self._lock:
+            self._when = {text: at for text, at in self._when.items() if now - at < _SECONDS_BETWEEN_WARNINGS}
+            if cause in self._when:
+                return False
+            self._when[cause] = now
+            return True
+
+
+_warned = _Warned()
 
 
 def _pause(seconds: float, stopped: threading.Event | None) -> bool:

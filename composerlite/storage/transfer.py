@@ -410,7 +410,7 @@ class Uploader:
         def upload() -> None:
             started = time.perf_counter()
             work(self.transfer)
-            _log.info("uploaded %s in %.1f s", what, time.perf_counter() - started)
+            _log.debug("uploaded %s in %.1f s", what, time.perf_counter() - started)
 
         self._jobs.submit(what, upload, lane=lane, replaces=replaces, dropped=dropped)
 

@@ -121,8 +121,8 @@ def test_a_checkpoint_is_overwritten_when_asked(tmp_path: Path) -> None:
 
 
 def test_a_deleted_checkpoint_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Data and manifest; the others are as they were; the log has a line."""
-    caplog.set_level(logging.INFO)
+    """Data and manifest; the others are as they were; the log has a line, for debugging: it is routine."""
+    caplog.set_level(logging.DEBUG, "composerlite")
     for batch in (1, 2):
         save_batch(tmp_path, batch)
     Catalog(tmp_path).delete(Catalog(tmp_path).manifests()[0])

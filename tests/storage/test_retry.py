@@ -56,13 +56,26 @@ def test_what_will_not_pass_is_raised_at_once(error: Exception) -> None:
 
 
 def test_every_failed_attempt_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """A log shows what was tried, how often, and why it failed."""
-    operation, _ = failing(2, ObjectStoreTransientError("connection reset"))
-    with caplog.at_level(logging.WARNING):
+    """A log shows what was tried, how often, and why it failed: the first attempt as a warning, the others below."""
+    operation, _ = failing(2, ObjectStoreTransientError("s3://b/a: put: connection reset"))
+    with caplog.at_level(logging.DEBUG):
         QUICK.run(operation, "put of 'a'")
-    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "DEBUG"]
+    assert caplog.messages[0] == "put of 'a': attempt 1 of 4 failed, the next in 0.0 s: s3://b/a: put: connection reset"
     assert "put of 'a': attempt 2 of 4 failed" in caplog.messages[1]
     assert "connection reset" in caplog.messages[1]
+
+
+def test_an_outage_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Many operations that fail for one cause at a time are one line; another cause is another line."""
+    with caplog.at_level(logging.WARNING):
+        for key, cause in (("a", "outage"), ("b", "outage"), ("c", "too many requests"), ("a", "outage")):
+            operation, _ = failing(3, ObjectStoreTransientError(f"s3://b/{key}: put: {cause}"))
+            QUICK.run(operation, f"put of {key!r}")
+    assert [message.partition(",")[0] for message in caplog.messages] == [
+        "put of 'a': attempt 1 of 4 failed",
+        "put of 'c': attempt 1 of 4 failed",
+    ]
 
 
 def test_the_budget_ends_it() -> None:

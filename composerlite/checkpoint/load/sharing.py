@@ -29,7 +29,7 @@ from composerlite import dist
 from composerlite.checkpoint.load.reader import validate
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader
 from composerlite.checkpoint.place.directory import ON_ALL_NODES, ShardedDirectory
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest, bytes_text
 from composerlite.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from composerlite.types import StateDict
 
@@ -305,7 +305,7 @@ class RemoteShardFetcher:
         first = _first_of_node(everyone, told.node)
         self._folder.brought = everyone[first].place
         if size := sum(one.size_bytes for one in moves if one.target == group.rank):
-            log.info("brought %.1f MB of %s from the disks of other nodes", size / 1e6, self._source)
+            log.info("brought %s of %s from the disks of other nodes", bytes_text(size), self._source)
 
     def _told(self, wanted: StateDict) -> _NodeReport:
         assert self._folder is not None

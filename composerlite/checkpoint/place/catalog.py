@@ -14,7 +14,7 @@ from composerlite.checkpoint.place.bucket import exists_error
 from composerlite.checkpoint.place.commit import Commit
 from composerlite.checkpoint.place.folder import Folder, staged_link
 from composerlite.checkpoint.place.place import MANIFESTS, Place, record_path
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest, bytes_text
 from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
 from composerlite.storage import StagedLink, make_folder
@@ -267,8 +267,8 @@ class Catalog:
                 progress(done, manifest.size_bytes)
 
         for record in manifest.files:
-            uri, megabytes = self.place.uri(record.path), record.size_bytes / 1e6
-            log.info("fetching %s (%.1f MB) to %s", uri, megabytes, target.place.uri(record.path))
+            uri, size = self.place.uri(record.path), bytes_text(record.size_bytes)
+            log.info("fetching %s (%s) to %s", uri, size, target.place.uri(record.path))
             try:
                 target.place.take(self.place, record, tell)  # what is there stays until what comes was verified
             except FileNotFoundError as e:
@@ -358,7 +358,7 @@ class Catalog:
                 self.place.point(f"/{other}", name)
         if link is not None:
             self.place.point(f"/{link}", manifest.name)
-        log.info("published checkpoint %s", self.place.uri(manifest.name))
+        log.debug("published checkpoint %s", self.place.uri(manifest.name))
 
     def end(self, name: str) -> None:
         """End a publication, well or not: others may save that name. Twice is fine."""
@@ -403,7 +403,7 @@ class Catalog:
             self.place.delete(record.path)
         if manifest.is_directory:
             self.place.remove_empty(manifest.name)  # what the user has put there stays, and its folder
-        log.info("deleted checkpoint %s", self.place.uri(manifest.name))
+        log.debug("deleted checkpoint %s", self.place.uri(manifest.name))
 
     def set_aside(self, manifest: Manifest) -> None:
         """Take a damaged checkpoint out of the way: its data stay as ``<name>.damaged``, its manifest goes."""

@@ -32,6 +32,7 @@ __all__ = [
     "FileRecord",
     "Manifest",
     "RelativePath",
+    "bytes_text",
     "json_object",
     "plain_timestamp",
     "recorded",
@@ -446,3 +447,12 @@ def _short(value: object) -> str:
     except (ValueError, RecursionError):  # a number of too many digits, or what is nested too deeply
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def bytes_text(size_bytes: float) -> str:
+    """A size for people: ``'1.5 MB'``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" or size_bytes >= 100 else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.1f} TB"

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import FinalizedManifest
-from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.record.manifest import Manifest, bytes_text
 from composerlite.checkpoint.save.staging import Snapshot, Stageable, Staging
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import RING_BYTES, HostMemory, start_threads
@@ -133,6 +133,7 @@ class FollowUp:
             several disks on all, and on others without files.
         give_up: which checkpoints to delete after that. On rank 0.
         is_leader: this rank is the one that points ``latest`` and deletes checkpoints in the folder that it sees.
+        is_routine: its line in the log is below INFO.
     """
 
     catalog: Catalog
@@ -140,6 +141,12 @@ class FollowUp:
     publish: Callable[[Manifest], object] | None = None
     give_up: Callable[[], Sequence[Manifest]] | None = None
     is_leader: bool = True
+    is_routine: bool = False
+
+    @property
+    def log_level(self) -> int:
+        """Level of the line that the save has in the log; one that is published has it then."""
+        return logging.DEBUG if self.is_routine or self.publish is not None else logging.INFO
 
 
 @final
@@ -359,7 +366,8 @@ class SaveJob:
         now = time.perf_counter()
         seconds = {**manifest.timings, "commit": now - before_commit, "total": now - self.started}
         if (after := self.follow_up) is not None:
-            log.info("saved checkpoint %s (%.1f MB in %.2f s)", self.path, manifest.size_bytes / 1e6, seconds["total"])
+            size = bytes_text(manifest.size_bytes)
+            log.log(after.log_level, "saved checkpoint %s (%s in %.2f s)", self.path, size, seconds["total"])
             if after.publish is not None:
                 after.publish(manifest)
             self.to_delete = list(after.give_up()) if after.give_up is not None else []

@@ -47,6 +47,7 @@ __all__ = ["Form", "PendingSave", "Pipeline", "form_of", "save", "save_checkpoin
 
 log = logging.getLogger(__name__)
 _PREVIOUS_SECONDS = 3600.0
+_LONG_WAIT_SECONDS = 1.0
 """How long a save waits for the one before it. A disk that takes longer hangs."""
 
 
@@ -404,6 +405,7 @@ class Pipeline:
         publish: Callable[[Manifest], object] | None = None,
         give_up: Callable[[], Sequence[Manifest]] | None = None,
         disks: Disks = ONE_DISK,
+        is_routine: bool = False,
     ) -> PendingSave:
         """Save a checkpoint of ``state``; training may go on when this returns.
 
@@ -427,6 +429,7 @@ class Pipeline:
             publish: called with the manifest after the commit, perhaps on another thread.
             give_up: called after that: which checkpoints to delete.
             disks: which ranks see the same folder, where all write to it.
+            is_routine: its line in the log is below INFO.
 
         Raises:
             CheckpointExistsError: there is one of that name and ``overwrite`` is false.
@@ -492,6 +495,7 @@ class Pipeline:
                 publish=publish,
                 give_up=give_up,
                 is_leader=disks.is_keeper,
+                is_routine=is_routine,
             ),
             started=started,
             waiting_seconds=waiting,
@@ -571,7 +575,8 @@ class Pipeline:
             raise SaveError(f"checkpoint {pending.name!r} is not written after {_PREVIOUS_SECONDS} s: the disk hangs.")
         seconds = time.perf_counter() - started
         self._waited += seconds
-        log.info("waited %.2f s for the save of %s to end", seconds, pending.name)
+        level = logging.INFO if seconds >= _LONG_WAIT_SECONDS else logging.DEBUG
+        log.log(level, "waited %.2f s for the save of %s to end", seconds, pending.name)
 
 
 def save(state: TrainingState, **arguments: Any) -> Path:

@@ -21,7 +21,7 @@ from composerlite import dist, storage
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.record.lineage import in_line
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest, bytes_text
 from composerlite.checkpoint.record.naming import (
     DIST_VARIABLES,
     FIRST_RANK,
@@ -239,6 +239,8 @@ class Publisher:
                 if afterwards is not None:
                     afterwards()
                 if is_first:
+                    size, seconds = bytes_text(manifest.size_bytes), max(0.0, ended - began)
+                    log.info("uploaded checkpoint %s (%s in %.2f s)", self.bucket.uri(name), size, seconds)
                     deleted = [old.name for old in self._delete_old(there)]
             except Exception as e:  # noqa: BLE001 - who saves asks for it: see outcomes
                 log.warning("checkpoint %s could not be published: %s", self.bucket.uri(name), e)

@@ -232,6 +232,7 @@ class Saver:
                 publish=functools.partial(self._publish, state, votes) if self._publishing.has_places else None,
                 give_up=functools.partial(self._given_up, Position.of(state)) if self._deletes else None,
                 disks=where.disks,
+                is_routine=options.in_memory,
             )
         except (*FAILURES, RankError) as e:
             self._failed(e)

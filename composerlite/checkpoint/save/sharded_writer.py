@@ -39,7 +39,7 @@ from composerlite.checkpoint.place.directory import FinalizedManifest, PathOrUri
 from composerlite.checkpoint.place.lease import turn_of_this_node
 from composerlite.checkpoint.place.node_disks import ONE_DISK, Disks
 from composerlite.checkpoint.place.place import SaveHandle
-from composerlite.checkpoint.record.manifest import Manifest, versions
+from composerlite.checkpoint.record.manifest import Manifest, bytes_text, versions
 from composerlite.checkpoint.save.sharded_plan import Planner, plan_together
 from composerlite.checkpoint.save.staging import HandOver
 from composerlite.storage import FileDigest, HostMemory, Sink, StreamWriter, WorkerPool, number_of
@@ -219,7 +219,7 @@ class RemoteFileSystemWriter(StorageWriter):
             raise
         self._claim = None
         size = sum(digest.size_bytes for digest, _ in files.values())
-        log.info("saved checkpoint %s: %.1f MB in %d files", self._folder.uri, size / 1e6, len(files))
+        log.info("saved checkpoint %s (%s in %d files)", self._folder.uri, bytes_text(size), len(files))
 
     def indexed(
         self, metadata: Metadata, results: list[list[WriteResult]]

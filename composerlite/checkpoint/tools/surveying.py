@@ -13,7 +13,7 @@ from composerlite.checkpoint.record.lineage import living_line
 from composerlite.checkpoint.record.manifest import CheckpointMetadata, FileRecord, Manifest
 from composerlite.errors import CheckpointError
 
-__all__ = ["UNLISTED", "Found", "abandoned", "bytes_text", "newest", "survey", "vouched_from_above"]
+__all__ = ["UNLISTED", "Found", "abandoned", "newest", "survey", "vouched_from_above"]
 
 UNLISTED = "it has no manifest: its save did not end, or another program wrote it"
 _INDEX = ".metadata"
@@ -79,15 +79,6 @@ class Found:
     def size_bytes(self) -> int:
         """Of what is there."""
         return sum(file.size_bytes for file in self.files)
-
-
-def bytes_text(size_bytes: float) -> str:
-    """A size for people: ``'1.5 MB'``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size_bytes < 1000:
-            return f"{size_bytes:.0f} {unit}" if unit == "B" or size_bytes >= 100 else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:.1f} TB"
 
 
 def newest(listed: Iterable[Found]) -> Found | None:

@@ -1,1 +1,0 @@
-"""Callbacks that look into the model, the memory and the machine."""
