@@ -15,12 +15,79 @@ from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["EarlyStopper"]
+__all__ = ["EarlyStopper", "IsBetter", "WatchedMetric"]
 
 log = logging.getLogger(__name__)
 
-_IsBetter: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor | bool]"
+IsBetter: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor | bool]"
+"""Tells whether the first value is better than the second."""
+
 _LESS_IS_BETTER = ("loss", "error", "perplexity")
+
+
+@final
+class WatchedMetric:
+    """A metric that a callback watches, of an evaluator or of training.
+
+    Args:
+        owner: the callback's class, for messages.
+        monitor: name of the metric, without ``metrics/<label>/``.
+        label: of an evaluator, or of the training data.
+        comp: tells what is better; by default less where ``monitor`` has loss, error or perplexity in its name.
+    """
+
+    def __init__(self, owner: str, monitor: str, label: str, comp: IsBetter | None) -> None:
+        self.monitor = monitor
+        self.label = label
+        self._owner = owner
+        if comp is None:
+            comp = torch.less if any(word in monitor.lower() for word in _LESS_IS_BETTER) else torch.greater
+        self._comp = comp
+
+    @property
+    def name(self) -> str:
+        """The name under which loggers get it."""
+        return f"metrics/{self.label}/{self.monitor}"
+
+    def is_of(self, state: State) -> bool:
+        """Tell whether it is one of the data in use now."""
+        return state.dataloader_label == self.label
+
+    def is_better(self, value: float, than: float) -> bool:
+        """Tell whether ``value`` is better ``than`` the other one."""
+        return bool(self._comp(torch.tensor(value), torch.tensor(than)))
+
+    def value(self, values: Mapping[str, float]) -> float:
+        """Return its value among ``values``.
+
+        Raises:
+            ConfigError: it is not there.
+        """
+        self._check_metric(values)
+        return float(values[self.monitor])
+
+    def check(self, state: State) -> None:
+        """Check that there is such data and, as far as that is known before it is computed, such a metric.
+
+        Raises:
+            ConfigError: there is not. The message lists what there is.
+        """
+        labels = [evaluator.label for evaluator in state.evaluators]
+        if state.dataloader_label is not None:
+            labels.append(state.dataloader_label)
+        if self.label not in labels:
+            raise ConfigError(
+                f"{self._owner}(dataloader_label={self.label!r}): there is no such data."
+                f"{did_you_mean(self.label, labels)}"
+            )
+        metrics = state.train_metrics if self.is_of(state) else state.eval_metrics.get(self.label, {})
+        if all(gives_one_value(metric) for metric in metrics.values()):
+            self._check_metric(metrics)
+
+    def _check_metric(self, metrics: Mapping[str, object]) -> None:
+        if self.monitor not in metrics:
+            known = did_you_mean(self.monitor, metrics) if metrics else " It has none: give the model get_metrics()."
+            raise ConfigError(f"{self._owner}(monitor={self.monitor!r}): {self.label!r} has no such metric.{known}")
 
 
 @final
@@ -49,7 +116,7 @@ class EarlyStopper(Callback):
         self,
         monitor: str,
         dataloader_label: str,
-        comp: _IsBetter | None = None,
+        comp: IsBetter | None = None,
         min_delta: float = 0.0,
         patience: TimeInput = 1,
     ) -> None:
@@ -60,9 +127,7 @@ class EarlyStopper(Callback):
             raise ConfigError(f"EarlyStopper(patience={str(patience)!r}): want epochs or batches, as '3ep' or '500ba'.")
         self.monitor = monitor
         self.dataloader_label = dataloader_label
-        if comp is None:
-            comp = torch.less if any(word in monitor.lower() for word in _LESS_IS_BETTER) else torch.greater
-        self._is_better = comp
+        self._metric = WatchedMetric("EarlyStopper", monitor, dataloader_label, comp)
         self._min_delta = min_delta
 
         self.best: float | None = None
@@ -96,7 +161,7 @@ class EarlyStopper(Callback):
             state.stopped = state.max_duration
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self._check_names(state)
+        self._metric.check(state)
         self._standalone = self._stopped = self._was_stopped = False
         if self._best_batch > int(state.timestamp.batch):  # the clock was set back: another training begins
             self.best = None
@@ -108,16 +173,15 @@ class EarlyStopper(Callback):
         self._standalone = False
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        if state.dataloader_label == self.dataloader_label and not self._standalone:
+        if self._metric.is_of(state) and not self._standalone:
             self._look_at(state.eval_metric_values, state)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        if state.dataloader_label == self.dataloader_label:
+        if self._metric.is_of(state):
             self._look_at(state.train_metric_values, state)
 
     def _look_at(self, values: Mapping[str, float], state: State) -> None:
-        self._check_metric(values)
-        value = float(values[self.monitor])
+        value = self._metric.value(values)
         if self._improves(value):
             self.best = value
             self._best_epoch, self._best_batch = int(state.timestamp.epoch), int(state.timestamp.batch)
@@ -125,10 +189,9 @@ class EarlyStopper(Callback):
             self._stopped = True
             state.stop_training()
             log.info(
-                "EarlyStopper: training ends at batch %d, since metrics/%s/%s has not improved on %g since batch %d",
+                "EarlyStopper: training ends at batch %d, since %s has not improved on %g since batch %d",
                 int(state.timestamp.batch),
-                self.dataloader_label,
-                self.monitor,
+                self._metric.name,
                 self.best,
                 self._best_batch,
             )
@@ -136,31 +199,9 @@ class EarlyStopper(Callback):
     def _improves(self, value: float) -> bool:
         if self.best is None or math.isnan(self.best):
             return True
-        better = self._is_better(torch.tensor(value), torch.tensor(self.best))
-        return bool(better) and abs(value - self.best) > self._min_delta
+        return self._metric.is_better(value, self.best) and abs(value - self.best) > self._min_delta
 
     def _is_out_of_patience(self, state: State) -> bool:
         now, unit = state.timestamp, self._patience.unit
         waited = int(now.epoch) - self._best_epoch if unit is TimeUnit.EPOCH else int(now.batch) - self._best_batch
         return waited > self._patience.value
-
-    def _check_names(self, state: State) -> None:
-        labels = [evaluator.label for evaluator in state.evaluators]
-        if state.dataloader_label is not None:
-            labels.append(state.dataloader_label)
-        if self.dataloader_label not in labels:
-            raise ConfigError(
-                f"EarlyStopper(dataloader_label={self.dataloader_label!r}): there is no such data."
-                f"{did_you_mean(self.dataloader_label, labels)}"
-            )
-        is_train = self.dataloader_label == state.dataloader_label
-        metrics = state.train_metrics if is_train else state.eval_metrics.get(self.dataloader_label, {})
-        if all(gives_one_value(metric) for metric in metrics.values()):
-            self._check_metric(metrics)
-
-    def _check_metric(self, metrics: Mapping[str, object]) -> None:
-        if self.monitor not in metrics:
-            known = did_you_mean(self.monitor, metrics) if metrics else " It has none: give the model get_metrics()."
-            raise ConfigError(
-                f"EarlyStopper(monitor={self.monitor!r}): {self.dataloader_label!r} has no such metric.{known}"
-            )

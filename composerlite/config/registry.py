@@ -40,6 +40,7 @@ _SPELLINGS = {
     "MLFlow": "Mlflow",
     "MixUp": "Mixup",
     "NaN": "Nan",
+    "OOM": "Oom",
     "WandB": "Wandb",
 }
 

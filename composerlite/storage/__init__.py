@@ -28,7 +28,7 @@ from composerlite.storage.disk.reader import ParallelReader, verify_file
 from composerlite.storage.disk.stream_writer import RING_BYTES, StreamWriter
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name
 from composerlite.storage.retry import RetryPolicy, retry
-from composerlite.storage.sdk import isolate_sdk_rng
+from composerlite.storage.sdk import importing_sdk, isolate_sdk_rng
 from composerlite.storage.uri import download_url, is_uri, maybe_create_object_store_from_uri, open_store, parse_uri
 from composerlite.storage.workers import WorkerPool, number_of, start_threads
 
@@ -71,6 +71,7 @@ __all__ = [
     "chunk_bytes_for",
     "download_url",
     "fsync_folder",
+    "importing_sdk",
     "is_abandoned",
     "is_uri",
     "isolate_sdk_rng",

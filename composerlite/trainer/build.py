@@ -250,6 +250,8 @@ def build_parts(
     callbacks: list[Callback] = as_list(arguments["callbacks"], Callback, argument="callbacks")
     loggers: list[LoggerDestination] = as_list(arguments["loggers"], LoggerDestination, argument="loggers")
     loggers += _output_loggers(arguments)
+    if (profiler := arguments["profiler"]) is not None:
+        callbacks[:0] = _profiling(profiler)  # first: it sees what the other callbacks do
     if arguments["save_folder"] is not None:
         callbacks.append(_saver(arguments))  # last: it saves what the other callbacks have done
     if arguments["save_memory_interval"] is not None:
@@ -260,6 +262,14 @@ def build_parts(
         if not any(isinstance(callback, PreemptionHandler) for callback in callbacks):
             callbacks.append(PreemptionHandler())  # the run saves when it is preempted
     return algorithms, callbacks, loggers
+
+
+def _profiling(profiler: Any) -> list[Callback]:
+    """The callbacks of ``profiler``: itself, and those that get its traces."""
+    from composerlite.profiler import Profiler, TraceHandler
+
+    own = as_list(profiler, Profiler, argument="profiler")
+    return [*own, *as_list([h for one in own for h in one.trace_handlers], TraceHandler, argument="trace_handlers")]
 
 
 def _output_loggers(arguments: Mapping[str, Any]) -> list[LoggerDestination]:

@@ -55,6 +55,7 @@ from composerlite.types import Batch
 if TYPE_CHECKING:
     from composerlite.core import ParallelismConfig
     from composerlite.loggers import RemoteUploaderDownloader
+    from composerlite.profiler import Profiler
 
 __all__ = ["Trainer"]
 
@@ -132,6 +133,7 @@ class Trainer:
         deepspeed_config: have DeepSpeed's ZeRO spread the state of the optimizer, gradients and weights over the ranks:
             its configuration, as a dict or the path of a JSON file. What follows from the other arguments (batch sizes,
             precision, clipping) need not be in it.
+        profiler: a :class:`~composerlite.profiler.Profiler`, which records what the batches of a schedule do.
         python_log_level: log level of composerlite.
         compile_config: arguments of ``torch.compile``, with which the model is compiled; ``None`` for not at all.
 
@@ -215,6 +217,7 @@ class Trainer:
         ddp_sync_strategy: str | None = None,
         parallelism_config: Mapping[str, Any] | ParallelismConfig | None = None,
         deepspeed_config: Mapping[str, Any] | str | Path | None = None,
+        profiler: Profiler | None = None,
         python_log_level: str | None = None,
         compile_config: dict[str, Any] | None = None,
     ) -> None:
@@ -265,6 +268,7 @@ class Trainer:
             deepspeed_config=zero_config,
         )
         self.state.is_named = is_named
+        self.state.profiler = profiler
         self._set_precision(chosen_precision)
         self.state.callbacks = [*user_loggers, *user_callbacks]
         self.logger = Logger(self.state, user_loggers)
@@ -406,7 +410,7 @@ class Trainer:
             if isinstance(e, Exception):
                 for saver in self._savers:
                     if saver.on_exception:
-                        saver.saver.save_after_exception(state, e)
+                        saver.saver.save_after_exception(state, e)  # pyright: ignore[reportArgumentType] - optimizers is a descriptor
             self._ranks.parallel.give_up()
             raise
         finally:
@@ -492,7 +496,7 @@ class Trainer:
 
     def save_checkpoint(self, name: str = "ep{epoch}-ba{batch}-rank{rank}", *, weights_only: bool = False) -> str:
         """Save a checkpoint to the path ``name`` now, replacing what is there; the path."""
-        return save_checkpoint(self.state, name, weights_only=weights_only)
+        return save_checkpoint(self.state, name, weights_only=weights_only)  # pyright: ignore[reportArgumentType]
 
     def save_checkpoint_to_save_folder(self) -> str:
         """Save through the first saver now: its folder, names, ``latest`` and retention; the path.

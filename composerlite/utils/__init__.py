@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from composerlite.on_demand import lazy_names
 
 if TYPE_CHECKING:
+    from composerlite.callbacks.export_for_inference import ExportFormat, export_for_inference, export_with_logger
     from composerlite.checkpoint import load_checkpoint, safe_torch_load, save_checkpoint
     from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, get_compressor, is_compressed_pt
     from composerlite.checkpoint.format.packing import is_tar
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KNOWN_COMPRESSORS",
+    "ExportFormat",
     "FSDPConfig",
     "GCSObjectStore",
     "LibcloudObjectStore",
@@ -46,6 +48,8 @@ __all__ = [
     "create_interval_scheduler",
     "dist",
     "download_checkpoint",
+    "export_for_inference",
+    "export_with_logger",
     "format_name_with_dist",
     "format_name_with_dist_and_time",
     "get_compressor",
@@ -67,6 +71,7 @@ __all__ = [
 _LAZY, __dir__ = lazy_names(
     __name__,
     {
+        "composerlite.callbacks.export_for_inference": ["ExportFormat", "export_for_inference", "export_with_logger"],
         "composerlite.checkpoint": ["load_checkpoint", "safe_torch_load", "save_checkpoint"],
         "composerlite.checkpoint.format.compression": ["KNOWN_COMPRESSORS", "get_compressor", "is_compressed_pt"],
         "composerlite.checkpoint.format.packing": ["is_tar"],

@@ -23,6 +23,7 @@ OBJECTS = {
     "algorithm_passes",  # functions: from Python only
     "callbacks",
     "loggers",
+    "profiler",  # an object, with a schedule that is a function
     "load_object_store",  # an object: a URI as load_path says the same
 }
 

@@ -23,6 +23,7 @@ __all__ = [
     "archive_template",
     "check_name_of_run",
     "check_template",
+    "check_variables",
     "directory_template",
     "ensure_no_conflict",
     "format_name_with_dist",
@@ -71,13 +72,11 @@ def variables_in(template: str, source: str) -> list[str]:
         raise ConfigError(f"{source} cannot be read: {e}. Variables are written {{epoch}}; a brace is {{{{.") from e
 
 
-def check_template(template: str, *, argument: str, allow_time: bool = True) -> str:
-    """``template`` if it can be formatted and, where it may contain a time, names a file below its folder.
+def check_variables(template: str, *, argument: str, allow_time: bool = True) -> str:
+    """``template`` if it can be formatted.
 
     Raises:
-        ConfigError: a variable or its format does not exist, the name leaves its folder, the suffix asks for a format
-            of checkpoints that does not exist, or what compresses it is not installed. ``argument`` is named in the
-            message.
+        ConfigError: a variable or its format does not exist. ``argument`` is named in the message.
     """
     source = f"{argument}={template!r}"
     known = (*DIST_VARIABLES, *(TIME_VARIABLES if allow_time else ()))
@@ -90,8 +89,21 @@ def check_template(template: str, *, argument: str, allow_time: bool = True) -> 
         raise ConfigError(
             f"{source} cannot be formatted: {e}. Formats are those of python, as in {{epoch:04d}}."
         ) from e
+    return template
+
+
+def check_template(template: str, *, argument: str, allow_time: bool = True) -> str:
+    """``template`` if it can be formatted and, where it may contain a time, names a file below its folder.
+
+    Raises:
+        ConfigError: a variable or its format does not exist, the name leaves its folder, the suffix asks for a format
+            of checkpoints that does not exist, or what compresses it is not installed. ``argument`` is named in the
+            message.
+    """
+    check_variables(template, argument=argument, allow_time=allow_time)
     if not allow_time:
         return template
+    source = f"{argument}={template!r}"
     path = Path(template)
     if not path.name or template.endswith("/") or path.is_absolute() or ".." in path.parts:
         raise ConfigError(f"{source}: want the name of a file below the folder of checkpoints, without '..'.")

@@ -105,6 +105,7 @@ class RunState:
         noted_states: what checkpoints hold of callbacks and algorithms, by ``id``, in place of what they say now:
             that of before a batch that was given up.
         stop_requested: with several ranks, :meth:`stop_training` was called on this one and the others do not know yet.
+        profiler: the :class:`Profiler` that the trainer was given; else ``None``.
         is_named: somebody gave the run its name. Where nobody has, that in a checkpoint does not tell whose it is.
         loaded_generators: states of the random generators, one for each rank, that the next ``fit`` begins with;
             ``None``: as they are.
@@ -211,6 +212,7 @@ class RunState:
         self.data_position: Stateful | None = None
         self.dataset_state: StateDict = {"train": None, "eval": {}}
         self.load_path: str | None = None
+        self.profiler: Any = None
         self.lineage = Lineage()
 
     # ── how long ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,232 @@
+"""ExportForInferenceCallback and export_for_inference: the model as a file that runs without the script."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from composerlite import dist
+from composerlite.checkpoint import load_checkpoint
+from composerlite.checkpoint.save.file_writer import plain_writer
+from composerlite.core import Callback, State, move_to_device
+from composerlite.errors import ConfigError, checked_arguments, did_you_mean
+from composerlite.storage import ObjectStore, atomic_write, is_uri, make_folder, open_store, parse_uri
+
+if TYPE_CHECKING:
+    from composerlite.core import Logger
+
+__all__ = ["ExportForInferenceCallback", "ExportFormat", "export_for_inference", "export_with_logger"]
+
+log = logging.getLogger(__name__)
+
+_Transform = Callable[[nn.Module], nn.Module]
+_GIVEN_UP = {
+    "torchscript": "torch has given up TorchScript for torch.export: save_format='torch_export' writes what "
+    "torch.export.load opens, and torch._inductor.aoti_compile_and_package compiles",
+    "onnx": "save_format='torch_export' writes a program that torch.onnx.export takes (with the package onnxscript)",
+}
+
+
+class ExportFormat(StrEnum):
+    """Forms of an exported model.
+
+    ``TORCH_EXPORT`` is a program, of ``torch.export.save``: it runs without the code of the model. ``SAFETENSORS`` is
+    the weights alone, in a file that runs nothing when it is read.
+    """
+
+    TORCH_EXPORT = "torch_export"
+    SAFETENSORS = "safetensors"
+
+    @classmethod
+    def _missing_(cls, value: object) -> ExportFormat:
+        name = str(value).lower()
+        found = next((one for one in cls if one.value == name), None)
+        if found is None:
+            hint = f" {_GIVEN_UP[name]}." if name in _GIVEN_UP else did_you_mean(name, [one.value for one in cls])
+            raise ConfigError(f"save_format={value!r} does not exist.{hint}")
+        return found
+
+
+def export_for_inference(
+    model: nn.Module,
+    save_format: str | ExportFormat,
+    save_path: str | Path,
+    save_object_store: ObjectStore | None = None,
+    sample_input: Any = None,
+    surgery_algs: _Transform | Sequence[_Transform] | None = None,
+    transforms: _Transform | Sequence[_Transform] | None = None,
+    load_path: str | Path | None = None,
+    load_object_store: ObjectStore | None = None,
+    load_strict: bool = False,
+) -> None:
+    """Write a copy of ``model``, on the CPU and in evaluation mode, to a file that serves it.
+
+    Sizes that ``sample_input`` has in the first dimension of its tensors, unless it is 1, may be others when the
+    program runs: batches of any size.
+
+    Args:
+        model: the model. It stays as it is.
+        save_format: ``'torch_export'`` or ``'safetensors'``; see :class:`ExportFormat`.
+        save_path: a path, a URI, or a name in ``save_object_store``.
+        save_object_store: where it goes.
+        sample_input: a tuple of what the model is called with, as ``(batch,)``, with a dict of arguments by name as its
+            last item, as ``(batch, {})``; something else is the one argument. Needed for ``'torch_export'``.
+        surgery_algs: functions that change the model before it is loaded, as ``apply_blurpool``.
+        transforms: functions that change the model before it is written.
+        load_path: a checkpoint whose weights the copy gets. load_object_store: where it is.
+        load_strict: names in it must agree exactly.
+
+    Raises:
+        ConfigError: another format, no ``sample_input`` where it is needed, or a package that is missing.
+        CheckpointError: ``load_path`` is missing, damaged or does not fit.
+        torch._dynamo.exc.Unsupported: ``torch.export`` cannot follow the code of the model.
+    """
+    form = ExportFormat(save_format)
+    if form is ExportFormat.TORCH_EXPORT and sample_input is None:
+        raise ConfigError(
+            "export_for_inference(save_format='torch_export') follows the model as it computes: pass sample_input=…."
+        )
+    if any(dist.is_distributed_tensor(parameter) for parameter in model.parameters()):
+        raise ConfigError(
+            "export_for_inference: the model is spread over ranks. Export one with whole weights, with load_path=… of "
+            "a checkpoint."
+        )
+    exported = copy.deepcopy(model).cpu()
+    for change in _several(surgery_algs):
+        exported = change(exported)
+    if load_path is not None:
+        _load(exported, load_path, load_object_store, strict=load_strict)
+    exported.eval()
+    for change in _several(transforms):
+        exported = change(exported)
+    store, name = save_object_store, str(save_path)
+    if store is None and is_uri(name):
+        store, name = open_store(name), parse_uri(name)[2]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.pt2" if store is not None else Path(name)
+        make_folder(path.parent)
+        if form is ExportFormat.SAFETENSORS:
+            plain_writer(use_safetensors=True)(path, dict(exported.state_dict()))
+        else:
+            _write_program(exported, sample_input, path)
+        if store is not None:
+            store.upload_object(name, path)
+    log.info("the model is in %s", save_path)
+
+
+def export_with_logger(
+    model: nn.Module,
+    save_format: str | ExportFormat,
+    save_path: str,
+    logger: Logger,
+    save_object_store: ObjectStore | None = None,
+    sample_input: Any = None,
+    transforms: _Transform | Sequence[_Transform] | None = None,
+) -> None:
+    """Export the model as :func:`export_for_inference` does and, without a store, hand the file to loggers that keep
+    files, under the name ``save_path``.
+
+    Raises:
+        ConfigError: see there.
+    """
+    if save_object_store is not None or not logger.has_file_upload_destination() or is_uri(save_path):
+        export_for_inference(
+            model, save_format, save_path, save_object_store, sample_input=sample_input, transforms=transforms
+        )
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / Path(save_path).name
+        export_for_inference(model, save_format, path, sample_input=sample_input, transforms=transforms)
+        logger.upload_file(save_path.lstrip("/"), path, overwrite=True)
+
+
+@final
+class ExportForInferenceCallback(Callback):
+    """Exports the model when training ends; see :func:`export_with_logger`. Rank 0 does it.
+
+    Args:
+        save_format: ``'torch_export'``, a program that runs without the code of the model, or ``'safetensors'``, the
+            weights alone.
+        save_path: a path or a URI, a name in ``save_object_store``, or the name under which loggers keep the file.
+        save_object_store: where it goes.
+        sample_input: what the model is called with; by default a batch that it was trained on.
+        transforms: functions that change the model before it is written.
+
+    Raises:
+        ConfigError: at construction, another format; at ``INIT``, the model is spread over ranks.
+    """
+
+    @checked_arguments
+    def __init__(
+        self,
+        save_format: str | ExportFormat,
+        save_path: str,
+        save_object_store: ObjectStore | None = None,
+        sample_input: Any = None,
+        transforms: Sequence[_Transform] | None = None,
+    ) -> None:
+        self.save_format = ExportFormat(save_format)
+        self.save_path = save_path
+        self.save_object_store = save_object_store
+        self.sample_input = sample_input
+        self.transforms = transforms
+
+    def init(self, state: State, logger: Logger) -> None:
+        if state.parallelism is not None or state.deepspeed_enabled:
+            raise ConfigError(
+                "ExportForInferenceCallback: the model is spread over ranks. Leave the callback out, and export with "
+                "export_for_inference(model, …, load_path=…) from the last checkpoint."
+            )
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        if self.sample_input is None and self.save_format is ExportFormat.TORCH_EXPORT and state.rank == 0:
+            self.sample_input = copy.deepcopy(state.batch)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        if state.rank == 0:
+            export_with_logger(
+                state.model,
+                self.save_format,
+                self.save_path,
+                logger,
+                self.save_object_store,
+                sample_input=(self.sample_input, {}),
+                transforms=self.transforms,
+            )
+
+
+def _several(changes: _Transform | Sequence[_Transform] | None) -> Iterable[_Transform]:
+    if changes is None:
+        return ()
+    return changes if isinstance(changes, Sequence) else (changes,)
+
+
+def _load(model: nn.Module, path: str | Path, store: ObjectStore | None, *, strict: bool) -> None:
+    state: Any = State(model, rank_zero_seed=0, run_name="export", device=torch.device("cpu"))
+    load_checkpoint(path, state, object_store=store, load_weights_only=True, strict_model_weights=strict)
+
+
+def _write_program(model: nn.Module, sample_input: Any, path: Path) -> None:
+    given: tuple[Any, ...] = sample_input if isinstance(sample_input, tuple) else (sample_input,)
+    named: dict[str, Any] = {}
+    if len(given) > 1 and isinstance(given[-1], dict):
+        given, named = given[:-1], given[-1]
+    given, named = move_to_device((given, named), torch.device("cpu"))
+    arguments = inspect.signature(model.forward).bind(*given, **named).arguments
+    shapes = torch.utils._pytree.tree_map(_any_first_dimension, dict(arguments))  # pyright: ignore
+    program = torch.export.export(model, given, named, dynamic_shapes=shapes)
+    with atomic_write(path) as file:
+        torch.export.save(program, file)
+
+
+def _any_first_dimension(value: Any) -> dict[int, Any] | None:
+    return {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.ndim else None

@@ -1,0 +1,1 @@
+"""Callbacks that look into the model, the memory and the machine."""

@@ -1,0 +1,105 @@
+"""ThresholdStopper: end training when a metric is good enough."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from composerlite.callbacks.early_stopper import IsBetter, WatchedMetric
+from composerlite.core import Callback, metric_values
+from composerlite.errors import ConfigError, checked_arguments, did_you_mean
+
+if TYPE_CHECKING:
+    from composerlite.core import Logger, State
+
+__all__ = ["ThresholdStopper"]
+
+log = logging.getLogger(__name__)
+
+_COMPARISONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "greater": torch.greater,
+    "gt": torch.greater,
+    "less": torch.less,
+    "lt": torch.less,
+}
+
+
+@final
+class ThresholdStopper(Callback):
+    """Ends training when ``monitor`` is better than ``threshold``.
+
+    The metric is looked at after each evaluation on ``dataloader_label`` during ``fit``, or after each epoch (with
+    ``stop_on_batch``: each batch) if that is the training data. A run that was stopped stays stopped when it is started
+    again, unless with a later end.
+
+    Args:
+        monitor: name of the metric, without ``metrics/<label>/``.
+        dataloader_label: label of an evaluator, or of the training data (``'train'``).
+        threshold: value.
+        comp: ``(value, threshold) -> bool``, whether ``value`` is better, or ``'greater'``, ``'gt'``, ``'less'``,
+            ``'lt'``. By default less where ``monitor`` has loss, error or perplexity in its name, else greater.
+        stop_on_batch: look at the metric of training after each batch, too. All ranks compute it together then.
+
+    Raises:
+        ConfigError: at construction ``comp`` does not exist; at ``FIT_START`` there is no such label or metric. The
+            message lists those that exist.
+    """
+
+    @checked_arguments
+    def __init__(
+        self,
+        monitor: str,
+        dataloader_label: str,
+        threshold: float,
+        *,
+        comp: str | IsBetter | None = None,
+        stop_on_batch: bool = False,
+    ) -> None:
+        if isinstance(comp, str):
+            if comp.lower() not in _COMPARISONS:
+                raise ConfigError(
+                    f"ThresholdStopper(comp={comp!r}) does not exist.{did_you_mean(comp.lower(), _COMPARISONS)}"
+                )
+            comp = _COMPARISONS[comp.lower()]
+        self.threshold = float(threshold)
+        self.stop_on_batch = stop_on_batch
+        self._metric = WatchedMetric("ThresholdStopper", monitor, dataloader_label, comp)
+        self._standalone = False
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self._metric.check(state)
+        self._standalone = False
+
+    def eval_standalone_start(self, state: State, logger: Logger) -> None:
+        self._standalone = True
+
+    def eval_standalone_end(self, state: State, logger: Logger) -> None:
+        self._standalone = False
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        if self._metric.is_of(state) and not self._standalone:
+            self._look_at(state.eval_metric_values, state)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        if self._metric.is_of(state):
+            self._look_at(state.train_metric_values, state)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if self.stop_on_batch and self._metric.is_of(state):
+            self._look_at(metric_values(state.train_metrics), state)
+
+    def _look_at(self, values: Mapping[str, float], state: State) -> None:
+        value = self._metric.value(values)
+        if not self._metric.is_better(value, self.threshold):
+            return
+        state.stop_training()
+        log.info(
+            "ThresholdStopper: training ends at batch %d, since %s is %g (threshold %g)",
+            int(state.timestamp.batch),
+            self._metric.name,
+            value,
+            self.threshold,
+        )

@@ -1,0 +1,65 @@
+"""Which batches are profiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from composerlite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from composerlite.core import State
+
+__all__ = ["ProfilerAction", "cyclic_schedule"]
+
+
+class ProfilerAction(StrEnum):
+    """What the profiler does in a batch: nothing, get ready, record, or record and save at its end."""
+
+    SKIP = "skip"
+    WARMUP = "warmup"
+    ACTIVE = "active"
+    ACTIVE_AND_SAVE = "active_and_save"
+
+
+def cyclic_schedule(
+    skip_first: int = 0, wait: int = 0, warmup: int = 1, active: int = 4, repeat: int = 1
+) -> Callable[[State], ProfilerAction]:
+    """Make the schedule that leaves out ``skip_first`` batches of each epoch and then goes through cycles.
+
+    A cycle leaves out ``wait`` batches, gets ready in ``warmup`` and records ``active``, whose trace is saved; one that
+    the end of the epoch cuts short is saved there. A run that is resumed in the middle of an epoch counts from the
+    batch that it resumes at.
+
+    Args:
+        skip_first, wait, warmup, active: numbers of batches.
+        repeat: cycles in an epoch; 0 for as many as there is room for.
+
+    Raises:
+        ConfigError: a negative number, or nothing to record.
+    """
+    for name, value in (("skip_first", skip_first), ("wait", wait), ("warmup", warmup), ("repeat", repeat)):
+        if value < 0:
+            raise ConfigError(f"cyclic_schedule({name}={value}): want 0 or more.")
+    if active < 1:
+        raise ConfigError(f"cyclic_schedule(active={active}): want a number of batches to record, 1 or more.")
+    cycle = wait + warmup + active
+
+    def schedule(state: State) -> ProfilerAction:
+        profiler = state.profiler
+        resumed_at = 0 if profiler is None else profiler.resumption_batch_idx
+        batch = int(state.timestamp.batch_in_epoch) - skip_first - resumed_at
+        length = state.dataloader_len
+        left = None if length is None else int(length) - int(state.timestamp.batch_in_epoch)
+        if batch < 0 or (repeat and batch >= cycle * repeat) or left == 0:
+            return ProfilerAction.SKIP
+        place = batch % cycle
+        if place < wait:
+            return ProfilerAction.SKIP
+        if place < wait + warmup:
+            return ProfilerAction.WARMUP
+        is_last = place == cycle - 1 or left == 1
+        return ProfilerAction.ACTIVE_AND_SAVE if is_last else ProfilerAction.ACTIVE
+
+    return schedule
