@@ -1,4 +1,4 @@
-"""Destinations of metrics and files: the terminal, files, tables, memory, TensorBoard, W&B, MLflow, object stores.
+"""Destinations of metrics and files: the terminal, files, tables, memory, services, object stores.
 
 Each is imported when it is first used.
 """
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from composerlite.loggers.progress_bar import ProgressBarLogger
     from composerlite.loggers.remote_uploader_downloader import RemoteUploaderDownloader
     from composerlite.loggers.services.mlflow import MLFlowLogger
+    from composerlite.loggers.services.slack import SlackLogger
     from composerlite.loggers.services.tensorboard import TensorboardLogger
     from composerlite.loggers.services.wandb import WandBLogger
 
@@ -33,6 +34,7 @@ __all__ = [
     "MLFlowLogger",
     "ProgressBarLogger",
     "RemoteUploaderDownloader",
+    "SlackLogger",
     "TensorboardLogger",
     "WandBLogger",
 ]
@@ -48,6 +50,7 @@ __getattr__, __dir__ = lazy_names(
         ".progress_bar": ["ProgressBarLogger"],
         ".remote_uploader_downloader": ["RemoteUploaderDownloader"],
         ".services.mlflow": ["MLFlowLogger"],
+        ".services.slack": ["SlackLogger"],
         ".services.tensorboard": ["TensorboardLogger"],
         ".services.wandb": ["WandBLogger"],
     },

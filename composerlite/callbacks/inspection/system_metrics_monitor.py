@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import TYPE_CHECKING, Any, final
 
@@ -79,7 +80,7 @@ class SystemMetricsMonitor(Callback):
 
 def _gpu(device: Any) -> dict[str, float]:
     with importing_sdk("nvidia-ml-py, which SystemMetricsMonitor needs on CUDA,", extra="system", packages=()):
-        import pynvml  # noqa: F401  # pyright: ignore - torch uses it
+        importlib.import_module("pynvml")  # torch uses it
     return {
         "gpu_percentage": torch.cuda.utilization(device),
         "memory_percentage": torch.cuda.memory_usage(device),

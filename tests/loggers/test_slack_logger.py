@@ -1,0 +1,127 @@
+"""SlackLogger: Slack's own library posts to a service on this machine, which answers as Slack does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+pytest.importorskip("slack_sdk")
+
+from composerlite.errors import ConfigError
+from composerlite.loggers import SlackLogger
+
+
+class Service:
+    """What was posted, and what to answer."""
+
+    def __init__(self) -> None:
+        self.posts: list[dict[str, Any]] = []
+        self.tokens: set[str | None] = set()
+        self.answer: dict[str, Any] = {"ok": True}
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                assert self.path == "/api/chat.postMessage"
+                service.posts.append(json.loads(body))
+                service.tokens.add(self.headers["Authorization"])
+                answer = json.dumps(service.answer).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}/api/"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(60)
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    made = Service()
+    yield made
+    made.close()
+
+
+def logger_to(service: Service, **arguments: Any) -> SlackLogger:
+    return SlackLogger(slack_logging_api_key="xoxb-1", channel_id="C1", base_url=service.url, **arguments)
+
+
+def test_messages_have_the_values_that_are_asked_for(run: Any, service: Service) -> None:
+    """At the first batch and at every interval, the last value of each name; what is left at the end."""
+    logger = logger_to(service, include_keys=["loss/"], log_interval="2ba")
+    run(logger).batches(5).finish()
+    assert [post["text"] for post in service.posts] == [
+        "batch 1: loss/train/total: 1.0",
+        "batch 2: loss/train/total: 0.5",
+        "batch 4: loss/train/total: 0.25",
+        "loss/train/total: 0.20000000298023224",
+    ]
+    assert {post["channel"] for post in service.posts} == {"C1"}
+    assert service.tokens == {"Bearer xoxb-1"}
+    [block] = service.posts[1]["blocks"]
+    assert block == {"type": "section", "text": {"type": "mrkdwn", "text": "*loss/train/total:* 0.5"}}
+    assert logger.place == "Slack, channel C1"
+
+
+def test_many_values_are_several_messages(run: Any, service: Service) -> None:
+    """A message of Slack has 50 blocks at most. A formatter of one's own makes the blocks."""
+    logger = logger_to(
+        service,
+        include_keys=["metric"],
+        max_logs_per_message=20,
+        log_interval="1ep",
+        formatter_func=lambda data: [{"type": "divider"}] * len(data),
+    )
+    started = run(logger)
+    started.logger.log_metrics({f"metric{number}": number for number in range(45)})
+    started.epoch().finish()
+    assert [len(post["blocks"]) for post in service.posts] == [20, 20, 5]
+    assert service.posts[0]["blocks"][0] == {"type": "divider"}
+
+
+def test_what_slack_does_not_take_does_not_end_training(
+    run: Any, service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is a warning with Slack's own words."""
+    service.answer = {"ok": False, "error": "channel_not_found"}
+    run(logger_to(service, log_interval="5ba")).batches(5).finish()
+    assert "SlackLogger: a message was not posted: SlackApiError" in caplog.text
+    assert "channel_not_found" in caplog.text
+
+
+def test_what_is_missing_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token and channel come from arguments or the environment."""
+    for name in ("SLACK_LOGGING_API_KEY", "SLACK_LOGGING_CHANNEL_ID"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="set SLACK_LOGGING_API_KEY"):
+        SlackLogger()
+    monkeypatch.setenv("SLACK_LOGGING_API_KEY", "xoxb-1")
+    with pytest.raises(ConfigError, match="set SLACK_LOGGING_CHANNEL_ID"):
+        SlackLogger()
+    monkeypatch.setenv("SLACK_LOGGING_CHANNEL_ID", "C2")
+    assert SlackLogger().place == "Slack, channel C2"
+    for arguments, message in (
+        ({"include_keys": "loss"}, "want a list"),
+        ({"include_keys": ["("]}, "cannot be read"),
+        ({"log_interval": "3s"}, "want batches or epochs"),
+        ({"max_logs_per_message": 51}, "want 1 to 50"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            SlackLogger(**arguments)  # type: ignore[arg-type]
