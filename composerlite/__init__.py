@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from composerlite.on_demand import ALGORITHM_PACKAGES
+from composerlite.on_demand import ALGORITHM_PACKAGES, ModulesOfOtherNames
 
 if TYPE_CHECKING:
     from composerlite.core import (
@@ -50,6 +51,7 @@ __all__ = [
 ]
 
 ALGORITHM_PACKAGES.append("composerlite.algorithms")
+sys.meta_path.append(ModulesOfOtherNames("composerlite", "composer_paths"))
 _HOME = {"Trainer": "composerlite.trainer", "ComposerModel": "composerlite.models"}
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
-__all__ = ["ALGORITHMS", "ALGORITHM_PACKAGES", "lazy_names"]
+__all__ = ["ALGORITHMS", "ALGORITHM_PACKAGES", "ModulesOfOtherNames", "lazy_names"]
 
 ALGORITHM_PACKAGES: list[str] = []
 """Packages whose import makes algorithms known, in the order in which they are asked."""
@@ -36,3 +38,44 @@ def lazy_names(
         return getattr(importlib.import_module(home_of[name], package), name)
 
     return get, lambda: list(importlib.import_module(package).__all__)
+
+
+class ModulesOfOtherNames:
+    """Finds modules that have no file: each gives names of other modules, which are imported when they are used.
+
+    A finder and loader of modules, as :pep:`451` has them. Where there is a file of that name, the file is the module.
+
+    Args:
+        package: whose modules they are.
+        table: module within ``package`` that holds ``PATHS``: names by home, by module. It is imported when a module is
+            looked for that has no file.
+    """
+
+    def __init__(self, package: str, table: str) -> None:
+        self._prefix = f"{package}."
+        self._table = f"{package}.{table}"
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return how the module ``fullname`` is loaded; ``None`` if it is not one of these."""
+        if not fullname.startswith(self._prefix) or fullname == self._table or not self._names_by_home(fullname):
+            return None
+        inner = f"{fullname.removeprefix(self._prefix)}."
+        loader: Any = self  # importlib.abc.Loader in all but name: its module takes time to import
+        return ModuleSpec(fullname, loader, is_package=any(name.startswith(inner) for name in self._paths()))
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to Python to make the module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give ``module`` its names."""
+        homes = self._names_by_home(module.__name__)
+        names = sorted(name for of_home in homes.values() for name in of_home)
+        get, listed = lazy_names(module.__name__, homes)
+        vars(module).update(__all__=names, __getattr__=get, __dir__=listed)
+
+    def _names_by_home(self, fullname: str) -> dict[str, list[str]]:
+        homes = self._paths().get(fullname.removeprefix(self._prefix), {})
+        return {f"{self._prefix}{home}": names.split() for home, names in homes.items()}
+
+    def _paths(self) -> Mapping[str, Mapping[str, str]]:
+        return importlib.import_module(self._table).PATHS

@@ -20,7 +20,15 @@ if TYPE_CHECKING:
         format_name_with_dist_and_time,
         get_save_filename,
     )
-    from composerlite.core import FSDPConfig, ParallelismConfig, TPConfig, create_interval_scheduler
+    from composerlite.core import (
+        FSDPConfig,
+        ParallelismConfig,
+        TPConfig,
+        batch_get,
+        batch_set,
+        create_interval_scheduler,
+    )
+    from composerlite.devices import get_device
     from composerlite.errors import ObjectStoreTransientError
     from composerlite.storage import ObjectStore, maybe_create_object_store_from_uri, parse_uri, retry
     from composerlite.storage.stores.gcs import GCSObjectStore
@@ -28,14 +36,36 @@ if TYPE_CHECKING:
     from composerlite.storage.stores.oci import OCIObjectStore
     from composerlite.storage.stores.s3 import S3ObjectStore
     from composerlite.storage.stores.sftp import SFTPObjectStore
-    from composerlite.utils import checkpoint, dist, object_store, reproducibility
+    from composerlite.utils import checkpoint, dist, module_surgery, object_store, reproducibility
+    from composerlite.utils.helpers import (
+        STR_TO_DTYPE,
+        MissingConditionalImportError,
+        StringEnum,
+        convert_flat_dict_to_nested_dict,
+        convert_nested_dict_to_flat_dict,
+        create_symlink_file,
+        ensure_folder_is_empty,
+        ensure_tuple,
+        extract_hparams,
+        get_composer_env_dict,
+        get_free_tcp_port,
+        import_object,
+        is_model_fsdp,
+        is_notebook,
+        map_collection,
+        model_eval_mode,
+        partial_format,
+        print_env,
+    )
 
 __all__ = [
     "KNOWN_COMPRESSORS",
+    "STR_TO_DTYPE",
     "ExportFormat",
     "FSDPConfig",
     "GCSObjectStore",
     "LibcloudObjectStore",
+    "MissingConditionalImportError",
     "OCIObjectStore",
     "ObjectStore",
     "ObjectStoreTransientError",
@@ -43,25 +73,45 @@ __all__ = [
     "PartialFilePath",
     "S3ObjectStore",
     "SFTPObjectStore",
+    "StringEnum",
     "TPConfig",
+    "batch_get",
+    "batch_set",
     "checkpoint",
+    "convert_flat_dict_to_nested_dict",
+    "convert_nested_dict_to_flat_dict",
     "create_interval_scheduler",
+    "create_symlink_file",
     "dist",
     "download_checkpoint",
+    "ensure_folder_is_empty",
+    "ensure_tuple",
     "export_for_inference",
     "export_with_logger",
+    "extract_hparams",
     "format_name_with_dist",
     "format_name_with_dist_and_time",
+    "get_composer_env_dict",
     "get_compressor",
+    "get_device",
     "get_file",
+    "get_free_tcp_port",
     "get_save_filename",
     "glob_filter",
+    "import_object",
     "is_compressed_pt",
+    "is_model_fsdp",
+    "is_notebook",
     "is_tar",
     "load_checkpoint",
+    "map_collection",
     "maybe_create_object_store_from_uri",
+    "model_eval_mode",
+    "module_surgery",
     "object_store",
     "parse_uri",
+    "partial_format",
+    "print_env",
     "reproducibility",
     "retry",
     "safe_torch_load",
@@ -83,7 +133,15 @@ _LAZY, __dir__ = lazy_names(
             "format_name_with_dist_and_time",
             "get_save_filename",
         ],
-        "composerlite.core": ["FSDPConfig", "ParallelismConfig", "TPConfig", "create_interval_scheduler"],
+        "composerlite.core": [
+            "FSDPConfig",
+            "ParallelismConfig",
+            "TPConfig",
+            "batch_get",
+            "batch_set",
+            "create_interval_scheduler",
+        ],
+        "composerlite.devices": ["get_device"],
         "composerlite.errors": ["ObjectStoreTransientError"],
         "composerlite.storage": ["ObjectStore", "maybe_create_object_store_from_uri", "parse_uri", "retry"],
         "composerlite.storage.stores.gcs": ["GCSObjectStore"],
@@ -91,9 +149,29 @@ _LAZY, __dir__ = lazy_names(
         "composerlite.storage.stores.oci": ["OCIObjectStore"],
         "composerlite.storage.stores.s3": ["S3ObjectStore"],
         "composerlite.storage.stores.sftp": ["SFTPObjectStore"],
+        "composerlite.utils.helpers": [
+            "STR_TO_DTYPE",
+            "MissingConditionalImportError",
+            "StringEnum",
+            "convert_flat_dict_to_nested_dict",
+            "convert_nested_dict_to_flat_dict",
+            "create_symlink_file",
+            "ensure_folder_is_empty",
+            "ensure_tuple",
+            "extract_hparams",
+            "get_composer_env_dict",
+            "get_free_tcp_port",
+            "import_object",
+            "is_model_fsdp",
+            "is_notebook",
+            "map_collection",
+            "model_eval_mode",
+            "partial_format",
+            "print_env",
+        ],
     },
 )
-_MODULES = ("checkpoint", "dist", "object_store", "reproducibility")
+_MODULES = ("checkpoint", "dist", "module_surgery", "object_store", "reproducibility")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,46 @@
+"""Metrics that models of Composer use. They are imported, and torchmetrics with them, when they are first used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from composerlite.on_demand import lazy_names
+
+if TYPE_CHECKING:
+    from composerlite.metrics.metrics import (
+        BinaryF1Score,
+        Dice,
+        LanguageCrossEntropy,
+        LanguagePerplexity,
+        LossMetric,
+        MaskedAccuracy,
+        MIoU,
+    )
+    from composerlite.models.cross_entropy import CrossEntropy
+
+__all__ = [
+    "BinaryF1Score",
+    "CrossEntropy",
+    "Dice",
+    "LanguageCrossEntropy",
+    "LanguagePerplexity",
+    "LossMetric",
+    "MIoU",
+    "MaskedAccuracy",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        ".metrics": [
+            "BinaryF1Score",
+            "Dice",
+            "LanguageCrossEntropy",
+            "LanguagePerplexity",
+            "LossMetric",
+            "MIoU",
+            "MaskedAccuracy",
+        ],
+        "composerlite.models.cross_entropy": ["CrossEntropy"],
+    },
+)
