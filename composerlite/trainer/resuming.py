@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
@@ -18,11 +18,12 @@ from composerlite.core import LoggerDestination, State
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.storage import ObjectStore
 from composerlite.trainer.checks import Arguments, check_names, check_seconds
+from composerlite.trainer.differences import Difference, settle_optimizer
 
 if TYPE_CHECKING:
     from composerlite.loggers import RemoteUploaderDownloader
 
-__all__ = ["LoadSettings", "load_or_resume"]
+__all__ = ["LoadSettings", "Start", "load_or_resume"]
 
 log = logging.getLogger(__name__)
 
@@ -54,18 +55,28 @@ class LoadSettings(Arguments):
             check_seconds(self.autoresume_timeout, argument="autoresume_timeout")
 
 
+@final
+class Start(NamedTuple):
+    """The start of a run.
+
+    Attributes:
+        resumed: it resumes from a checkpoint of its own.
+        differences: settings of the optimizer that are not those of the checkpoint.
+    """
+
+    resumed: bool
+    differences: list[Difference]
+
+
 def load_or_resume(
     state: State, settings: LoadSettings, savers: Sequence[CheckpointSaver], loggers: Sequence[LoggerDestination]
-) -> bool:
+) -> Start:
     """Load what the run begins with into ``state``, and begin an attempt of the run.
 
     Args:
         state: of the run, whole: everything that has a state is there to take it.
         settings: what the user said.
         savers: whose folders and buckets may hold earlier attempts. loggers: one may upload to the bucket.
-
-    Returns:
-        Whether the run resumes from a checkpoint of its own.
     """
     choice = _newest_checkpoint(state, settings, savers) if settings.autoresume else None
     resumed = choice is not None and choice.place is not None
@@ -73,8 +84,7 @@ def load_or_resume(
     if path is not None:
         state.load_path = str(path)
         _load(state, settings, loggers, resumed=resumed)
-    if resumed and state.deepspeed_config is None:
-        _take_new_rates(state)
+    differences = [] if state.deepspeed_enabled else settle_optimizer(state, script_holds=resumed)
     if choice is not None:
         state.lineage = choice.lineage
     else:
@@ -84,7 +94,7 @@ def load_or_resume(
             _buckets(savers),
         )
         state.lineage = begin_attempt(catalogs, state.run_name, buckets=buckets, origin=origin)
-    return resumed
+    return Start(resumed, differences)
 
 
 def _load(state: State, settings: LoadSettings, loggers: Iterable[LoggerDestination], *, resumed: bool) -> None:
@@ -165,24 +175,6 @@ def _in_a_store(uri: str, loggers: Iterable[LoggerDestination]) -> tuple[str, Ob
             if uri.startswith(root):
                 return uri.removeprefix(root), store
     return uri, None
-
-
-def _take_new_rates(state: State) -> None:
-    """Take the learning rates of the script, where they are others than those of the run that resumes.
-
-    They hold from here on, scaled by where the schedule stands.
-    """
-    before, now = state.resumed_learning_rates, state.learning_rates
-    if len(before) != len(now) or before == now:
-        return
-    log.warning("the learning rate was %s in the interrupted run and is %s now: it holds from here on", before, now)
-    for group, old, new in zip(state.optimizers[0].param_groups, before, now, strict=True):
-        group["lr"] = group["lr"] * new / old if old else new
-        if "initial_lr" in group:
-            group["initial_lr"] = new
-    for scheduler in state.schedulers:
-        if len(getattr(scheduler, "base_lrs", ())) == len(now):
-            scheduler.base_lrs = list(now)
 
 
 def _buckets(savers: Sequence[CheckpointSaver]) -> list[Bucket]:

@@ -44,6 +44,7 @@ from composerlite.optim import ComposerScheduler
 from composerlite.storage import ObjectStore
 from composerlite.trainer import build, checks
 from composerlite.trainer.data.dataloading import DataPosition, Share, batches_per_epoch, is_same_data, position_in
+from composerlite.trainer.differences import data_settings, differences_of_run, optimizer_settings, tell
 from composerlite.trainer.evaluate import Evaluation
 from composerlite.trainer.loop import Loop, run
 from composerlite.trainer.ranks.communicator import Communicator, Membership, Ranks, connected, failing_together
@@ -239,6 +240,7 @@ class Trainer:
         # Reproducibility first: whatever draws random numbers from here on does so from the seed.
         if deterministic_mode:
             configure_deterministic_mode()
+        self._given_seed = seed
         seed = dist.get_group().broadcast(get_random_seed() if seed is None else checks.check_seed(seed))
         seed_all(seed)
 
@@ -293,10 +295,11 @@ class Trainer:
                 self._membership.stay()
 
             self.state.learning_rates = build.given_rates(self.state.optimizers[0])
+            self.state.settings["optimizer"] = optimizer_settings(self.state.optimizers[0])
 
             # Loading comes last: everything that has a state is there to take it.
             self.engine.run_event(Event.BEFORE_LOAD)
-            self._resumed = load_or_resume(self.state, load, self._savers, self.logger.destinations)
+            self._start = load_or_resume(self.state, load, self._savers, self.logger.destinations)
             self.engine.run_event(Event.AFTER_LOAD)
             parallel = copy_model(self.state, ddp_sync_strategy) if sharded is None else sharded
             communicator = Communicator(dist.get_group(), counts=parallel.counts)
@@ -371,7 +374,7 @@ class Trainer:
             return
         begun_before = self._begin_fit(number, duration, reset_time)
         if state.training_is_over and state.interruption.evaluation is None:
-            if begun_before or self._resumed:
+            if begun_before or self._start.resumed:
                 log.info("the run had ended at %s: nothing to train", state.max_duration)
                 return
             raise ConfigError(
@@ -384,6 +387,10 @@ class Trainer:
             self._build_schedulers(keep_rates=begun_before)
 
         self._use_train_data(self._train_spec)
+        state.settings = {**state.settings, "train_data": data_settings(self._train_spec.dataloader)}
+        if begun_before:
+            tell(state, [*self._start.differences, *differences_of_run(state, seed=self._given_seed)])
+        state.resumed_metadata = {}
         loop = Loop(
             state=state,
             engine=self.engine,

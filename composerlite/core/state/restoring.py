@@ -193,7 +193,7 @@ class StateLoader:
             state.previous_timestamp = None
         if self._continues():  # its calls of fit count from where they did
             state.fit_starts = [Timestamp.from_state_dict(start) for start in metadata.get("fit_starts", ())]
-            state.resumed_learning_rates = tuple(map(float, metadata.get("learning_rates", ())))
+            state.resumed_metadata = metadata
             stopped = metadata.get("stopped")
             state.stopped = None if stopped is None else Time.from_input(stopped)
             state.evaluated_at = {str(label): int(batch) for label, batch in metadata.get("evaluated_at", {}).items()}

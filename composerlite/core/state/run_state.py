@@ -67,8 +67,11 @@ class _Several(Generic[T, C]):
         return instance.__dict__[self._name]
 
     def __set__(self, instance: object, value: T | Sequence[T] | None) -> None:
-        items = cast("Iterable[T]", value if isinstance(value, Sequence) else () if value is None else (value,))
-        instance.__dict__[self._name] = self._kind(items)
+        instance.__dict__[self._name] = self._kind(_each(value))
+
+
+def _each(value: T | Sequence[T] | None) -> Iterable[T]:
+    return cast("Iterable[T]", value if isinstance(value, Sequence) else () if value is None else (value,))
 
 
 class RunState:
@@ -89,8 +92,9 @@ class RunState:
         fit_starts: where the run stood at each call of ``fit``, those before a resume included.
         lineage: the attempt of the run whose checkpoints are saved, and those that it came from.
         evaluated_at: the batch count of the last evaluation, by the evaluator's label: there is one at most for each.
-        learning_rates: of the optimizer's groups, as the script has given them. resumed_learning_rates: those that were
-            given to the run that this one continues.
+        learning_rates: of the optimizer's groups, as the script has given them.
+        settings: plain values that a resume compares with those of its script; in checkpoints.
+        resumed_metadata: ``metadata`` of the checkpoint of the run that this one continues; empty: it continues none.
         eval_timestamp, predict_timestamp: progress of the current evaluation and prediction.
         train_metrics: metrics by name. eval_metrics: metrics by evaluator label and name.
         train_metric_values, eval_metric_values: last computed values by metric name.
@@ -127,7 +131,6 @@ class RunState:
         "dataset_state",
     )
 
-    optimizers: _Several[torch.optim.Optimizer, tuple[torch.optim.Optimizer, ...]] = _Several(tuple)
     schedulers: _Several[LRScheduler, list[LRScheduler]] = _Several(list)
     algorithms: _Several[KeptAlgorithm, list[KeptAlgorithm]] = _Several(list)
     callbacks: _Several[KeptCallback, list[KeptCallback]] = _Several(list)
@@ -195,7 +198,8 @@ class RunState:
         self.fit_starts: list[Timestamp] = []
         self.evaluated_at: dict[str, int] = {}
         self.learning_rates: tuple[float, ...] = ()
-        self.resumed_learning_rates: tuple[float, ...] = ()
+        self.settings: StateDict = {}
+        self.resumed_metadata: StateDict = {}
         self.eval_timestamp = Timestamp()
         self.predict_timestamp = Timestamp()
 
@@ -294,6 +298,15 @@ class RunState:
     def deepspeed_enabled(self) -> bool:
         """True if DeepSpeed trains the model."""
         return self.deepspeed_config is not None
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The one optimizer, in a tuple. A property, since protocols of other packages ask for one."""
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, value: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> None:
+        self._optimizers = tuple(_each(value))
 
     # ── identity ─────────────────────────────────────────────────────────────────────────────────────────────────
     @property

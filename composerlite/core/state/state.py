@@ -103,6 +103,7 @@ class State(ComposerNames):
             "fit_starts": [start.plain() for start in self.fit_starts],
             "evaluated_at": dict(self.evaluated_at),
             "learning_rates": list(self.learning_rates),
+            "settings": self.settings,
         }
         if self.interruption.evaluation is not None:
             event, labels = self.interruption.evaluation

@@ -1,0 +1,252 @@
+"""Differences between the settings that an interrupted run had and those of the script that resumes it.
+
+What a checkpoint says of them is under ``state/metadata``: ``settings`` has the hyperparameters of the optimizer as the
+script gave them (a scheduler's changes are none) and a record of the training data. Older checkpoints have no such
+entry; what is not known is not compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast, final
+
+import torch
+import xxhash
+from torch.utils.data import Subset, TensorDataset
+
+from composerlite.core import State
+from composerlite.core.data import length_of
+
+__all__ = ["Difference", "data_settings", "differences_of_run", "optimizer_settings", "settle_optimizer", "tell"]
+
+log = logging.getLogger(__name__)
+
+_APART = ("params", "param_names", "lr", "initial_lr")
+_SAMPLED = 16
+_SAMPLED_VALUES = 1024
+_LONGEST = 60
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One setting: its value before and now, and which of the two holds, with the way to the other."""
+
+    what: str
+    before: object
+    now: object
+    verdict: str
+
+    def __str__(self) -> str:
+        before, now = _short(self.before), _short(self.now)
+        return f"the {self.what} was {before} in the interrupted run and is {now} now: {self.verdict}"
+
+
+def tell(state: State, differences: Sequence[Difference]) -> None:
+    """Warn of all ``differences`` at once, on rank 0."""
+    if differences and state.rank == 0:
+        settings = "1 setting" if len(differences) == 1 else f"{len(differences)} settings"
+        head = f"run {state.run_name!r} resumes at batch {int(state.timestamp.batch)} with {settings} changed:"
+        log.warning("%s", "\n  ".join([head, *map(str, differences)]))
+
+
+# ── what is recorded ─────────────────────────────────────────────────────────────────────────────────────────────────
+def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
+    """Hyperparameters of the groups of ``optimizer`` by name, learning rates apart: one value where all agree."""
+    names = dict.fromkeys(name for group in optimizer.param_groups for name in group if name not in _APART)
+    settings: dict[str, list[Any]] = {}
+    for name in names:
+        values = [_plain(group.get(name)) for group in optimizer.param_groups]
+        if _UNKNOWN not in values:
+            settings[name] = values[:1] if all(value == values[0] for value in values) else values
+    return settings
+
+
+def data_settings(loader: object) -> dict[str, Any]:
+    """Kind, length and identity of the data set of ``loader``, as far as they can be told without reading samples.
+
+    The identity is a digest of some values of a ``TensorDataset`` and of some indices of a ``Subset``, or what the data
+    set itself has as its ``fingerprint`` (OLMo-core) or ``_fingerprint`` (Hugging Face).
+    """
+    dataset: Any = getattr(loader, "dataset", None)
+    if dataset is None:
+        return {}
+    record: dict[str, Any] = {}
+    if (length := length_of(dataset)) is not None:
+        record["samples"] = length
+    kinds: list[str] = []
+    digest = xxhash.xxh3_64()
+    while isinstance(dataset, Subset):
+        kinds.append("Subset of a ")
+        indices: Sequence[int] = dataset.indices
+        digest.update(repr([int(indices[at]) for at in _spread(len(indices))]).encode())
+        dataset = cast("Any", dataset.dataset)
+    record["kind"] = "".join(kinds) + type(dataset).__qualname__
+    own = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
+    if isinstance(dataset, TensorDataset):
+        for tensor in dataset.tensors:
+            digest.update(_sampled(tensor))
+    elif isinstance(own, str):
+        digest.update(own.encode())
+    elif not kinds:
+        return record
+    return {**record, "digest": digest.hexdigest()}
+
+
+def _sampled(tensor: torch.Tensor) -> bytes:
+    """Shape, type and some values of ``tensor``."""
+    head = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        return head
+    rows = [tensor[at].reshape(-1)[:_SAMPLED_VALUES] for at in _spread(len(tensor))]
+    values = [row.detach().cpu().resolve_conj().resolve_neg().contiguous().view(torch.uint8) for row in rows]
+    return b"".join([head, *(value.numpy().tobytes() for value in values)])
+
+
+def _spread(length: int) -> list[int]:
+    return sorted({at * (length - 1) // (_SAMPLED - 1) for at in range(_SAMPLED)}) if length else []
+
+
+class _Unknown:
+    """Stands for a value that is not plain."""
+
+
+_UNKNOWN = _Unknown()
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    for kind in (int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, list | tuple):
+        items = [_plain(item) for item in cast("Sequence[Any]", value)]
+        return _UNKNOWN if _UNKNOWN in items else items
+    return _UNKNOWN
+
+
+# ── what differs ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def settle_optimizer(state: State, *, script_holds: bool) -> list[Difference]:
+    """Compare the optimizer's settings, have those hold that are to, and note them in ``state`` as the run's.
+
+    Learning rates and numbers of the script hold, if ``script_holds``; of the others the state that the optimizer was
+    saved with is made.
+    """
+    if not state.optimizers or not state.resumed_metadata:
+        return []
+    return [*_settle_rates(state, script_holds), *_settle_hyperparameters(state, script_holds)]
+
+
+def _settle_rates(state: State, script_holds: bool) -> Iterator[Difference]:
+    before, now = list(map(float, state.resumed_metadata.get("learning_rates", ()))), list(state.learning_rates)
+    if len(before) != len(now) or before == now:
+        return
+    if not script_holds:
+        state.learning_rates = tuple(before)
+        yield Difference("learning rate", tuple(before), tuple(now), _OLD_HOLDS)
+        return
+    for group, old, new in zip(state.optimizers[0].param_groups, before, now, strict=True):
+        group["lr"] = group["lr"] * new / old if old else new
+        if "initial_lr" in group:
+            group["initial_lr"] = new
+    for scheduler in state.schedulers:
+        if len(getattr(scheduler, "base_lrs", ())) == len(now):
+            scheduler.base_lrs = list(now)
+    verdict = f"it holds from here on, scaled by the schedule; to go on as before give lr={_one(before)!r}"
+    yield Difference("learning rate", tuple(before), tuple(now), verdict)
+
+
+def _settle_hyperparameters(state: State, script_holds: bool) -> Iterator[Difference]:
+    groups = state.optimizers[0].param_groups
+    given = state.settings.get("optimizer", {})
+    saved: Mapping[str, list[Any]] | None = state.resumed_metadata.get("settings", {}).get("optimizer")
+    if saved is None:  # an older checkpoint: what it has holds, and is what the next one will have been given
+        state.settings = {**state.settings, "optimizer": optimizer_settings(state.optimizers[0])}
+        return
+    holding = dict(given)
+    for name in given:
+        before, now = saved.get(name), given[name]
+        if before is None or before == now:
+            continue
+        if script_holds and all(map(_may_change, [name] * len(groups), _each(before, groups), _each(now, groups))):
+            for group, value in zip(groups, _each(now, groups), strict=True):
+                group[name] = tuple(value) if isinstance(value, list) else value
+            verdict = f"it holds from here on; to go on as before give {name}={_short(_one(before))}"
+        else:
+            holding[name] = before
+            verdict = _STATE_HOLDS.format(path=state.load_path) if script_holds else _OLD_HOLDS
+        yield Difference(name, _one(before), _one(now), verdict)
+    state.settings = {**state.settings, "optimizer": holding}
+
+
+def _may_change(name: str, before: Any, now: Any) -> bool:
+    """Tell whether the state that an optimizer has serves it with another value: momentum comes with a buffer."""
+    if name == "momentum" and bool(before) != bool(now):
+        return False
+    if isinstance(before, list) and isinstance(now, list):
+        pairs = list(itertools.zip_longest(cast("list[Any]", before), cast("list[Any]", now)))
+    else:
+        pairs = [(before, now)]
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for pair in pairs for value in pair)
+
+
+def differences_of_run(state: State, *, seed: int | None) -> list[Difference]:
+    """Compare what does not belong to the optimizer. Of all but the seed what the script says holds.
+
+    Args:
+        state: of the run, with the training data that it goes on with.
+        seed: that the script gave; ``None``: it left that to us.
+    """
+    before = state.resumed_metadata
+    if not before:
+        return []
+    data, now = before.get("settings", {}).get("train_data", {}), state.settings.get("train_data", {})
+    size = getattr(state.train_dataloader, "batch_size", None)
+    compared = [
+        ("precision", before.get("precision"), state.precision.value, "precision={!r}"),
+        ("number of ranks", before.get("world_size"), state.world_size, "launch {} ranks"),
+        ("batch size of the train_dataloader", before.get("train_dataloader_batch_size"), size, "batch_size={}"),
+        ("number of training samples", data.get("samples"), now.get("samples"), "a data set of {} samples"),
+        ("kind of the training data", data.get("kind"), now.get("kind"), "a data set of that kind"),
+    ]
+    if data.get("samples") == now.get("samples") and data.get("kind") == now.get("kind"):
+        compared.append(("digest of the training data", data.get("digest"), now.get("digest"), "the same data set"))
+    found = [
+        Difference(what, old, new, _NEW_HOLDS + (way if way.startswith("launch") else f"give {way}").format(old))
+        for what, old, new, way in compared
+        if old is not None and new is not None and old != new
+    ]
+    if seed is not None and seed != state.rank_zero_seed:
+        found.append(Difference("seed", state.rank_zero_seed, seed, _SEED_HOLDS.format(path=state.load_path)))
+    return found
+
+
+_NEW_HOLDS = "it holds from here on; to go on as before "
+_OLD_HOLDS = "the checkpoint's holds; autoresume=True takes that of the script"
+_STATE_HOLDS = (
+    "the checkpoint's holds, with which the optimizer's state was made; to begin with the other, start another "
+    "run_name with load_path={path!r} and load_ignore_keys=['state/optimizers', 'state/schedulers']"
+)
+_SEED_HOLDS = (
+    "the checkpoint's holds, with its random generators; to go on with the other, start another run_name with "
+    "load_path={path!r} and load_ignore_keys=['state/rank_zero_seed', 'state/dataset_state', 'rng']"
+)
+
+
+def _each(values: list[Any], groups: Sequence[object]) -> list[Any]:
+    return values * len(groups) if len(values) == 1 else values
+
+
+def _one(values: list[Any]) -> Any:
+    if len(values) != 1:
+        return values
+    return tuple(cast("list[Any]", values[0])) if isinstance(values[0], list) else values[0]
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
