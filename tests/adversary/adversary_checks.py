@@ -315,7 +315,8 @@ class Machine(RuleBasedStateMachine):
         if end != expected:
             raise FoundError(f"[content] launch {order.launch} ended with {end}, and not with {expected}")
         saved = [e for e in after if e.line == end and e.kind != "weights"]
-        if not saved and end not in [e.line for e in self.in_memory_of(project)]:
+        only_loaded = bool(order.load) and end == start  # a base that is at its end: nothing is trained or saved
+        if not saved and not only_loaded and end not in [e.line for e in self.in_memory_of(project)]:
             raise FoundError(f"[gone] launch {order.launch} ended with {end}, which is nowhere")
         own = [e for e in saved if e.template == order.filename]
         if own and (order.resume or len(end) > len(start)):  # else it has saved nothing
