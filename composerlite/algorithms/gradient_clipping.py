@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["GradientClipping", "apply_gradient_clipping"]
 
-_TYPES = ("norm", "value")
+_TYPES = ("adaptive", "norm", "value")
 _EPSILON = 1e-6  # as torch adds it
+_LEAST_WEIGHT_NORM = 1e-3  # of the paper: units that begin at zero can grow
 
 
 def apply_gradient_clipping(model: nn.Module, clipping_type: str, clipping_threshold: float) -> None:
@@ -27,13 +28,19 @@ def apply_gradient_clipping(model: nn.Module, clipping_type: str, clipping_thres
         model: its parameters have gradients; those without one are passed over. They may be distributed over ranks,
             which then clip together, by the norm of the whole.
         clipping_type: ``'norm'`` scales all gradients so that their common L2 norm is at most the threshold (`Pascanu
-            et al. 2013 <https://arxiv.org/abs/1211.5063>`_); ``'value'`` clamps each element to ± the threshold.
+            et al. 2013 <https://arxiv.org/abs/1211.5063>`_); ``'value'`` clamps each element to ± the threshold;
+            ``'adaptive'`` scales the gradient of each output unit (each row of a weight, or a bias as a whole) so that
+            its norm is at most the threshold times that of the unit's weights (`Brock et al. 2021
+            <https://arxiv.org/abs/2102.06171>`_).
         clipping_threshold: a number above zero.
 
     Raises:
         ConfigError: another type, or a threshold that is not positive.
     """
     _check(clipping_type, clipping_threshold)
+    if clipping_type == "adaptive":
+        _clip_units(model, clipping_threshold)
+        return
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     if clipping_type == "norm" and dist.any_distributed(gradients):
         norm = dist.total_norm(gradients)
@@ -53,7 +60,7 @@ class GradientClipping(Algorithm):
     """Clips gradients when those of the whole batch are there, before the optimizer steps.
 
     Args:
-        clipping_type: ``'norm'`` or ``'value'``; see :func:`apply_gradient_clipping`.
+        clipping_type: ``'norm'``, ``'value'`` or ``'adaptive'``; see :func:`apply_gradient_clipping`.
         clipping_threshold: a number above zero.
 
     Raises:
@@ -76,6 +83,23 @@ class GradientClipping(Algorithm):
 
     def __repr__(self) -> str:
         return f"GradientClipping(clipping_type={self.clipping_type!r}, clipping_threshold={self.clipping_threshold})"
+
+
+@torch.no_grad()
+def _clip_units(model: nn.Module, threshold: float) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            continue
+        most = _norm_of_units(parameter).clamp(min=_LEAST_WEIGHT_NORM) * threshold
+        norm = _norm_of_units(parameter.grad)
+        parameter.grad.mul_(torch.where(norm > most, most / norm.clamp(min=_EPSILON), torch.ones_like(norm)))
+
+
+def _norm_of_units(tensor: torch.Tensor) -> torch.Tensor:
+    """The L2 norm of what belongs to each output unit: all dimensions but the first, which is kept."""
+    if tensor.ndim < 2:
+        return torch.linalg.vector_norm(tensor)
+    return torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), keepdim=True)
 
 
 def _check(clipping_type: str, clipping_threshold: float) -> None:

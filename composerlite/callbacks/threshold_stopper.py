@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from composerlite.callbacks.early_stopper import IsBetter, WatchedMetric
-from composerlite.core import Callback, metric_values
+from composerlite.callbacks.metric_watcher import IsBetter, MetricWatcher
+from composerlite.core import metric_values
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _COMPARISONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 
 
 @final
-class ThresholdStopper(Callback):
+class ThresholdStopper(MetricWatcher):
     """Ends training when ``monitor`` is better than ``threshold``.
 
     The metric is looked at after each evaluation on ``dataloader_label`` during ``fit``, or after each epoch (with
@@ -66,40 +66,21 @@ class ThresholdStopper(Callback):
             comp = _COMPARISONS[comp.lower()]
         self.threshold = float(threshold)
         self.stop_on_batch = stop_on_batch
-        self._metric = WatchedMetric("ThresholdStopper", monitor, dataloader_label, comp)
-        self._standalone = False
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        self._metric.check(state)
-        self._standalone = False
-
-    def eval_standalone_start(self, state: State, logger: Logger) -> None:
-        self._standalone = True
-
-    def eval_standalone_end(self, state: State, logger: Logger) -> None:
-        self._standalone = False
-
-    def eval_end(self, state: State, logger: Logger) -> None:
-        if self._metric.is_of(state) and not self._standalone:
-            self._look_at(state.eval_metric_values, state)
-
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        if self._metric.is_of(state):
-            self._look_at(state.train_metric_values, state)
+        super().__init__(monitor, dataloader_label, comp)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        if self.stop_on_batch and self._metric.is_of(state):
-            self._look_at(metric_values(state.train_metrics), state)
+        if self.stop_on_batch and self.is_of(state):
+            self.look_among(metric_values(state.train_metrics), state)
 
-    def _look_at(self, values: Mapping[str, float], state: State) -> None:
-        value = self._metric.value(values)
-        if not self._metric.is_better(value, self.threshold):
+    def look_at(self, value: float, state: State) -> None:
+        """End training if the value is better than the threshold."""
+        if not self.is_better(value, self.threshold):
             return
         state.stop_training()
         log.info(
             "ThresholdStopper: training ends at batch %d, since %s is %g (threshold %g)",
             int(state.timestamp.batch),
-            self._metric.name,
+            self.logged_name,
             value,
             self.threshold,
         )

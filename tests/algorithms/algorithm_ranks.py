@@ -9,11 +9,11 @@ from resumed_training import image_model, images, new_trainer
 from torch.utils.data import DataLoader
 
 from composerlite import ComposerModel, DataSpec
-from composerlite.algorithms import SAM, LayerFreezing, StochasticDepth
+from composerlite.algorithms import SAM, GradientClipping, LayerFreezing, StochasticDepth
 from composerlite.errors import ConfigError
 from composerlite.models import ComposerClassifier
 
-__all__ = ["refusals", "train_with_sam", "train_without_some"]
+__all__ = ["refusals", "train_with", "train_without_some"]
 
 
 def flat_model() -> ComposerModel:
@@ -29,9 +29,10 @@ def in_order(**arguments: Any) -> dict[str, Any]:
     return {"train_dataloader": DataSpec(DataLoader(images(), batch_size=arguments.pop("size"))), **arguments}
 
 
-def train_with_sam(size: int, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights at the end."""
-    with new_trainer([SAM(rho=0.5)], model=flat_model, **in_order(size=size, **arguments)) as trainer:
+def train_with(name: str, size: int, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights at the end of a run with an algorithm."""
+    algorithm = SAM(rho=0.5) if name == "sam" else GradientClipping("adaptive", 0.01)
+    with new_trainer([algorithm], model=flat_model, **in_order(size=size, **arguments)) as trainer:
         trainer.fit()
         state = trainer.state.model.state_dict()
         return {name: w.full_tensor() if hasattr(w, "full_tensor") else w.clone() for name, w in state.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -30,14 +31,18 @@ __all__ = ["main"]
 
 
 class Killed(Callback):
-    """Ends the process in a forward pass, without a word."""
+    """Ends the process in a forward pass, without a word, as soon as there is a checkpoint to go on from."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, checkpoint: Path) -> None:
         self._left = number
+        self._checkpoint = checkpoint
 
     def after_forward(self, state: State, logger: Logger) -> None:
         self._left -= 1
         if self._left == 0:
+            until = time.monotonic() + 60
+            while not self._checkpoint.exists() and time.monotonic() < until:
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -65,7 +70,7 @@ def main(folder: str, kill_in: str) -> None:
         max_duration="3ep",
         precision="amp_bf16",
         device_train_microbatch_size=3,
-        callbacks=[Killed(int(kill_in))],
+        callbacks=[Killed(int(kill_in), Path(folder) / "checkpoints" / "latest-rank0.pt")],
     )
     begun = int(trainer.state.timestamp.batch)
     digest = hashlib.sha256()

@@ -11,18 +11,19 @@ import torch
 from composerlite.testing import run_ranks
 
 
+@pytest.mark.parametrize("name", ["sam", "adaptive clipping"])
 @pytest.mark.parametrize(
     "how",
     [{}, {"ddp_sync_strategy": "forced_sync"}, {"parallelism_config": {"fsdp": {}}}],
     ids=["ddp", "forced", "fsdp"],
 )
-def test_sam_goes_uphill_by_the_gradients_of_all_ranks(how: dict[str, Any]) -> None:
+def test_gradients_are_those_of_all_ranks(name: str, how: dict[str, Any]) -> None:
     """Two ranks with half a batch each end where one with whole batches does, sharded or not."""
-    expected = algorithm_ranks.train_with_sam(8, {})
+    expected = algorithm_ranks.train_with(name, 8, {})
     for arguments in (how, {**how, "device_train_microbatch_size": 2}):
-        for weights in run_ranks(algorithm_ranks.train_with_sam, 2, 4, arguments):
-            for name, weight in expected.items():
-                torch.testing.assert_close(weights[name], weight)
+        for weights in run_ranks(algorithm_ranks.train_with, 2, name, 4, arguments):
+            for key, weight in expected.items():
+                torch.testing.assert_close(weights[key], weight)
 
 
 @pytest.mark.parametrize("microbatch", [None, 2])

@@ -36,6 +36,25 @@ def test_value_clamps_each_element() -> None:
     assert torch.equal(model.weight.grad, torch.tensor([-1.0, 0.5]))  # type: ignore[arg-type, union-attr]
 
 
+def test_adaptive_limits_each_unit_by_its_own_weights() -> None:
+    """Rows of a weight, filters of a convolution, and a bias as a whole; weights near zero count as 0.001."""
+    model = nn.ModuleDict({"linear": nn.Linear(2, 3), "conv": nn.Conv2d(1, 2, 2, bias=False)})
+    with torch.no_grad():
+        model["linear"].weight.copy_(torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]]))
+        model["linear"].bias.copy_(torch.tensor([0.0, 3.0, 4.0]))
+        model["conv"].weight.copy_(torch.stack([torch.ones(1, 2, 2), torch.zeros(1, 2, 2)]))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    apply_gradient_clipping(model, "adaptive", 0.1)
+    rows = model["linear"].weight.grad.norm(dim=1)
+    torch.testing.assert_close(rows, torch.tensor([0.5, 0.05, 1e-4]))
+    torch.testing.assert_close(model["linear"].bias.grad.norm(), torch.tensor(0.5))
+    torch.testing.assert_close(model["conv"].weight.grad.flatten(1).norm(dim=1), torch.tensor([0.2, 1e-4]))
+    before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    apply_gradient_clipping(model, "adaptive", 10.0)  # nothing is that long
+    assert all(torch.equal(before[name], parameter.grad) for name, parameter in model.named_parameters())
+
+
 def test_steps_of_training_are_limited() -> None:
     """In training, gradients are clipped when all are there and before the optimizer steps."""
     run = ShortRun([GradientClipping("norm", 1e-3)])

@@ -21,6 +21,7 @@ __all__ = [
     "LPLayerNorm",
     "LowPrecisionGroupNorm",
     "LowPrecisionLayerNorm",
+    "LowPrecisionNorm",
     "apply_low_precision_groupnorm",
     "apply_low_precision_layernorm",
 ]
@@ -96,7 +97,14 @@ def apply_low_precision_groupnorm(
     return _replace(model, nn.GroupNorm, LPGroupNorm, precision)
 
 
-class _LowPrecisionNorm(Algorithm):
+class LowPrecisionNorm(Algorithm):
+    """Has norms of a kind compute in the precision of the rest.
+
+    Args:
+        apply_at: the event: ``'init'``, ``'before_load'`` or ``'after_load'``.
+    """
+
+    @checked_arguments
     def __init__(self, apply_at: Event | str = Event.INIT) -> None:
         self.apply_at = Event(apply_at)
         if self.apply_at not in _EVENTS:
@@ -113,7 +121,7 @@ class _LowPrecisionNorm(Algorithm):
 
 
 @final
-class LowPrecisionLayerNorm(_LowPrecisionNorm):
+class LowPrecisionLayerNorm(LowPrecisionNorm):
     """Has layer norms (`Ba et al. 2016 <https://arxiv.org/abs/1607.06450>`_) compute in the precision of the rest.
 
     In mixed precision torch computes them in float32 and converts the result, which takes memory and time. Weights stay
@@ -126,17 +134,13 @@ class LowPrecisionLayerNorm(_LowPrecisionNorm):
         ConfigError: another event.
     """
 
-    @checked_arguments
-    def __init__(self, apply_at: Event | str = Event.INIT) -> None:
-        super().__init__(apply_at)
-
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Replace what the layer norms compute."""
         apply_low_precision_layernorm(state.model, state.precision)
 
 
 @final
-class LowPrecisionGroupNorm(_LowPrecisionNorm):
+class LowPrecisionGroupNorm(LowPrecisionNorm):
     """Has group norms (`Wu & He 2018 <https://arxiv.org/abs/1803.08494>`_) compute in the precision of the rest.
 
     In mixed precision torch computes them in float32 and converts the result, which takes memory and time. Weights stay
@@ -148,10 +152,6 @@ class LowPrecisionGroupNorm(_LowPrecisionNorm):
     Raises:
         ConfigError: another event.
     """
-
-    @checked_arguments
-    def __init__(self, apply_at: Event | str = Event.INIT) -> None:
-        super().__init__(apply_at)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Replace what the group norms compute."""
