@@ -171,6 +171,21 @@ class Notes:
         os.close(self._file)
 
 
+class TellsWhenItTrains(Callback):
+    """Tells when the first batch begins: a launch from scratch gets its lease after its Trainer was made."""
+
+    def __init__(self, notes: Notes) -> None:
+        self.notes = notes
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self.has_told = False
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if not self.has_told:
+            self.has_told = True
+            self.notes.tell(at=time.monotonic())
+
+
 class Fuse(Callback):
     """Kills the process at an event of training, or of its files, whichever thread comes to it; or does ``then``."""
 
@@ -252,7 +267,7 @@ def live_here(order: Order, callbacks: list[Callback] | None = None) -> None:
     first = dist.get_global_rank() == 0
     notes = Notes(order.notes if first else os.devnull)
     net = Net(order.launch)
-    callbacks = [*(callbacks or ()), *fuses(order, notes)]
+    callbacks = [*(callbacks or ()), TellsWhenItTrains(notes), *fuses(order, notes)]
     if order.weights:
         name = f"weights-{order.filename}"
         saver = CheckpointSaver(
