@@ -219,6 +219,18 @@ def test_the_first_save_of_a_run_waits_for_no_memory(tmp_path: Path, form: str, 
     assert temporaries(tmp_path) == []
 
 
+def test_a_closed_pipeline_is_prepared_again(tmp_path: Path) -> None:
+    """Where memory was got ready again after the end, the next save is a copy, as a first save that was prepared is."""
+    state, pipeline = training("file", SIZE // 8), Pipeline()
+    for _ in range(2):
+        pipeline.prepare(state)
+        assert pipeline.prepared()
+        pending = pipeline.save(state, catalog=Catalog(tmp_path), template=TEMPLATES["file"])
+        pipeline.close()
+        assert pending.wait(100).seconds["snapshot"] > 0
+        change(state)
+
+
 @pytest.mark.parametrize("form", TEMPLATES)
 def test_an_interrupted_first_save_of_a_run_commits_one_moment_or_nothing(tmp_path: Path, form: str) -> None:
     """Ctrl-C while training waits for its first save, at some point of it; another run goes on in the same process."""

@@ -527,6 +527,7 @@ class Pipeline:
         """Wait for the save that goes on and give the memory back. Errors of the save are left to who waits for it."""
         self.wait_for_previous()
         self.wait_until_tidy()
+        self._pending = None  # what is saved after this is a first save again, whose memory can be prepared
         self._staging.close()
 
     def _finish(self, job: SaveJob, previous: PendingSave | None) -> SaveReport:
