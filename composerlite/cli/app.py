@@ -20,7 +20,6 @@ from composerlite.cli.sweeping import collect, prune
 
 if TYPE_CHECKING:
     from composerlite.config import RunConfig
-    from composerlite.trainer import Trainer
 
 __all__ = ["app", "main"]
 
@@ -92,10 +91,6 @@ def train(config: Path, overrides: Sequence[str], print_config: bool, print_orig
     with readable_errors(traceback=traceback):
         from composerlite.config import load_config
 
-        if not print_config and not print_origins:
-            # What happens to checkpoints is worth a line each: saved, deleted, resumed from, passed over.
-            logging.basicConfig(format="%(message)s")
-            logging.getLogger("composerlite").setLevel(logging.INFO)
         description = load_config(config, overrides)
         if print_origins:
             click.echo(description.annotated, nl=False)
@@ -106,42 +101,15 @@ def train(config: Path, overrides: Sequence[str], print_config: bool, print_orig
 
 
 def _train(description: RunConfig) -> None:
-    """Train to the end; the first process tells before on stderr what, and then on stdout how far it came."""
+    """Train to the end; the trainer says on stderr what it does, and the first process on stdout how far it came."""
     from composerlite.config import build_trainer
+    from composerlite.trainer.messages import RESULT
 
+    logging.getLogger(RESULT).setLevel(logging.WARNING)  # it is printed
     with build_trainer(description) as trainer:
-        start = trainer.state.timestamp
-        if trainer.state.rank == 0:
-            click.echo(_announcement(trainer, description), err=True)
         trainer.fit()
     if trainer.state.rank == 0:
-        click.echo(_summary(trainer, trained=trainer.state.timestamp != start))
-
-
-def _announcement(trainer: Trainer, config: RunConfig) -> str:
-    state, settings = trainer.state, config.trainer
-    where = state.device if state.world_size == 1 else f"{state.device}, {state.world_size} ranks"
-    folders = [] if settings.save_folder is None else [f"{settings.save_folder} (each {settings.save_interval})"]
-    folders += [str(c.arguments["folder"]) for c in config.callbacks if "folder" in c.arguments]
-    kept = [f"{logger.place} ({type(logger).__name__})" for logger in trainer.logger.destinations if logger.place]
-    batch = state.timestamp.batch.value
-    start = f" from batch {batch}" if batch else ""
-    lines = [
-        f"run {state.run_name}: {config.origin.files[0]}{start} until {settings.max_duration}, on {where}",
-        f"  checkpoints: {', '.join(folders) or 'none; save_folder=PATH keeps some'}",
-        f"  metrics: {', '.join(kept) or 'not kept; loggers.file={} writes them to a file'}",
-    ]
-    return "\n".join(lines).replace("{run_name}", state.run_name)
-
-
-def _summary(trainer: Trainer, *, trained: bool) -> str:
-    state = trainer.state
-    place = f"epoch {state.timestamp.epoch.value}, batch {state.timestamp.batch.value}"
-    if not trained:
-        return f"run {state.run_name} had ended before at {place}: checkpoint {state.load_path}"
-    results = [f"{name} {value:.4g}" for name, value in (state.total_loss_dict | state.eval_metric_values).items()]
-    results += [f"last checkpoint {path}" for path in trainer.saved_checkpoints[-1:]]
-    return f"run {state.run_name} ended at {place}: {', '.join(results)}"
+        click.echo(trainer.result)
 
 
 # ── config and report ────────────────────────────────────────────────────────────────────────────────────────────────

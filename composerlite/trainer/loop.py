@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -50,7 +50,7 @@ class Loop:
         ranks: the other ones. data_ranks: into how many shares the data are divided.
         asks: before each batch the ranks tell each other how much data they have. They do without where all know the
             samples of all, from the first batch on if that has no tokens. may_stop_asking: whether they know.
-        logs: whether any rank logs.
+        logs: whether any rank logs. losses: of the last batch, on all ranks.
         moves_batches: whether batches go to another device than the CPU.
     """
 
@@ -68,6 +68,7 @@ class Loop:
     data_ranks: int = field(init=False)
     moves_batches: bool = field(init=False)
     logs: bool = field(init=False)
+    losses: dict[str, Any] = field(init=False, default_factory=dict[str, Any])
     asks: bool = field(init=False, default=True)
     may_stop_asking: bool = field(init=False, default=False)
 
@@ -122,6 +123,8 @@ def run(loop: Loop) -> None:
         _end_epoch(loop)
 
     state.stop_requested = False  # it has ended, whatever asked for it
+    if not loop.logs and state.total_loss_dict:  # nobody has read them
+        loop.losses = loop.ranks.communicator.mean({k: float(v) for k, v in state.total_loss_dict.items()}, 1.0)
     engine.run_event(Event.FIT_END)
 
 
@@ -349,4 +352,5 @@ def _log_batch(loop: Loop, share: float) -> None:
         "time/sample": int(now.sample),
         "time/token": int(now.token),
     }
-    loop.logger.log_metrics({**loop.ranks.communicator.mean(losses, share), **counts})
+    loop.losses = loop.ranks.communicator.mean(losses, share)
+    loop.logger.log_metrics({**loop.losses, **counts})

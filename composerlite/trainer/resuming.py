@@ -19,6 +19,7 @@ from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.storage import ObjectStore
 from composerlite.trainer.checks import Arguments, check_names, check_seconds
 from composerlite.trainer.differences import Difference, settle_optimizer
+from composerlite.trainer.messages import began_with
 
 if TYPE_CHECKING:
     from composerlite.loggers import RemoteUploaderDownloader
@@ -84,6 +85,7 @@ def load_or_resume(
     if path is not None:
         state.load_path = str(path)
         _load(state, settings, loggers, resumed=resumed)
+        began_with(state, resumed=resumed, weights_only=settings.load_weights_only)
     differences = [] if state.deepspeed_enabled else settle_optimizer(state, script_holds=resumed)
     if choice is not None:
         state.lineage = choice.lineage
@@ -162,7 +164,8 @@ def _newest_checkpoint(state: State, settings: LoadSettings, savers: Sequence[Ch
             progress=tell,
         )
     if choice.place is None:
-        log.info("autoresume: run %r has no checkpoint yet", state.run_name)
+        places = ", ".join(saver.options.folder.replace("{run_name}", state.run_name) for saver in savers)
+        log.info("autoresume: run %r has no checkpoint in %s yet", state.run_name, places)
     return choice
 
 

@@ -42,7 +42,7 @@ from composerlite.errors import ConfigError, checked_arguments
 from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler
 from composerlite.storage import ObjectStore
-from composerlite.trainer import build, checks
+from composerlite.trainer import build, checks, messages
 from composerlite.trainer.data.dataloading import DataPosition, Share, batches_per_epoch, is_same_data, position_in
 from composerlite.trainer.differences import data_settings, differences_of_run, optimizer_settings, tell
 from composerlite.trainer.evaluate import Evaluation
@@ -223,6 +223,7 @@ class Trainer:
         compile_config: dict[str, Any] | None = None,
     ) -> None:
         arguments = dict(locals())
+        messages.show_messages()
         checks.check_flags(type(self).__init__, arguments)
         if python_log_level is not None:
             logging.getLogger("composerlite").setLevel(checks.check_log_level(python_log_level))
@@ -235,6 +236,9 @@ class Trainer:
         compile_config = checks.check_compile_config(compile_config)
         load = LoadSettings.of(arguments)
         self._fits = 0
+        self._has_told_start = False
+        self._autoresume = autoresume
+        self._losses: dict[str, Any] = {}
         self._position: DataPosition | None = None
 
         # Reproducibility first: whatever draws random numbers from here on does so from the seed.
@@ -375,7 +379,7 @@ class Trainer:
         begun_before = self._begin_fit(number, duration, reset_time)
         if state.training_is_over and state.interruption.evaluation is None:
             if begun_before or self._start.resumed:
-                log.info("the run had ended at %s: nothing to train", state.max_duration)
+                messages.tell_result(state, self._savers, {}, trained=False)
                 return
             raise ConfigError(
                 f"max_duration={state.max_duration} is behind: the run stands at epoch {int(state.timestamp.epoch)}, "
@@ -387,6 +391,9 @@ class Trainer:
             self._build_schedulers(keep_rates=begun_before)
 
         self._use_train_data(self._train_spec)
+        if not self._has_told_start:
+            messages.tell_start(state, self._savers, self.logger.destinations, autoresume=self._autoresume)
+            self._has_told_start = True
         state.settings = {**state.settings, "train_data": data_settings(self._train_spec.dataloader)}
         if begun_before:
             tell(state, [*self._start.differences, *differences_of_run(state, seed=self._given_seed)])
@@ -422,6 +429,13 @@ class Trainer:
             raise
         finally:
             state.interruption.unwatch()
+        self._losses = loop.losses
+        messages.tell_result(state, self._savers, self._losses, trained=True)
+
+    @property
+    def result(self) -> str:
+        """How far training came, its last values and its last checkpoint, on a line: what ``fit`` says at its end."""
+        return messages.result(self.state, self._savers, self._losses, trained=bool(self._losses))
 
     def _place_in(self, spec: DataSpec) -> DataPosition:
         """The position in the training data: that of the last ``fit`` on it, of the checkpoint, or its start."""

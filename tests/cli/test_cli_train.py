@@ -58,7 +58,7 @@ def test_a_finished_run_that_is_started_again_ends_at_once(tmp_path: Path) -> No
     again = train(*arguments, "max_duration=2ba")
     assert [first.returncode, again.returncode] == [0, 0], first.stderr + again.stderr
     assert f"metrics: {tmp_path}/record.jsonl (JSONLLogger)\n" in first.stderr
-    assert f"run digits: configs/digits.yaml until 2ba, on cpu\n  checkpoints: {tmp_path} (each 1ep)\n" in first.stderr
+    assert f"run digits: until 2ba, on cpu\n  checkpoints: {tmp_path} (each 1ep)\n" in first.stderr
     assert first.stdout.startswith("run digits ended at epoch 0, batch 2: ")
     assert again.stdout == f"run digits had ended before at epoch 0, batch 2: checkpoint {tmp_path}/ep0-ba2-rank0.pt\n"
 

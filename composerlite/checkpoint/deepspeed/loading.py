@@ -230,7 +230,7 @@ class _Load:
         """Restore the weights alone."""
         self._check_parts()
         self._set_weights(self._read_weights, strict=self.plan.strict)
-        log.info("loaded the weights of %s", self.source)
+        log.debug("loaded the weights of %s", self.source)
 
     def _set_weights(self, read: Callable[[], dict[str, Tensor]], *, strict: bool) -> None:
         """Set tensors of the model to those that rank 0 reads."""

@@ -339,12 +339,12 @@ class RestorePlan:
             self.state.load_model_state(
                 wanted["state"], strict=self.strict, exclude_algorithms=self.exclude_algorithms, source=self.source
             )
-            log.info("loaded the weights of %s", self.source)
+            log.debug("loaded the weights of %s", self.source)
             return None
         self.state.load_state_dict(
             wanted["state"], strict=self.strict, exclude_algorithms=self.exclude_algorithms, source=self.source
         )
-        log.info("loaded %s", self.source)
+        log.debug("loaded %s", self.source)
         return wanted["rng"]
 
 
