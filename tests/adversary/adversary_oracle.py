@@ -100,7 +100,12 @@ def entries_of(folder: Path, damaged: set[Path]) -> list[Entry]:
         if data not in damaged:
             if not data.is_file() and not (data / ".metadata").is_file():
                 continue  # no checkpoint: somebody has planted the record, or removed the data
-            line = line_in(data)
+            try:
+                line = line_in(data)
+            except Exception:
+                if path.exists():
+                    raise
+                continue  # removed while it was looked at, by a run that lives
         found.append(Entry(folder, manifest["name"], manifest["template"], manifest["kind"], data, line))
     return found
 
@@ -117,12 +122,12 @@ def begun_in(folder: Path) -> list[Entry]:
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
-    if not stat.S_ISREG(path.lstat().st_mode):
-        return None
     try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return None
         fields = json.loads(path.read_bytes())
         return fields if {"name", "template", "kind", "run_name", "digest"} <= fields.keys() else None
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, AttributeError, RecursionError, FileNotFoundError):  # the last: a run that lives removed it
         return None
 
 
