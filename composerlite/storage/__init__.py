@@ -12,7 +12,7 @@ from composerlite.storage.background import Background, StagedFiles
 from composerlite.storage.disk.addresses import PageWatch, whole_pages
 from composerlite.storage.disk.digests import Digester, FileDigest, Sink, chunk_bytes_for
 from composerlite.storage.disk.files import (
-    SecondName,
+    HardlinkPin,
     StagedFile,
     StagedLink,
     abandoned_temporaries,
@@ -44,6 +44,7 @@ __all__ = [
     "Copying",
     "Digester",
     "FileDigest",
+    "HardlinkPin",
     "HostMemory",
     "LocalObjectStore",
     "ObjectInfo",
@@ -53,7 +54,6 @@ __all__ = [
     "PartUpload",
     "Progress",
     "RetryPolicy",
-    "SecondName",
     "Sink",
     "StagedFile",
     "StagedFiles",

@@ -15,8 +15,8 @@ import pytest
 
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.place.place import MANIFESTS, Place
-from composerlite.checkpoint.record.manifest import FileRecord
+from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 from composerlite.storage import Digester, FileDigest
 

@@ -44,10 +44,10 @@ WRITER = """
 import sys
 from pathlib import Path
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.storage import SecondName, StagedFile
+from composerlite.storage import HardlinkPin, StagedFile
 folder = Path(sys.argv[1])
 claim = ShardedDirectory.on_disk(folder / "living").claim(overwrite=False)
-second = SecondName(folder / "data")
+second = HardlinkPin(folder / "data")
 with StagedFile(folder / "notes.txt") as staged, StagedFile(folder / ".manifest" / "living.json") as intention:
     for file in (staged.file, intention.file):
         file.write(b"{}")

@@ -34,9 +34,9 @@ from composerlite.checkpoint.api.step_metadata import (
 )
 from composerlite.checkpoint.api.train_module import TrainModule, TrainModuleLike, state_to_load, state_to_save
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
-from composerlite.checkpoint.place.place import MANIFESTS, SaveHandle
+from composerlite.checkpoint.place.place import SaveHandle
 from composerlite.checkpoint.place.step import MARKER, MODEL, NEXT, TRAIN, StepFolder, step_folder_of
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest
 from composerlite.checkpoint.save.job import SaveJob
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.checkpoint.save.staging import shared_staging

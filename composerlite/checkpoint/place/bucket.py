@@ -24,15 +24,13 @@ from composerlite.checkpoint.place.commit import Commit
 from composerlite.checkpoint.place.folder import write_file
 from composerlite.checkpoint.place.lease import HeartbeatLease, Lease, take_leases
 from composerlite.checkpoint.place.place import (
-    MANIFESTS,
     Leftover,
     Parts,
     Place,
     SaveHandle,
     StoredFile,
-    record_path,
 )
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, record_path
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, ObjectStoreError, RunInUseError
 from composerlite.storage import (
     FileDigest,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import final
@@ -13,11 +13,11 @@ from typing import final
 from composerlite.checkpoint.place.bucket import exists_error
 from composerlite.checkpoint.place.commit import Commit
 from composerlite.checkpoint.place.folder import Folder, staged_link
-from composerlite.checkpoint.place.place import MANIFESTS, Place, record_path
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, bytes_text
+from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, bytes_text, record_path
 from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
-from composerlite.storage import StagedLink, make_folder
+from composerlite.storage import make_folder
 
 __all__ = ["Catalog"]
 
@@ -148,9 +148,9 @@ class Catalog:
         """Yield the paths of all files that may be checkpoints, with a manifest or without."""
         return (path for path in self.place.files() if not any(part.startswith(".") for part in path.split("/")))
 
-    def names(self) -> Iterator[str]:
-        """Yield all names that a new checkpoint would come into conflict with."""
-        return self.place.taken()
+    def names(self) -> list[str]:
+        """Return all names that a new checkpoint would come into conflict with."""
+        return list(self.place.taken())
 
     def verify(self, manifest: Manifest, progress: Callable[[int], object] = int) -> None:
         """Read all data of a checkpoint that are here and compare them with its manifest.
@@ -371,9 +371,17 @@ class Catalog:
         """Make the link ``link`` point to the checkpoint ``name``. There is always one or the other."""
         self.place.point(link, name)
 
-    def latest_link(self, link: str, name: str) -> StagedLink:
-        """Return the link of a folder to the checkpoint ``name``, which replaces the one there when published."""
-        return staged_link(self.folder, link, name)
+    @contextlib.contextmanager
+    def pointing(self, links: Mapping[str, str]) -> Generator[None]:
+        """Point ``links`` of a folder, each to a file, when the block has made the checkpoint exist.
+
+        They are made before it: a disk that has no room for them has no checkpoint either.
+        """
+        with contextlib.ExitStack() as stack:
+            staged = [stack.enter_context(staged_link(self.folder, link, name)) for link, name in links.items()]
+            yield
+            for one in staged:
+                one.publish()
 
     def leads(self, link: str, name: str) -> bool:
         """Return whether ``link``, a full name in a bucket, leads to the checkpoint ``name``; no damaged one does."""

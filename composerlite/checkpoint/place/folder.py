@@ -23,7 +23,6 @@ from composerlite.checkpoint.place import folder_commit
 from composerlite.checkpoint.place.commit import Commit
 from composerlite.checkpoint.place.lease import FileLease, Lease
 from composerlite.checkpoint.place.place import (
-    MANIFESTS,
     MARKER,
     SAVING,
     Leftover,
@@ -32,9 +31,8 @@ from composerlite.checkpoint.place.place import (
     SaveHandle,
     StoredFile,
     by_steps,
-    record_path,
 )
-from composerlite.checkpoint.record.manifest import FileRecord
+from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, record_path
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import (
     RING_BYTES,
@@ -110,6 +108,9 @@ class Folder(Place):
     def read(self, path: str) -> bytes:
         is_record = MANIFESTS in path.split("/")  # which is no link
         return read_small_file(self.path / path) if is_record else (self.path / path).read_bytes()
+
+    def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        return [work(item) for item in items]
 
     @contextlib.contextmanager
     def opened(self, path: str, digest: FileDigest | None, *, threads: int = 8) -> Generator[ByteSource]:

@@ -24,8 +24,8 @@ from typing import final
 
 from composerlite.checkpoint.format import INDEX, SUFFIX
 from composerlite.checkpoint.place.commit import Commit
-from composerlite.checkpoint.place.place import MANIFESTS, MARKER, SAVING, record_path
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+from composerlite.checkpoint.place.place import MARKER, SAVING
+from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, record_path
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 from composerlite.storage import (
     StagedFile,

@@ -37,27 +37,27 @@ class Disks:
     """Which ranks see the same folder of checkpoints.
 
     Attributes:
-        keepers: for each rank, the one that begins, commits and deletes checkpoints in the folder that it sees.
+        leaders: for each rank, the one that begins, commits and deletes checkpoints in the folder that it sees.
     """
 
-    keepers: tuple[int, ...] = ()
+    leaders: tuple[int, ...] = ()
 
     @property
     def are_several(self) -> bool:
         """Whether nodes have folders of their own."""
-        return len(set(self.keepers)) > 1
+        return len(set(self.leaders)) > 1
 
     @property
     def nodes(self) -> tuple[int, ...]:
         """For each rank, the number of the folder that it sees, from 0; that of a node, if each has its own."""
-        numbers = {keeper: number for number, keeper in enumerate(sorted(set(self.keepers)))}
-        return tuple(numbers[keeper] for keeper in self.keepers)
+        numbers = {leader: number for number, leader in enumerate(sorted(set(self.leaders)))}
+        return tuple(numbers[leader] for leader in self.leaders)
 
     @property
-    def is_keeper(self) -> bool:
+    def is_folder_leader(self) -> bool:
         """Whether this rank is the one for its folder."""
         rank = dist.get_global_rank()
-        return rank == (self.keepers[rank] if self.keepers else 0)
+        return rank == (self.leaders[rank] if self.leaders else 0)
 
 
 ONE_DISK = Disks()
@@ -101,15 +101,15 @@ def disks_of(folder: Path) -> Disks:
                         f"the folder of checkpoints {str(folder)!r} cannot be written to on node "
                         f"{dist.get_node_rank()}: {e}. Choose another folder."
                     ) from e
-        keepers = group.gather(_keeper(mark))
-    if blind := [rank for rank, keeper in enumerate(keepers) if keeper is None]:
+        leaders = group.gather(_leader(mark))
+    if blind := [rank for rank, leader in enumerate(leaders) if leader is None]:
         raise ConfigError(
             f"the folder of checkpoints {str(folder)!r} of rank 0 is not that of the ranks {blind}, nor that of the "
             "first rank of their node: each rank writes its part of a sharded checkpoint. Choose a folder (with a "
             "URI: save_staging_folder) that all ranks of a node see; or set state_dict_type='full' in "
             "parallelism_config['fsdp'], and rank 0 writes all."
         )
-    return Disks(tuple(keeper for keeper in keepers if keeper is not None))
+    return Disks(tuple(leader for leader in leaders if leader is not None))
 
 
 @contextlib.contextmanager
@@ -131,7 +131,7 @@ def _marked(mark: Path) -> Generator[None]:
             mark.unlink(missing_ok=True)
 
 
-def _keeper(mark: Path) -> int | None:
+def _leader(mark: Path) -> int | None:
     """The rank that made ``mark``, where it is seen."""
     until = time.monotonic() + _APPEARS_SECONDS
     while True:
@@ -156,5 +156,5 @@ def recover_on_other_disks(catalog: Catalog, disks: Disks) -> None:
         lambda: {manifest.name: manifest.identity for manifest in catalog.manifests() if manifest.node is not None},
     )
     with group.all_or_none("preparing the folders of all nodes"):
-        if disks.is_keeper and not group.is_first:
+        if disks.is_folder_leader and not group.is_first:
             catalog.recover(committed)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from composerlite.storage import FileDigest, Sink
 
 __all__ = [
-    "MANIFESTS",
     "MARKER",
     "SAVING",
     "Leftover",
@@ -34,7 +33,6 @@ __all__ = [
     "SaveHandle",
     "StoredFile",
     "by_steps",
-    "record_path",
 ]
 
 MARKER = ".metadata.json"
@@ -145,9 +143,9 @@ class Place(ABC):
             CorruptCheckpointError: it is no file, or too large to be one of the small ones.
         """
 
+    @abstractmethod
     def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Return what ``work``, which reads, gives for each item; several at a time where that is faster."""
-        return [work(item) for item in items]
 
     def read_all(self, paths: Iterable[str]) -> list[bytes | None]:
         """Return the bytes of small files, in their order; ``None`` for one that is gone."""
@@ -373,11 +371,6 @@ class Place(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def record_path(name: str) -> str:
-    """Return where the manifest of the checkpoint ``name`` is, or would be."""
-    return f"{MANIFESTS}/{name}.json"
 
 
 def by_steps(progress: Callable[[int], object]) -> Callable[[int, int], object]:

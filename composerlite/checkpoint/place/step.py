@@ -24,8 +24,8 @@ from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import INDEX, ShardedDirectory
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import MANIFESTS, MARKER, SAVING, Place, SaveHandle
-from composerlite.checkpoint.record.manifest import CheckpointMetadata
+from composerlite.checkpoint.place.place import MARKER, SAVING, Place, SaveHandle
+from composerlite.checkpoint.record.manifest import MANIFESTS, CheckpointMetadata
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, ObjectStoreError
 from composerlite.storage import FileDigest, chunk_bytes_for, is_uri, open_store, parse_uri
 

@@ -35,6 +35,7 @@ __all__ = [
     "bytes_text",
     "json_object",
     "plain_timestamp",
+    "record_path",
     "recorded",
     "relative_path",
     "versions",
@@ -281,6 +282,14 @@ class CheckpointMetadata:
 
 # ── values that come from files ──────────────────────────────────────────────────────────────────────────────────────
 MANIFESTS = ".manifest"
+"""The folder of a place that manifests are in."""
+
+
+def record_path(name: str) -> str:
+    """Return where the manifest of the checkpoint ``name`` is, or would be."""
+    return f"{MANIFESTS}/{name}.json"
+
+
 _LARGEST = 2**63  # excluded
 _LONGEST_PATH, _LONGEST_PART = 4096, 255
 _Check: TypeAlias = Callable[[Any], Any]

@@ -144,6 +144,11 @@ class FollowUp:
     is_routine: bool = False
 
     @property
+    def links(self) -> Mapping[str, str]:
+        """The links that this rank points to the checkpoint, and the file that each leads to."""
+        return {link: name for link, name in self.latest.items() if self.is_leader and link != name}
+
+    @property
     def log_level(self) -> int:
         """Level of the line that the save has in the log; one that is published has it then."""
         return logging.DEBUG if self.is_routine or self.publish is not None else logging.INFO
@@ -317,11 +322,9 @@ class SaveJob:
     def _commit(self, parts: Sequence[Any]) -> SaveReport:
         seconds = self._seconds()
         before_commit = time.perf_counter()
-        with contextlib.ExitStack() as links:  # made first: a disk that has no room for them has no checkpoint either
-            staged = [links.enter_context(catalog.latest_link(link, name)) for catalog, link, name in self._links()]
+        after = self.follow_up
+        with contextlib.nullcontext() if after is None else after.catalog.pointing(after.links):
             manifest = self.writer.commit(dataclasses.replace(self.manifest, timings=seconds), parts)
-            for one in staged:
-                one.publish()
         return self._conclude(manifest, before_commit)
 
     def _commit_on_disks(self, writer: DiskWriter) -> SaveReport:
@@ -332,6 +335,7 @@ class SaveJob:
         next start completes if the first disk has the checkpoint, and removes if it has not.
         """
         written, prepared, completed = self.votes
+        after = self.follow_up
 
         def seal(parts: Sequence[Any]) -> FinalizedManifest:
             return writer.seal(dataclasses.replace(self.manifest, timings=self._seconds()), parts)
@@ -339,27 +343,20 @@ class SaveJob:
         def follow() -> None:
             if not self.group.is_first:
                 writer.complete()
-            for catalog, link, name in self._links():
-                catalog.point_latest(link, name)
+            if after is not None:
+                for link, name in after.links.items():
+                    after.catalog.point_latest(link, name)
 
         sealed: FinalizedManifest = written.run(self._finish, seal)
         prepared.run(lambda: writer.prepare(sealed), lambda _: writer.complete())
         manifest = dataclasses.replace(sealed.manifest, node=0)
         report: SaveReport = completed.run(follow, lambda _: self._conclude(manifest, time.perf_counter()))
-        after = self.follow_up
         if after is not None and not self.group.is_first:
             if after.publish is not None:
                 after.publish(self.manifest)
             if after.is_leader:
                 _delete_named(after.catalog, report.deleted)
         return report
-
-    def _links(self) -> list[tuple[Catalog, str, str]]:
-        """The links that this rank points to the checkpoint, and the file that each leads to."""
-        after = self.follow_up
-        if after is None or not after.is_leader:
-            return []
-        return [(after.catalog, link, name) for link, name in after.latest.items() if link != name]
 
     def _conclude(self, manifest: Manifest, before_commit: float) -> SaveReport:
         """Do what is left on rank 0 when the checkpoint exists."""

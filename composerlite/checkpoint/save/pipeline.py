@@ -454,7 +454,7 @@ class Pipeline:
         votes = [group.vote(f"checkpoint {name!r}", longest_work=LONGEST_WORK) for _ in range(rounds)]
         # Before the ranks meet to gather: a name that is taken is told as that.
         with group.all_or_none(f"checkpoint {name!r}"):
-            for one in names if disks.is_keeper else ():
+            for one in names if disks.is_folder_leader else ():
                 catalog.reserve(one, overwrite=overwrite)
         with group.all_or_none(f"checkpoint {name!r}"):
             gathered = functools.partial(gather, state, weights_only=weights_only, ignore_keys=ignore_keys)
@@ -494,7 +494,7 @@ class Pipeline:
                 latest={} if latest is None else dict(zip(form.names(latest, state), names, strict=True)),
                 publish=publish,
                 give_up=give_up,
-                is_leader=disks.is_keeper,
+                is_leader=disks.is_folder_leader,
                 is_routine=is_routine,
             ),
             started=started,

@@ -37,9 +37,9 @@ from composerlite.checkpoint.save.pipeline import Form
 from composerlite.checkpoint.save.run_folder import RunFolder, SaveOptions
 from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError
 from composerlite.storage import (
+    HardlinkPin,
     ObjectStore,
     RetryPolicy,
-    SecondName,
     check_name,
     is_uri,
     open_store,
@@ -328,10 +328,10 @@ class _Held:
 
     def __init__(self, catalog: Catalog, manifest: Manifest) -> None:
         folder = (catalog.folder / manifest.name).parent
-        self._names: list[SecondName] = []
+        self._names: list[HardlinkPin] = []
         try:
             for record in manifest.here:
-                self._names.append(SecondName(catalog.folder / record.path, folder))
+                self._names.append(HardlinkPin(catalog.folder / record.path, folder))
         except BaseException:
             self.remove()
             raise

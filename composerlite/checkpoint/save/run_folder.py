@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol, SupportsInt, final
 
 from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.lease import Lease, take_leases
 from composerlite.checkpoint.place.node_disks import ONE_DISK, recover_on_other_disks
 from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, check_ignore_keys
@@ -327,7 +326,7 @@ class RunFolder:
         """
         if form.is_shared:
             self.disks = form.disks(self.catalog.folder)
-        self.are_several, self.is_leader = self.disks.are_several, self.disks.is_keeper
+        self.are_several, self.is_leader = self.disks.are_several, self.disks.is_folder_leader
         if self.are_several:
             recover_on_other_disks(self.catalog, self.disks)
 
@@ -407,13 +406,13 @@ class RunFolder:
         """
         if self._leases:
             return
-        own: list[Lease] = [Folder(self.root).lock(run_name), *of_buckets]
+        own: list[Lease] = [self.own_catalog.place.lock(run_name), *of_buckets]
         take_leases(own, f"run {run_name!r}", timeout)
         self._leases = own
         advice = "each would replace the other's files. Give this run a save_folder or names of its own, or stop it."
         templates = [self.filename] if self.latest_filename is None else [self.filename, self.latest_filename]
         for name in dict.fromkeys(template.filename.replace("{run_name}", run_name) for template in templates):
-            lease, path = Folder(self.root).lock(f"{name}.name"), self.path(name)
+            lease, path = self.own_catalog.place.lock(f"{name}.name"), self.path(name)
             try:
                 take_leases([lease], f"{path!r}", timeout, advice)
             except OSError as e:  # a full disk, as it may be later on: saves say so, and may be tolerated

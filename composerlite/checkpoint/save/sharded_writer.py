@@ -362,7 +362,7 @@ class ShardWriter:
         """Make the directory on the disks that rank 0 does not see. All of them or none, and all ranks know."""
 
         def each() -> None:
-            if self._disks.is_keeper and not self._group.is_first:
+            if self._disks.is_folder_leader and not self._group.is_first:
                 self._folder.join(self._assignment.claim, overwrite=overwrite)
 
         try:
@@ -458,12 +458,12 @@ class ShardWriter:
 
     def prepare(self, sealed: FinalizedManifest) -> None:
         """Make this disk's part durable, so that nothing is left but to rename it."""
-        if self._disks.is_keeper:
+        if self._disks.is_folder_leader:
             self._folder.prepare(sealed, self._disks.nodes[dist.get_global_rank()])
 
     def complete(self) -> None:
         """Give this disk's part its name and its commit record."""
-        if self._disks.is_keeper:
+        if self._disks.is_folder_leader:
             self._folder.complete()
 
     def close(self, *, may_be_committed: bool) -> None:

@@ -19,8 +19,9 @@ from composerlite.checkpoint.format.torch_reader import ByteSource
 from composerlite.checkpoint.load.reader import RawFile, opened, readable
 from composerlite.checkpoint.load.resolve import fetched
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.place.place import MANIFESTS, Place
+from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.place.step import MODEL
+from composerlite.checkpoint.record.manifest import MANIFESTS
 from composerlite.checkpoint.tools.surveying import Found
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
 

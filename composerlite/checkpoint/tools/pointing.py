@@ -13,8 +13,9 @@ from composerlite.checkpoint.load.resolve import (
 )
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import MANIFESTS, Place
+from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.place.step import MARKER
+from composerlite.checkpoint.record.manifest import MANIFESTS
 from composerlite.checkpoint.tools.surveying import UNLISTED, Found, survey
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import is_uri, open_store, parse_uri

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import final
 
-from composerlite.checkpoint.place.place import MANIFESTS, Place, StoredFile
+from composerlite.checkpoint.place.place import Place, StoredFile
 from composerlite.checkpoint.place.step import MARKER, MODEL, NEXT, TRAIN, Successor
 from composerlite.checkpoint.record.lineage import living_line
-from composerlite.checkpoint.record.manifest import CheckpointMetadata, FileRecord, Manifest
+from composerlite.checkpoint.record.manifest import MANIFESTS, CheckpointMetadata, FileRecord, Manifest
 from composerlite.errors import CheckpointError
 
 __all__ = ["UNLISTED", "Found", "abandoned", "newest", "survey", "vouched_from_above"]

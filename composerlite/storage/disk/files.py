@@ -19,7 +19,7 @@ from composerlite.errors import CorruptCheckpointError
 
 __all__ = [
     "TEMPORARY",
-    "SecondName",
+    "HardlinkPin",
     "StagedFile",
     "StagedLink",
     "abandoned_temporaries",
@@ -166,7 +166,7 @@ class StagedFile:
 
 
 @final
-class SecondName:
+class HardlinkPin:
     """Another name for a file, by which it is there until :meth:`remove`, whatever becomes of the first.
 
     The name is that of a temporary, locked as long as this process lives: :func:`abandoned_temporaries` finds it after
