@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, final
 
@@ -528,6 +528,28 @@ class Trainer:
         if not self._savers:
             raise ConfigError("there is no save_folder: pass it to Trainer, or use save_checkpoint(name).")
         return self._savers[0].save(self.state)
+
+    def export_for_inference(
+        self,
+        save_format: str,
+        save_path: str,
+        save_object_store: ObjectStore | None = None,
+        sample_input: Any = None,
+        transforms: Sequence[Callable[[torch.nn.Module], torch.nn.Module]] | None = None,
+    ) -> None:
+        """Write the model to a file that serves it: :func:`composerlite.utils.export_with_logger`. Rank 0 does it."""
+        if self.state.rank == 0:
+            from composerlite.callbacks.export_for_inference import export_with_logger
+
+            export_with_logger(
+                self.state.model,
+                save_format,
+                save_path,
+                self.logger,
+                save_object_store,
+                sample_input=sample_input,
+                transforms=transforms,
+            )
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:

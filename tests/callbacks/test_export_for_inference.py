@@ -112,6 +112,16 @@ def test_the_callback_exports_the_trained_model(tmp_path: Path) -> None:
         assert torch.equal(weight, trained.state_dict()[name])
 
 
+def test_the_trainer_exports_when_it_is_asked(tmp_path: Path) -> None:
+    """As Composer's does."""
+    with trainer_with() as trainer:
+        trainer.fit()
+        trainer.export_for_inference("torch_export", str(tmp_path / "model.pt2"), sample_input=((X, Y), {}))
+        trained = trainer.state.model.eval()
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    torch.testing.assert_close(program((X[:4], Y[:4])), trained((X[:4], Y[:4])))
+
+
 def test_loggers_and_buckets_get_the_file(s3_server: Any, tmp_path: Path) -> None:
     """A logger that keeps files gets it under its name; a URI is a place of its own."""
     pytest.importorskip("safetensors.torch")
