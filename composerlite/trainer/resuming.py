@@ -12,7 +12,7 @@ from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import IgnoreKeys, load_checkpoint
 from composerlite.checkpoint.load.resolve import download_bar
-from composerlite.checkpoint.load.resume import Bucket, Choice, begin_attempt, choose
+from composerlite.checkpoint.load.resume import Choice, RunBucket, begin_attempt, choose
 from composerlite.checkpoint.record.contents import check_ignore_keys
 from composerlite.core import LoggerDestination, State
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
@@ -180,9 +180,9 @@ def _in_a_store(uri: str, loggers: Iterable[LoggerDestination]) -> tuple[str, Ob
     return uri, None
 
 
-def _buckets(savers: Sequence[CheckpointSaver]) -> list[Bucket]:
+def _buckets(savers: Sequence[CheckpointSaver]) -> list[RunBucket]:
     return [
-        Bucket(publisher.remote, publisher.link, saver.saver.where.catalog)
+        RunBucket(publisher.remote, publisher.link, saver.saver.where.catalog)
         for saver in savers
         for publisher in saver.saver.publishers
     ]

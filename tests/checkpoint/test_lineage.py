@@ -12,8 +12,15 @@ from parts import save_batch
 
 from composerlite.checkpoint import Catalog, Manifest
 from composerlite.checkpoint.load.resume import choose
-from composerlite.checkpoint.record.lineage import continued, highest_attempt, in_line, living_line, new_attempt
-from composerlite.checkpoint.record.manifest import SCHEMA, FileRecord
+from composerlite.checkpoint.record.manifest import (
+    SCHEMA,
+    FileRecord,
+    continued,
+    highest_attempt,
+    in_line,
+    living_line,
+    new_attempt,
+)
 from composerlite.types import Lineage
 
 

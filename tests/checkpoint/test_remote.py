@@ -12,7 +12,7 @@ from parts import save_batch
 
 from composerlite.checkpoint import Catalog, Manifest
 from composerlite.checkpoint.load import resume
-from composerlite.checkpoint.load.resume import newest_good
+from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.record.retention import retention_policy
 from composerlite.checkpoint.save.publish import Publisher
@@ -61,7 +61,7 @@ def publish(remote: Catalog, tmp_path: Path, *batches: int) -> list[Manifest]:
 def elsewhere(remote: Catalog, tmp_path: Path) -> Path | None:
     """What a new machine, with an empty disk, resumes from."""
     catalog = Catalog(tmp_path / "elsewhere")
-    return newest_good([catalog], "run", buckets=[resume.Bucket(remote, LINK, catalog)])
+    return choose([catalog], "run", buckets=[resume.RunBucket(remote, LINK, catalog)]).place
 
 
 # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -182,7 +182,8 @@ def test_what_is_here_is_not_fetched(remote: Catalog, store: FaultyStore, tmp_pa
     store.calls.clear()
     catalog = Catalog(tmp_path / "local")
     assert (
-        newest_good([catalog], "run", buckets=[resume.Bucket(remote, LINK, catalog)]) == tmp_path / "local" / "ba2.pt"
+        choose([catalog], "run", buckets=[resume.RunBucket(remote, LINK, catalog)]).place
+        == tmp_path / "local" / "ba2.pt"
     )
     assert "run/ba2.pt" not in [name for verb, name in store.calls if verb == "read_range"]
 
@@ -193,7 +194,8 @@ def test_a_newer_one_here_wins(remote: Catalog, tmp_path: Path) -> None:
     saved(tmp_path, 2)
     catalog = Catalog(tmp_path / "local")
     assert (
-        newest_good([catalog], "run", buckets=[resume.Bucket(remote, LINK, catalog)]) == tmp_path / "local" / "ba2.pt"
+        choose([catalog], "run", buckets=[resume.RunBucket(remote, LINK, catalog)]).place
+        == tmp_path / "local" / "ba2.pt"
     )
 
 

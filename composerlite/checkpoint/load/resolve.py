@@ -21,7 +21,7 @@ from composerlite.checkpoint.format.packing import is_packed, is_tar, unpacked
 from composerlite.checkpoint.place.bucket import LINK_SUFFIX, Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import INDEX, ShardedDirectory, directory_at
-from composerlite.checkpoint.record.manifest import MANIFESTS, Manifest
+from composerlite.checkpoint.record.manifest import Manifest, record_path
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import ObjectStore, RetryPolicy, StagedFile, is_uri, open_store, parse_uri, replace_symlink
 
@@ -298,9 +298,7 @@ def followed(transfer: Transfer, name: str) -> str:
 # ── who knows it ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def _root_of(path: Path) -> Path | None:
     """Find the folder that has the manifest of ``path``: its own, or one above for names with folders."""
-    return next(
-        (root for root in path.parents if (root / MANIFESTS / f"{path.relative_to(root)}.json").is_file()), None
-    )
+    return next((root for root in path.parents if (root / record_path(str(path.relative_to(root)))).is_file()), None)
 
 
 def home_of(path: Path) -> tuple[Catalog, str]:

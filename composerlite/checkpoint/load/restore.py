@@ -124,8 +124,7 @@ def load_checkpoint(
         exclude_algorithms=tuple(exclude_algorithms or ()),
         source=f"checkpoint {name!r}",
     )
-    if state.sharding == "deepspeed":
-        assert state.deepspeed is not None, "its engine is made before anything is loaded"
+    if state.deepspeed is not None:
         return state.deepspeed.load_checkpoint(str(path), plan, object_store, trust=trust_checkpoint)
     with located(name, object_store, progress_bar=progress_bar) as place:
         if place.is_directory:

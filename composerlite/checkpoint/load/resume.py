@@ -18,8 +18,16 @@ from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.load.restore import read_checkpoint
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ON_ALL_NODES
-from composerlite.checkpoint.record.lineage import RESUMABLE, continued, highest_attempt, living_line, new_attempt
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, plain_timestamp
+from composerlite.checkpoint.record.manifest import (
+    RESUMABLE,
+    FileRecord,
+    Manifest,
+    continued,
+    highest_attempt,
+    living_line,
+    new_attempt,
+    plain_timestamp,
+)
 from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.errors import (
     CheckpointError,
@@ -30,7 +38,7 @@ from composerlite.errors import (
 )
 from composerlite.types import Lineage
 
-__all__ = ["Bucket", "Choice", "begin_attempt", "choose", "newest_good"]
+__all__ = ["Choice", "RunBucket", "begin_attempt", "choose"]
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +47,8 @@ _REQUESTS = 16
 
 @final
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    """Checkpoints in a bucket that a run may go on from.
+class RunBucket:
+    """Checkpoints in a bucket that a run may resume from.
 
     Attributes:
         remote: the bucket.
@@ -126,26 +134,13 @@ class Choice(NamedTuple):
     lineage: Lineage
 
 
-def newest_good(
-    catalogs: Sequence[Catalog],
-    run_name: str,
-    *,
-    templates: Sequence[str] = (),
-    links: Sequence[str | None] = (),
-    buckets: Sequence[Bucket] = (),
-    progress: Callable[[int, int], object] | None = None,
-) -> Path | str | None:
-    """Return where the newest good checkpoint of ``run_name`` is: see :func:`choose`."""
-    return choose(catalogs, run_name, templates=templates, links=links, buckets=buckets, progress=progress).place
-
-
 def choose(
     catalogs: Sequence[Catalog],
     run_name: str,
     *,
     templates: Sequence[str] = (),
     links: Sequence[str | None] = (),
-    buckets: Sequence[Bucket] = (),
+    buckets: Sequence[RunBucket] = (),
     progress: Callable[[int, int], object] | None = None,
 ) -> Choice:
     """Choose the newest checkpoint of ``run_name`` whose bytes are those that were saved.
@@ -214,7 +209,7 @@ def choose(
 
 
 def begin_attempt(
-    catalogs: Sequence[Catalog], run_name: str, *, buckets: Sequence[Bucket] = (), origin: str | Path | None = None
+    catalogs: Sequence[Catalog], run_name: str, *, buckets: Sequence[RunBucket] = (), origin: str | Path | None = None
 ) -> Lineage:
     """Begin an attempt of ``run_name`` that does not resume from its newest checkpoint. The same on every rank.
 
@@ -236,7 +231,7 @@ def begin_attempt(
     return dist.get_group().from_first("looking for earlier attempts", begun)
 
 
-def _manifest_at(place: str, catalogs: Sequence[Catalog], buckets: Sequence[Bucket]) -> Manifest | None:
+def _manifest_at(place: str, catalogs: Sequence[Catalog], buckets: Sequence[RunBucket]) -> Manifest | None:
     """The manifest of the checkpoint at ``place``, if it is in one of the folders or buckets and can be read."""
     try:
         for bucket in buckets:
@@ -280,7 +275,7 @@ class _Search:
         run_name: str,
         templates: Sequence[str],
         links: Mapping[Path, _Links],
-        buckets: Sequence[Bucket],
+        buckets: Sequence[RunBucket],
     ) -> None:
         for catalog, template in zip(catalogs, templates, strict=False):
             catalog.set_aside_unreadable(name_pattern(template, run_name))
@@ -289,7 +284,7 @@ class _Search:
         self._run_name = run_name
         self._unreadable: list[OSError] = []
         self._rejected: list[tuple[_Candidate, CorruptCheckpointError | OSError]] = []
-        self._unseen: dict[str, Bucket] = {}
+        self._unseen: dict[str, RunBucket] = {}
         """Buckets of which only the latest is a candidate, until that does not hold."""
         found = [
             _Candidate(manifest, catalog)
@@ -507,7 +502,7 @@ def _of(run_name: str, manifests: Sequence[Manifest]) -> list[Manifest]:
     return [manifest for manifest in manifests if manifest.run_name == run_name and manifest.kind in RESUMABLE]
 
 
-def _everything_in(bucket: Bucket, run_name: str) -> list[_Candidate]:
+def _everything_in(bucket: RunBucket, run_name: str) -> list[_Candidate]:
     """All checkpoints of the run in a bucket, of every kind, which takes a request for each."""
     found = bucket.remote.manifests()
     return [_Candidate(m, bucket.catalog, bucket.remote) for m in found if m.run_name == run_name]

@@ -1,4 +1,7 @@
-"""The commit record of a checkpoint. A checkpoint exists if and only if its manifest does."""
+"""The commit record of a checkpoint, and what a set of them says of a run: its attempts, and the line that it follows.
+
+A checkpoint exists if and only if its manifest does.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ import platform
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
@@ -22,10 +26,11 @@ import xxhash
 
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest
-from composerlite.types import Lineage
+from composerlite.types import Ancestor, Lineage
 
 __all__ = [
     "MANIFESTS",
+    "RESUMABLE",
     "SCHEMA",
     "Amount",
     "CheckpointMetadata",
@@ -33,7 +38,13 @@ __all__ = [
     "Manifest",
     "RelativePath",
     "bytes_text",
+    "continued",
+    "highest_attempt",
+    "in_line",
     "json_object",
+    "living_line",
+    "may_be_replaced",
+    "new_attempt",
     "plain_timestamp",
     "record_path",
     "recorded",
@@ -47,7 +58,10 @@ _SEVERAL_DISKS = 2
 """The schema of those whose files lie on several disks."""
 _ONE_FOLDER = 1
 """The schema of those whose files are in one folder."""
+RESUMABLE = ("monolithic", "sharded", "deepspeed")
+"""The kinds of checkpoints that autoresume takes."""
 _NUMBER = re.compile(r"\d+")
+T = TypeVar("T")
 
 
 @final
@@ -243,6 +257,90 @@ def versions() -> Mapping[str, str]:
     }
 
 
+# ── attempts of a run ─────────────────────────────────────────────────────────────────────────────────────────────
+# A run that is started over leaves the checkpoints of the attempt before it in the same folder. Batch counts do not
+# tell the two apart, and clocks may jump, so each attempt has a number: one more than any that was in the folder or the
+# bucket when it began.
+def in_line(lineage: Lineage, manifest: Manifest) -> bool:
+    """Check that ``manifest`` belongs to the attempt of ``lineage``, or to an ancestor before it was left."""
+    own = manifest.lineage
+    if (own.attempt, own.id) == (lineage.attempt, lineage.id):
+        return True
+    return any(
+        (own.attempt, own.id) == (ancestor.attempt, ancestor.id) and manifest.moment <= ancestor.until
+        for ancestor in lineage.ancestors
+    )
+
+
+def living_line(items: Sequence[T], manifest_of: Callable[[T], Manifest]) -> list[T]:
+    """Select the checkpoints of the newest attempt and of its ancestors; the others are abandoned.
+
+    The newest attempt is the one with the highest number of those that can be resumed from. Where two began at the same
+    time, neither knowing of the other, it is the one that saved last. A later attempt that has saved weights alone so
+    far is not abandoned either.
+    """
+    manifests = [manifest_of(item) for item in items]
+    whole = [manifest for manifest in manifests if manifest.kind in RESUMABLE] or manifests
+    if not whole:
+        return []
+    newest = max(whole, key=lambda m: (m.lineage.attempt, m.saved_at)).lineage
+    return [
+        item
+        for item, manifest in zip(items, manifests, strict=True)
+        if in_line(newest, manifest) or manifest.lineage.attempt > newest.attempt
+    ]
+
+
+def highest_attempt(manifests: Iterable[Manifest]) -> int:
+    """Return the highest attempt number of ``manifests``, 0 if there are none."""
+    return max((manifest.lineage.attempt for manifest in manifests), default=0)
+
+
+def new_attempt(highest: int, origin: Manifest | None = None, *, passed_over: bool = False) -> Lineage:
+    """Begin an attempt.
+
+    Args:
+        highest: the highest attempt number that is known.
+        origin: the checkpoint of the same run that it starts from; ``None``: it starts from scratch, or elsewhere.
+        passed_over: later checkpoints of that attempt could not be used.
+    """
+    if origin is None:
+        return Lineage(highest + 1, uuid.uuid4().hex[:16])
+    parent = origin.lineage
+    earlier = (dataclasses.replace(one, **_at(min(one.until, origin.moment))) for one in parent.ancestors)
+    left = Ancestor(parent.attempt, parent.id, **_at(origin.moment), passed_over=passed_over)
+    return Lineage(highest + 1, uuid.uuid4().hex[:16], (*earlier, left), origin.name)
+
+
+def continued(chosen: Manifest, known: Sequence[Manifest], resumable: Iterable[Manifest]) -> Lineage:
+    """Return the lineage of a run that resumes from ``chosen``.
+
+    It is that of ``chosen`` where nothing newer is left behind; otherwise a new attempt begins, so that what was passed
+    over does not come before what is saved from now on.
+
+    Args:
+        chosen: the checkpoint. known: all of the run. resumable: those that were tried, or would have been.
+    """
+    newer = any(in_line(chosen.lineage, one) and one.order[:3] > chosen.order[:3] for one in resumable)
+    highest = highest_attempt(known)
+    if newer or highest > chosen.lineage.attempt:
+        return new_attempt(highest, chosen, passed_over=newer)
+    return chosen.lineage
+
+
+def may_be_replaced(lineage: Lineage, manifest: Manifest) -> bool:
+    """Check that ``manifest`` was passed over when an attempt of this line began; that one saves its name again."""
+    own = manifest.lineage
+    return any(
+        (own.attempt, own.id) == (ancestor.attempt, ancestor.id) and ancestor.passed_over
+        for ancestor in lineage.ancestors
+    )
+
+
+def _at(moment: tuple[int, int]) -> dict[str, int]:
+    return {"fit_calls": moment[0], "batch": moment[1]}
+
+
 # ── the marker of a step ─────────────────────────────────────────────────────────────────────────────────────────────
 @final
 @dataclass(frozen=True)
@@ -293,7 +391,6 @@ def record_path(name: str) -> str:
 _LARGEST = 2**63  # excluded
 _LONGEST_PATH, _LONGEST_PART = 4096, 255
 _Check: TypeAlias = Callable[[Any], Any]
-T = TypeVar("T")
 
 _PATH: Final = "path"
 _AMOUNT: Final = "amount"

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 from composerlite import dist, storage
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.record.lineage import in_line
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, bytes_text
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest, bytes_text, in_line
 from composerlite.checkpoint.record.naming import (
     DIST_VARIABLES,
     FIRST_RANK,

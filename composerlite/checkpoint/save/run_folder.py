@@ -16,8 +16,7 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.lease import Lease, take_leases
 from composerlite.checkpoint.place.node_disks import ONE_DISK, recover_on_other_disks
 from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, check_ignore_keys
-from composerlite.checkpoint.record.lineage import in_line, may_be_replaced
-from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.record.manifest import Manifest, in_line, may_be_replaced
 from composerlite.checkpoint.record.naming import (
     FIRST_RANK,
     PartialFilePath,

@@ -15,7 +15,7 @@ from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.place.step import MARKER
-from composerlite.checkpoint.record.manifest import MANIFESTS
+from composerlite.checkpoint.record.manifest import record_path
 from composerlite.checkpoint.tools.surveying import UNLISTED, Found, survey
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import is_uri, open_store, parse_uri
@@ -130,7 +130,7 @@ def _on_disk(path: Path, text: str) -> Pointed:
     if is_relative and path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())  # as it was asked for
     for folder in path.parents:
-        if (folder / MANIFESTS / f"{path.relative_to(folder)}.json").is_file():
+        if (folder / record_path(str(path.relative_to(folder)))).is_file():
             return Pointed(Folder(folder), str(path.relative_to(folder)), text)
     if path.is_file() or (path / _INDEX).is_file() or (path / MARKER).is_file():
         return Pointed(Folder(path.parent), path.name, text)
@@ -145,7 +145,7 @@ def _in_bucket(whole: Bucket, text: str) -> Pointed:
     """``whole`` itself, or the place and the checkpoint that its root is the name of."""
     name = followed(whole.transfer, whole.root) if whole.root else ""
     for root, rest in _splits(name):
-        if whole.transfer.exists(f"{root}{MANIFESTS}/{rest}.json"):
+        if whole.transfer.exists(f"{root}{record_path(rest)}"):
             return Pointed(whole.at(root), rest, text)
     folder, _, last = name.rpartition("/")
     if name and any(whole.transfer.exists(at) for at in (name, f"{name}/{_INDEX}", f"{name}/{MARKER}")):

@@ -9,8 +9,14 @@ from typing import final
 
 from composerlite.checkpoint.place.place import Place, StoredFile
 from composerlite.checkpoint.place.step import MARKER, MODEL, NEXT, TRAIN, Successor
-from composerlite.checkpoint.record.lineage import living_line
-from composerlite.checkpoint.record.manifest import MANIFESTS, CheckpointMetadata, FileRecord, Manifest
+from composerlite.checkpoint.record.manifest import (
+    MANIFESTS,
+    CheckpointMetadata,
+    FileRecord,
+    Manifest,
+    living_line,
+    record_path,
+)
 from composerlite.errors import CheckpointError
 
 __all__ = ["UNLISTED", "Found", "abandoned", "newest", "survey", "vouched_from_above"]
@@ -141,9 +147,9 @@ def survey(place: Place) -> list[Found]:
     """
     files = dict(place.files())
     markers = [path for path in files if path.rpartition("/")[2] == MARKER and "/" in path]
-    models = [f"{path.removesuffix(MARKER)}{MANIFESTS}/{MODEL}.json" for path in markers]
+    models = [path.removesuffix(MARKER) + record_path(MODEL) for path in markers]
     unfinished = [folder for path in files if (folder := _unfinished_step(path, files)) is not None]
-    of_steps = {*models, *(f"{folder}/{MANIFESTS}/{MODEL}.json" for folder in unfinished)}
+    of_steps = {*models, *(f"{folder}/{record_path(MODEL)}" for folder in unfinished)}
     manifests = [path for path in files if _MANIFEST.fullmatch(path) is not None and path not in of_steps]
     followers = [path for marker in markers if (path := _next_of(marker)) in files]
     read = [*manifests, *markers, *models, *followers]
@@ -153,7 +159,7 @@ def survey(place: Place) -> list[Found]:
         if (data := contents[marker]) is not None:
             found.append(_of_step(place, marker, data, contents[model], contents.get(_next_of(marker)), files))
     for name in unfinished:
-        commits = (f"{name}/{MANIFESTS}/{MODEL}.json",)
+        commits = (f"{name}/{record_path(MODEL)}",)
         found.append(_torn(name, "step", files, commits, f"{MARKER} is missing: its save did not end"))
     taken = {file.path for one in found for file in one.files} | {path for one in found for path in one.commits}
     found.sort(key=_age)
@@ -211,7 +217,7 @@ def _of_step(
     try:
         said = CheckpointMetadata.from_json(data, place.uri(marker))
         ranks = tuple(replace(record, path=f"{name}/{record.path}") for record in said.train)
-        inner = None if model is None else Manifest.from_json(model, place.uri(f"{name}/{MANIFESTS}/{MODEL}.json"))
+        inner = None if model is None else Manifest.from_json(model, place.uri(f"{name}/{record_path(MODEL)}"))
         new = None if follower is None else Successor.from_json(follower, place.uri(_next_of(marker)))
     except CheckpointError as e:
         return _torn(name, "step", files, (marker,), f"its {MARKER} or its manifest is damaged: {e}")
@@ -219,7 +225,7 @@ def _of_step(
     if inner is None:  # of another program: nothing says what its files must contain
         return _torn(name, "step", files, (marker,), *(f"{path} is missing" for path in missing))
     records = tuple(replace(record, path=f"{name}/{record.path}") for record in inner.files)
-    commits = (f"{name}/{MANIFESTS}/{MODEL}.json", marker)
+    commits = (f"{name}/{record_path(MODEL)}", marker)
     index = next((record.xxh3_128 for record in inner.files if record.path == f"{MODEL}/{_INDEX}"), "")
     if new is not None and new.replaces != index and new.marker.encode() != data:
         # the model is that of another save than the files of ranks
@@ -244,7 +250,7 @@ def _of_step(
 
 def _unfinished_step(path: str, files: Mapping[str, StoredFile]) -> str | None:
     """The directory of a step whose commit record of the model is ``path`` and which does not exist for all that."""
-    folder = path.removesuffix(f"/{MANIFESTS}/{MODEL}.json")
+    folder = path.removesuffix(f"/{record_path(MODEL)}")
     is_one = folder != path and f"{folder}/{TRAIN}/rank0.pt" in files and f"{folder}/{MARKER}" not in files
     return folder if is_one else None
 
