@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader
     from composerlite.checkpoint.load.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
     from composerlite.checkpoint.place.catalog import Catalog
-    from composerlite.checkpoint.record import rng
     from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState
     from composerlite.checkpoint.record.manifest import FileRecord, Manifest
     from composerlite.checkpoint.save.job import SaveReport
     from composerlite.checkpoint.save.pipeline import PendingSave, Pipeline, save_checkpoint
     from composerlite.checkpoint.save.sharded_writer import RemoteFileSystemWriter
+    from composerlite.devices import rng
 
 __all__ = [
     "Catalog",
@@ -105,5 +105,5 @@ _LAZY, __dir__ = lazy_names(
 
 def __getattr__(name: str) -> Any:
     if name == "rng":
-        return importlib.import_module("composerlite.checkpoint.record.rng")
+        return importlib.import_module("composerlite.devices.rng")
     return _LAZY(name)

@@ -1,6 +1,6 @@
 """Settings that decide which numbers are computed: precision, seeds, deterministic kernels.
 
-Saving and restoring the state of generators is ``composerlite.checkpoint.record.rng``.
+Saving and restoring the state of generators is ``composerlite.devices.rng``.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from typing import Any, final
 
 import torch
 
-from composerlite.checkpoint import rng
 from composerlite.core import (
     DataSpec,
     Engine,
@@ -26,6 +25,7 @@ from composerlite.core import (
     metric_values,
     move_to_device,
 )
+from composerlite.devices import rng
 from composerlite.errors import ConfigError
 from composerlite.trainer.data.dataloading import EvaluationBatches, batches_per_epoch
 from composerlite.trainer.data.position import put_back

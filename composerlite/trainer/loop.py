@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from composerlite.checkpoint import rng
 from composerlite.core import (
     BatchAbandonedError,
     DataSpec,
@@ -22,6 +21,7 @@ from composerlite.core import (
     count_samples,
     move_to_device,
 )
+from composerlite.devices import rng
 from composerlite.errors import ConfigError, TrainingError
 from composerlite.trainer.data.dataloading import DataPosition
 from composerlite.trainer.evaluate import Evaluation, log_metrics

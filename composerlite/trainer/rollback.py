@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast, final
 import torch
 from torch.nn.parameter import is_lazy
 
-from composerlite.checkpoint import rng
 from composerlite.core import Algorithm, Callback, Event, State, algorithms_of, callbacks_of
+from composerlite.devices import rng
 from composerlite.types import StateDict, Stateful
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """The documented path of seeding and of generator states. They live in ``composerlite.core`` and ``.checkpoint``."""
 
-from composerlite.checkpoint.record.rng import capture as get_rng_state
-from composerlite.checkpoint.record.rng import restore as load_rng_state
 from composerlite.core import MAX_SEED, configure_deterministic_mode, get_random_seed, seed_all, seed_context
+from composerlite.devices.rng import capture as get_rng_state
+from composerlite.devices.rng import restore as load_rng_state
 
 __all__ = [
     "MAX_SEED",

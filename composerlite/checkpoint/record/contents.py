@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from composerlite import dist
 from composerlite.checkpoint.format.torch_file import check_tensor
-from composerlite.checkpoint.record import rng
 from composerlite.checkpoint.record.naming import TimestampLike
+from composerlite.devices import rng
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError, SaveError
 from composerlite.storage import ObjectStore
 from composerlite.types import StateDict, items_of

@@ -26,7 +26,6 @@ from composerlite.checkpoint.format.archive import DEEPSPEED, DEEPSPEED_TYPES, S
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.node_disks import ONE_DISK, Disks, check_one_disk, disks_of
-from composerlite.checkpoint.record import rng
 from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, gather
 from composerlite.checkpoint.record.manifest import Manifest, plain_timestamp, versions
 from composerlite.checkpoint.record.naming import (
@@ -40,6 +39,7 @@ from composerlite.checkpoint.record.naming import (
 from composerlite.checkpoint.save.file_writer import Gathering, NullWriter, RankArchiveWriter, SingleFileWriter
 from composerlite.checkpoint.save.job import LONGEST_WORK, FollowUp, RankWriter, SaveJob, SaveReport
 from composerlite.checkpoint.save.staging import Staging
+from composerlite.devices import rng
 from composerlite.errors import ConfigError, SaveError
 from composerlite.types import Lineage, StateDict
 

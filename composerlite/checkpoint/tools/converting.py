@@ -12,11 +12,11 @@ from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.record import rng
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, versions
 from composerlite.checkpoint.save.file_writer import plain_writer
 from composerlite.checkpoint.save.sharded_writer import ShardWriter
 from composerlite.checkpoint.tools.whole import weights_of
+from composerlite.devices import rng
 from composerlite.errors import CheckpointExistsError
 from composerlite.storage import StagedFile, make_folder
 from composerlite.types import StateDict

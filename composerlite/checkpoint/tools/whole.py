@@ -13,10 +13,10 @@ from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.load.resolve import fetched
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.place import Place
-from composerlite.checkpoint.record import rng
 from composerlite.checkpoint.tools.inspecting import model_directory
 from composerlite.checkpoint.tools.pointing import pointed
 from composerlite.checkpoint.tools.surveying import Found
+from composerlite.devices import rng
 from composerlite.errors import (
     CheckpointNotFoundError,
     ConfigError,

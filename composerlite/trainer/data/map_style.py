@@ -14,8 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, MapDataPipe, Subset, defa
 
 from composerlite import dist
 from composerlite._torch_compat import forget_workers, is_iterated_by_torch
-from composerlite.checkpoint import rng
 from composerlite.core import Timestamp
+from composerlite.devices import rng
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.trainer.data.position import DataPosition, RewindingPosition
 from composerlite.trainer.data.samplers import GlobalSampler, IndexSampler, ReseedingDataset, SavedBatches, Share

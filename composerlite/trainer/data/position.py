@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from composerlite.checkpoint import rng
+from composerlite.devices import rng
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.trainer.data.samplers import Share
 from composerlite.types import Batch, StateDict

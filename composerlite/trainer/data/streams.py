@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
 from composerlite._torch_compat import forget_workers
-from composerlite.checkpoint import rng
 from composerlite.core import Timestamp
+from composerlite.devices import rng
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.trainer.data.position import RewindingPosition
 from composerlite.trainer.data.samplers import Share, seed_generators
