@@ -4,7 +4,6 @@ from composerlite.testing.cluster import RankOutcome, run_ranks, run_ranks_to_th
 from composerlite.testing.contracts import ObjectStoreContract
 from composerlite.testing.faults import FaultProxy, NetworkFaults
 from composerlite.testing.faulty_store import Fault, FaultyStore
-from composerlite.testing.place_contract import PlaceContract
 
 __all__ = [
     "Fault",
@@ -12,7 +11,6 @@ __all__ = [
     "FaultyStore",
     "NetworkFaults",
     "ObjectStoreContract",
-    "PlaceContract",
     "RankOutcome",
     "run_ranks",
     "run_ranks_to_the_end",

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from place_contract import PlaceContract
 
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place
 from composerlite.storage import open_store
-from composerlite.testing import PlaceContract
 
 
 class TestFolder(PlaceContract):

@@ -283,7 +283,7 @@ class PlaceContract(ABC):
                 raise ValueError(str(number))
             return number
 
-        double: Callable[[int], int] = lambda number: 2 * number  # noqa: E731
+        double: Callable[[int], int] = lambda number: 2 * number
         assert place.each(double, range(40)) == [2 * number for number in range(40)]
         with pytest.raises(ValueError, match="7"):
             place.each(fails, range(40))
