@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composerlite.config.origin import Place, YamlPath, dotted, nearest, path_of, walk
+from composerlite.config.origin import SourceLine, YamlPath, dotted, nearest, path_of, walk
 from composerlite.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Document:
     """What a file, or several that were merged, say."""
 
     values: DictConfig
-    places: Mapping[YamlPath, Place]
+    places: Mapping[YamlPath, SourceLine]
 
     def where(self, path: YamlPath) -> str:
         """The line of the value at ``path``, or of what encloses it."""
@@ -74,7 +74,7 @@ def _read(file: Path) -> Document:
     if not isinstance(root, yaml.MappingNode) or not isinstance(values, DictConfig):
         raise ConfigError(f"{file}: want 'key: value' lines at the top level, such as 'max_duration: 5ep'.")
     _refuse_package(text, file)
-    return Document(values, {path: Place(file, line) for path, line in _lines(root, ())})
+    return Document(values, {path: SourceLine(file, line) for path, line in _lines(root, ())})
 
 
 def _refuse_package(text: str, file: Path) -> None:
@@ -215,7 +215,7 @@ def _packaged(document: Document, package: YamlPath, file: Path) -> Document:
     values: dict[Any, Any] = unresolved(document.values)
     for part in reversed(package):
         values = {part: values}
-    places = {package[:end]: Place(file, 1) for end in range(1, len(package) + 1)}
+    places = {package[:end]: SourceLine(file, 1) for end in range(1, len(package) + 1)}
     places |= {(*package, *path): place for path, place in document.places.items() if path[0] != "defaults"}
     return Document(OmegaConf.create(values), places)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     import yaml
 
-__all__ = ["Origin", "Place", "YamlPath", "dotted", "nearest", "path_of", "replaced", "walk"]
+__all__ = ["Origin", "SourceLine", "YamlPath", "dotted", "nearest", "path_of", "replaced", "walk"]
 
 YamlPath = tuple[str, ...]
 """The keys and list positions that lead to a value."""
@@ -55,7 +55,7 @@ def replaced(value: Any, by: Callable[[YamlPath, Any], Any], path: YamlPath = ()
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceLine:
     """A line of a file, counted from 1."""
 
     file: Path
@@ -78,7 +78,7 @@ class Origin:
     """
 
     files: Sequence[Path]
-    places: Mapping[YamlPath, Place]
+    places: Mapping[YamlPath, SourceLine]
     overrides: Mapping[YamlPath, str]
     written: Mapping[YamlPath, str]
 

@@ -180,7 +180,7 @@ def first_decision(store: Store, key: str) -> object:
 
 @final
 @dataclass(frozen=True)
-class _Place:
+class _Arrival:
     """The point that a rank has come to."""
 
     ticket: int
@@ -210,7 +210,7 @@ class StoreBarrier:
         """Note for the others that this rank begins ``what``, without waiting. Returns its number for :meth:`late`."""
         ticket = next(self._tickets)
         with reaching_the_store(what):
-            self._tell(_Place(ticket, what, None))
+            self._tell(_Arrival(ticket, what, None))
         return ticket
 
     def wait(self, what: str, timeout: timedelta, error: BaseException | None = None) -> list[Failure]:
@@ -227,7 +227,7 @@ class StoreBarrier:
         ticket = next(self._tickets)
         failure = None if error is None else Failure.of(error, self.rank)
         with reaching_the_store(what):
-            self._tell(_Place(ticket, what, failure))
+            self._tell(_Arrival(ticket, what, failure))
             if self._store.add(f"{ticket}/came", 1) == self.world_size:
                 decide_once(self._store, f"{ticket}/outcome", self._failures(ticket, what))
             elif not self._poll.until(f"{ticket}/outcome", timeout, lambda: self.check_nobody_left(what)):
@@ -303,10 +303,10 @@ class StoreBarrier:
             self._poll.until(f"{prefix}/all", timeout, lambda: self.check_nobody_left(what))
             return [rank for rank in range(self.world_size) if not self._store.check([f"{prefix}/{rank}"])]
 
-    def _tell(self, place: _Place) -> None:
+    def _tell(self, place: _Arrival) -> None:
         self._store.set(f"at/{self.rank}", _dumps(place))  # pyright: ignore[reportArgumentType] - takes bytes, says str
 
-    def _places(self) -> dict[int, _Place]:
+    def _places(self) -> dict[int, _Arrival]:
         keys = {rank: f"at/{rank}" for rank in range(self.world_size)}
         if not self._store.check(list(keys.values())):
             keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
@@ -350,5 +350,5 @@ class StoreBarrier:
         self._last_ticket = ticket
 
 
-def _stray_error(rank: int, place: _Place, what: str) -> RankError:
+def _stray_error(rank: int, place: _Arrival, what: str) -> RankError:
     return RankError(f"rank {rank} called {place.what!r} where another called {what!r}: every rank must call the same")

@@ -15,7 +15,7 @@ from parts import new_state, save_batch
 from torch import nn
 
 from composerlite.checkpoint import Catalog, load_checkpoint, read_checkpoint, safe_torch_load
-from composerlite.checkpoint.format.torch_reader import FileSource, TorchFile
+from composerlite.checkpoint.format.torch_reader import TorchFile, UnverifiedFile
 from composerlite.checkpoint.save.pipeline import save
 from composerlite.core import State
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
@@ -338,7 +338,7 @@ def test_headers_that_were_not_those_of_the_file_are_seen(tmp_path: Path) -> Non
     """They say where data begin, and are read before they can be verified: what they said is compared later."""
     path = foreign(tmp_path)
     with path.open("rb") as file:
-        source = FileSource(file)
+        source = UnverifiedFile(file)
 
         def peek(offset: int, size: int) -> bytes:
             data = bytearray(source.read(offset, size))

@@ -27,7 +27,7 @@ from composerlite.checkpoint.api.state_dict import (
 )
 from composerlite.checkpoint.api.step_metadata import (
     CheckpointMetadata,
-    Found,
+    FoundStep,
     find_step,
     metadata_of,
     read_train_state,
@@ -301,7 +301,7 @@ class Checkpointer:
         return train_state
 
     def _load_model(
-        self, folder: StepFolder, found: Found, group: Group, module: TrainModuleLike, optim: bool | None
+        self, folder: StepFolder, found: FoundStep, group: Group, module: TrainModuleLike, optim: bool | None
     ) -> None:
         metadata = group.agree("reading the index", lambda: get_checkpoint_metadata(folder.model(bare=found.is_bare)))
         has_optim = any(key.startswith("optim.") for key in metadata.state_dict_metadata)

@@ -16,7 +16,7 @@ from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
 from composerlite.storage import verify_file
 from composerlite.types import StateDict
 
-__all__ = ["Found", "find_step", "metadata_of", "read_train_state"]
+__all__ = ["FoundStep", "find_step", "metadata_of", "read_train_state"]
 
 log = logging.getLogger(__name__)
 _RANK_FILE = re.compile(r"rank(\d+)\.pt")
@@ -24,7 +24,7 @@ _RANK_FILE = re.compile(r"rank(\d+)\.pt")
 
 @final
 @dataclass(frozen=True)
-class Found:
+class FoundStep:
     """What rank 0 has found of a checkpoint.
 
     Attributes:
@@ -38,7 +38,7 @@ class Found:
     rank_files: frozenset[int] = frozenset()
 
 
-def find_step(folder: StepFolder, load_trainer_state: bool | None) -> Found:
+def find_step(folder: StepFolder, load_trainer_state: bool | None) -> FoundStep:
     """What there is to load.
 
     Raises:
@@ -50,7 +50,7 @@ def find_step(folder: StepFolder, load_trainer_state: bool | None) -> Found:
                 f"load_trainer_state=True: {folder.uri!r} holds a model and an optimizer alone, without "
                 f"'{TRAIN}/rank0.pt'. load_trainer_state=None loads what there is."
             )
-        return Found(True, CheckpointMetadata())
+        return FoundStep(True, CheckpointMetadata())
     if not folder.is_checkpoint():
         missing = [name for name in (MARKER, f"{MODEL}/{INDEX}", f"{TRAIN}/rank0.pt") if not folder.has(name)]
         raise CheckpointNotFoundError(
@@ -58,9 +58,9 @@ def find_step(folder: StepFolder, load_trainer_state: bool | None) -> Found:
         )
     metadata = metadata_of(folder)
     if load_trainer_state is False:
-        return Found(False, metadata)
+        return FoundStep(False, metadata)
     matches = [match for name in folder.names(TRAIN) if (match := _RANK_FILE.fullmatch(name)) is not None]
-    return Found(False, metadata, frozenset(int(match[1]) for match in matches))
+    return FoundStep(False, metadata, frozenset(int(match[1]) for match in matches))
 
 
 def metadata_of(folder: StepFolder) -> CheckpointMetadata:
@@ -68,7 +68,7 @@ def metadata_of(folder: StepFolder) -> CheckpointMetadata:
     return CheckpointMetadata.from_json(folder.read(MARKER), f"{folder.uri}/{MARKER}")
 
 
-def read_train_state(folder: StepFolder, found: Found, group: Group) -> StateDict:
+def read_train_state(folder: StepFolder, found: FoundStep, group: Group) -> StateDict:
     """What this rank remembered, or rank 0 where this one has not."""
     saved = found.metadata.world_size or len(found.rank_files)
     rank = group.rank if group.rank in found.rank_files else 0

@@ -21,7 +21,7 @@ from typing import Any, final
 from composerlite.checkpoint.format.archive import DEEPSPEED, DEEPSPEED_TYPES, STATES, is_tar_header, next_member
 from composerlite.checkpoint.format.compression import codec_of
 from composerlite.checkpoint.format.packing import is_packed, uncompressed
-from composerlite.checkpoint.format.torch_reader import ByteSource, FileSource, TorchFile, Window
+from composerlite.checkpoint.format.torch_reader import ByteSource, TorchFile, UnverifiedFile, Window
 from composerlite.checkpoint.load.reader import readable, validate
 from composerlite.checkpoint.load.resolve import (
     fetched,
@@ -44,7 +44,7 @@ from composerlite.storage import FileDigest, ObjectStore, ParallelReader, is_uri
 from composerlite.types import StateDict
 
 __all__ = [
-    "MODEL",
+    "MODEL_STATES",
     "Archives",
     "RankFiles",
     "find_archives",
@@ -184,7 +184,7 @@ def opened_archive(path: Path, digest: FileDigest | None = None, *, unpacked_byt
                 verify_file(path, digest)
             file = stack.enter_context(uncompressed(path, most_bytes=unpacked_bytes))
             size_bytes = file.seek(0, 2)
-            source: ByteSource = FileSource(file)
+            source: ByteSource = UnverifiedFile(file)
         else:
             reader = stack.enter_context(ParallelReader(path, digest))
             source, size_bytes = reader, reader.size_bytes
@@ -232,7 +232,7 @@ def _members(source: ByteSource, size_bytes: int) -> Iterator[tuple[str, Window]
 
 
 # ── the state of the model ───────────────────────────────────────────────────────────────────────────────────────────
-MODEL = "model_states.pt"
+MODEL_STATES = "model_states.pt"
 """The end of the name of the file in which a rank has what it says of the model."""
 
 
@@ -242,7 +242,7 @@ def model_states(archive: RankFiles, *, prune: Callable[[StateDict], StateDict] 
     Raises:
         IncompatibleCheckpointError: there is not one such file.
     """
-    return archive.contents(the_file(archive, MODEL), prune=prune)
+    return archive.contents(the_file(archive, MODEL_STATES), prune=prune)
 
 
 def number_of_ranks(archive: RankFiles) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from composerlite import dist
 from composerlite.checkpoint.deepspeed.archives import (
-    MODEL,
+    MODEL_STATES,
     Archives,
     RankFiles,
     find_archives,
@@ -200,7 +200,7 @@ class _Load:
                 every = self.stack.enter_context(archives.all_opened(self.object_store))
         first = every[0] if every else None
         wanted = self._states(first)
-        name = self.group.broadcast("" if first is None else the_file(first, MODEL))
+        name = self.group.broadcast("" if first is None else the_file(first, MODEL_STATES))
         model = {name: self._of_first(first, name)}
         with self.group.all_or_none("comparing the checkpoint with the run"):
             self.engine.check_fits(model[name], source=self.source)

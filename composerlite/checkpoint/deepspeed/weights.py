@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from composerlite import dist
-from composerlite.checkpoint.deepspeed.archives import MODEL, RankFiles, find_archives, model_states, the_file
+from composerlite.checkpoint.deepspeed.archives import MODEL_STATES, RankFiles, find_archives, model_states, the_file
 from composerlite.checkpoint.load.reader import readable
 from composerlite.checkpoint.save.file_writer import plain_writer
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
@@ -73,7 +73,7 @@ class _Piece(NamedTuple):
 
 
 def _piece(archive: RankFiles) -> _Piece:
-    has_model = any(name.endswith(MODEL) for name in archive.names)
+    has_model = any(name.endswith(MODEL_STATES) for name in archive.names)
     model = model_states(archive, prune=_of_the_model) if has_model else {}
     optimizer = archive.contents(the_file(archive, _OPTIMIZER), prune=_of_the_optimizer)
     return _Piece(model, optimizer["stage"], optimizer["groups"], optimizer["paddings"])

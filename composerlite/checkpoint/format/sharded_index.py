@@ -378,15 +378,15 @@ def nested(metadata: Metadata, prefix: str, leaves: Sequence[str], values: Mappi
 
 
 def _true_key(metadata: Metadata, path: Sequence[Any], part: Any) -> Any:
-    """The key that ``part`` of the index stands for in the dict at ``path``; a number of a list as :class:`_Place`."""
+    """The key of the dict at ``path`` that ``part`` of the index means; a :class:`_ListIndex` for one of a list."""
     if type(part) is int:
-        return _Place(part)
+        return _ListIndex(part)
     others: Sequence[Any] = (metadata.planner_data or {}).get(KEYS + ".".join(map(str, path)), ())
     return next((key for key in others if str(key) == part), part)
 
 
 @final
-class _Place(int):
+class _ListIndex(int):
     """A number of a list, as opposed to a key of a dict."""
 
 
@@ -410,6 +410,6 @@ def _with_lists(tree: Any) -> Any:
     if not isinstance(tree, _Tree):
         return tree
     made = {key: _with_lists(value) for key, value in tree.items()}
-    if made and all(type(key) is _Place for key in made) and sorted(made) == list(range(len(made))):
+    if made and all(type(key) is _ListIndex for key in made) and sorted(made) == list(range(len(made))):
         return [made[number] for number in range(len(made))]
-    return {int(key) if type(key) is _Place else key: value for key, value in made.items()}
+    return {int(key) if type(key) is _ListIndex else key: value for key, value in made.items()}

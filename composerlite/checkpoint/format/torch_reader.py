@@ -28,12 +28,12 @@ from composerlite.errors import CorruptCheckpointError
 
 __all__ = [
     "ByteSource",
-    "FileSource",
     "MapLocation",
-    "Record",
     "Sieve",
+    "StorageRecord",
     "StoredTensor",
     "TorchFile",
+    "UnverifiedFile",
     "Window",
     "item_contents",
     "predicted",
@@ -64,7 +64,7 @@ class ByteSource(Protocol):
 
 
 @final
-class FileSource:
+class UnverifiedFile:
     """A file that is open for reading, unverified."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -145,7 +145,7 @@ class Sieve(Protocol):
         ...
 
 
-class Record(NamedTuple):
+class StorageRecord(NamedTuple):
     """The bytes of a storage in the file."""
 
     name: str
@@ -253,7 +253,7 @@ class TorchFile:
         return storage
 
     # ── what is read ─────────────────────────────────────────────────────────────────────────────────────────────
-    def unread(self) -> dict[int, Record]:
+    def unread(self) -> dict[int, StorageRecord]:
         """The records whose bytes are yet to be read, by the ``id`` of the storage that is to have them.
 
         There are none where the bytes need more than to be copied.
@@ -261,7 +261,7 @@ class TorchFile:
         if self._swap:
             return {}
         return {
-            id(storage): Record(item.name, self._records[item.name].size, self._records[item.name].offset)
+            id(storage): StorageRecord(item.name, self._records[item.name].size, self._records[item.name].offset)
             for item in self._unread
             if (storage := item.storage()) is not None
         }
@@ -480,7 +480,7 @@ def item_contents(data: bytes | bytearray) -> Any:
         CorruptCheckpointError: it is no torch file, or its own checksums say that it is damaged.
         RefusedError: it names something that is not known to be safe.
     """
-    source = FileSource(io.BytesIO(data))
+    source = UnverifiedFile(io.BytesIO(data))
     file = TorchFile(source, len(data), peek=source.read, check_sums=True)
     file.read()
     return file.contents

@@ -19,9 +19,9 @@ import xxhash
 
 from composerlite import dist
 from composerlite.checkpoint.format.packing import is_packed, unpacked
-from composerlite.checkpoint.format.torch_reader import ByteSource, FileSource, MapLocation, Piece, TorchFile
+from composerlite.checkpoint.format.torch_reader import ByteSource, MapLocation, Piece, TorchFile, UnverifiedFile
 from composerlite.checkpoint.format.zip_file import entries
-from composerlite.checkpoint.load.resolve import Progress, home_of, progress_of, what_is_there
+from composerlite.checkpoint.load.resolve import BytesRead, home_of, progress_of, what_is_there
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.trust.trusted import RefusedError
@@ -83,7 +83,7 @@ class RawFile(NamedTuple):
 @contextlib.contextmanager
 def opened(
     path: Path, *, map_location: MapLocation = "cpu", trust: bool = False, progress_bar: bool = False
-) -> Generator[tuple[TorchFile, Progress]]:
+) -> Generator[tuple[TorchFile, BytesRead]]:
     """The checkpoint file ``path``, and what is to be told of the bytes that are read of it.
 
     What has a manifest is verified: by chunks as they are read, or before that where the manifest is an old one or the
@@ -105,7 +105,9 @@ def opened(
 
 
 @contextlib.contextmanager
-def opened_as(make: Callable[[RawFile], T], path: Path, *, progress_bar: bool = False) -> Generator[tuple[T, Progress]]:
+def opened_as(
+    make: Callable[[RawFile], T], path: Path, *, progress_bar: bool = False
+) -> Generator[tuple[T, BytesRead]]:
     """:func:`opened`, but what ``make`` makes of the file's bytes. It may be called several times."""
     if not path.is_file():
         raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{what_is_there(path)}")
@@ -174,12 +176,12 @@ def _raw_file(
             catalog.verify(manifest)
         size_bytes = None if manifest is None else manifest.unpacked_bytes or None
         file = stack.enter_context(unpacked(path, size_bytes=size_bytes))
-        source: ByteSource = FileSource(file)
+        source: ByteSource = UnverifiedFile(file)
     else:
         file = stack.enter_context(path.open("rb", buffering=0))
         digest = _digest(catalog, manifest, path) if manifest is not None and verified else None
         source = stack.enter_context(ParallelReader(path, digest))
-    beside = FileSource(file)
+    beside = UnverifiedFile(file)
     return RawFile(source, file.seek(0, os.SEEK_END), beside.read, manifest is None, beside.expect)
 
 
@@ -208,7 +210,7 @@ def safe_torch_load(path: str | Path, map_location: MapLocation = "cpu", *, trus
     if not path.is_file():
         raise CheckpointNotFoundError(f"there is no checkpoint {str(path)!r}.")
     with readable(path), path.open("rb", buffering=0) as file:
-        source = FileSource(file)
+        source = UnverifiedFile(file)
         raw = RawFile(source, file.seek(0, os.SEEK_END), source.read, check_sums=True)
         torch_file = raw.torch_file(map_location=map_location, trust=trust_checkpoint)
         torch_file.read()
@@ -249,7 +251,7 @@ Known = dict[tuple[int, int], bytes]
 @contextlib.contextmanager
 def opened_together(
     path: Path | None, name: str, *, trust: bool = False, progress_bar: bool = False, rank0_only: bool = False
-) -> Generator[tuple[TorchFile, Progress]]:
+) -> Generator[tuple[TorchFile, BytesRead]]:
     """The file of rank 0, on every rank: all call the same methods of it in the same order.
 
     Rank 0 reads it, and so does the first rank of each other node that has the very same file under that path; what a
@@ -270,7 +272,7 @@ def opened_together(
     rank = group.rank
     with contextlib.ExitStack() as stack:
         mine: _Primed | None = None
-        progress: Progress | None = None
+        progress: BytesRead | None = None
         with group.all_or_none(f"opening {name}"):
             if rank == 0:
                 assert path is not None

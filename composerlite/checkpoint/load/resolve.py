@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from composerlite.storage import Transfer
 
 __all__ = [
+    "BytesRead",
     "Located",
-    "Progress",
     "download_bar",
     "download_checkpoint",
     "fetched",
@@ -124,7 +124,7 @@ def _elsewhere(stack: contextlib.ExitStack, name: str, object_store: ObjectStore
 
 _PLAIN_NAME, _ARCHIVED_NAME = "rank0_checkpoint", "composer_states.pt"
 _LARGE_BYTES = 1 << 28
-Progress = Callable[[int], object]
+BytesRead = Callable[[int], object]
 """Is told of each so many bytes."""
 _MOST_LINKS, _MOST_LINK_BYTES = 8, 4096
 
@@ -373,7 +373,7 @@ def _download_url(url: str, target: Path, progress_bar: bool) -> None:
 
 
 @contextlib.contextmanager
-def progress_of(what: str, total_bytes: int, wanted: bool) -> Generator[Progress]:
+def progress_of(what: str, total_bytes: int, wanted: bool) -> Generator[BytesRead]:
     """A bar for ``total_bytes``, on a terminal and where it takes long enough to be seen; only if it is ``wanted``."""
     if not wanted or total_bytes < _LARGE_BYTES or not sys.stderr.isatty():
         yield int

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from composerlite import dist
-from composerlite.checkpoint.format.torch_reader import MapLocation, Record, Sieve, TorchFile
+from composerlite.checkpoint.format.torch_reader import MapLocation, Sieve, StorageRecord, TorchFile
 from composerlite.checkpoint.load.reader import opened, readable
-from composerlite.checkpoint.load.resolve import Located, Progress, located
+from composerlite.checkpoint.load.resolve import BytesRead, Located, located
 from composerlite.checkpoint.record.contents import (
     IgnoreKeys,
     RestorePlan,
@@ -152,7 +152,7 @@ def _load_file(
 
 def _opened(
     place: Located, *, progress_bar: bool, trust: bool, rank0_only: bool
-) -> contextlib.AbstractContextManager[tuple[TorchFile, Progress]]:
+) -> contextlib.AbstractContextManager[tuple[TorchFile, BytesRead]]:
     if dist.get_world_size() == 1:
         assert place.path is not None
         return opened(place.path, trust=trust, progress_bar=progress_bar)
@@ -161,7 +161,7 @@ def _opened(
     return opened_together(place.path, place.name, trust=trust, progress_bar=progress_bar, rank0_only=rank0_only)
 
 
-def _read_in_place(file: TorchFile, live: StateDict, progress: Progress, path: Path | None) -> None:
+def _read_in_place(file: TorchFile, live: StateDict, progress: BytesRead, path: Path | None) -> None:
     """Read the tensors of ``file``, those that can into ``live`` ones, which then are in the contents instead."""
     file.contents, targets = placed(file.contents, live, file.unread())
     with contextlib.nullcontext() if path is None else readable(path.resolve()), half_loaded(bool(targets)):
@@ -192,7 +192,7 @@ class _Pair(NamedTuple):
     live: Tensor | None
 
 
-def placed(contents: Any, live: Any, unread: Mapping[int, Record]) -> tuple[Any, LoadTargets]:
+def placed(contents: Any, live: Any, unread: Mapping[int, StorageRecord]) -> tuple[Any, LoadTargets]:
     """``contents`` with live tensors in the place of those that can be read into them, and where to read which record.
 
     A tensor of the checkpoint is read in place where it is all of its storage, in the same order as the live one, on
@@ -226,7 +226,7 @@ def placed(contents: Any, live: Any, unread: Mapping[int, Record]) -> tuple[Any,
     return _with_live(contents, live, replaced), places
 
 
-def _distributed_targets(pairs: Sequence[_Pair], record: Record, taken: set[int]) -> list[Tensor] | None:
+def _distributed_targets(pairs: Sequence[_Pair], record: StorageRecord, taken: set[int]) -> list[Tensor] | None:
     """The distributed tensors that the record is to be read to; ``None`` if it cannot be read a few rows at a time.
 
     They are the live ones, or new ones where numbers have to be converted afterwards, which is then said.
@@ -287,7 +287,7 @@ def _pairs(saved: Any, live: Any) -> Iterator[_Pair]:
             yield from _pairs(value, lives.get(key))
 
 
-def _fits(pair: _Pair, first: _Pair, record: Record) -> bool:
+def _fits(pair: _Pair, first: _Pair, record: StorageRecord) -> bool:
     saved, live = pair
     if live is None or first.live is None or type(live) not in (Tensor, nn.Parameter) or type(saved) is not Tensor:
         return False
