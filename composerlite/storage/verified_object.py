@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import final
 
 import xxhash
 
 from composerlite.errors import CorruptCheckpointError
+from composerlite.storage.disk.addresses import address_of
 from composerlite.storage.disk.digests import FileDigest
+from composerlite.storage.disk.read_work import Places, Unit, cut, layers, put, touched_chunks
 from composerlite.storage.transfer import Transfer
 
 __all__ = ["VerifiedObject"]
@@ -34,9 +35,7 @@ class VerifiedObject:
 
     def read(self, offset: int, size: int) -> bytes:
         data = bytearray(size)
-        if size:
-            view = (ctypes.c_char * size).from_buffer(data)
-            self.read_into([(offset, ctypes.addressof(view), size)])
+        self.read_into([(offset, address_of(data), size)] if size else [])
         return bytes(data)
 
     def read_into(self, targets: Sequence[tuple[int, int, int]], progress: Callable[[int], object] = int) -> None:
@@ -47,34 +46,28 @@ class VerifiedObject:
         for offset, _, size in targets:
             if offset < 0 or size < 0 or offset + size > size_bytes:
                 raise CorruptCheckpointError(f"{self._name!r} has no bytes {offset} to {offset + size}.")
-        wanted = sorted(target for target in targets if target[2])
-        touched = sorted({n for offset, _, size in wanted for n in range(offset // step, -(-(offset + size) // step))})
-        most = max(1, self._BATCH_BYTES // step)
-        for at in range(0, len(touched), most):
-            self._read_chunks(touched[at : at + most], wanted, progress)
+        for layer in layers(targets):
+            places, batch, left = Places(layer), list[Unit](), self._BATCH_BYTES
+            for start, end in touched_chunks(layer, step, size_bytes):
+                batch.append((start, end))
+                left -= end - start
+                if left <= 0:
+                    self._read_units(batch, places, progress)
+                    batch, left = [], self._BATCH_BYTES
+            self._read_units(batch, places, progress)
 
-    def _read_chunks(
-        self, numbers: Sequence[int], wanted: Sequence[tuple[int, int, int]], progress: Callable[[int], object]
-    ) -> None:
-        """Read some chunks, compare them, and copy what is wanted of them."""
+    def _read_units(self, units: Sequence[Unit], places: Places, progress: Callable[[int], object]) -> None:
+        """Read whole chunks at the same time, compare them, and copy what is wanted of them."""
         assert self._digest is not None
-        step, size_bytes = self._digest.chunk_bytes, self._digest.size_bytes
-        memory = bytearray(len(numbers) * step)
-        start = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
-        sizes = [min(step, size_bytes - number * step) for number in numbers]
-        spans = [(n * step, start + at * step, sizes[at]) for at, n in enumerate(numbers)]
+        step = self._digest.chunk_bytes
+        parts = [bytearray(end - start) for start, end in units]
+        spans = [(start, address_of(part), len(part)) for (start, _), part in zip(units, parts, strict=True)]
         self._transfer.read_into(self._name, spans, progress)
-        places: dict[int, int] = {}
-        for at, number in enumerate(numbers):
-            chunk = memoryview(memory)[at * step : at * step + sizes[at]]
-            if xxhash.xxh3_64_digest(chunk) != self._chunks[number]:
-                raise CorruptCheckpointError(
-                    f"the bytes {number * step} to {number * step + sizes[at]} of {self._name!r} are not those that "
-                    "were saved."
-                )
-            places[number] = start + at * step
-        for offset, address, size in wanted:
-            for number in range(offset // step, -(-(offset + size) // step)):
-                if (place := places.get(number)) is not None:
-                    begin, end = max(offset, number * step), min(offset + size, (number + 1) * step)
-                    ctypes.memmove(address + begin - offset, place + begin - number * step, end - begin)
+        for (start, end), part in zip(units, parts, strict=True):
+            data = memoryview(part)
+            for begin, stop in cut(start, end, step):
+                if xxhash.xxh3_64_digest(data[begin - start : stop - start]) != self._chunks[begin // step]:
+                    raise CorruptCheckpointError(
+                        f"the bytes {begin} to {stop} of {self._name!r} are not those that were saved."
+                    )
+            put(places, data, start)

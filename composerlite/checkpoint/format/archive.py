@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Protocol, final
+from typing import final
 
 from composerlite.checkpoint.format.compression import PackedSink
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
@@ -119,19 +120,7 @@ def is_tar_header(block: bytes) -> bool:
     return True
 
 
-class Reader(Protocol):
-    """Bytes from front to back."""
-
-    def read(self, size: int) -> bytes:
-        """Read so many bytes, or fewer at the end."""
-        ...
-
-    def take(self, most: int) -> bytes:
-        """Some bytes, none at the end."""
-        ...
-
-
-def tar_member(source: Reader) -> Iterator[bytes]:
+def tar_member(source: io.BufferedReader) -> Iterator[bytes]:
     """The bytes of ``composer_states.pt`` in the archive ``source``, in pieces of 1 MiB at most.
 
     The archive may hold that file and the folder it is in, and nothing else: nothing is extracted to a path, and what
@@ -152,7 +141,7 @@ def tar_member(source: Reader) -> Iterator[bytes]:
         yield from _pieces(source, member.size)
         if len(source.read(-member.size % _BLOCK)) != -member.size % _BLOCK:
             raise _cut_off()
-    while piece := source.take(_PIECE_BYTES):
+    while piece := source.read1(_PIECE_BYTES):
         if piece.strip(b"\0"):
             raise CorruptCheckpointError("it is an archive with something behind its end")
     if not found:
@@ -238,9 +227,9 @@ def _size(text: str) -> int:
     return int(text)
 
 
-def _pieces(source: Reader, size: int) -> Iterator[bytes]:
+def _pieces(source: io.BufferedReader, size: int) -> Iterator[bytes]:
     while size:
-        piece = source.take(min(size, _PIECE_BYTES))
+        piece = source.read1(min(size, _PIECE_BYTES))
         if not piece:
             raise _cut_off()
         yield piece

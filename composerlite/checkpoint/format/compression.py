@@ -37,7 +37,15 @@ from composerlite.checkpoint.format.codecs import (
 from composerlite.errors import ConfigError, CorruptCheckpointError
 from composerlite.storage import Digester, FileDigest, WorkerPool, chunk_bytes_for
 
-__all__ = ["KNOWN_COMPRESSORS", "Compressor", "PackedSink", "codec_of", "get_compressor", "is_compressed_pt"]
+__all__ = [
+    "KNOWN_COMPRESSORS",
+    "Compressor",
+    "PackedSink",
+    "PiecesReader",
+    "codec_of",
+    "get_compressor",
+    "is_compressed_pt",
+]
 
 _PIECE_BYTES = 64 << 10
 _MOST_DECODED_BYTES = 1 << 20
@@ -126,7 +134,7 @@ class Compressor:
             Path(filename).open("rb", buffering=0) as source,
             closing(self.decoded(iter(lambda: source.read(_PIECE_BYTES), b""))) as pieces,
         ):
-            yield io.BufferedReader(_PiecesReader(pieces))
+            yield io.BufferedReader(PiecesReader(pieces))
 
     def _imported(self) -> Library | None:
         if self.library is None:
@@ -217,7 +225,7 @@ class _SinkWriter(io.RawIOBase):
 
 
 @final
-class _PiecesReader(io.RawIOBase):
+class PiecesReader(io.RawIOBase):
     """Pieces as a file that can be read."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
+import itertools
 import os
 import re
 import shutil
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import IO, final
 
 from composerlite.checkpoint.format.archive import STATES, TarSink, is_tar_header, tar_bytes, tar_member
-from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, Compressor, PackedSink, codec_of
+from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, Compressor, PackedSink, PiecesReader, codec_of
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import RING_BYTES, HostMemory, Sink, StreamWriter
 
@@ -258,13 +260,14 @@ def _decoded_bytes(packed: IO[bytes], limit: _Limit, progress: Callable[[int], o
 def _inner_bytes(packed: IO[bytes], limit: _Limit, progress: Callable[[int], object]) -> Generator[bytes]:
     """Contents of the file, out of its compression and out of its archive."""
     with contextlib.closing(_decoded_bytes(packed, limit, progress)) as decoded:
-        source = _Source(decoded)
-        beginning = source.peek(_HEADER_BYTES)
+        beginning = b""
+        while len(beginning) < _HEADER_BYTES and (piece := next(decoded, None)) is not None:
+            beginning += piece
+        source = io.BufferedReader(PiecesReader(itertools.chain([beginning], decoded)))
         if is_tar_header(beginning) and not beginning.startswith(_TORCH_FILES):
             yield from tar_member(source)
         else:
-            while piece := source.take(_MOST_BYTES):
-                yield piece
+            yield from iter(lambda: source.read1(_MOST_BYTES), b"")
 
 
 def _scratch_folder(path: Path) -> Path:
@@ -311,29 +314,3 @@ class _Limit:
         """Raise an error if that is not what was known."""
         if self._expected is not None and size_bytes != self._expected:
             raise CorruptCheckpointError(f"it unpacks to {size_bytes} bytes and not to {self._expected}")
-
-
-@final
-class _Source:
-    """Pieces that are read in other sizes."""
-
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces = pieces
-        self._left = b""
-
-    def read(self, size: int) -> bytes:
-        """Read so many bytes, or fewer at the end."""
-        data = self.peek(size)
-        return self.take(len(data))
-
-    def take(self, most: int) -> bytes:
-        """Some bytes, none at the end."""
-        data = self._left or next(self._pieces, b"")
-        data, self._left = data[:most], data[most:]
-        return data
-
-    def peek(self, size: int) -> bytes:
-        """Return so many bytes, or fewer at the end; they are read again."""
-        while len(self._left) < size and (piece := next(self._pieces, None)) is not None:
-            self._left += piece
-        return self._left[:size]
