@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import final
 
-from composerlite.checkpoint.format.compression import PackedSink
+from composerlite.checkpoint.format.compression import PackedSink, PiecesReader
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest, StreamWriter
 
@@ -120,7 +120,7 @@ def is_tar_header(block: bytes) -> bool:
     return True
 
 
-def tar_member(source: io.BufferedReader) -> Iterator[bytes]:
+def tar_member(source: io.BufferedReader[PiecesReader]) -> Iterator[bytes]:
     """The bytes of ``composer_states.pt`` in the archive ``source``, in pieces of 1 MiB at most.
 
     The archive may hold that file and the folder it is in, and nothing else: nothing is extracted to a path, and what
@@ -227,7 +227,7 @@ def _size(text: str) -> int:
     return int(text)
 
 
-def _pieces(source: io.BufferedReader, size: int) -> Iterator[bytes]:
+def _pieces(source: io.BufferedReader[PiecesReader], size: int) -> Iterator[bytes]:
     while size:
         piece = source.read1(min(size, _PIECE_BYTES))
         if not piece:
