@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TextIO, cast, final
 
 from composerlite.loggers.console import is_terminal
 from composerlite.loggers.values import clock, fitting, speed
@@ -89,6 +89,7 @@ class _DrawnBars(Bars, ABC):
         self._stream = stream
         self._bars: list[_Bar] = []
         self._next_draw = 0.0
+        self._redirection = contextlib.ExitStack()
 
     def open(self, title: str, total: int | None, completed: int = 0) -> None:
         self._bars.append(_Bar(title, total, completed))
@@ -135,7 +136,6 @@ class LiveBars(_DrawnBars):
     def __init__(self, stream: TextStream) -> None:
         super().__init__(stream)
         self._live: Live | None = None
-        self._redirection = contextlib.ExitStack()
 
     def stop(self) -> None:
         if self._live is not None:
@@ -219,14 +219,19 @@ def _handlers_moved(before: Any, after: Any) -> Generator[None]:
 class NotebookBars(_DrawnBars):
     """Bars where a carriage return rewrites the last line and nothing else moves, as in the output of a notebook.
 
-    The top bar is seen; the one below it comes back when it is off.
+    The top bar is seen; the one below it comes back when it is off. While there is one, it stands for ``sys.stderr``,
+    so that what is written there has a line of its own.
     """
 
     def __init__(self, stream: TextStream) -> None:
         super().__init__(stream)
         self._drawn = 0
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
     def stop(self) -> None:
+        self._redirection.close()
         if self._drawn:
             self._stream.write("\n")
             self._stream.flush()
@@ -239,11 +244,16 @@ class NotebookBars(_DrawnBars):
         return len(text)
 
     def _draw(self) -> None:
+        if sys.stderr is self._stream:
+            self._redirection.enter_context(contextlib.redirect_stderr(cast("TextIO", self)))
+            self._redirection.enter_context(_handlers_moved(self._stream, self))
         self._rewrite(self._bars[-1].text(_NOTEBOOK_WIDTH))
 
     def _leave(self, bar: _Bar) -> None:
         self._bars.pop()
         self.write(bar.text(_NOTEBOOK_WIDTH) + "\n")
+        if not self._bars:
+            self._redirection.close()
 
     def _rewrite(self, text: str) -> None:
         line, newline, rest = text.partition("\n")

@@ -266,8 +266,11 @@ def test_nothing_is_glued_to_a_bar(run, terminal, monkeypatch):
     assert "a line after it" in lines
 
 
-def test_bars_in_a_notebook(run):
-    """In a notebook a bar is redrawn on its line, that of an evaluation in its turn, and finished ones stay."""
+def test_bars_in_a_notebook(run, monkeypatch):
+    """In a notebook a bar is redrawn on its line, that of an evaluation in its turn, and finished ones stay.
+
+    What is written to standard error meanwhile has a line of its own.
+    """
 
     class OutStream(io.StringIO):
         """Rewrites a line at a carriage return, as the output of a notebook does."""
@@ -275,13 +278,17 @@ def test_bars_in_a_notebook(run):
         __module__ = "ipykernel.iostream"
 
     out = OutStream()
-    logger = ProgressBarLogger(stream=out)
-    run(logger, max_duration="1ep").batches(3).evaluate(acc=0.25).epoch(acc=0.5).finish()
+    monkeypatch.setattr(sys, "stderr", out)
+    training = run(ProgressBarLogger(stream=out), max_duration="1ep").batches(3).evaluate(acc=0.25).batches(1)
+    sys.stderr.write("a line of the program\n")
+    training.epoch(acc=0.5).finish()
+    assert sys.stderr is out
     lines = [line.rpartition("\r")[2].rstrip() for line in out.getvalue().split("\n")]
 
     assert re.fullmatch(r"eval ━{20} 2/2, \S+/s, 0:00, acc 0.25", lines[0])
-    assert re.fullmatch(r"epoch 1/1 ━{20} 5/5, \S+/s, 0:00, loss 0.2, acc 0.5", lines[1])
-    assert lines[2:] == [""]
+    assert lines[1] == "a line of the program"
+    assert re.fullmatch(r"epoch 1/1 ━{20} 5/5, \S+/s, 0:00, loss 0.2, acc 0.5", lines[2])
+    assert lines[3:] == [""]
     assert "\x1b" not in out.getvalue()
 
 
