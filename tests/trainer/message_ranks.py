@@ -51,8 +51,8 @@ def train(**arguments: Any) -> Trainer:
     return trainer
 
 
-def lines_of_a_rank(folder: Path) -> tuple[list[str], float]:
+def lines_of_a_rank(folder: Path, **arguments: Any) -> tuple[list[str], float]:
     """What this rank has said in a run with a checkpoint, and the loss of its own last batch."""
     with unconfigured() as said:
-        trainer = train(save_folder=folder, progress_bar=True)
+        trainer = train(save_folder=folder, progress_bar=True, **arguments)
     return said.getvalue().splitlines(), float(trainer.state.total_loss_dict["loss/train/total"])

@@ -109,4 +109,14 @@ def test_ranks_speak_with_one_voice(tmp_path: Path) -> None:
     assert first[0] == "run fox: until 1ep, on cpu, 2 ranks"
     assert one != other
     assert first[-1].startswith(f"run fox ended at epoch 1, batch 5: loss {(one + other) / 2:.4g}, ")
-    assert sum(line.startswith("saved checkpoint ") for line in first) == 1
+    assert sum("checkpoint" in line for line in first) == 3  # where they go, one save, the last one
+
+
+def test_a_sharded_save_is_one_line(tmp_path: Path) -> None:
+    """Also where all ranks write to one checkpoint."""
+    arguments = {"parallelism_config": {"fsdp": {}}}
+    (first, _), (second, _) = run_ranks(functools.partial(lines_of_a_rank, tmp_path, **arguments), 2)
+
+    assert second == []
+    (line,) = [line for line in first if line.startswith("saved checkpoint")]
+    assert re.fullmatch(rf"saved checkpoint {tmp_path}/ep1-ba5 \(\d+\.\d kB in \d+\.\d\d s\)", line)

@@ -219,7 +219,7 @@ class RemoteFileSystemWriter(StorageWriter):
             raise
         self._claim = None
         size = sum(digest.size_bytes for digest, _ in files.values())
-        log.info("saved checkpoint %s (%s in %d files)", self._folder.uri, bytes_text(size), len(files))
+        log.debug("wrote checkpoint %s (%s in %d files)", self._folder.uri, bytes_text(size), len(files))
 
     def indexed(
         self, metadata: Metadata, results: list[list[WriteResult]]
