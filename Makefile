@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak chaos lint fmt types reference walks docs examples bench clean install
+.PHONY: help demo test soak chaos lint fmt types reference migration walks docs examples bench clean install
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -44,6 +44,9 @@ fmt: $(VENV)/.installed ## format the code and fix what ruff can fix
 
 types: $(VENV)/.installed ## pyright alone
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+migration: $(VENV)/.installed ## write the names of Composer into docs/migration/composer.md
+	$(BIN)/python docs/_site/composer_names.py
 
 reference: $(VENV)/.installed ## write docs/configuration-reference.md, which lists what a run's YAML may say
 	$(BIN)/composerlite config schema > docs/configuration-reference.md.new

@@ -97,7 +97,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
     "utils.object_store.oci_object_store": {"utils.object_store": "OCIObjectStore"},
     "utils.object_store.s3_object_store": {"utils.object_store": "S3ObjectStore"},
     "utils.object_store.sftp_object_store": {"utils.object_store": "SFTPObjectStore"},
-    "utils.parallelism": {"utils": "FSDPConfig ParallelismConfig TPConfig"},
+    "utils.parallelism": {"utils": "FSDP2Config FSDPConfig ParallelismConfig TPConfig"},
     "utils.retrying": {"utils": "retry"},
     "utils.string_enum": {"utils": "StringEnum"},
 }

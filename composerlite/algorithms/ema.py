@@ -95,6 +95,16 @@ class EMA(Algorithm):
         else:
             self._average.update(state.model)
 
+    @property
+    def ema_model(self) -> WeightAverage | None:
+        """The average, with ``named_parameters()`` and ``transfer_ema_params(model)``; ``None`` before it begins."""
+        return self._average if self._average.count > 0 else None
+
+    def get_training_model(self, model: nn.Module) -> nn.Module:
+        """Return ``model`` with the weights that are trained, should the average be in it."""
+        self._average.hide()
+        return model
+
     def get_ema_model(self, model: nn.Module) -> nn.Module:
         """``model`` with its weights overwritten by the average, as far as there is one."""
         self._average.copy_to(model)

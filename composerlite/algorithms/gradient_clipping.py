@@ -21,7 +21,9 @@ _EPSILON = 1e-6  # as torch adds it
 _LEAST_WEIGHT_NORM = 1e-3  # of the paper: units that begin at zero can grow
 
 
-def apply_gradient_clipping(model: nn.Module, clipping_type: str, clipping_threshold: float) -> None:
+def apply_gradient_clipping(
+    model: nn.Module, clipping_type: str, clipping_threshold: float, fsdp_enabled: bool = False
+) -> None:
     """Clip the gradients of ``model`` in place.
 
     Args:
@@ -33,6 +35,7 @@ def apply_gradient_clipping(model: nn.Module, clipping_type: str, clipping_thres
             its norm is at most the threshold times that of the unit's weights (`Brock et al. 2021
             <https://arxiv.org/abs/2102.06171>`_).
         clipping_threshold: a number above zero.
+        fsdp_enabled: accepted for scripts of Composer; whether gradients are distributed is seen from them.
 
     Raises:
         ConfigError: another type, or a threshold that is not positive.

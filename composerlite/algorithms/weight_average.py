@@ -83,6 +83,14 @@ class WeightAverage:
         for name, _, own in self._pairs(model):
             own.copy_(averages[name])
 
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and average of each parameter, and of each buffer that is averaged. Nothing is copied."""
+        yield from self._averages().items()
+
+    def transfer_ema_params(self, model: nn.Module) -> None:
+        """Overwrite the weights of ``model`` with the average: the name that Composer has for it."""
+        self.copy_to(model)
+
     def show(self, model: nn.Module) -> None:
         """Put the average into ``model`` until :meth:`hide`. Showing twice changes nothing.
 

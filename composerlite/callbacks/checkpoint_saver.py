@@ -31,10 +31,13 @@ from composerlite.core import (
     time_of,
 )
 from composerlite.errors import CheckpointError, checked_arguments
+from composerlite.storage import is_uri
 
 __all__ = ["CheckpointSaver"]
 
 log = logging.getLogger(__name__)
+_REMOTE_FOLDER = "{run_name}/checkpoints"
+_REMOTE, _REMOTE_LATEST = f"{_REMOTE_FOLDER}/{{filename}}", f"{_REMOTE_FOLDER}/{{latest_filename}}"
 
 
 @final
@@ -55,6 +58,7 @@ class CheckpointSaver(Callback):
             {token} {token_in_epoch} {total_wct} {epoch_wct} {batch_wct}``; may name subfolders.
         remote_file_name: the name of each checkpoint in a bucket, with format variables: in those of the loggers that
             upload, and in that of ``folder``, where it is ``filename`` below the URI's path if nothing is given.
+            ``None``: ``filename`` below ``folder``.
         latest_filename: a symbolic link to the newest checkpoint; ``None`` for none.
         latest_remote_file_name: the same in a bucket, as an object with ``.symlink`` after its name.
         save_interval: a number of epochs, a time string, or a function ``(state, event) -> bool``. 0: never.
@@ -94,9 +98,9 @@ class CheckpointSaver(Callback):
         self,
         folder: str | Path = "{run_name}/checkpoints",
         filename: str | Path = "ep{epoch}-ba{batch}-rank{rank}.pt",
-        remote_file_name: str | Path | None = None,
+        remote_file_name: str | Path | None = _REMOTE,
         latest_filename: str | Path | None = "latest-rank{rank}.pt",
-        latest_remote_file_name: str | Path | None = None,
+        latest_remote_file_name: str | Path | None = _REMOTE_LATEST,
         save_interval: TimeInput | SchedulePredicate = "1ep",
         *,
         overwrite: bool = False,
@@ -119,6 +123,11 @@ class CheckpointSaver(Callback):
         upload_timeout_in_seconds: float = 3600,
         num_remote_checkpoints_to_keep: int = -1,
     ) -> None:
+        if remote_file_name == _REMOTE:
+            remote_file_name = None if is_uri(str(folder)) else f"{_REMOTE_FOLDER}/{filename}"
+        if latest_remote_file_name == _REMOTE_LATEST:
+            elsewhere = latest_filename is None or is_uri(str(folder))
+            latest_remote_file_name = None if elsewhere else f"{_REMOTE_FOLDER}/{latest_filename}"
         self.save_interval = interval_of(save_interval, argument="save_interval", allow_auto=True)
         self.ephemeral_interval: SchedulePredicate | None = None
         if ephemeral_interval is not None:

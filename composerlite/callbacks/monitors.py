@@ -171,19 +171,35 @@ class MemoryMonitor(Callback):
     Args:
         memory_keys: keys of ``torch.cuda.memory_stats`` and the names to log them under, after ``memory/``. Byte
             counts become GB, other counts stay as they are. By default current and peak memory and allocation retries.
+        dist_aggregate_batch_interval: every so many batches log each of them over all ranks as well, with ``_avg``,
+            ``_min`` and ``_max`` after its name. Every rank needs the same.
 
     Raises:
         ConfigError: at the first batch on CUDA, a key that does not exist.
     """
 
     @checked_arguments
-    def __init__(self, memory_keys: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, memory_keys: Mapping[str, str] | None = None, dist_aggregate_batch_interval: int | None = None
+    ) -> None:
+        if dist_aggregate_batch_interval is not None and dist_aggregate_batch_interval < 1:
+            raise ConfigError(
+                f"MemoryMonitor(dist_aggregate_batch_interval={dist_aggregate_batch_interval}): want a number of "
+                "batches, 1 or more."
+            )
         self._keys = dict(_DEFAULT_KEYS if memory_keys is None else memory_keys)
+        self._interval = dist_aggregate_batch_interval
 
     def batch_end(self, state: State, logger: Logger) -> None:
         metrics = _process_memory()
         if state.device.type == "cuda":
             metrics.update(self._cuda_memory(state.device))
+        if self._interval is not None and int(state.timestamp.batch) % self._interval == 0:
+            every = dist.get_group().gather(metrics)
+            for name in list(metrics):
+                values = [of_rank[name] for of_rank in every if name in of_rank]
+                metrics[f"{name}_avg"] = sum(values) / len(values)
+                metrics[f"{name}_min"], metrics[f"{name}_max"] = min(values), max(values)
         logger.log_metrics(metrics)
 
     def _cuda_memory(self, device: Device) -> dict[str, float]:

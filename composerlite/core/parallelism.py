@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 
 from composerlite.errors import ConfigError, UnknownArgumentError, did_you_mean
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     D = TypeVar("D", bound=DataclassInstance)
 
-__all__ = ["FSDPConfig", "ParallelismConfig", "TPConfig", "ensure_parallelism"]
+__all__ = ["FSDP2Config", "FSDPConfig", "ParallelismConfig", "TPConfig", "ensure_parallelism"]
 
 _STATE_DICT_TYPES = ("full", "sharded")
 _MIXED_PRECISIONS = ("DEFAULT", "PURE", "FULL")
@@ -80,6 +80,10 @@ class FSDPConfig:
             raise ConfigError("fsdp: sharded_ckpt_prefix_dir='' names no directory; e.g. 'ep{epoch}-ba{batch}'.")
 
 
+FSDP2Config = FSDPConfig
+"""Composer's name for the configuration of torch's ``fully_shard``."""
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class TPConfig:
@@ -115,10 +119,25 @@ class ParallelismConfig:
 
     Attributes:
         fsdp: shard it. tp: split its layers.
+
+    Args:
+        fsdp2: another name for ``fsdp``, which Composer has for torch's ``fully_shard``.
+
+    Raises:
+        ConfigError: ``fsdp`` and ``fsdp2`` are both given.
     """
 
     fsdp: FSDPConfig | None = None
     tp: TPConfig | None = None
+    fsdp2: InitVar[FSDPConfig | None] = None
+
+    def __post_init__(self, fsdp2: FSDPConfig | None) -> None:
+        if fsdp2 is not None and self.fsdp is not None:
+            raise ConfigError(
+                "parallelism_config: 'fsdp' and 'fsdp2' are two names for one thing here. Give one of them."
+            )
+        if fsdp2 is not None:
+            object.__setattr__(self, "fsdp", fsdp2)
 
     @property
     def tensor_parallel_degree(self) -> int:
@@ -175,8 +194,9 @@ def ensure_parallelism(value: Mapping[str, Any] | ParallelismConfig | None) -> P
         return None
     if not isinstance(value, ParallelismConfig):
         given = _mapping("parallelism_config", value)
-        _check_keys("parallelism_config", given, ("fsdp", "tp"))
-        value = ParallelismConfig(fsdp=_part(FSDPConfig, "fsdp", given), tp=_part(TPConfig, "tp", given))
+        _check_keys("parallelism_config", given, ("fsdp", "fsdp2", "tp"))
+        fsdp, fsdp2 = _part(FSDPConfig, "fsdp", given), _part(FSDPConfig, "fsdp2", given)
+        value = ParallelismConfig(fsdp=fsdp, fsdp2=fsdp2, tp=_part(TPConfig, "tp", given))
     return None if value.fsdp is None and value.tp is None else value
 
 

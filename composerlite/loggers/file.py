@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TextIO, final
 
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.loggers.run_file import RunFileLogger
@@ -30,6 +32,9 @@ class FileLogger(RunFileLogger):
         log_traces: also write which algorithms ran.
         flush_interval: batches between two writes.
         overwrite: empty the file when a run starts from its beginning. A resumed run always appends.
+        capture_stdout: write also what the process prints, as ``[stdout]``, from ``INIT`` until the run is closed.
+        capture_stderr: the same for what it prints to standard error.
+        buffer_size: accepted for scripts of Composer; lines are kept until the next write.
 
     Raises:
         ConfigError: at construction an unknown variable; at ``INIT`` a file that cannot be written, or a
@@ -44,6 +49,10 @@ class FileLogger(RunFileLogger):
         log_traces: bool = False,
         flush_interval: int = 100,
         overwrite: bool = False,
+        *,
+        capture_stdout: bool = False,
+        capture_stderr: bool = False,
+        buffer_size: int = 1,
     ) -> None:
         if flush_interval < 1:
             raise ConfigError(f"FileLogger(flush_interval={flush_interval}): want a number of batches, 1 or more.")
@@ -52,10 +61,22 @@ class FileLogger(RunFileLogger):
         self._flush_interval = flush_interval
         self._overwrite = overwrite
         self._unwritten: list[str] = []
+        self._captured = [name for name, on in (("stdout", capture_stdout), ("stderr", capture_stderr)) if on]
+        self._before: dict[str, Any] = {}
 
     def init(self, state: State, logger: Logger) -> None:
         super().init(state, logger)
         self._is_ready = True
+        for name in self._captured:
+            self._before[name] = stream = getattr(sys, name)
+            setattr(sys, name, _Captured(stream, lambda text, name=name: self._add(f"[{name}]", text)))
+
+    def post_close(self) -> None:
+        """Let go of what is printed."""
+        for name, stream in self._before.items():
+            setattr(sys, name, stream)
+        self._before.clear()
+        super().post_close()
 
     def after_load(self, state: State, logger: Logger) -> None:
         batch = int(state.timestamp.batch)
@@ -98,3 +119,19 @@ class FileLogger(RunFileLogger):
             file.writelines(self._unwritten)
         self._unwritten.clear()
         return True
+
+
+class _Captured:
+    """A stream that tells each whole line that is written to it. All else is that of ``stream``."""
+
+    def __init__(self, stream: TextIO, tell: Callable[[str], object]) -> None:
+        self._stream, self._tell, self._begun = stream, tell, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            self._tell(line)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

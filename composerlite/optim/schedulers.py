@@ -69,7 +69,8 @@ def compile_composer_scheduler(scheduler: ComposerScheduler, state: State, ssr: 
         raise ConfigError(f"scale_schedule_ratio={ssr}: want a number above zero; 1.0 leaves the schedule as it is.")
 
     def factor(_steps: int) -> float:
-        return scheduler(state, ssr)
+        # A function of the state alone is a schedule, too, as long as nothing is scaled.
+        return scheduler(state) if ssr == 1.0 else scheduler(state, ssr)
 
     return LambdaLR(state.optimizers[0], factor)
 

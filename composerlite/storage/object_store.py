@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -85,6 +88,9 @@ class ObjectStore(ABC):
     An object is there whole or not at all: whoever reads a name gets the bytes of one single upload. Several threads
     may use one store at the same time. No verb tries again what failed: :class:`~composerlite.storage.Transfer` does.
 
+    A store of one's own has four verbs at least: upload, download, the size of an object and the listing. The others
+    follow from those, as well as they can.
+
     Every verb raises, with a message that names the object, the operation and the cause:
 
     - FileNotFoundError: there is no such object, or no such bucket;
@@ -94,21 +100,15 @@ class ObjectStore(ABC):
     - ConfigError: ``name`` is none (see :func:`check_name`).
     """
 
-    @abstractmethod
-    def get_uri(self, name: str) -> str:
-        """The URI of the object ``name``, whether it exists or not."""
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        listing = cls.__dict__.get("list_objects")
+        if listing is not None and "start_after" not in inspect.signature(listing).parameters:
+            cls.list_objects = _listing_of_names(listing)  # pyright: ignore[reportAttributeAccessIssue]
 
     @abstractmethod
     def upload_object(self, name: str, filename: str | Path, callback: Progress | None = None) -> None:
         """Make the file ``filename`` the content of the object ``name``, in place of what is there."""
-
-    @abstractmethod
-    def put_bytes(self, name: str, data: bytes, *, create_only: bool = False) -> None:
-        """Make ``data`` the content of the object ``name``, in place of what is there.
-
-        With ``create_only`` only if there is nothing, else FileExistsError. Of several processes that try at once
-        exactly one succeeds, if :attr:`creates_atomically`; where it is not, it is a check followed by a write.
-        """
 
     @abstractmethod
     def download_object(
@@ -120,10 +120,6 @@ class ObjectStore(ABC):
         """
 
     @abstractmethod
-    def read_range(self, name: str, offset: int, size: int) -> bytes:
-        """The bytes from ``offset`` on, ``size`` of them, fewer only where the object ends before."""
-
-    @abstractmethod
     def get_object_size(self, name: str) -> int:
         """Bytes of the object ``name``."""
 
@@ -131,23 +127,64 @@ class ObjectStore(ABC):
     def list_objects(self, prefix: str = "", *, start_after: str = "") -> Sequence[ObjectInfo]:
         """All objects whose name begins with ``prefix`` and comes after ``start_after``, in the order of their names.
 
-        An empty sequence where there are none, a missing bucket is FileNotFoundError.
+        An empty sequence where there are none, a missing bucket is FileNotFoundError. A subclass may leave
+        ``start_after`` out and return the names alone, as stores of Composer do.
         """
 
-    @abstractmethod
+    # ── what follows from those four, where a store knows no better way ──────────────────────────────────────────
+    def get_uri(self, name: str) -> str:
+        """The URI of the object ``name``, whether it exists or not."""
+        return f"{type(self).__name__}://{name}"
+
+    def put_bytes(self, name: str, data: bytes, *, create_only: bool = False) -> None:
+        """Make ``data`` the content of the object ``name``, in place of what is there.
+
+        With ``create_only`` only if there is nothing, else FileExistsError. Of several processes that try at once
+        exactly one succeeds, if :attr:`creates_atomically`; where it is not, it is a check followed by a write.
+        """
+        if create_only and self._has(name):
+            raise FileExistsError(f"{self.get_uri(name)}: create: there is one already.")
+        with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
+            file = Path(folder) / "object"
+            file.write_bytes(data)
+            self.upload_object(name, file)
+
+    def read_range(self, name: str, offset: int, size: int) -> bytes:
+        """The bytes from ``offset`` on, ``size`` of them, fewer only where the object ends before."""
+        with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
+            file = Path(folder) / "object"
+            self.download_object(name, file)
+            with file.open("rb") as content:
+                content.seek(offset)
+                return content.read(size)
+
     def delete_object(self, name: str) -> None:
         """Remove the object ``name``. That there is none is fine."""
+        if self._has(name):
+            raise ObjectStoreError(
+                f"{self.get_uri(name)}: delete: {type(self).__name__} has no delete_object. Add one to the class."
+            )
 
-    @abstractmethod
     def check_writable(self, prefix: str) -> None:
         """See that objects whose names begin with ``prefix`` can be written, and leave nothing behind.
 
-        Called before training starts. Raises what writing would raise.
+        Called before training starts. Raises what writing would raise. Where nothing can be deleted, a file of one
+        name is left.
         """
+        name = f"{prefix.rstrip('/')}.writable".lstrip("/")
+        self.put_bytes(name, b"")
+        if type(self).delete_object is not ObjectStore.delete_object:
+            self.delete_object(name)
 
-    @abstractmethod
     def close(self) -> None:
         """Let go of connections; twice is fine."""
+
+    def _has(self, name: str) -> bool:
+        try:
+            self.get_object_size(name)
+        except FileNotFoundError:
+            return False
+        return True
 
     @classmethod
     def at(cls, bucket: str, **backend_kwargs: Any) -> Self:
@@ -203,6 +240,20 @@ class ObjectStore(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _listing_of_names(listing: Callable[..., Iterable[str | ObjectInfo]]) -> Callable[..., list[ObjectInfo]]:
+    """Return ``listing``, which gives names, as :meth:`ObjectStore.list_objects`."""
+
+    @functools.wraps(listing)
+    def list_objects(self: ObjectStore, prefix: str = "", *, start_after: str = "") -> list[ObjectInfo]:
+        found = [
+            entry if isinstance(entry, ObjectInfo) else ObjectInfo(entry, self.get_object_size(entry))
+            for entry in listing(self, prefix)
+        ]
+        return sorted((one for one in found if one.name > start_after), key=lambda one: one.name)
+
+    return list_objects
 
 
 def check_name(name: str) -> str:

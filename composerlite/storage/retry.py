@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import random
 import threading
@@ -138,6 +139,8 @@ def retry(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function so that it is called again when it raised an ``exc_class``; the last error is raised.
 
+    A function with an argument ``retry_index`` is told the number of the attempt, from 0.
+
     >>> @retry(OSError, num_attempts=2, initial_backoff=0.0, max_jitter=0.0)
     ... def read(path):
     ...     return open(path).read()
@@ -156,15 +159,21 @@ def retry(
     errors = (exc_class,) if isinstance(exc_class, type) else tuple(exc_class)
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        counts = "retry_index" in inspect.signature(function).parameters
+
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
             for attempt in range(1, num_attempts):
                 try:
+                    if counts:
+                        kwargs["retry_index"] = attempt - 1
                     return function(*args, **kwargs)
                 except errors as e:
                     delay = initial_backoff * 2 ** (attempt - 1) + _chance.uniform(0.0, max_jitter)
                     _log_failure(getattr(function, "__qualname__", repr(function)), attempt, num_attempts, delay, e)
                     time.sleep(delay)
+            if counts:
+                kwargs["retry_index"] = num_attempts - 1
             return function(*args, **kwargs)
 
         return wrapper

@@ -252,7 +252,7 @@ def build_parts(
     loggers += _output_loggers(arguments)
     if (profiler := arguments["profiler"]) is not None:
         callbacks[:0] = _profiling(profiler)  # first: it sees what the other callbacks do
-    if arguments["save_folder"] is not None:
+    if arguments["save_folder"] is not None and not _has_saver_for(arguments["save_folder"], callbacks):
         callbacks.append(_saver(arguments))  # last: it saves what the other callbacks have done
     if arguments["save_memory_interval"] is not None:
         callbacks.append(_memory_saver(arguments, callbacks))
@@ -270,6 +270,16 @@ def _profiling(profiler: Any) -> list[Callback]:
 
     own = as_list(profiler, Profiler, argument="profiler")
     return [*own, *as_list([h for one in own for h in one.trace_handlers], TraceHandler, argument="trace_handlers")]
+
+
+def _has_saver_for(folder: str | Path, callbacks: Sequence[Callback]) -> bool:
+    """Return whether one of ``callbacks`` saves full checkpoints to ``folder`` already: one saver is enough there."""
+    path = str(folder).rstrip("/")
+    savers = [callback for callback in callbacks if isinstance(callback, CheckpointSaver)]
+    if any(not saver.weights_only and saver.options.folder.rstrip("/") == path for saver in savers):
+        log.info("save_folder=%r: a CheckpointSaver among the callbacks saves there, as its own arguments say", path)
+        return True
+    return False
 
 
 def _output_loggers(arguments: Mapping[str, Any]) -> list[LoggerDestination]:
@@ -300,7 +310,7 @@ def _saver(arguments: Mapping[str, Any]) -> CheckpointSaver:
         for name, value in arguments.items()
         if name.startswith("save_") and name != "save_metrics" and not name.startswith("save_memory_")
     }
-    return CheckpointSaver(**given)
+    return CheckpointSaver(latest_remote_file_name=None, **given)
 
 
 def _memory_saver(arguments: Mapping[str, Any], callbacks: Sequence[Callback]) -> CheckpointSaver:
@@ -322,6 +332,7 @@ def _memory_saver(arguments: Mapping[str, Any], callbacks: Sequence[Callback]) -
     same = ("ignore_keys", "staging_bytes", "async", "lazy")
     return CheckpointSaver(
         f"{folder}/composerlite-{os.getuid()}/{{run_name}}",
+        remote_file_name=None,
         latest_filename=None,
         save_interval=interval,
         num_checkpoints_to_keep=1,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         batch_set,
         create_interval_scheduler,
     )
+    from composerlite.core.parallelism import FSDP2Config
     from composerlite.devices import get_device
     from composerlite.errors import ObjectStoreTransientError
     from composerlite.storage import ObjectStore, maybe_create_object_store_from_uri, parse_uri, retry
@@ -62,6 +63,7 @@ __all__ = [
     "KNOWN_COMPRESSORS",
     "STR_TO_DTYPE",
     "ExportFormat",
+    "FSDP2Config",
     "FSDPConfig",
     "GCSObjectStore",
     "LibcloudObjectStore",
@@ -141,6 +143,7 @@ _LAZY, __dir__ = lazy_names(
             "batch_set",
             "create_interval_scheduler",
         ],
+        "composerlite.core.parallelism": ["FSDP2Config"],
         "composerlite.devices": ["get_device"],
         "composerlite.errors": ["ObjectStoreTransientError"],
         "composerlite.storage": ["ObjectStore", "maybe_create_object_store_from_uri", "parse_uri", "retry"],

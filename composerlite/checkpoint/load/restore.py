@@ -72,12 +72,13 @@ def load_checkpoint(
     state: TrainingState,
     logger: object = None,
     object_store: ObjectStore | None = None,
-    *,
     load_weights_only: bool = False,
     strict_model_weights: bool = True,
     progress_bar: bool = True,
     ignore_keys: IgnoreKeys = None,
     exclude_algorithms: Sequence[str] | None = None,
+    algorithm_passes: object = None,
+    *,
     trust_checkpoint: bool = False,
     monolith_rank0_only: bool = False,
 ) -> list[dict[str, Any]] | None:
@@ -104,6 +105,7 @@ def load_checkpoint(
         progress_bar: show one on a terminal while a large file is downloaded or read.
         ignore_keys: leave these keys as they are in ``state``; the bytes of their tensors are not read.
         exclude_algorithms: names of algorithms whose state is not restored and which are not rebuilt.
+        algorithm_passes: not used; accepted because Composer's function has it.
         trust_checkpoint: load any type, **running whatever code the file holds**. Directories have only known types.
         monolith_rank0_only: no rank but the first reads a checkpoint that is one file.
 

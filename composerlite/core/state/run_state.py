@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["KeptAlgorithm", "KeptCallback", "RunState", "by_class", "by_key"]
 
 T = TypeVar("T")
-C = TypeVar("C")
 K = TypeVar("K", bound="KeptCallback")
 
 
@@ -54,24 +53,11 @@ class KeptAlgorithm(KeptCallback, Protocol):
     def apply_before_load(self, state: Any) -> None: ...
 
 
-class _Several(Generic[T, C]):
-    """An attribute that holds several. One item, several, or ``None`` for none may be assigned to it."""
-
-    def __init__(self, kind: Callable[[Iterable[T]], C]) -> None:
-        self._kind = kind
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = f"_{name}"
-
-    def __get__(self, instance: object, owner: type) -> C:
-        return instance.__dict__[self._name]
-
-    def __set__(self, instance: object, value: T | Sequence[T] | None) -> None:
-        instance.__dict__[self._name] = self._kind(_each(value))
-
-
-def _each(value: T | Sequence[T] | None) -> Iterable[T]:
-    return cast("Iterable[T]", value if isinstance(value, Sequence) else () if value is None else (value,))
+def _several(given: T | Sequence[T] | None) -> Sequence[T]:
+    """Return what is assigned to an attribute that holds several: one item, several, or ``None`` for none."""
+    if isinstance(given, Sequence):
+        return cast("Sequence[T]", given)
+    return () if given is None else (given,)
 
 
 class RunState:
@@ -130,11 +116,6 @@ class RunState:
         "run_name",
         "dataset_state",
     )
-
-    schedulers: _Several[LRScheduler, list[LRScheduler]] = _Several(list)
-    algorithms: _Several[KeptAlgorithm, list[KeptAlgorithm]] = _Several(list)
-    callbacks: _Several[KeptCallback, list[KeptCallback]] = _Several(list)
-    evaluators: _Several[Evaluator, list[Evaluator]] = _Several(list)
 
     def __init__(
         self,
@@ -219,6 +200,47 @@ class RunState:
         self.profiler: Any = None
         self.lineage = Lineage()
 
+    # ── what there are several of: one may be assigned alone ─────────────────────────────────────────────────────
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> None:
+        self._optimizers = tuple(_several(given))
+
+    @property
+    def schedulers(self) -> list[LRScheduler]:
+        return self._schedulers
+
+    @schedulers.setter
+    def schedulers(self, given: LRScheduler | Sequence[LRScheduler] | None) -> None:
+        self._schedulers = list(_several(given))
+
+    @property
+    def algorithms(self) -> list[KeptAlgorithm]:
+        return self._algorithms
+
+    @algorithms.setter
+    def algorithms(self, given: KeptAlgorithm | Sequence[KeptAlgorithm] | None) -> None:
+        self._algorithms = list(_several(given))
+
+    @property
+    def callbacks(self) -> list[KeptCallback]:
+        return self._callbacks
+
+    @callbacks.setter
+    def callbacks(self, given: KeptCallback | Sequence[KeptCallback] | None) -> None:
+        self._callbacks = list(_several(given))
+
+    @property
+    def evaluators(self) -> list[Evaluator]:
+        return self._evaluators
+
+    @evaluators.setter
+    def evaluators(self, given: Evaluator | Sequence[Evaluator] | None) -> None:
+        self._evaluators = list(_several(given))
+
     # ── how long ─────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def max_duration(self) -> Time | None:
@@ -298,15 +320,6 @@ class RunState:
     def deepspeed_enabled(self) -> bool:
         """True if DeepSpeed trains the model."""
         return self.deepspeed_config is not None
-
-    @property
-    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """The one optimizer, in a tuple. A property, since protocols of other packages ask for one."""
-        return self._optimizers
-
-    @optimizers.setter
-    def optimizers(self, value: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> None:
-        self._optimizers = tuple(_each(value))
 
     # ── identity ─────────────────────────────────────────────────────────────────────────────────────────────────
     @property

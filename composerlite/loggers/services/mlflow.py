@@ -53,6 +53,12 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
         ignore_metrics: globs of metrics that are not logged. ignore_hyperparameters: the same for hyperparameters.
         resume: continue the MLflow run of the checkpoint; otherwise every start is a new one.
         timeout: seconds to wait, when the trainer closes, until everything is sent.
+        run_group: tag ``run_group`` of the run.
+        log_system_metrics: of Composer's logger; here the callback ``SystemMetricsMonitor`` logs them, and a warning
+            says so.
+        model_registry_prefix, model_registry_uri, synchronous, logging_buffer_seconds,
+            log_duplicated_metric_every_n_steps: accepted for scripts of Composer. No model is registered; metrics are
+            sent in the background, each once.
 
     Attributes:
         run_id: of the MLflow run, from ``AFTER_LOAD`` on; ``None`` on ranks that do not log. experiment_id: the same.
@@ -77,6 +83,13 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
         ignore_hyperparameters: Sequence[str] | None = None,
         resume: bool = True,
         timeout: float = 600.0,
+        run_group: str | None = None,
+        log_system_metrics: bool = False,
+        model_registry_prefix: str = "",
+        model_registry_uri: str | None = None,
+        synchronous: bool = False,
+        logging_buffer_seconds: int | None = 10,
+        log_duplicated_metric_every_n_steps: int = 100,
     ) -> None:
         need_package("mlflow", who="MLFlowLogger", extra="mlflow")
         for argument, value in (("flush_interval", flush_interval), ("timeout", timeout)):
@@ -87,7 +100,12 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
                 raise ConfigError(f"MLFlowLogger({argument}={globs!r}): want a list of globs.")
         self._experiment = experiment_name
         self._name = run_name
-        self._tags = {name: str(value) for name, value in (tags or {}).items()}
+        group = {} if run_group is None else {"run_group": run_group}
+        self._tags = {name: str(value) for name, value in {**group, **(tags or {})}.items()}
+        if log_system_metrics:
+            log.warning(
+                "MLFlowLogger(log_system_metrics=True): it logs none itself. Add callbacks=[SystemMetricsMonitor()]."
+            )
         self._uri = tracking_uri.absolute().as_uri() if isinstance(tracking_uri, Path) else tracking_uri
         super().__init__("MLflow", rank_zero_only=rank_zero_only, timeout=timeout)
         self._flush_interval = float(flush_interval)
