@@ -6,8 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any, final
 
-import torch
-
 from composerlite import dist
 from composerlite.callbacks.load_checkpoint import LoadCheckpoint
 from composerlite.checkpoint import IgnoreKeys, PendingSave
@@ -70,9 +68,8 @@ class CheckpointSaver(Callback):
         asynchronous: write behind training; else each save keeps training until it is durable.
         staging_bytes: memory for the copy of what is saved; ``None`` takes what a checkpoint needs if that is at most
             half of what is free. With less, training waits while the rest is written.
-        lazy: training goes on before weights and optimizer state are copied, and the optimizer's next step waits for
-            what is left. ``None`` does so where nothing else can change them: no algorithms, and no callbacks but those
-            of composerlite.
+        lazy: training continues before weights and optimizer state are copied; the optimizer's next step waits for
+            the rest. ``None``: where nothing else can change them: no algorithms, no callbacks but composerlite's.
         on_exception: if training fails, save what there is then as ``crash-<filename>``. Autoresume passes over it;
             ``load_path`` loads it. In one process only.
         in_memory: the folder is in memory that outlives the process: it is emptied at the end, once another saver has
@@ -83,8 +80,7 @@ class CheckpointSaver(Callback):
         keep_every: the first checkpoint at or after each multiple of this interval stays for ever.
         best_k: the best so many by ``best_metric`` stay, ``best_mode`` being ``'max'`` or ``'min'``.
         staging_folder: the local folder where ``folder`` is a URI; the path in the URI by default.
-        num_concurrent_uploads: accepted for scripts of Composer. Checkpoints are published one after the other, which
-            keeps ``latest`` right, and each is sent in several parts at the same time.
+        num_concurrent_uploads: accepted for scripts of Composer; a checkpoint is sent at a time, in several parts.
         upload_timeout_in_seconds: how long to wait for uploads, at the end of training and where too many wait.
         num_remote_checkpoints_to_keep: -1 for all, or how many of the newest stay in the bucket.
 
@@ -195,23 +191,22 @@ class CheckpointSaver(Callback):
             )
         if self.options.best_metric is not None:
             check_metric_exists(self.options.best_metric, state, argument="save_best_metric")
-        if self._last_says is None:  # what was loaded
-            self._last_says = _says(state)
+        self._last_says = self._last_says or _says(state)  # what was loaded
         if (self.last_checkpoint_batch or 0) > int(state.timestamp.batch):
             self.last_checkpoint_batch = None  # time was reset: what was saved then says nothing about now
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """In memory, wait for the save in flight before the step that makes the next one due.
-
-        So a process that is killed has lost one interval at most, and not two where memory is slower than training.
-        """
+        """In memory, wait for the save in flight before the step that makes the next one due: see ``in_memory``."""
         if self.in_memory and ends_with_this_batch(self.save_interval, state):
             self.saver.wait_for_previous()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """See how the save in flight went; save if an interval says so."""
-        self.saver.look(state)
+        self.saver.look()
         self._learn()
+        if not self.saver.is_checked:  # after the first step: optimizers have their state now
+            with self.saver.checking() as held:
+                held.update(self._held(state))
         self._save_if_due(state, Event.BATCH_CHECKPOINT)
         self.saver.prepare(state)
 
@@ -255,9 +250,7 @@ class CheckpointSaver(Callback):
         ephemeral = self.ephemeral_interval is not None and self.ephemeral_interval(state, event) and not due
         intervals = self.save_interval, self.ephemeral_interval
         if state.world_size > 1 and any(is_of_one_rank(interval, state) for interval in intervals):
-            answer = torch.tensor([int(due), int(ephemeral)])
-            dist.broadcast(answer)
-            due, ephemeral = map(bool, answer.tolist())
+            due, ephemeral = dist.get_group().broadcast((due, ephemeral))
         return due, ephemeral
 
     # ── what ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -291,8 +284,14 @@ class CheckpointSaver(Callback):
         self._last_says = _says(state)
         if isinstance(self.save_interval, AutoInterval):
             self.save_interval.save_began(state)
+        with self.saver.gathering(state, ephemeral=ephemeral) as held:
+            held.update(self._held(state))
         metrics, lazy = self._measured.now(state), self._may_copy_late(state)
-        return self.saver.save(state, ephemeral=ephemeral, metrics=metrics, lazy=lazy)
+        return self.saver.save(state, held, ephemeral=ephemeral, metrics=metrics, lazy=lazy)
+
+    def _held(self, state: State) -> dict[str, Any]:
+        """Return what a checkpoint is to hold; callbacks, of which this is one, are asked for their part."""
+        return state.weights_state_dict() if self.weights_only else state.state_dict()
 
     def _learn(self) -> None:
         """Take note of how saves went that have ended."""

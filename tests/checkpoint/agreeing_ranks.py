@@ -95,7 +95,7 @@ def expects(folder: Path) -> tuple[int, int]:
     """How many bytes this rank expects to copy for a save, and how many it is told to."""
     state = sharded_state(width=256)
     step(state)
-    contents = gather(state, weights_only=False, ignore_keys=None)
+    contents = gather(state.state_dict(), weights_only=False, ignore_keys=None)
     body = ShardWriter(lambda: contents, ShardedDirectory.on_disk(folder / "ba1"), overwrite=False, of_run=True)
     body.close(may_be_committed=False)
     return expected_bytes(contents), body.size_bytes

@@ -110,7 +110,7 @@ def test_the_live_state_is_never_changed(ignore: IgnoreKeys) -> None:
     remember = Remember({"list": [1, 2], "dict": {"a": 1}})
     state = new_state(3, callbacks=[remember])
     before = copy.deepcopy(state.state_dict())
-    contents = gather(state, ignore_keys=ignore)
+    contents = gather(state.state_dict(), ignore_keys=ignore)
     assert not contents.get("state")
     after = state.state_dict()
     assert paths(before) == paths(after)

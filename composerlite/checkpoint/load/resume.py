@@ -226,7 +226,7 @@ def begin_attempt(
             known += bucket.remote.manifests() if latest is None else [latest]
         parent = None if origin is None else _manifest_at(str(origin), catalogs, buckets)
         of_run = parent if parent is not None and parent.run_name == run_name else None
-        return new_attempt(highest_attempt(m for m in known if m.run_name == run_name), of_run)
+        return new_attempt(highest_attempt([m for m in known if m.run_name == run_name]), of_run)
 
     return dist.get_group().from_first("looking for earlier attempts", begun)
 

@@ -18,7 +18,6 @@ from composerlite.errors import ConfigError
 from composerlite.storage import make_folder
 
 __all__ = [
-    "ONE_DISK",
     "Disks",
     "check_one_disk",
     "disks_of",
@@ -34,18 +33,13 @@ _PAUSE_SECONDS = 0.1
 @final
 @dataclass(frozen=True, slots=True)
 class Disks:
-    """Which ranks see the same folder of checkpoints.
+    """Several disks that nodes have of their own: which ranks see the same folder of checkpoints.
 
     Attributes:
         leaders: for each rank, the one that begins, commits and deletes checkpoints in the folder that it sees.
     """
 
-    leaders: tuple[int, ...] = ()
-
-    @property
-    def are_several(self) -> bool:
-        """Whether nodes have folders of their own."""
-        return len(set(self.leaders)) > 1
+    leaders: tuple[int, ...]
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -57,30 +51,25 @@ class Disks:
     def is_folder_leader(self) -> bool:
         """Whether this rank is the one for its folder."""
         rank = dist.get_global_rank()
-        return rank == (self.leaders[rank] if self.leaders else 0)
+        return rank == self.leaders[rank]
 
 
-ONE_DISK = Disks()
-"""All ranks see one folder."""
-
-
-def check_one_disk(disks: Disks, folder: Path) -> Disks:
-    """``disks`` if they are one, which all ranks see.
+def check_one_disk(folder: Path) -> None:
+    """See that all ranks see one ``folder``. Every rank calls it.
 
     Raises:
         ConfigError: nodes have disks of their own.
     """
-    if disks.are_several:
+    if disks_of(folder) is not None:
         raise ConfigError(
             f"the folder of checkpoints {str(folder)!r} is not the same on all nodes: rank 0 commits the files that "
             "the ranks of DeepSpeed write there. Choose a folder (with a URI: save_staging_folder) on a file system "
             "that all nodes mount."
         )
-    return disks
 
 
-def disks_of(folder: Path) -> Disks:
-    """Who shares ``folder``. Every rank calls it. It is made where it is not there.
+def disks_of(folder: Path) -> Disks | None:
+    """Return who shares ``folder``; ``None``: all ranks see one. Every rank calls it. It is made where it is not there.
 
     The first rank of each node tries to make one and the same file: on a file system that several nodes mount one of
     them makes it, whatever the others have seen so far.
@@ -109,7 +98,8 @@ def disks_of(folder: Path) -> Disks:
             "URI: save_staging_folder) that all ranks of a node see; or set state_dict_type='full' in "
             "parallelism_config['fsdp'], and rank 0 writes all."
         )
-    return Disks(tuple(leader for leader in leaders if leader is not None))
+    disks = Disks(tuple(leader for leader in leaders if leader is not None))
+    return disks if len(set(disks.leaders)) > 1 else None
 
 
 @contextlib.contextmanager

@@ -116,13 +116,13 @@ class TrainingState(Protocol):
     ) -> None: ...
 
 
-def check_kinds(state: TrainingState, *, weights_only: bool, ignore_keys: IgnoreKeys) -> None:
-    """See that every tensor of a checkpoint of ``state`` can be saved and loaded.
+def check_kinds(state_dict: StateDict, ignore_keys: IgnoreKeys) -> None:
+    """See that every tensor of a checkpoint with the state dict of a training state can be saved and loaded.
 
     Raises:
         ConfigError: some cannot; names all of them, and what to do.
     """
-    contents = gather(state, weights_only=weights_only) if weights_only else {"state": state.state_dict()}
+    contents = {"state": state_dict}
     problems = list(_of_no_kind(contents, ""))
     if problems and ignore_keys is not None:
         problems = list(_of_no_kind(without(contents, ignore_keys), ""))
@@ -144,19 +144,22 @@ def _of_no_kind(node: Any, path: str) -> Iterator[str]:
 
 
 def gather(
-    state: TrainingState, *, weights_only: bool = False, ignore_keys: IgnoreKeys = None, generators: Any = None
+    state_dict: StateDict, *, weights_only: bool = False, ignore_keys: IgnoreKeys = None, generators: Any = None
 ) -> StateDict:
-    """The contents of a checkpoint of ``state``: ``{'state': …, 'rng': …}``, or the weights and what explains them.
+    """Return the contents of a checkpoint: ``{'state': …, 'rng': …}``, or the weights and what explains them.
 
-    Tensors are those in use: they must be copied or written before training goes on. ``generators`` are those of all
-    ranks, who then call this together; by default those of this one.
+    Args:
+        state_dict: of the training state, or of its weights. Its tensors, which are in use, are in what is returned:
+            they must be copied or written before training continues.
+        weights_only: it is that of the weights.
+        ignore_keys: leave out these keys.
+        generators: those of all ranks, who then call this together; by default those of this one.
     """
     if weights_only:
-        return without({"state": state.weights_state_dict()}, ignore_keys)
-    contents = state.state_dict()
+        return without({"state": state_dict}, ignore_keys)
     if generators is not None:
-        contents = _with_all_metrics(_with_all_positions(contents))
-    return without({"state": contents, "rng": generators or [rng.of_training()]}, ignore_keys)
+        state_dict = _with_all_metrics(_with_all_positions(state_dict))
+    return without({"state": state_dict, "rng": generators or [rng.of_training()]}, ignore_keys)
 
 
 def _with_all_positions(contents: StateDict) -> StateDict:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -24,15 +25,17 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import FinalizedManifest
 from composerlite.checkpoint.record.manifest import Manifest, bytes_text
 from composerlite.checkpoint.save.staging import Snapshot, Stageable, Staging
-from composerlite.errors import CorruptCheckpointError
+from composerlite.errors import CorruptCheckpointError, SaveError
 from composerlite.storage import RING_BYTES, HostMemory, start_threads
 
-__all__ = ["LONGEST_WORK", "FollowUp", "RankWriter", "SaveJob", "SaveReport"]
+__all__ = ["LONGEST_WORK", "PREVIOUS_SECONDS", "FollowUp", "PendingSave", "RankWriter", "SaveJob", "SaveReport"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 LONGEST_WORK = timedelta(hours=1)
 """A rank that writes for longer than that does not count as alive any more: its disk hangs."""
+PREVIOUS_SECONDS = 3600.0
+"""How long a save waits for the one before it. A disk that takes longer hangs."""
 
 
 @final
@@ -407,6 +410,92 @@ class SaveJob:
             "waiting": self.waiting_seconds,
             **self.writer.seconds,
         }
+
+
+@final
+class PendingSave:
+    """A save in the background.
+
+    To be made on the training thread.
+
+    Args:
+        job: the save.
+
+    Attributes:
+        name: of the checkpoint to come, below its folder.
+        deletion_error: why older checkpoints could not be deleted.
+    """
+
+    def __init__(self, name: str, job: SaveJob) -> None:
+        self.name = name
+        self.deletion_error: Exception | None = None
+        self._job = job
+        self._snapshot = job.snapshot
+        self._training_thread = threading.get_ident()
+        self._future: Future[SaveReport] = job.future
+        self._tidied = threading.Event()
+
+    def start(self, work: Callable[[], SaveReport]) -> None:
+        """Do ``work``, which runs the job, and then delete older checkpoints: the next snapshot waits for neither."""
+
+        def tidy() -> None:
+            try:
+                self._job.delete_old()
+            except Exception as e:  # noqa: BLE001 - who saves asks for it
+                self.deletion_error = e
+            finally:
+                self._tidied.set()
+
+        self._job.start(work, tidy)
+
+    def cancel(self) -> None:
+        """End the save if it has not begun: nobody waits for it."""
+        self._job.cancel()
+        if self._future.cancelled():
+            self._tidied.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = PREVIOUS_SECONDS) -> SaveReport:
+        """Wait until the checkpoint is committed, at most ``timeout`` seconds.
+
+        Raises:
+            TimeoutError: it is not.
+            SaveError: its contents could not be written.
+            OSError: no space, no permission, and the like.
+        """
+        if not self.join(timeout):
+            raise TimeoutError(f"checkpoint {self.name!r} is not written after {timeout} s: does the disk hang?")
+        return self._future.result()
+
+    def join(self, timeout: float | None = PREVIOUS_SECONDS) -> bool:
+        """Wait until it has ended, well or not; whether it has."""
+        if self._snapshot is not None and threading.get_ident() == self._training_thread:
+            self._snapshot.complete()
+        try:
+            self._future.exception(timeout)
+        except TimeoutError:
+            return self._future.done()
+        except CancelledError:  # whoever saved was interrupted
+            pass
+        return True
+
+    @property
+    def is_tidy(self) -> bool:
+        """Whether older checkpoints are deleted."""
+        return self._tidied.is_set()
+
+    def wait_until_tidy(self) -> None:
+        """Wait until older checkpoints are deleted.
+
+        Raises:
+            SaveError: that does not end.
+        """
+        if not self._tidied.wait(PREVIOUS_SECONDS):
+            raise SaveError(f"older checkpoints than {self.name!r} are not deleted after {PREVIOUS_SECONDS} s.")
 
 
 def _delete_named(catalog: Catalog, names: Iterable[str]) -> None:

@@ -6,15 +6,12 @@ spread over ranks: :func:`form_of`, and nothing else in this package, asks for t
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import pickle
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -25,7 +22,7 @@ from composerlite import dist
 from composerlite.checkpoint.format.archive import DEEPSPEED, DEEPSPEED_TYPES, STATES
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.node_disks import ONE_DISK, Disks, check_one_disk, disks_of
+from composerlite.checkpoint.place.node_disks import Disks, check_one_disk, disks_of
 from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, gather
 from composerlite.checkpoint.record.manifest import Manifest, plain_timestamp, versions
 from composerlite.checkpoint.record.naming import (
@@ -37,18 +34,25 @@ from composerlite.checkpoint.record.naming import (
     names_of_ranks,
 )
 from composerlite.checkpoint.save.file_writer import Gathering, NullWriter, RankArchiveWriter, SingleFileWriter
-from composerlite.checkpoint.save.job import LONGEST_WORK, FollowUp, RankWriter, SaveJob, SaveReport
+from composerlite.checkpoint.save.job import (
+    LONGEST_WORK,
+    PREVIOUS_SECONDS,
+    FollowUp,
+    PendingSave,
+    RankWriter,
+    SaveJob,
+    SaveReport,
+)
 from composerlite.checkpoint.save.staging import Staging
 from composerlite.devices import rng
 from composerlite.errors import ConfigError, SaveError
 from composerlite.types import Lineage, StateDict
 
-__all__ = ["Form", "PendingSave", "Pipeline", "form_of", "save", "save_checkpoint"]
+__all__ = ["Form", "Pipeline", "form_of", "save", "save_checkpoint"]
 
 log = logging.getLogger(__name__)
-_PREVIOUS_SECONDS = 3600.0
 _LONG_WAIT_SECONDS = 1.0
-"""How long a save waits for the one before it. A disk that takes longer hangs."""
+"""A wait for the save before that takes longer is told in the log."""
 
 
 # ── the forms that a checkpoint may have ─────────────────────────────────────────────────────────────────────────────
@@ -67,7 +71,7 @@ class SaveRequest:
         template: of these names.
         weights_only: nothing but the model is saved.
         overwrite: replace what has these names.
-        disks: which ranks see the same folder.
+        disks: which ranks see the same folder, where not all see one.
     """
 
     state: TrainingState
@@ -77,7 +81,7 @@ class SaveRequest:
     template: str
     weights_only: bool
     overwrite: bool
-    disks: Disks
+    disks: Disks | None
 
 
 class Form(ABC):
@@ -107,9 +111,9 @@ class Form(ABC):
     def check(self, *, weights_only: bool, ignore_keys: IgnoreKeys) -> None:
         """See that what is to be saved can be; ConfigError."""
 
-    def disks(self, folder: Path) -> Disks:
-        """Find out which ranks see the same ``folder``; every rank calls it."""
-        return ONE_DISK
+    def disks(self, folder: Path) -> Disks | None:
+        """Find out which ranks see the same ``folder``; ``None``: all see one. Every rank calls it."""
+        return None
 
     @abstractmethod
     def expected_bytes(self, gathered: Gathered) -> int | None:
@@ -176,8 +180,8 @@ class _Directory(Form):
     def template(self, template: str, argument: str = "save_filename") -> str:
         return directory_template(template, argument=argument)
 
-    def disks(self, folder: Path) -> Disks:
-        return disks_of(folder) if dist.get_world_size() > 1 else ONE_DISK
+    def disks(self, folder: Path) -> Disks | None:
+        return disks_of(folder) if dist.get_world_size() > 1 else None
 
     def expected_bytes(self, gathered: Gathered) -> int | None:
         from composerlite.checkpoint.save.sharded_writer import expected_bytes  # slow to import
@@ -228,8 +232,10 @@ class _Archives(Form):
                     "weights and optimizer as a whole. Leave it out."
                 )
 
-    def disks(self, folder: Path) -> Disks:
-        return check_one_disk(disks_of(folder), folder) if dist.get_world_size() > 1 else ONE_DISK
+    def disks(self, folder: Path) -> Disks | None:
+        if dist.get_world_size() > 1:
+            check_one_disk(folder)
+        return None
 
     def expected_bytes(self, gathered: Gathered) -> int | None:
         return None
@@ -250,6 +256,20 @@ def first_name(template: str, state: TrainingState) -> str:
     return format_name_with_dist_and_time(template, state.run_name, state.timestamp, **FIRST_RANK)
 
 
+def _gathering(
+    state: TrainingState, state_dict: StateDict | None, *, weights_only: bool, ignore_keys: IgnoreKeys
+) -> Gathered:
+    """Return what gathers a checkpoint of ``state_dict``; of what ``state`` holds then, if there is none."""
+
+    def gathered(**generators: Any) -> StateDict:
+        held = state_dict
+        if held is None:
+            held = state.weights_state_dict() if weights_only else state.state_dict()
+        return gather(held, weights_only=weights_only, ignore_keys=ignore_keys, **generators)
+
+    return gathered
+
+
 def _generators(weights_only: bool) -> list[dict[str, Any]] | None:
     """Return the random generators of all ranks; ``None`` where there is one, or they are not saved."""
     if weights_only or dist.get_world_size() == 1:
@@ -267,92 +287,6 @@ def _image(contents: StateDict, what: str) -> TorchImage:
 
 # ── saves ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @final
-class PendingSave:
-    """A save in the background.
-
-    To be made on the training thread.
-
-    Args:
-        job: the save.
-
-    Attributes:
-        name: of the checkpoint to come, below its folder.
-        deletion_error: why older checkpoints could not be deleted.
-    """
-
-    def __init__(self, name: str, job: SaveJob) -> None:
-        self.name = name
-        self.deletion_error: Exception | None = None
-        self._job = job
-        self._snapshot = job.snapshot
-        self._training_thread = threading.get_ident()
-        self._future: Future[SaveReport] = job.future
-        self._tidied = threading.Event()
-
-    def start(self, work: Callable[[], SaveReport]) -> None:
-        """Do ``work``, which runs the job, and then delete older checkpoints: the next snapshot waits for neither."""
-
-        def tidy() -> None:
-            try:
-                self._job.delete_old()
-            except Exception as e:  # noqa: BLE001 - who saves asks for it
-                self.deletion_error = e
-            finally:
-                self._tidied.set()
-
-        self._job.start(work, tidy)
-
-    def cancel(self) -> None:
-        """End the save if it has not begun: nobody waits for it."""
-        self._job.cancel()
-        if self._future.cancelled():
-            self._tidied.set()
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._future.done()
-
-    def wait(self, timeout: float | None = _PREVIOUS_SECONDS) -> SaveReport:
-        """Wait until the checkpoint is committed, at most ``timeout`` seconds.
-
-        Raises:
-            TimeoutError: it is not.
-            SaveError: its contents could not be written.
-            OSError: no space, no permission, and the like.
-        """
-        if not self.join(timeout):
-            raise TimeoutError(f"checkpoint {self.name!r} is not written after {timeout} s: does the disk hang?")
-        return self._future.result()
-
-    def join(self, timeout: float | None = _PREVIOUS_SECONDS) -> bool:
-        """Wait until it has ended, well or not; whether it has."""
-        if self._snapshot is not None and threading.get_ident() == self._training_thread:
-            self._snapshot.complete()
-        try:
-            self._future.exception(timeout)
-        except TimeoutError:
-            return self._future.done()
-        except CancelledError:  # whoever saved was interrupted
-            pass
-        return True
-
-    @property
-    def is_tidy(self) -> bool:
-        """Whether older checkpoints are deleted."""
-        return self._tidied.is_set()
-
-    def wait_until_tidy(self) -> None:
-        """Wait until older checkpoints are deleted.
-
-        Raises:
-            SaveError: that does not end.
-        """
-        if not self._tidied.wait(_PREVIOUS_SECONDS):
-            raise SaveError(f"older checkpoints than {self.name!r} are not deleted after {_PREVIOUS_SECONDS} s.")
-
-
-@final
 class Pipeline:
     """Saves checkpoints one after the other, each behind training.
 
@@ -369,17 +303,25 @@ class Pipeline:
         self._previous: dict[str, SaveReport] = {}
         self._waited = 0.0
 
-    def prepare(self, state: TrainingState, *, weights_only: bool = False, ignore_keys: IgnoreKeys = None) -> None:
+    def prepare(
+        self,
+        state: TrainingState,
+        *,
+        weights_only: bool = False,
+        ignore_keys: IgnoreKeys = None,
+        state_dict: StateDict | None = None,
+    ) -> None:
         """Get the memory for checkpoints of ``state`` ready, in the background, so that the first costs no more.
 
         One that comes before that is written as it is, as :class:`HandOver` says, and memory is got ready at its end.
+        ``state_dict`` is what ``state`` holds, where the caller has it already.
 
         Raises:
             SaveError: the contents of its checkpoints cannot be pickled.
         """
         if self._pending is not None:
             return  # it found memory, or gets some for the next at its end
-        gathered = functools.partial(gather, state, weights_only=weights_only, ignore_keys=ignore_keys)
+        gathered = _gathering(state, state_dict, weights_only=weights_only, ignore_keys=ignore_keys)
         if (size_bytes := form_of(state).expected_bytes(gathered)) is not None:
             self._staging.prepare(size_bytes)
 
@@ -404,8 +346,10 @@ class Pipeline:
         metrics: Mapping[str, float] | None = None,
         publish: Callable[[Manifest], object] | None = None,
         give_up: Callable[[], Sequence[Manifest]] | None = None,
-        disks: Disks = ONE_DISK,
+        disks: Disks | None = None,
         is_routine: bool = False,
+        state_dict: StateDict | None = None,
+        started: float | None = None,
     ) -> PendingSave:
         """Save a checkpoint of ``state``; training may go on when this returns.
 
@@ -428,8 +372,10 @@ class Pipeline:
             metrics: metric values to keep with it, by name; those that are no finite numbers are left out.
             publish: called with the manifest after the commit, perhaps on another thread.
             give_up: called after that: which checkpoints to delete.
-            disks: which ranks see the same folder, where all write to it.
+            disks: which ranks see the same folder, where all write to it and not all see one.
             is_routine: its line in the log is below INFO.
+            state_dict: what ``state`` holds, or its weights; ``None``: it is asked for that.
+            started: when gathering it began, as ``time.perf_counter`` counts; ``None``: now.
 
         Raises:
             CheckpointExistsError: there is one of that name and ``overwrite`` is false.
@@ -440,24 +386,25 @@ class Pipeline:
         group = dist.get_group()
         self.wait_for_previous()
         waiting, self._waited = self._waited, 0.0
-        started = time.perf_counter() - waiting
+        started = (time.perf_counter() if started is None else started) - waiting
         form = form_of(state)
         template = form.template(template)
         form.check(weights_only=weights_only, ignore_keys=ignore_keys)
         names = form.names(template, state)
         name = names[0]
+        is_leader = group.is_first if disks is None else disks.is_folder_leader
         previous = self._pending
         if previous is not None and not self._given_up.isdisjoint(names):
             previous.wait_until_tidy()  # one of this name is about to go
         # First of all: votes are counted on each rank.
-        rounds = 3 if disks.are_several else 1
+        rounds = 1 if disks is None else 3
         votes = [group.vote(f"checkpoint {name!r}", longest_work=LONGEST_WORK) for _ in range(rounds)]
         # Before the ranks meet to gather: a name that is taken is told as that.
         with group.all_or_none(f"checkpoint {name!r}"):
-            for one in names if disks.is_folder_leader else ():
+            for one in names if is_leader else ():
                 catalog.reserve(one, overwrite=overwrite)
         with group.all_or_none(f"checkpoint {name!r}"):
-            gathered = functools.partial(gather, state, weights_only=weights_only, ignore_keys=ignore_keys)
+            gathered = _gathering(state, state_dict, weights_only=weights_only, ignore_keys=ignore_keys)
             request = SaveRequest(
                 state=state,
                 gathered=gathered,
@@ -494,7 +441,7 @@ class Pipeline:
                 latest={} if latest is None else dict(zip(form.names(latest, state), names, strict=True)),
                 publish=publish,
                 give_up=give_up,
-                is_leader=disks.is_folder_leader,
+                is_leader=is_leader,
                 is_routine=is_routine,
             ),
             started=started,
@@ -573,7 +520,7 @@ class Pipeline:
             return
         started = time.perf_counter()
         if not pending.join():
-            raise SaveError(f"checkpoint {pending.name!r} is not written after {_PREVIOUS_SECONDS} s: the disk hangs.")
+            raise SaveError(f"checkpoint {pending.name!r} is not written after {PREVIOUS_SECONDS} s: the disk hangs.")
         seconds = time.perf_counter() - started
         self._waited += seconds
         level = logging.INFO if seconds >= _LONG_WAIT_SECONDS else logging.DEBUG

@@ -470,7 +470,7 @@ class Publishing:
             ConfigError: this rank publishes, and has other loggers than rank 0.
         """
         group = dist.get_group()
-        self._folder, self._are_several, self._is_leader = str(where.root), where.are_several, where.is_leader
+        self._folder, self._are_several, self._is_leader = str(where.root), where.disks is not None, where.is_leader
         self.has_places = group.from_first("finding buckets", lambda: bool(self.publishers))
         if self._are_several:
             self._roots = group.from_first("finding buckets", lambda: [one.bucket.root for one in self.publishers])

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, SupportsInt, final
 from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.lease import Lease, take_leases
-from composerlite.checkpoint.place.node_disks import ONE_DISK, recover_on_other_disks
+from composerlite.checkpoint.place.node_disks import Disks, recover_on_other_disks
 from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, check_ignore_keys
 from composerlite.checkpoint.record.manifest import Manifest, in_line, may_be_replaced
 from composerlite.checkpoint.record.naming import (
@@ -183,7 +183,7 @@ class RunFolder:
     Attributes:
         folder: as the user wrote it, with its './' if it has one. Its variables are filled in by :meth:`open`.
         filename: of each checkpoint. latest_filename: of the link to the newest.
-        disks: which ranks see the same folder, where all write to it. are_several: not all see the same.
+        disks: which ranks see the same folder, where all write to it and not all see the same.
         is_leader: this rank is the one that begins, commits and deletes checkpoints in the folder that it sees.
     """
 
@@ -191,8 +191,7 @@ class RunFolder:
         self.folder = self._template = options.local_folder
         self.filename = PartialFilePath(options.filename, self.folder)
         self.latest_filename = None if options.latest is None else PartialFilePath(options.latest, self.folder)
-        self.disks = ONE_DISK
-        self.are_several = False
+        self.disks: Disks | None = None
         self.is_leader = False
         self._started_in = Path() if Path(self.folder).is_absolute() else Path.cwd()
         self._leases: list[Lease] = []
@@ -325,8 +324,8 @@ class RunFolder:
         """
         if form.is_shared:
             self.disks = form.disks(self.catalog.folder)
-        self.are_several, self.is_leader = self.disks.are_several, self.disks.is_folder_leader
-        if self.are_several:
+        self.is_leader = dist.get_group().is_first if self.disks is None else self.disks.is_folder_leader
+        if self.disks is not None:
             recover_on_other_disks(self.catalog, self.disks)
 
     # ── the link to the newest ───────────────────────────────────────────────────────────────────────────────────

@@ -7,19 +7,20 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import final
 
 from composerlite import dist
 from composerlite.checkpoint.record.contents import check_kinds
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.record.retention import deletions, retention_policy
-from composerlite.checkpoint.save.job import SaveReport
+from composerlite.checkpoint.save.job import PendingSave, SaveReport
 from composerlite.checkpoint.save.outcomes import FAILURES, FailuresInARow, RunLogger, SaveNews
-from composerlite.checkpoint.save.pipeline import PendingSave, Pipeline
+from composerlite.checkpoint.save.pipeline import Pipeline
 from composerlite.checkpoint.save.publish import Publisher, Publishing, PublishingNews, PublishVotes
 from composerlite.checkpoint.save.run_folder import Position, RunFolder, SavedState, SaveOptions
 from composerlite.errors import ConfigError, RankError
+from composerlite.types import StateDict
 
 __all__ = ["Saver"]
 
@@ -64,7 +65,8 @@ class Saver:
         self._logger: RunLogger | None = None
         self._news = SaveNews()
         self._publishing = Publishing(options)
-        self._prepared = False
+        self._started = 0.0
+        self._checked: StateDict | None = None
         self._pipeline = Pipeline(options.staging_bytes)
         self._saves_done = dist.PiggybackCounter(lambda: int(self._pending is not None and self._pending.done))
         self.counters = (self._saves_done, self._publishing.ranks_with_news)
@@ -150,7 +152,8 @@ class Saver:
             RunInUseError: see :meth:`take_leases`.
         """
         group = dist.get_group()
-        self._check_kinds(state, weights_only=True)
+        with group.all_or_none("looking at what checkpoints are to hold"):
+            check_kinds(state.weights_state_dict(), self.options.ignore_keys)
         with group.all_or_none("taking the lease of the run"):
             if group.is_first:
                 self.take_leases(state.run_name, _LEASE_SECONDS)
@@ -159,17 +162,13 @@ class Saver:
                 buckets = [(publisher.remote, publisher.template) for publisher in self._publishing.publishers]
                 self.where.refuse_conflicts(state, buckets)
 
-    def _check_kinds(self, state: SavedState, *, weights_only: bool) -> None:
-        with dist.get_group().all_or_none("looking at what checkpoints are to hold"):
-            check_kinds(state, weights_only=weights_only, ignore_keys=self.options.ignore_keys)
-
     def take_leases(self, run_name: str, timeout: float) -> None:
         """Keep other processes from writing what this run writes; on rank 0. See :meth:`RunFolder.take_leases`."""
         of_buckets = [publisher.bucket.lock(run_name) for publisher in self._publishing.publishers]
         self.where.take_leases(run_name, of_buckets, timeout)
 
     # ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def look(self, state: SavedState) -> None:
+    def look(self) -> None:
         """See how the save in flight and uploads went, between two batches.
 
         Raises:
@@ -181,36 +180,73 @@ class Saver:
             self.collect()
         if self._publishing.has_news:
             self._note_publishing(self._publishing.take_news_of_all())
-        if not self._prepared:  # after the first step: optimizers have their state now
-            self._check_kinds(state, weights_only=self.options.weights_only)
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether :meth:`checking` has seen that checkpoints can hold what the run keeps."""
+        return self._checked is not None
+
+    @contextlib.contextmanager
+    def checking(self) -> Generator[StateDict]:
+        """See that checkpoints can hold what the block puts into the dict: what the run keeps, its optimizers too.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        held: StateDict = {}
+        with dist.get_group().all_or_none("looking at what checkpoints are to hold"):
+            yield held
+            check_kinds(held, self.options.ignore_keys)
+        self._checked = held
 
     def prepare(self, state: SavedState) -> None:
-        """Get ready for the next save, in the background, the first time that it is called."""
-        if not self._prepared:
-            self._prepared = True
-            if self.options.asynchronous:
-                self._pipeline.prepare(
-                    state, weights_only=self.options.weights_only, ignore_keys=self.options.ignore_keys
-                )
+        """Get ready for the next save of what was checked, in the background, the first time that it is called."""
+        checked, self._checked = self._checked, {}
+        if self.options.asynchronous and checked:
+            self._pipeline.prepare(
+                state,
+                weights_only=self.options.weights_only,
+                ignore_keys=self.options.ignore_keys,
+                state_dict=checked,
+            )
 
     def wait_for_previous(self) -> None:
         """Wait until the save in flight is written, if there is one."""
         if self._pending is not None:
             self._pipeline.wait_for_previous()
 
+    @contextlib.contextmanager
+    def gathering(self, state: SavedState, *, ephemeral: bool) -> Generator[StateDict]:
+        """Begin a save: the block puts what it is to hold into the dict, on all ranks or none.
+
+        What fails there is a failure of the save, raised unless that is tolerated. The dict is empty then.
+        """
+        name = self.where.name_now(state)
+        self._started = time.perf_counter()
+        self._news.begun(name, self.where.folder, int(state.timestamp.batch), ephemeral=ephemeral)
+        held: StateDict = {}
+        try:
+            with dist.get_group().all_or_none(f"checkpoint {name!r}"):
+                yield held
+        except (*FAILURES, RankError) as e:
+            held.clear()
+            self._failed(e)
+
     def save(
-        self, state: SavedState, *, ephemeral: bool, metrics: Mapping[str, float], lazy: bool
+        self, state: SavedState, state_dict: StateDict, *, ephemeral: bool, metrics: Mapping[str, float], lazy: bool
     ) -> PendingSave | None:
-        """Begin a save, when the one before was collected; ``None``: it failed, which is tolerated.
+        """Save, when the one before was collected; ``None``: it failed, which is tolerated.
 
         Args:
-            state: to save. ephemeral: it goes as soon as there is a newer one. metrics: what it is judged by.
+            state: to save. state_dict: what it holds, or its weights, from :meth:`gathering`; empty: that failed.
+            ephemeral: it goes as soon as there is a newer one. metrics: what it is judged by.
             lazy: nothing but optimizers changes weights from here to their next step.
         """
+        if not state_dict:
+            return None
         options, where = self.options, self.where
         name = where.name_now(state)
         overwrite = self._may_overwrite(name)
-        self._news.begun(name, where.folder, int(state.timestamp.batch), ephemeral=ephemeral)
         votes = self._publishing.votes_for_all(name)
         if options.best_metric is not None and options.best_metric not in metrics and not ephemeral:
             self._warn_of_missing_metric(name)
@@ -233,6 +269,8 @@ class Saver:
                 give_up=functools.partial(self._given_up, Position.of(state)) if self._deletes else None,
                 disks=where.disks,
                 is_routine=options.in_memory,
+                state_dict=state_dict,
+                started=self._started,
             )
         except (*FAILURES, RankError) as e:
             self._failed(e)

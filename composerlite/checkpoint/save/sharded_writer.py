@@ -37,7 +37,7 @@ from composerlite.checkpoint.format.sharded_index import StorageInfo, leaves
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.place.directory import FinalizedManifest, PathOrUri, ShardedDirectory, directory_at
 from composerlite.checkpoint.place.lease import turn_of_this_node
-from composerlite.checkpoint.place.node_disks import ONE_DISK, Disks
+from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.place.place import SaveHandle
 from composerlite.checkpoint.record.manifest import Manifest, bytes_text, versions
 from composerlite.checkpoint.save.sharded_plan import Planner, plan_together
@@ -303,7 +303,7 @@ class ShardWriter:
         folder: the directory.
         overwrite: replace what is there.
         group: the ranks that save together; ``None``: all.
-        disks: which ranks see the same folder.
+        disks: which ranks see the same folder, where nodes have disks of their own.
         of_run: it is a checkpoint of a run, whose record says what :meth:`commit` is given; see :class:`Planner`.
         threads: files that a rank writes at the same time.
         throttle: only one rank of a node uploads at a time.
@@ -317,7 +317,7 @@ class ShardWriter:
         *,
         overwrite: bool,
         group: dist.Group | None = None,
-        disks: Disks = ONE_DISK,
+        disks: Disks | None = None,
         of_run: bool = False,
         threads: int | None = None,
         throttle: bool = False,
@@ -353,16 +353,16 @@ class ShardWriter:
             raise
         self._plan = self._planner.finish_plan(dataclasses.replace(known.final, storage_data=self._assignment))
         self._metadata = known.metadata
-        if disks.are_several:
-            self._join(overwrite=overwrite)
+        if disks is not None:
+            self._join(disks, overwrite=overwrite)
         self._planner.find_tensors(self._plan.items)
         self.size_bytes = self._lay_out()
 
-    def _join(self, *, overwrite: bool) -> None:
+    def _join(self, disks: Disks, *, overwrite: bool) -> None:
         """Make the directory on the disks that rank 0 does not see. All of them or none, and all ranks know."""
 
         def each() -> None:
-            if self._disks.is_folder_leader and not self._group.is_first:
+            if disks.is_folder_leader and not self._group.is_first:
                 self._folder.join(self._assignment.claim, overwrite=overwrite)
 
         try:
@@ -450,6 +450,7 @@ class ShardWriter:
     def seal(self, manifest: Manifest, parts: Sequence[Any]) -> FinalizedManifest:
         """On rank 0: the index and the record of all files."""
         assert self._metadata is not None
+        assert self._disks is not None
         self._folder.record = manifest
         index, files = self._writer.indexed(dataclasses.replace(self._metadata), list(parts))
         digests = {name: digest for name, (digest, _) in files.items()}
@@ -458,11 +459,13 @@ class ShardWriter:
 
     def prepare(self, sealed: FinalizedManifest) -> None:
         """Make this disk's part durable, so that nothing is left but to rename it."""
+        assert self._disks is not None
         if self._disks.is_folder_leader:
             self._folder.prepare(sealed, self._disks.nodes[dist.get_global_rank()])
 
     def complete(self) -> None:
         """Give this disk's part its name and its commit record."""
+        assert self._disks is not None
         if self._disks.is_folder_leader:
             self._folder.complete()
 
@@ -473,7 +476,7 @@ class ShardWriter:
         self._let_go()
         if not may_be_committed:
             self._writer.abandon()
-            if self._disks.are_several:
+            if self._disks is not None:
                 self._folder.abandon(self._assignment.claim)
         self._folder.close()
 
