@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import final
+from typing import Protocol, TypeVar, final
 
 from composerlite.checkpoint.place.bucket import exists_error
 from composerlite.checkpoint.place.commit import Commit
@@ -19,9 +19,22 @@ from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
 from composerlite.storage import make_folder
 
-__all__ = ["Catalog"]
+__all__ = ["Catalog", "alone"]
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Together(Protocol):
+    """A vote: each process calls ``write``, the first one ``commit`` when all have, and all return what that gave."""
+
+    def __call__(self, write: Callable[[], T], commit: Callable[[list[T]], R], /) -> R: ...
+
+
+def alone(write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
+    """Vote in one process."""
+    return commit([write()])
 
 
 @final
@@ -34,7 +47,6 @@ class Catalog:
 
     def __init__(self, place: str | Path | Place) -> None:
         self.place = Folder(place) if isinstance(place, str | Path) else place
-        self._commits: dict[str, Commit] = {}
 
     @property
     def folder(self) -> Path:
@@ -281,90 +293,78 @@ class Catalog:
         manifest: Manifest,
         files: Sequence[Path],
         *,
+        here: Sequence[FileRecord] | None = None,
         link: str | None = None,
         links: Mapping[str, str] | None = None,
         overwrite: bool = False,
+        begins: Together = alone,
+        ends: Together = alone,
     ) -> None:
-        """Make a checkpoint exist in a bucket, and point ``link`` to it.
+        """Make a checkpoint exist in a bucket, and point ``link`` to it: one commit, of files that are sent to it.
 
-        A kill at any moment leaves it out of the listing or complete, and ``link`` on a complete one. What the store
-        has of it from an earlier try is not sent again.
+        A kill at any moment leaves it out of the listing or complete, and ``link`` on a complete one. What the bucket
+        has of that name stays until the new one is committed. What it has of it from an earlier try is not sent again.
 
         Args:
             manifest: its commit record.
-            files: its data on this machine, in the order of ``manifest.files``.
+            files: its data on this machine, in the order of ``here``.
+            here: their records; ``None``: those of all of it.
             link: full name of the link, without ``.symlink``.
             links: full names of further ones, and the file that each leads to.
             overwrite: replace a checkpoint of the same name. One of the same moment of the same run is replaced in any
-                case: a run that was interrupted does it again. What is there already is not sent again.
+                case: a run that was interrupted does it again.
+            begins: the vote of processes that send files of it together over its begin. ends: over its commit.
 
         Raises:
             CheckpointExistsError: there is another checkpoint of that name.
         """
+        commit: Commit | None = None
+
+        def begin(_: object) -> bool:
+            nonlocal commit
+            commit = self._announced(manifest, overwrite=overwrite)
+            return commit is None
+
+        def send() -> None:
+            sent = zip(manifest.files if here is None else here, files, strict=True)
+            for record, path in sorted(sent, key=lambda pair: pair[0].path.endswith("/.metadata")):  # that is an index
+                self.place.send(path, record.path)
+
+        def finish(_: object) -> None:
+            if commit is not None:
+                if link is not None:  # a kill before the link is moved: the next start looks here first
+                    self.place.point(f"/{link}", manifest.name, ahead=True)
+                commit.commit()
+            for other, name in (links or {}).items():
+                if other != link:
+                    self.place.point(f"/{other}", name)
+            if link is not None:
+                self.place.point(f"/{link}", manifest.name)
+            log.debug("published checkpoint %s", self.place.uri(manifest.name))
+
         try:
-            is_there = self.begin(manifest, overwrite=overwrite)
-            if not is_there:
-                self.send(zip(manifest.files, files, strict=True))
-            self.finish(manifest, link=link, links=links, is_there=is_there)
+            is_there = begins(lambda: None, begin)
+            ends(lambda: None if is_there else send(), finish)
         finally:
-            self.end(manifest.name)
+            self.place.let_go(manifest.name)
 
-    def begin(self, manifest: Manifest, *, overwrite: bool) -> bool:
-        """Begin to publish, until :meth:`end`; return whether the bucket has just this checkpoint.
+    def _announced(self, manifest: Manifest, *, overwrite: bool) -> Commit | None:
+        """Return the commit of what is to be published, prepared; ``None``: the bucket has just this checkpoint.
 
-        What it has of that name stays until the new one is committed. Where its files are replaced one by one before
-        that, which those with names of their own are not, the announced manifest tells readers what they are.
-
-        Raises:
-            CheckpointExistsError: as :meth:`publish`.
+        Where files are replaced one by one before the commit, which those with names of their own are not, the
+        announced manifest tells readers what they are.
         """
         self.place.hold(manifest.name)
         there = self._readable(manifest.name)
         if there is not None and there.files == manifest.files:
             with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
                 self._complete(manifest.name)
-                return True
+                return None
         elif there is not None and not overwrite and _moment(there) != _moment(manifest):
             raise exists_error(self.place.uri(there.name), there)
-        commit = self._commits[manifest.name] = self.place.commit(manifest.name, {}, overwrite=there is not None)
+        commit = self.place.commit(manifest.name, {}, overwrite=there is not None)
         commit.prepare(manifest)
-        return False
-
-    def send(self, files: Iterable[tuple[FileRecord, Path]]) -> None:
-        """Upload files of a checkpoint that does not exist yet, after :meth:`begin`: each where it belongs."""
-        for record, path in sorted(files, key=lambda pair: pair[0].path.endswith("/.metadata")):  # that is an index
-            self.place.send(path, record.path)
-
-    def finish(
-        self, manifest: Manifest, *, link: str | None, links: Mapping[str, str] | None = None, is_there: bool
-    ) -> None:
-        """Make the checkpoint exist whose files are all there, and point ``link`` to it.
-
-        Args:
-            manifest: its commit record.
-            link: full name of the link, without ``.symlink``.
-            links: full names of further ones, and the file that each leads to.
-            is_there: what :meth:`begin` said.
-
-        Raises:
-            CheckpointExistsError: there is another checkpoint of that name by now.
-        """
-        if not is_there:
-            if link is not None:  # a kill before the link is moved: the next start looks here first
-                self.place.point(f"/{link}", manifest.name, ahead=True)
-            self._commits.pop(manifest.name).commit()
-        for other, name in (links or {}).items():
-            if other != link:
-                self.place.point(f"/{other}", name)
-        if link is not None:
-            self.place.point(f"/{link}", manifest.name)
-        log.debug("published checkpoint %s", self.place.uri(manifest.name))
-
-    def end(self, name: str) -> None:
-        """End a publication, well or not: others may save that name. Twice is fine."""
-        if self._commits.pop(name, None) is not None:
-            log.warning("publishing %s did not end", self.place.uri(name))
-        self.place.let_go(name)
+        return commit
 
     # ── links ────────────────────────────────────────────────────────────────────────────────────────────────────
     def point_latest(self, link: str, name: str) -> None:

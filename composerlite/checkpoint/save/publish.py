@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 
 from composerlite import dist, storage
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, bytes_text, in_line
+from composerlite.checkpoint.place.catalog import Catalog, alone
+from composerlite.checkpoint.record.manifest import Manifest, bytes_text, in_line
 from composerlite.checkpoint.record.naming import (
     DIST_VARIABLES,
     FIRST_RANK,
@@ -104,7 +104,7 @@ class PublishVotes:
     """The votes over one publication of files on several disks, of which a rank of each node sends what its node has.
 
     That it begins, which rank 0 says, and that all have sent their files. Every rank calls :meth:`over`, and then
-    :meth:`publish` or :meth:`stay_out`.
+    publishes or calls :meth:`stay_out`.
     """
 
     begin: dist.Vote
@@ -120,29 +120,6 @@ class PublishVotes:
         """Take no part, on a rank that has nothing to send and need not know how it ends."""
         self.begin.pass_by()
         self.end.pass_by()
-
-    def publish(
-        self,
-        remote: Catalog,
-        manifest: Manifest,
-        files: Sequence[tuple[FileRecord, Path]],
-        *,
-        link: str | None,
-        overwrite: bool,
-    ) -> None:
-        """Do as :meth:`Catalog.publish`, with the ``files`` of this rank's node.
-
-        Raises:
-            RankError: what failed on one of the ranks; on all that publish.
-        """
-        try:
-            is_there: bool = self.begin.run(lambda: None, lambda _: remote.begin(manifest, overwrite=overwrite))
-            self.end.run(
-                lambda: None if is_there else remote.send(files),
-                lambda _: remote.finish(manifest, link=link, is_there=is_there),
-            )
-        finally:
-            remote.end(manifest.name)
 
 
 @final
@@ -217,23 +194,24 @@ class Publisher:
         self.wait(at_most=_MOST_WAITING - 1)
         name = self.name_of(manifest, run_name)
         there = _in_bucket(manifest, name, self.template, run_name)
+        here = _in_bucket(dataclasses.replace(manifest, files=manifest.here), name, self.template, run_name)
         held = _Held(catalog, manifest)
         is_first = dist.get_global_rank() == 0  # what fails on others that share in it fails there, too
-
-        def send() -> None:
-            if votes is None:
-                links = dict(zip(self._links_of_ranks, [record.path for record in there.files], strict=False))
-                self.remote.publish(there, held.paths, link=self.link, links=links, overwrite=overwrite)
-                return
-            here = _in_bucket(dataclasses.replace(manifest, files=manifest.here), name, self.template, run_name).files
-            files = list(zip(here, held.paths, strict=True))
-            votes.publish(self.remote, there, files, link=self.link, overwrite=overwrite)
 
         def attempt() -> Publication:
             began = time.time()
             ended, error, deleted = began, None, list[str]()
             try:
-                send()
+                self.remote.publish(
+                    there,
+                    held.paths,
+                    here=here.files,
+                    link=self.link,
+                    links=dict(zip(self._links_of_ranks, [record.path for record in there.files], strict=False)),
+                    overwrite=overwrite,
+                    begins=alone if votes is None else votes.begin.run,
+                    ends=alone if votes is None else votes.end.run,
+                )
                 ended = time.time()
                 if afterwards is not None:
                     afterwards()
