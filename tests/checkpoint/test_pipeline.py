@@ -160,7 +160,7 @@ def test_a_state_that_grows_is_saved_whole(pipeline: Pipeline, tmp_path: Path) -
 # ── one after the other ──────────────────────────────────────────────────────────────────────────────────────────────
 def test_one_save_at_a_time_in_order(pipeline: Pipeline, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The next one waits, says so in the log, and its report counts the time as blocked."""
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     state = new_state(1, width=8 * WIDE)
     previous = save(pipeline, state, tmp_path)
     for _ in range(20):  # on a busy machine a save may be over before the next begins
