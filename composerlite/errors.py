@@ -35,6 +35,8 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
+from composerlite.other_trainers import way_here
+
 __all__ = [
     "CheckpointError",
     "CheckpointExistsError",
@@ -182,7 +184,8 @@ def raise_all(errors: Sequence[Exception], message: str) -> None:
 def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate ``function`` so that an unknown keyword argument raises :class:`UnknownArgumentError`.
 
-    Python's own message names the unknown argument only; this one names the nearest and lists all.
+    Python's own message names the unknown argument only; this one says what an argument of another trainer is called
+    here, or names the nearest and lists all.
     """
     parameters = inspect.signature(function).parameters.values()
     known = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != "self"]
@@ -192,6 +195,8 @@ def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
         for name in kwargs:
             if name not in known:
                 owner = function.__qualname__.removesuffix(".__init__")
+                if (way := way_here(owner.partition(".")[0], name)) is not None:
+                    raise UnknownArgumentError(f"{owner} has no argument {name!r}: here it is {way}.")
                 raise UnknownArgumentError(f"{owner} has no argument {name!r}.{did_you_mean(name, known)}")
         return function(*args, **kwargs)
 

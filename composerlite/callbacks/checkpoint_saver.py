@@ -189,6 +189,13 @@ class CheckpointSaver(Callback):
                 getattr(self.save_interval, "interval", None),
                 self.folder,
             )
+        keeps_one = self.options.num_checkpoints_to_keep == 1 or self.in_memory or is_never(self.save_interval)
+        if not keeps_one and not self.filename.varies and dist.get_global_rank() == 0:
+            log.warning(
+                "save_filename=%r is the same each time: each save replaces the last, and one checkpoint is kept. To "
+                "keep several, put {epoch} or {batch} into it, as in 'ep{epoch}-ba{batch}-rank{rank}.pt'.",
+                self.filename.filename,
+            )
         if self.options.best_metric is not None:
             check_metric_exists(self.options.best_metric, state, argument="save_best_metric")
         self._last_says = self._last_says or _says(state)  # what was loaded

@@ -20,6 +20,7 @@ from composerlite.config.schema import (
     TrainerArguments,
 )
 from composerlite.errors import ConfigError, did_you_mean
+from composerlite.other_trainers import way_here
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -148,6 +149,8 @@ def _reject_unknown(values: Mapping[Any, Any], known: Iterable[str], path: YamlP
         lines: list[str] = []
         for key in unknown:
             near = did_you_mean(key, known).partition(" Known: ")[0]
+            if not path and (way := way_here("Trainer", key)) is not None:
+                near = f" Here it is {way}."
             lines.append(f"{origin.where((*path, key))}: unknown key {key!r}{inside}.{near}")
         raise ConfigError("\n".join([*lines, f"Known: {', '.join(sorted(known))}."]))
 

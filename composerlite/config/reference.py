@@ -14,11 +14,11 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias, Union, get_args, get_type_hints
+from types import SimpleNamespace, UnionType
+from typing import TYPE_CHECKING, Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from composerlite.config.hints import as_json_schema, in_words
-from composerlite.config.registry import Family, registered
+from composerlite.config.registry import Family, known_classes, registered
 from composerlite.config.schema import OF_THE_FILE, PARTS, EvaluatorArguments, LoaderArguments, TrainerArguments
 
 if TYPE_CHECKING:
@@ -147,14 +147,15 @@ def evaluator_settings() -> list[Setting]:
 
 
 def families() -> dict[Family, list[Named]]:
-    """The classes that have names, by what they are."""
-    return {
-        family: [
-            Named(name, summary(cls), _of_class(cls, leave_out=1 if family == "optimizer" else 0))
-            for name, cls in sorted(registered(family).items())
-        ]
-        for family in get_args(Family)
-    }
+    """The classes of composerlite that have names, by what they are."""
+    return {family: _named(family, registered(family)) for family in get_args(Family)}
+
+
+def _named(family: Family, classes: Mapping[str, type]) -> list[Named]:
+    return [
+        Named(name, summary(cls), _of_class(cls, leave_out=1 if family == "optimizer" else 0))
+        for name, cls in sorted(classes.items())
+    ]
 
 
 def _of_fields(schema: type[DataclassInstance], texts: Mapping[str, str]) -> list[Setting]:
@@ -192,6 +193,11 @@ def _hint(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
     """The type, less what has a name that only type checkers import; ``Any`` if nothing is left."""
     from composerlite import core
 
+    if not isinstance(parameter.annotation, str):  # torch's
+        given = parameter.annotation
+        options = get_args(given) if get_origin(given) in (Union, UnionType) else (given,)
+        plain = [one for one in options if as_json_schema(one)]
+        return Union[tuple(plain)] if plain else Any  # noqa: UP007
     names = {**vars(collections.abc), **{name: getattr(core, name) for name in core.__all__}, "timedelta": timedelta}
     names |= getattr(inspect.unwrap(function), "__globals__", {})
     found: list[Any] = []
@@ -252,6 +258,8 @@ def _lines() -> Iterator[str]:
     yield from _table(evaluator_settings())
     for family, classes in families().items():
         yield f"\n## {_TITLES[family]}"
+        if of_torch := [f"`{name}`" for name in known_classes(family) if name not in registered(family)]:
+            yield f"\nThose of `torch.optim`, with their own arguments: {', '.join(of_torch)}."
         for named in classes:
             yield f"\n### `{named.name}`\n\n{named.summary}"
             if named.settings:
@@ -280,7 +288,7 @@ _REFERENCE: Schema = {"$ref": "#/definitions/interpolation"}
 
 def json_schema() -> Schema:
     """A schema of draft 7, which editors know best."""
-    known = families()
+    known = {family: _named(family, known_classes(family)) for family in get_args(Family)}
     loader, evaluation = loader_settings(), [*loader_settings(), *evaluator_settings()]
     parts: dict[str, Schema] = {
         "model": _component([]),

@@ -14,7 +14,7 @@ from composerlite.config.origin import Origin, dotted
 from composerlite.config.schema import Component
 from composerlite.errors import ConfigError, did_you_mean
 
-__all__ = ["Family", "find", "import_attribute", "registered"]
+__all__ = ["Family", "find", "import_attribute", "known_classes", "registered"]
 
 Family: TypeAlias = Literal["optimizer", "scheduler", "algorithm", "callback", "logger"]
 """The kinds of object that composerlite has names for."""
@@ -59,6 +59,21 @@ def registered(family: Family) -> Mapping[str, type]:
     }
 
 
+@functools.cache
+def known_classes(family: Family) -> Mapping[str, type]:
+    """The classes of ``family`` that have names in YAML: those of composerlite, and the optimizers of ``torch.optim``.
+
+    The latter by their class names in small letters, without LBFGS, which the trainer refuses.
+    """
+    if family != "optimizer":
+        return registered(family)
+    from torch import optim
+
+    classes = [cls for cls in vars(optim).values() if inspect.isclass(cls) and issubclass(cls, optim.Optimizer)]
+    of_torch = {cls.__name__.lower(): cls for cls in classes if cls not in (optim.Optimizer, optim.LBFGS)}
+    return {**dict(sorted(of_torch.items())), **registered(family)}
+
+
 def find(component: Component, family: Family | None, origin: Origin, *, positional: int = 0) -> Callable[..., Any]:
     """What ``component`` names, with its arguments bound; call it with ``positional`` further arguments in front.
 
@@ -82,8 +97,8 @@ def find(component: Component, family: Family | None, origin: Origin, *, positio
             )
     elif family is None:
         raise ConfigError(f"{place}{component.name!r}: want 'module:attr', a class or function in a module of yours.")
-    elif component.name in (known := registered(family)):
-        target = known[component.name]
+    elif (name := _spelled(component.name, family)) in (known := known_classes(family)):
+        target = known[name]
     else:
         raise ConfigError(
             f"{place}there is no {family} {component.name!r}.{did_you_mean(component.name, known)} Something of your "
@@ -116,6 +131,11 @@ def import_attribute(name: str) -> Any:
             raise ConfigError(f"{name!r}: {module_name!r} has no {part!r}.{did_you_mean(part, public)}")
         value = getattr(value, part)
     return value
+
+
+def _spelled(name: str, family: Family) -> str:
+    """The name as it is registered: optimizers may be written as their classes, ``AdamW``."""
+    return name.lower() if family == "optimizer" else name
 
 
 def _snake_case(class_name: str) -> str:

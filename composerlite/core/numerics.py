@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from composerlite.errors import ConfigError
+from composerlite.other_trainers import way_here
 
 if TYPE_CHECKING:
     from composerlite.devices import Device
@@ -112,6 +113,8 @@ class Precision(StrEnum):
     def _missing_(cls, value: object) -> Precision:
         found = next((p for p in cls if str(value).lower() == p.value), None)
         if found is None:
+            if (way := way_here("Precision", str(value))) is not None:
+                raise ConfigError(f"precision={value!r} does not exist: here it is precision={way}.")
             raise ConfigError(f"precision={value!r} does not exist. Known: {', '.join(cls)}.")
         return found
 

@@ -31,7 +31,6 @@ from composerlite.core import (
     Time,
     TimeInput,
     TimeUnit,
-    ensure_evaluator,
     lost_parameters,
 )
 from composerlite.devices import Device
@@ -39,7 +38,7 @@ from composerlite.errors import ConfigError, naming
 from composerlite.loggers import ConsoleLogger, ProgressBarLogger
 from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler, DecoupledSGDW, compile_composer_scheduler
-from composerlite.trainer.checks import as_list, is_several
+from composerlite.trainer.checks import as_list, check_callbacks, check_data, is_several
 from composerlite.types import Batch
 
 if TYPE_CHECKING:
@@ -176,16 +175,24 @@ def build_evaluators(
 ) -> list[Evaluator]:
     """The evaluators, with the trainer's settings where they have none of their own.
 
+    Loaders without a label are ``'eval'``, ``'eval_1'``, ``'eval_2'``, … in their order.
+
     Raises:
-        ConfigError: two of one label.
+        ConfigError: two of one label, or one with no data.
     """
     if eval_dataloader is None or eval_dataloader == []:
         return []
     given: Any = eval_dataloader if is_several(eval_dataloader) else [eval_dataloader]
+    taken = {one.label for one in given if isinstance(one, Evaluator)}
+    free = (label for label in ("eval", *(f"eval_{i}" for i in range(1, len(given) + 1))) if label not in taken)
     evaluators = [  # copies: the user's own may be passed again, to a trainer with other settings
-        copy.copy(ensure_evaluator(e)).with_defaults(subset_num_batches=subset_num_batches, eval_interval=eval_interval)
-        for e in given
+        (copy.copy(one) if isinstance(one, Evaluator) else Evaluator(label=next(free), dataloader=one)).with_defaults(
+            subset_num_batches=subset_num_batches, eval_interval=eval_interval
+        )
+        for one in given
     ]
+    for evaluator in evaluators:
+        check_data(evaluator.dataloader, argument=f"eval_dataloader {evaluator.label!r}")
     labels = [evaluator.label for evaluator in evaluators]
     if doubled := sorted({label for label in labels if labels.count(label) > 1}):
         raise ConfigError(
@@ -202,12 +209,21 @@ def limited(evaluator: Evaluator, subset_num_batches: int) -> Evaluator:
 
 
 def eval_metrics(model: ComposerModel, evaluator: Evaluator, device: Device) -> dict[str, Any]:
-    """The model's metrics that ``evaluator`` asks for, its own copies, on ``device``.
+    """The model's metrics that ``evaluator`` asks for, its own copies, on ``device``, and the model's loss.
+
+    The loss is computed from what ``eval_forward`` gives: by default where that is what ``forward`` gives, else where
+    the evaluator names it.
 
     Raises:
         ConfigError: it asks for one that the model has not.
     """
-    available = model.get_metrics(is_train=False)
+    from composerlite.trainer.eval_loss import NAME, EvalLoss  # torchmetrics takes long to import
+
+    available: dict[str, Any] = dict(model.get_metrics(is_train=False))
+    is_named = evaluator.metric_names is not None and NAME in evaluator.metric_names
+    if NAME not in available and (is_named or type(model).eval_forward is ComposerModel.eval_forward):
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # which has no float64
+        available = {NAME: EvalLoss(is_asked_for=is_named, dtype=dtype), **available}
     if evaluator.metric_names is None:
         chosen = available
     else:
@@ -249,6 +265,7 @@ def build_parts(
     algorithms: list[Algorithm] = as_list(arguments["algorithms"], Algorithm, argument="algorithms")
     callbacks: list[Callback] = as_list(arguments["callbacks"], Callback, argument="callbacks")
     loggers: list[LoggerDestination] = as_list(arguments["loggers"], LoggerDestination, argument="loggers")
+    check_callbacks([*callbacks, *loggers])
     loggers += _output_loggers(arguments)
     if (profiler := arguments["profiler"]) is not None:
         callbacks[:0] = _profiling(profiler)  # first: it sees what the other callbacks do

@@ -16,25 +16,33 @@ from torch.utils.data import DataLoader
 from composerlite.core import (
     MAX_SEED,
     AlgorithmPass,
+    Callback,
     DataSpec,
     Evaluator,
+    LoggerDestination,
     SchedulePredicate,
     TimeInput,
     create_interval_scheduler,
 )
-from composerlite.errors import ConfigError, UnknownArgumentError, did_you_mean, naming
+from composerlite.core.data import length_of
+from composerlite.errors import ConfigError, TrainingError, UnknownArgumentError, did_you_mean, naming
 from composerlite.models import ComposerModel
+from composerlite.other_trainers import way_here
 
 __all__ = [
     "Arguments",
     "FitSettings",
     "as_list",
+    "check_callbacks",
     "check_compile_config",
+    "check_data",
     "check_flags",
     "check_interval",
     "check_log_level",
+    "check_loss",
     "check_model",
     "check_names",
+    "check_own_files",
     "check_passes",
     "check_ratio",
     "check_seed",
@@ -107,6 +115,94 @@ def is_several(eval_dataloader: Any) -> bool:
     """Return whether a list of what to evaluate on was passed, rather than a list of batches."""
     kinds = (Evaluator, DataSpec, DataLoader)
     return isinstance(eval_dataloader, list | tuple) and any(isinstance(item, kinds) for item in eval_dataloader)
+
+
+def check_callbacks(callbacks: Iterable[Callback]) -> None:
+    """Check that ``callbacks`` have no method of another trainer's, which nothing would call.
+
+    One that also has the method of this trainer may be meant for both.
+
+    Raises:
+        ConfigError: one has such a method; the message says what it is called here.
+    """
+    for callback in callbacks:
+        kind = type(callback)
+        for name in (name for name in dir(kind) if name.startswith("on_")):
+            way = way_here("Callback", name)
+            if way is None or getattr(kind, way) is not getattr(Callback, way):
+                continue
+            if kind.run_event is Callback.run_event:
+                arguments = _ARGUMENTS.get(way, "self, state, logger")
+                raise ConfigError(
+                    f"{kind.__name__} has a method {name!r}, which nothing calls: here it is {way}({arguments})."
+                )
+
+
+_ARGUMENTS = {"state_dict": "self", "load_state_dict": "self, state_dict"}
+
+
+def check_data(spec: DataSpec, *, argument: str) -> None:
+    """Check that there is something in ``spec``, as far as that is known before it is iterated over.
+
+    Raises:
+        ConfigError: the data set is empty, or no batch of it is full where only full ones are taken.
+    """
+    loader: Any = spec.dataloader
+    if not isinstance(loader, DataLoader):
+        return
+    if length_of(loader.dataset) == 0:
+        raise ConfigError(
+            f"{argument}: the data set {type(loader.dataset).__name__} is empty: its length is 0. Check the path and "
+            "the filter that it is made with."
+        )
+    if loader.drop_last and loader.batch_size is not None and length_of(loader) == 0:
+        raise ConfigError(
+            f"{argument}: {length_of(loader.dataset)} samples make no batch of {loader.batch_size}, and drop_last=True "
+            "leaves out smaller ones. Pass a smaller batch_size, or drop_last=False."
+        )
+
+
+def check_loss(loss: object, total: object) -> None:
+    """Check that ``total``, what ``model.loss`` gave or the sum of it, can be trained on. Called where that failed.
+
+    Raises:
+        TrainingError: it is no scalar, or has no gradient.
+    """
+    if not isinstance(total, torch.Tensor):
+        hint = " .item() takes a number out of the graph." if isinstance(total, int | float) else ""
+        raise TrainingError(
+            f"model.loss returned {type(loss).__name__}: want a tensor, a sequence of tensors, or a dict of tensors."
+            f"{hint}"
+        )
+    if total.numel() != 1:
+        raise TrainingError(
+            f"model.loss returned a tensor of shape {list(total.shape)}: want a scalar. Take the mean over the "
+            "samples: loss.mean(), or reduction='mean' of the loss function."
+        )
+    if not total.requires_grad:
+        raise TrainingError(
+            "model.loss returned a tensor that has no gradient: nothing can be learned from it. Look in forward and "
+            "loss for detach(), item(), argmax() or torch.no_grad(), and for parameters that all have "
+            "requires_grad=False."
+        )
+
+
+def check_own_files(loggers: Iterable[LoggerDestination]) -> None:
+    """Check that each of ``loggers`` has a place of its own, where it knows one. Called after ``INIT``.
+
+    Raises:
+        ConfigError: two write one file.
+    """
+    owners: dict[str, LoggerDestination] = {}
+    for logger in loggers:
+        if logger.place is None:
+            continue
+        other = owners.setdefault(logger.place, logger)
+        if other is not logger:
+            raise ConfigError(
+                f"loggers: {type(other).__name__} and {type(logger).__name__} both write {logger.place!r}. Give each a "
+                "filename of its own."
+            )
 
 
 def check_model(model: nn.Module) -> ComposerModel:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -27,10 +27,15 @@ from composerlite.core import (
 )
 from composerlite.devices import rng
 from composerlite.errors import ConfigError
+from composerlite.trainer.checks import check_loss
 from composerlite.trainer.data.dataloading import EvaluationBatches, batches_per_epoch
 from composerlite.trainer.data.position import put_back
 from composerlite.trainer.ranks.communicator import Ranks
+from composerlite.trainer.step import total_loss
 from composerlite.types import Batch
+
+if TYPE_CHECKING:
+    from composerlite.trainer.eval_loss import EvalLoss
 
 log = logging.getLogger(__name__)
 
@@ -159,9 +164,12 @@ class Evaluation:
 
     def _evaluate(self, evaluator: Evaluator, *, may_stop: bool) -> None:
         state, engine, ranks = self._state, self._engine, self._ranks
+        from composerlite.trainer.eval_loss import NAME, EvalLoss  # torchmetrics takes long to import
+
         model: Any = state.model
         spec = evaluator.dataloader
         metrics = state.eval_metrics.get(evaluator.label, {})
+        losses = one if isinstance(one := metrics.get(NAME), EvalLoss) else None
         for metric in metrics.values():
             metric.reset()
         limit = -1 if evaluator.subset_num_batches is None else evaluator.subset_num_batches
@@ -188,7 +196,10 @@ class Evaluation:
                 if is_padding or number >= len(parts) or not ranks.parallel.counts:
                     continue
                 for metric in metrics.values():
-                    model.update_metric(state.batch, state.outputs, metric)
+                    if losses is not None and metric is losses:
+                        metric.update(self._loss(losses), spec.get_num_samples_in_batch(part))
+                    else:
+                        model.update_metric(state.batch, state.outputs, metric)
             state.batch = whole
             elapsed = timedelta(seconds=time.perf_counter() - start)
             state.eval_timestamp = state.eval_timestamp.to_next_batch(*counted, elapsed)
@@ -229,6 +240,22 @@ class Evaluation:
         with get_precision_context(state.precision, state.device):
             state.outputs = model.eval_forward(state.batch)
         self._engine.run_event(after)
+
+    def _loss(self, losses: EvalLoss) -> torch.Tensor | None:
+        """Return the loss of ``state.outputs``; ``None`` where it cannot be computed and nobody has asked for it."""
+        state = self._state
+        model: Any = state.model
+        try:
+            with get_precision_context(state.precision, state.device):
+                total = total_loss(model.loss(state.outputs, state.batch))[0]
+            if total.numel() != 1:
+                check_loss(total, total)
+        except Exception as e:
+            if losses.is_asked_for:
+                raise
+            losses.give_up(e)
+            return None
+        return total.detach().reshape(())
 
     def _batches(self, spec: DataSpec, limit: int) -> Iterator[tuple[Batch, bool, tuple[int, int]]]:
         """Each batch of this rank, whether it is padding, and the samples and tokens of all ranks in it.

@@ -23,12 +23,13 @@ from composerlite.core import (
     split_batch,
 )
 from composerlite.errors import TrainingError
+from composerlite.trainer.checks import check_loss
 from composerlite.trainer.ranks.communicator import Ranks
 from composerlite.trainer.ranks.parallel import Parallel
 from composerlite.trainer.rollback import BatchRollback
 from composerlite.types import Batch
 
-__all__ = ["TrainStep"]
+__all__ = ["TrainStep", "total_loss"]
 
 log = logging.getLogger(__name__)
 
@@ -271,17 +272,21 @@ class TrainStep:
         if type(total) is torch.Tensor:
             state.total_loss_dict = {"loss/train/total": total.detach()}
         else:
-            total, state.total_loss_dict = _total_loss(total)
+            total, state.total_loss_dict = total_loss(total)
         for handler in on[Event.BEFORE_BACKWARD]:
             handler(state, logger)
         if weight is not None:
             total = total * weight
         if state.scaler is not None:
             total = state.scaler.scale(total)
-        if self._is_alone:
-            total.backward()
-        else:
-            self._parallel.backward(total)
+        try:
+            if self._is_alone:
+                total.backward()
+            else:
+                self._parallel.backward(total)
+        except RuntimeError:
+            check_loss(state.loss, total)
+            raise
         for handler in on[Event.AFTER_BACKWARD]:
             handler(state, logger)
 
@@ -310,20 +315,24 @@ def _in_precision(state: State, function: Callable[..., Any]) -> Callable[..., A
     return run
 
 
-def _total_loss(loss: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return what to call ``backward`` on, and all losses by logged name."""
+def total_loss(loss: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return what to call ``backward`` on, and all losses by logged name.
+
+    Raises:
+        TrainingError: ``loss`` is neither a tensor nor several.
+    """
     if isinstance(loss, torch.Tensor):
         return loss, {"loss/train/total": loss.detach()}
     if isinstance(loss, Mapping):
         named: dict[str, torch.Tensor] = dict(loss)
-        total = named.pop("total") if "total" in named else sum(named.values())
+        total: Any = named.pop("total") if "total" in named else sum(named.values())
     elif isinstance(loss, Sequence) and loss:
         named = {f"loss{index}": value for index, value in enumerate(loss)}
         total = sum(named.values())
     else:
-        raise TrainingError(
-            f"model.loss returned {type(loss).__name__}: want a tensor, a sequence of tensors, or a dict of tensors."
-        )
+        named, total = {}, loss
+    if not isinstance(total, torch.Tensor):
+        check_loss(loss, total)
     assert isinstance(total, torch.Tensor)
     logged = {f"loss/train/{name}": value.detach() for name, value in named.items()}
     return total, {"loss/train/total": total.detach(), **logged}

@@ -63,7 +63,7 @@ __all__ = ["Trainer"]
 log = logging.getLogger(__name__)
 
 Loader = Iterable[Batch] | DataSpec | Mapping[str, Any]
-EvalLoader = Loader | Evaluator | Sequence[Evaluator]
+EvalLoader = Loader | Evaluator | Sequence[Evaluator | Loader]
 Schedulers = ComposerScheduler | LRScheduler | Sequence[ComposerScheduler | LRScheduler]
 
 
@@ -92,7 +92,8 @@ class Trainer:
         scale_schedule_ratio: scales ``max_duration`` and Composer schedules.
         step_schedulers_every_batch: whether schedulers step each batch, as Composer's do by default, or each epoch, as
             torch's do.
-        eval_dataloader: a loader, or an :class:`Evaluator`, or several of these.
+        eval_dataloader: a loader, or an :class:`Evaluator`, or a list of these. Loaders without a label are ``eval``,
+            ``eval_1``, ``eval_2``, … in logs.
         eval_interval: when to evaluate: a number of epochs, a time string or a function ``(state, event) -> bool``.
         eval_subset_num_batches: batches per evaluation; -1 for all.
         callbacks: take part in training. loggers: where metrics go.
@@ -286,6 +287,7 @@ class Trainer:
         self._train_spec: DataSpec | None = None
         try:
             self.engine.run_event(Event.INIT)
+            checks.check_own_files(user_loggers)
             if train_dataloader is not None:
                 self._set_train_data(train_dataloader)
             self._evaluators(eval_dataloader)
@@ -599,6 +601,7 @@ class Trainer:
         What was loaded is the position in the data of the last call of ``fit`` that the checkpoint knows of.
         """
         before, self._train_spec = self._train_spec, ensure_data_spec(train_dataloader)
+        checks.check_data(self._train_spec, argument="train_dataloader")
         if before is None or not is_same_data(before, self._train_spec):
             self._forget_position()
             if self._fits >= max(1, len(self.state.fit_starts)):

@@ -125,6 +125,12 @@ def test_all_unknown_keys_are_told_at_once(write: Write) -> None:
     assert message.count("Known: ") == 1
 
 
+def test_a_key_of_another_trainer_is_told_by_its_name_here(write: Write) -> None:
+    """As the Trainer tells it in Python."""
+    file = write(GOOD + "max_epochs: 3\n")
+    assert f"run.yaml:{NEXT_LINE}: unknown key 'max_epochs'. Here it is max_duration='90ep'." in message_of(file)
+
+
 def test_an_unknown_key_of_a_loader_is_told_with_its_line(write: Write) -> None:
     """Nested keys are checked as the top level is."""
     message = message_of(write(GOOD.replace("  shuffle: true", "  shufle: true")))

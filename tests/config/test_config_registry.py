@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 
 from composerlite import algorithms, callbacks, loggers, optim
 from composerlite.config import build_trainer, load_config
-from composerlite.config.registry import Family, registered
+from composerlite.config.origin import Origin
+from composerlite.config.registry import Family, find, registered
+from composerlite.config.schema import Component
 from composerlite.errors import ConfigError
 
 WriteRun = Callable[..., Path]
@@ -124,3 +127,15 @@ def test_a_value_that_a_class_refuses_is_told_with_its_place(write_run: WriteRun
         file.read_text() + "algorithms:\n  gradient_clipping:\n    {clipping_type: x, clipping_threshold: 1}\n"
     )
     assert message_of(file).startswith(f"{file}:8: algorithms.gradient_clipping: ")
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "AdamW", "rmsprop", "RAdam"])
+def test_optimizers_of_torch_have_names(name: str) -> None:
+    """Any of ``torch.optim``, in small letters or as the class is written, with the class's own arguments."""
+    origin = Origin((Path("run.yaml"),), {}, {}, {})
+    make = find(Component(name, {"lr": 0.25}, ("optimizer",)), "optimizer", origin, positional=1)
+    optimizer = make([torch.nn.Parameter(torch.zeros(1))])
+    assert type(optimizer).__name__.lower() == name.lower()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    with pytest.raises(ConfigError, match=f"{name!r} has no argument 'learning_rate'"):
+        find(Component(name, {"learning_rate": 0.1}, ("optimizer",)), "optimizer", origin, positional=1)

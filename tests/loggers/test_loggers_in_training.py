@@ -67,7 +67,7 @@ def test_output_where_there_is_no_terminal(capsys):
         r"\[train\] epoch 1/2, batch 5/10: loss \S+, lr 0.1, \S+ batches/s, 0:0\d left, MulticlassAccuracy \S+",
         lines[0],
     )
-    assert re.fullmatch(r"\[eval\] batch 5: MulticlassAccuracy \S+, CrossEntropy \S+", lines[1])
+    assert re.fullmatch(r"\[eval\] batch 5: loss \S+, MulticlassAccuracy \S+, CrossEntropy \S+", lines[1])
 
 
 def test_an_error_leaves_the_terminal_clean(monkeypatch):

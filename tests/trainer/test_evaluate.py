@@ -114,6 +114,7 @@ def test_each_evaluator_has_its_own_interval_data_and_metrics() -> None:
         "metrics/often/accuracy",
         "metrics/seldom/top2_accuracy",
         "metrics/short/accuracy",
+        "metrics/short/loss",
         "metrics/short/top2_accuracy",
     }
     assert logged.most_recent_values["metrics/short/accuracy"] == pytest.approx(expected)
@@ -153,6 +154,87 @@ def test_evaluation_in_microbatches_computes_the_same(size: int) -> None:
     assert trainer.state.eval_metric_values["accuracy"] == pytest.approx(expected)
     assert max(sizes) == min(size, 4)
     assert sum(sizes) == 10
+
+
+def test_the_loss_of_evaluation_needs_no_metric() -> None:
+    """It is ``model.loss``, averaged over all samples, those of a short last batch included; training has no part."""
+    logged = InMemoryLogger()
+    with build(dropout=0.5, eval_dataloader=held_out(10), loggers=logged) as trainer:
+        trainer.fit()
+        model: Any = trainer.state.model.eval()
+        every = [torch.cat(parts) for parts in zip(*held_out(10), strict=True)]
+        expected = model.loss(model(every), every).item()
+    assert trainer.state.eval_metric_values["loss"] == pytest.approx(expected, rel=1e-6)
+    assert [value for _, value in logged.data["metrics/eval/loss"]][-1] == trainer.state.eval_metric_values["loss"]
+
+
+def test_the_loss_of_evaluation_is_the_sum_that_is_trained_on() -> None:
+    """Of several losses it is ``total``, or their sum."""
+
+    class Several(Net):
+        def loss(self, outputs: Any, batch: Any) -> Any:
+            one = super().loss(outputs, batch)
+            return {"a": one, "b": 2 * one}
+
+    model, plain = Several(), Net()
+    plain.load_state_dict(model.state_dict())
+    with build(model=model, eval_dataloader=held_out(8)) as trainer:
+        trainer.eval()
+        value = trainer.state.eval_metric_values["loss"]
+    with build(model=plain, eval_dataloader=held_out(8)) as trainer:
+        trainer.eval()
+        assert value == pytest.approx(3 * trainer.state.eval_metric_values["loss"])
+
+
+def test_a_loss_that_evaluation_cannot_compute_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """With one warning; where an evaluator has asked for it, it is an error."""
+
+    class ForTraining(Measured):
+        def loss(self, outputs: Any, batch: Any) -> Any:
+            if not self.training:
+                raise KeyError("labels")
+            return super().loss(outputs, batch)
+
+    with build(model=ForTraining(), eval_dataloader=held_out(8)) as trainer:
+        trainer.fit()
+        assert "loss" not in trainer.state.eval_metric_values
+        assert "accuracy" in trainer.state.eval_metric_values
+    warnings = [r.getMessage() for r in caplog.records if "evaluation has no loss" in r.getMessage()]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(
+        "evaluation has no loss: model.loss of what eval_forward gave raised KeyError: 'labels'"
+    )
+    asked = Evaluator(label="eval", dataloader=held_out(8), metric_names=["loss"])
+    with build(model=ForTraining(), eval_dataloader=asked) as trainer, pytest.raises(KeyError):
+        trainer.eval()
+
+
+def test_a_model_with_an_eval_forward_of_its_own_has_a_loss_where_it_is_asked_for() -> None:
+    """Nobody knows whether ``loss`` takes what that gives: a number that means nothing is worse than none."""
+
+    class Probabilities(Measured):
+        def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+            return super().eval_forward(batch, outputs).softmax(1)
+
+    with build(model=Probabilities(), eval_dataloader=held_out(8)) as trainer:
+        trainer.eval()
+        assert "loss" not in trainer.state.eval_metric_values
+        trainer.eval(Evaluator(label="asked", dataloader=held_out(8), metric_names=["loss"]))
+        assert "loss" in trainer.state.eval_metric_values
+
+
+def test_several_loaders_are_a_plain_list() -> None:
+    """Their labels are made: ``eval``, ``eval_1``, …; a label that an evaluator has is not given again."""
+    logged = InMemoryLogger()
+    named = Evaluator(label="eval_1", dataloader=held_out(12))
+    with build(eval_dataloader=[held_out(8), named, held_out(4)], loggers=logged) as trainer:
+        trainer.eval()
+        assert [evaluator.label for evaluator in trainer.state.evaluators] == ["eval", "eval_1", "eval_2"]
+    assert {name for name in logged.data if name.startswith("metrics/")} == {
+        "metrics/eval/loss",
+        "metrics/eval_1/loss",
+        "metrics/eval_2/loss",
+    }
 
 
 def test_train_metrics_are_computed_at_the_end_of_each_epoch() -> None:
@@ -320,12 +402,10 @@ def test_predict_can_be_limited() -> None:
 
 # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_doubled_labels_are_an_error() -> None:
-    """Their metrics would be told apart by nothing. Two bare loaders are both named 'eval'."""
+    """Their metrics would be told apart by nothing."""
     twice = [Evaluator(label="a", dataloader=held_out()), Evaluator(label="a", dataloader=held_out())]
     with pytest.raises(ConfigError, match="several evaluators have the label a"):
         build(eval_dataloader=twice)
-    with pytest.raises(ConfigError, match="several evaluators have the label eval"):
-        build(eval_dataloader=[loader(), loader()])
 
 
 def test_a_metric_that_does_not_exist_is_an_error() -> None:

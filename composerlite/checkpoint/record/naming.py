@@ -243,6 +243,11 @@ class PartialFilePath:
         self.filename = str(filename)
         self.folder = None if folder is None else str(folder)
 
+    @property
+    def varies(self) -> bool:
+        """Tell whether the name changes as training advances."""
+        return any(name in TIME_VARIABLES for _, name, _, _ in string.Formatter().parse(self.filename))
+
     def format(self, state: NamedState) -> str:
         """The path for ``state`` as it stands."""
         template = self.filename if self.folder is None else str(Path(self.folder) / self.filename)
