@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar, cast, final
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from composerlite.core import (
@@ -21,6 +22,7 @@ from composerlite.core import (
     Evaluator,
     LoggerDestination,
     SchedulePredicate,
+    State,
     TimeInput,
     create_interval_scheduler,
 )
@@ -44,6 +46,7 @@ __all__ = [
     "check_names",
     "check_own_files",
     "check_passes",
+    "check_plateau",
     "check_ratio",
     "check_seed",
     "check_subset",
@@ -311,6 +314,32 @@ def check_passes(value: AlgorithmPass | Sequence[AlgorithmPass] | None) -> list[
         if not callable(one):
             raise ConfigError(f"algorithm_passes: {one!r} is not a function (algorithms, event) -> algorithms.")
     return passes  # type: ignore[return-value]
+
+
+def check_plateau(state: State) -> None:
+    """Check that a ``ReduceLROnPlateau`` has a metric to follow, and the learning rate to itself.
+
+    Raises:
+        ConfigError: nothing is evaluated, its loss is not computed, or another scheduler would undo its steps.
+    """
+    if not any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in state.schedulers):
+        return
+    if not state.evaluators:
+        raise ConfigError(
+            "schedulers: ReduceLROnPlateau follows the loss of the first evaluator, and there is none. Pass "
+            "eval_dataloader."
+        )
+    label = state.evaluators[0].label
+    if "loss" not in state.eval_metrics.get(label, {}):
+        raise ConfigError(
+            f"schedulers: ReduceLROnPlateau follows the loss of the evaluator {label!r}, which does not compute it. "
+            f"Pass Evaluator(label={label!r}, metric_names=['loss', …])."
+        )
+    if any(isinstance(scheduler, LambdaLR) for scheduler in state.schedulers):
+        raise ConfigError(
+            "schedulers: ReduceLROnPlateau and a schedule that sets the learning rate at each step contradict each "
+            "other: the second would undo what the first has done. Pass one of them."
+        )
 
 
 def check_log_level(value: str) -> str:

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from composerlite.core import (
     DataSpec,
@@ -26,7 +27,7 @@ from composerlite.core import (
     move_to_device,
 )
 from composerlite.devices import rng
-from composerlite.errors import ConfigError
+from composerlite.errors import ConfigError, TrainingError
 from composerlite.trainer.checks import check_loss
 from composerlite.trainer.data.dataloading import EvaluationBatches, batches_per_epoch
 from composerlite.trainer.data.position import put_back
@@ -94,6 +95,8 @@ class Evaluation:
         state.interruption.evaluation = event, tuple(left)
 
         def done(evaluator: Evaluator) -> None:
+            if evaluator.label == state.evaluators[0].label:
+                self._step_plateau_schedulers()
             left.remove(evaluator.label)
             state.evaluated_at[evaluator.label] = batch
             state.interruption.evaluation = event, tuple(left)
@@ -104,6 +107,18 @@ class Evaluation:
             except EvaluationAbandonedError:
                 return
         state.interruption.evaluation = None
+
+    def _step_plateau_schedulers(self) -> None:
+        """Step the schedulers that follow the loss of the first evaluator, which was measured now."""
+        state = self._state
+        for scheduler in state.schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                if "loss" not in state.eval_metric_values:
+                    raise TrainingError(
+                        "ReduceLROnPlateau follows the loss of evaluation, which could not be computed: see the "
+                        "warning in the log."
+                    )
+                scheduler.step(state.eval_metric_values["loss"])
 
     def run(
         self,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from composerlite.core import (
     BatchAbandonedError,
@@ -242,8 +243,7 @@ def _batch(loop: Loop, batch: Batch, clock: int, own: tuple[int, int], counted: 
     state.previous_timestamp = state.timestamp
     state.timestamp = state.timestamp.after_batch(counted.samples, counted.tokens, now - clock)
     if loop.step_schedulers_every_batch:  # they look at the timestamp: the rate of the next batch is that of now
-        for scheduler in state.schedulers:
-            scheduler.step()
+        _step_schedulers(state)
     if loop.logs:
         _log_batch(loop, share)
     for handler in on[Event.BATCH_END]:
@@ -265,12 +265,18 @@ def _end_epoch(loop: Loop) -> None:
     state.previous_timestamp = state.timestamp
     state.timestamp = state.timestamp.to_next_epoch()
     if not loop.step_schedulers_every_batch:
-        for scheduler in state.schedulers:
-            scheduler.step()
+        _step_schedulers(state)
     engine.run_event(Event.EPOCH_END)
     loop.evaluation.run_due(Event.EPOCH_END)
     _checkpoint(loop, Event.EPOCH_CHECKPOINT)
     _end_iteration_if_due(loop)
+
+
+def _step_schedulers(state: State) -> None:
+    """Step all but those that follow a metric, which step when it was measured."""
+    for scheduler in state.schedulers:
+        if not isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step()
 
 
 def _end_iteration_if_due(loop: Loop) -> None:

@@ -97,7 +97,11 @@ def result(state: State, savers: Sequence[CheckpointSaver], losses: Mapping[str,
     if not trained:
         path = "" if state.load_path is None else f": checkpoint {state.load_path}"
         return f"run {state.run_name} had ended before at {_place(state)}{path}"
-    parts = shown({**losses, **{f"metrics/eval/{name}": value for name, value in state.eval_metric_values.items()}})
+    measured = {
+        "eval loss" if name == "loss" else f"metrics/eval/{name}": value
+        for name, value in state.eval_metric_values.items()
+    }
+    parts = shown({**losses, **measured})
     parts += [f"last checkpoint {path}" for saver in savers[:1] for path in saver.saved_checkpoints[-1:]]
     return f"run {state.run_name} ended at {_place(state)}{': ' if parts else ''}{', '.join(parts)}"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from composerlite import dist
 from composerlite._torch_compat import mark_as_stepped
@@ -88,7 +88,8 @@ class Trainer:
             ``'36h'``) or a :class:`Time`.
         algorithms: changes to training. algorithm_passes: reorder them.
         optimizers: the optimizer; ``DecoupledSGDW(lr=0.1)`` with a warning if none is given.
-        schedulers: learning rate schedules, Composer's or torch's.
+        schedulers: learning rate schedules, Composer's or torch's. A ``ReduceLROnPlateau`` follows the loss of the
+            first evaluator, and steps each time it is measured.
         scale_schedule_ratio: scales ``max_duration`` and Composer schedules.
         step_schedulers_every_batch: whether schedulers step each batch, as Composer's do by default, or each epoch, as
             torch's do.
@@ -392,6 +393,7 @@ class Trainer:
         if schedulers is not None or scale_schedule_ratio is not None or len(state.schedulers) < len(self._schedulers):
             self._build_schedulers(keep_rates=begun_before)
 
+        checks.check_plateau(state)
         self._use_train_data(self._train_spec)
         if not self._has_told_start:
             messages.tell_start(state, self._savers, self.logger.destinations, autoresume=self._autoresume)
@@ -656,7 +658,7 @@ class Trainer:
     def _schedulers_step_every_batch(self) -> bool:
         if self._settings.step_schedulers_every_batch is not None:
             return self._settings.step_schedulers_every_batch
-        return not any(isinstance(scheduler, LRScheduler) for scheduler in self._schedulers)
+        return not any(isinstance(s, LRScheduler) and not isinstance(s, ReduceLROnPlateau) for s in self._schedulers)
 
 
 def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:

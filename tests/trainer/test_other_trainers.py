@@ -260,3 +260,54 @@ def test_a_name_that_is_always_the_same_is_told_with_what_follows(
         "keep several, put {epoch} or {batch} into it, as in 'ep{epoch}-ba{batch}-rank{rank}.pt'."
     ]
     assert (tmp_path / "c" / "model.pt").is_file()
+
+
+# ── ReduceLROnPlateau ────────────────────────────────────────────────────────────────────────────────────────────────
+def plateau_run(**arguments: Any) -> Any:
+    """A run whose learning rate is halved at each evaluation that is not better by far."""
+    torch.manual_seed(5)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1, threshold=0.2)
+    return build(
+        model=model, optimizers=optimizer, schedulers=scheduler, eval_dataloader=[loader(8), loader(4)], **arguments
+    )
+
+
+def test_reduce_lr_on_plateau_follows_the_loss_of_the_first_evaluator() -> None:
+    """It steps once for each evaluation within training, with that loss; ``Trainer.eval`` is none of them."""
+    with plateau_run(max_duration="6ep") as trainer:
+        trainer.eval()
+        trainer.fit()
+        scheduler = trainer.state.schedulers[0]
+        assert scheduler.last_epoch == 6
+        assert trainer.state.optimizers[0].param_groups[0]["lr"] == 0.5 * 0.5**2
+
+
+def test_reduce_lr_on_plateau_is_resumed_exactly(tmp_path: Path) -> None:
+    """What it has seen and what it has done are in the checkpoint."""
+    with plateau_run(max_duration="6ep") as whole:
+        whole.fit()
+    with plateau_run(max_duration="3ep", save_folder=tmp_path, run_name="plateau") as first:
+        first.fit()
+    with plateau_run(max_duration="6ep", save_folder=tmp_path, run_name="plateau", autoresume=True) as second:
+        assert int(second.state.timestamp.epoch) == 3
+        second.fit()
+    assert second.state.schedulers[0].state_dict() == whole.state.schedulers[0].state_dict()
+    assert second.state.optimizers[0].param_groups[0]["lr"] == whole.state.optimizers[0].param_groups[0]["lr"]
+    for name, value in whole.state.model.state_dict().items():
+        assert torch.equal(second.state.model.state_dict()[name], value)
+
+
+def test_reduce_lr_on_plateau_without_evaluation_is_told_before_training() -> None:
+    """There would be nothing to follow."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with build(model=model, optimizers=optimizer, schedulers=scheduler) as trainer:
+        with pytest.raises(ConfigError) as error:
+            trainer.fit()
+        assert first_line(error) == (
+            "schedulers: ReduceLROnPlateau follows the loss of the first evaluator, and there is none. Pass "
+            "eval_dataloader."
+        )
