@@ -26,6 +26,7 @@ from composerlite.core import (
     interval_of,
     is_never,
     is_of_one_rank,
+    note_not_finite,
     time_of,
 )
 from composerlite.errors import CheckpointError, checked_arguments
@@ -291,6 +292,9 @@ class CheckpointSaver(Callback):
         self._last_says = _says(state)
         if isinstance(self.save_interval, AutoInterval):
             self.save_interval.save_began(state)
+        if any(isinstance(loss, torch.Tensor) for loss in state.total_loss_dict.values()):  # no logger has read it
+            losses = {name: float(loss) for name, loss in state.total_loss_dict.items()}
+            state.not_finite = note_not_finite(state, dist.get_group().broadcast(losses))
         with self.saver.gathering(state, ephemeral=ephemeral) as held:
             held.update(self._held(state))
         metrics, lazy = self._measured.now(state), self._may_copy_late(state)

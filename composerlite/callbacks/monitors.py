@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from composerlite import dist
-from composerlite.core import Callback, by_class
+from composerlite.core import Callback, by_class, note_not_finite
 from composerlite.errors import ConfigError, TrainingError, checked_arguments, did_you_mean
 
 if TYPE_CHECKING:
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from composerlite.devices import Device
 
 __all__ = ["LRMonitor", "MemoryMonitor", "NaNMonitor", "OptimizerMonitor"]
+
+
+_ALL = "l2_norm/grad/global"
 
 
 @final
@@ -56,7 +59,7 @@ class OptimizerMonitor(Callback):
             if parameter.grad is not None:
                 self._norms[f"l2_norm/grad/{name}"] = _norm(parameter.grad)
         if self._norms:
-            self._norms["l2_norm/grad/global"] = _stack(self._norms).norm()
+            self._norms[_ALL] = _stack(self._norms).norm()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if int(state.timestamp.batch) % self._interval != 0:
@@ -64,7 +67,10 @@ class OptimizerMonitor(Callback):
         if self._all:
             self._add_optimizer_norms(state)
         if self._norms:
-            logger.log_metrics(dict(zip(self._norms, _stack(self._norms).tolist(), strict=True)))
+            norms = dict(zip(self._norms, _stack(self._norms).tolist(), strict=True))
+            logger.log_metrics(norms)
+            if state.scaler is None and _ALL in norms:  # a scaler looks for overflows, and leaves such steps out
+                state.not_finite += note_not_finite(state, {_ALL: norms[_ALL]})
             self._norms.clear()
 
     def _add_optimizer_norms(self, state: State) -> None:

@@ -131,7 +131,9 @@ def described(place: Place, found: Found, abandoned: bool = False) -> dict[str, 
 def _row(one: _Listed) -> list[str]:
     facts = described(*one)
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in (facts["metrics"] or {}).items())
-    kind = " ".join(part for part in (facts["kind"], "ephemeral" if facts["ephemeral"] else "") if part)
+    is_marked = one.found.manifest is not None and bool(one.found.manifest.not_finite)
+    marks = ("ephemeral" if facts["ephemeral"] else "", "not finite" if is_marked else "")
+    kind = " ".join(part for part in (facts["kind"], *marks) if part)
     counts = ["" if facts[name] is None else str(facts[name]) for name in ("epoch", "batch", "sample")]
     saved = (facts["saved_at"] or "")[:19].replace("T", " ")
     ranks = "" if facts["world_size"] is None else str(facts["world_size"])

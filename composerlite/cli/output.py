@@ -74,35 +74,61 @@ def _print_rich(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequ
 
 
 @contextlib.contextmanager
-def readable_errors(*, traceback: bool = False) -> Generator[None]:
-    """End the program with status 2 on a :class:`ConfigError` and with 1 on another error of composerlite.
+def readable_errors(*, traceback: bool = False, of_system: bool = False) -> Generator[None]:
+    """End the program with status 2 on a :class:`ConfigError` and with 1 on another error that is no bug.
 
-    The message goes to stderr, with the traceback in front of it if ``traceback``. Other exceptions are bugs, of the
-    user's code or ours, and pass with their traceback.
+    Those are the errors of composerlite, and what the system raises where checkpoints and records are read or written:
+    a bucket, a credential or a right is missing, a disk is full. The message goes to stderr, with the traceback in
+    front of it if ``traceback``. Other exceptions are bugs, of the user's code or ours, and pass with their traceback.
+
+    Args:
+        traceback: show it, too.
+        of_system: no code of the user's runs: every error of the system is told, wherever it was raised.
     """
     if not gc.isenabled():  # see main()
         gc.freeze()
         gc.enable()
     try:
         yield
-    except ComposerliteError as e:
+    except Exception as e:
+        told = _told(e, of_system=of_system)
+        if told is None:
+            raise
         if traceback:
             click.echo("".join(tracebacks.format_exception(e)), err=True, nl=False)
-        click.echo(f"composerlite: error: {e}", err=True)
+        for text in told:
+            click.echo(f"composerlite: error: {text}", err=True)
         raise click.exceptions.Exit(2 if isinstance(e, ConfigError) else 1) from e
 
 
-@contextlib.contextmanager
-def one_line_errors() -> Generator[None]:
-    """As :func:`readable_errors`, also of what the system and the stores raise: a file or a right is missing."""
-    try:
-        with readable_errors():
-            yield
-    except BrokenPipeError:  # who reads the output has seen enough
-        raise
-    except OSError as e:
-        click.echo(f"composerlite: error: {_one_line(e)}", err=True)
-        raise click.exceptions.Exit(1) from e
+def one_line_errors() -> contextlib.AbstractContextManager[None]:
+    """As :func:`readable_errors` where no code of the user's runs."""
+    return readable_errors(of_system=True)
+
+
+def _told(error: Exception, *, of_system: bool) -> list[str] | None:
+    """Return the messages of ``error``, which has several if it is a group; ``None`` for a bug."""
+    if isinstance(error, ExceptionGroup):
+        parts = [_told(one, of_system=of_system) for one in cast("ExceptionGroup[Exception]", error).exceptions]
+        return None if None in parts else [text for part in parts for text in part or ()]
+    if isinstance(error, OSError) and not isinstance(error, ComposerliteError):
+        if isinstance(error, BrokenPipeError) or not (of_system or _is_of_storage(error)):  # the reader has seen enough
+            return None
+        text = _one_line(error)
+    elif isinstance(error, ComposerliteError):
+        text = str(error)
+    else:
+        return None
+    return ["\n".join([text, *getattr(error, "__notes__", ())])]
+
+
+def _is_of_storage(error: OSError) -> bool:
+    """Check whether it was raised while composerlite stored or read something, and not in code of the user's."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in tracebacks.walk_tb(error.__traceback__))
+    return any(module.startswith(_STORING) for module in modules)
+
+
+_STORING = ("composerlite.storage.", "composerlite.checkpoint.", "composerlite.loggers.")
 
 
 def _one_line(error: OSError) -> str:

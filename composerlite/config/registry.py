@@ -8,8 +8,9 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_type_hints
 
+from composerlite.config.hints import fits, in_words
 from composerlite.config.origin import Origin, dotted
 from composerlite.config.schema import Component
 from composerlite.errors import ConfigError, did_you_mean
@@ -171,3 +172,31 @@ def _build(target: Callable[..., Any], component: Component, origin: Origin, *po
         return target(*positional, **component.arguments)
     except ConfigError as e:
         raise ConfigError(f"{origin.where(component.path)}: {dotted(component.path)}: {e}") from e
+    except (TypeError, ValueError) as e:
+        if unfit := _unfit(target, component.arguments):
+            name, hint = next(iter(unfit.items()))
+            told = origin.says((*component.path, name), component.arguments[name])
+            raise ConfigError(f"{told}: want {in_words(hint)}.") from e
+        if ":" in component.name:
+            raise  # a bug of the user's code, as far as one can tell
+        raise ConfigError(f"{origin.where(component.path)}: {dotted(component.path)}: {type(e).__name__}: {e}") from e
+
+
+def _unfit(target: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the annotations of those ``arguments`` that are of another type."""
+    try:
+        hints = get_type_hints(target.__init__ if isinstance(target, type) else target)
+    except (NameError, TypeError, AttributeError):  # names for type checkers only, or none at all
+        return {}
+    return {
+        name: hints[name]
+        for name, value in arguments.items()
+        if name in hints and in_words(hints[name]) and not _fits(value, hints[name])
+    }
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    try:
+        return fits(value, hint)
+    except TypeError:  # a hint that no object can be compared with
+        return True

@@ -43,7 +43,13 @@ if TYPE_CHECKING:
     )
     from composerlite.core.engine import AlgorithmPass, Engine, Trace, Traces, algorithms_of, callbacks_of
     from composerlite.core.interruption import BatchAbandonedError, EvaluationAbandonedError, Interruption
-    from composerlite.core.measured import MeasuredMetrics, check_metric_exists, gives_one_value, metric_values
+    from composerlite.core.measured import (
+        MeasuredMetrics,
+        check_metric_exists,
+        gives_one_value,
+        metric_values,
+        note_not_finite,
+    )
     from composerlite.core.numerics import (
         MAX_SEED,
         Precision,
@@ -122,6 +128,7 @@ __all__ = [
     "lost_parameters",
     "metric_values",
     "move_to_device",
+    "note_not_finite",
     "read_time",
     "seed_all",
     "seed_context",
@@ -151,7 +158,13 @@ __getattr__, __dir__ = lazy_names(
         ],
         ".engine": ["AlgorithmPass", "Engine", "Trace", "Traces", "algorithms_of", "callbacks_of"],
         ".interruption": ["BatchAbandonedError", "EvaluationAbandonedError", "Interruption"],
-        ".measured": ["MeasuredMetrics", "check_metric_exists", "gives_one_value", "metric_values"],
+        ".measured": [
+            "MeasuredMetrics",
+            "check_metric_exists",
+            "gives_one_value",
+            "metric_values",
+            "note_not_finite",
+        ],
         ".numerics": [
             "MAX_SEED",
             "Precision",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -15,7 +17,9 @@ from composerlite.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-__all__ = ["MeasuredMetrics", "check_metric_exists", "gives_one_value", "metric_values"]
+__all__ = ["MeasuredMetrics", "check_metric_exists", "gives_one_value", "metric_values", "note_not_finite"]
+
+log = logging.getLogger(__name__)
 
 _TRAIN = "train"
 
@@ -116,6 +120,26 @@ def check_metric_exists(name: str, state: State, *, argument: str) -> None:
             return
     hint = did_you_mean(name, known) if known else " There are none: give an eval_dataloader and Model.get_metrics()."
     raise ConfigError(f"{argument}={name!r}: nothing measures that.{hint}")
+
+
+def note_not_finite(state: State, values: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the names of ``values`` that are not finite; rank 0 warns of the first ones after a finite batch.
+
+    Args:
+        state: whose ``timestamp`` is behind the batch that the values are of, and which knows what was found before.
+        values: losses and norms of that batch, the same on every rank.
+    """
+    found = tuple(name for name, value in values.items() if not math.isfinite(value))
+    if found and not state.not_finite and state.rank == 0:
+        first = found[0]
+        log.warning(
+            "%s is %s at batch %d, which is not finite: checkpoints are marked from here on until it is finite again. "
+            "autoresume and save_best_k pass over them.",
+            first,
+            values[first],
+            int(state.timestamp.batch),
+        )
+    return found
 
 
 def _moment(state: State) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -21,6 +21,7 @@ from composerlite.core import (
     TimeUnit,
     count_samples,
     move_to_device,
+    note_not_finite,
 )
 from composerlite.devices import rng
 from composerlite.errors import ConfigError, TrainingError
@@ -51,8 +52,9 @@ class Loop:
         ranks: the other ones. data_ranks: into how many shares the data are divided.
         asks: before each batch the ranks tell each other how much data they have. They do without where all know the
             samples of all, from the first batch on if that has no tokens. may_stop_asking: whether they know.
-        logs: whether any rank logs. losses: of the last batch, on all ranks.
+        logs: whether any rank logs.
         moves_batches: whether batches go to another device than the CPU.
+        share: how much the last batch of this rank counts, see :meth:`TrainStep.run`.
     """
 
     state: State
@@ -69,9 +71,9 @@ class Loop:
     data_ranks: int = field(init=False)
     moves_batches: bool = field(init=False)
     logs: bool = field(init=False)
-    losses: dict[str, Any] = field(init=False, default_factory=dict[str, Any])
     asks: bool = field(init=False, default=True)
     may_stop_asking: bool = field(init=False, default=False)
+    share: float = field(init=False, default=1.0)
 
     @property
     def agrees_at_end(self) -> bool:
@@ -124,8 +126,8 @@ def run(loop: Loop) -> None:
         _end_epoch(loop)
 
     state.stop_requested = False  # it has ended, whatever asked for it
-    if not loop.logs and state.total_loss_dict:  # nobody has read them
-        loop.losses = loop.ranks.communicator.mean({k: float(v) for k, v in state.total_loss_dict.items()}, 1.0)
+    if not loop.logs and state.total_loss_dict:
+        _read_losses(loop)  # once: for who asks how the run ended
     engine.run_event(Event.FIT_END)
 
 
@@ -236,8 +238,8 @@ def _batch(loop: Loop, batch: Batch, clock: int, own: tuple[int, int], counted: 
     for handler in on[Event.BATCH_START]:
         handler(state, logger)
 
-    share = 1.0 if loop.data_ranks == 1 else _share(loop, own, counted)
-    loop.step.run(own[0], share, are_even=counted.are_even)
+    loop.share = 1.0 if loop.data_ranks == 1 else _share(loop, own, counted)
+    loop.step.run(own[0], loop.share, are_even=counted.are_even)
 
     now = time.perf_counter_ns() // 1000
     state.previous_timestamp = state.timestamp
@@ -245,7 +247,7 @@ def _batch(loop: Loop, batch: Batch, clock: int, own: tuple[int, int], counted: 
     if loop.step_schedulers_every_batch:  # they look at the timestamp: the rate of the next batch is that of now
         _step_schedulers(state)
     if loop.logs:
-        _log_batch(loop, share)
+        _log_batch(loop)
     for handler in on[Event.BATCH_END]:
         handler(state, logger)
     evaluated = bool(state.evaluators) and loop.evaluation.run_due(Event.BATCH_END)
@@ -345,12 +347,9 @@ def _share(loop: Loop, own: tuple[int, int], counted: Counted) -> float:
     return own[place] * loop.data_ranks / counted[place] if counted[place] else 1.0
 
 
-def _log_batch(loop: Loop, share: float) -> None:
-    state = loop.state
-    now = state.timestamp
-    losses = {
-        name: loss.item() if isinstance(loss, torch.Tensor) else loss for name, loss in state.total_loss_dict.items()
-    }
+def _log_batch(loop: Loop) -> None:
+    state, now = loop.state, loop.state.timestamp
+    _read_losses(loop)
     counts = {
         "time/epoch": int(now.epoch),
         "time/batch": int(now.batch),
@@ -358,5 +357,14 @@ def _log_batch(loop: Loop, share: float) -> None:
         "time/sample": int(now.sample),
         "time/token": int(now.token),
     }
-    loop.losses = loop.ranks.communicator.mean(losses, share)
-    loop.logger.log_metrics({**loop.losses, **counts})
+    loop.logger.log_metrics({**state.total_loss_dict, **counts})
+    state.not_finite = note_not_finite(state, state.total_loss_dict)
+
+
+def _read_losses(loop: Loop) -> None:
+    """Make the losses of the last batch plain numbers, those of all ranks."""
+    losses = {
+        name: loss.item() if isinstance(loss, torch.Tensor) else loss
+        for name, loss in loop.state.total_loss_dict.items()
+    }
+    loop.state.total_loss_dict = loop.ranks.communicator.mean(losses, loop.share)

@@ -240,7 +240,6 @@ class Trainer:
         self._fits = 0
         self._has_told_start = False
         self._autoresume = autoresume
-        self._losses: dict[str, Any] = {}
         self._position: DataPosition | None = None
 
         # Reproducibility first: whatever draws random numbers from here on does so from the seed.
@@ -428,18 +427,18 @@ class Trainer:
             if isinstance(e, Exception):
                 for saver in self._savers:
                     if saver.on_exception:
-                        saver.saver.save_after_exception(state, e)  # pyright: ignore[reportArgumentType] - optimizers is a descriptor
+                        saver.saver.save_after_exception(state, e)
             self._ranks.parallel.give_up()
             raise
         finally:
             state.interruption.unwatch()
-        self._losses = loop.losses
-        messages.tell_result(state, self._savers, self._losses, trained=True)
+        messages.tell_result(state, self._savers, state.total_loss_dict, trained=True)
 
     @property
     def result(self) -> str:
         """How far training came, its last values and its last checkpoint, on a line: what ``fit`` says at its end."""
-        return messages.result(self.state, self._savers, self._losses, trained=bool(self._losses))
+        losses = self.state.total_loss_dict
+        return messages.result(self.state, self._savers, losses, trained=bool(losses))
 
     def _place_in(self, spec: DataSpec) -> DataPosition:
         """The position in the training data: that of the last ``fit`` on it, of the checkpoint, or its start."""

@@ -8,12 +8,15 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 from forked import run_forked
 
 from composerlite.cli import main
 from composerlite.cli.output import readable_errors
+from composerlite.errors import SaveError
 
 ROOT = Path(__file__).parents[2]
 COMPOSERLITE = str(Path(sysconfig.get_path("scripts")) / "composerlite")
@@ -162,3 +165,62 @@ def test_a_missing_checkpoint_is_one_message_and_status_1(tmp_path: Path) -> Non
     assert done.returncode == 1
     assert f"{tmp_path}/absent.pt" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def refused(*arguments: str, status: int, stderr: str) -> None:
+    """The command ends with this status and has one message, which begins so, on standard error."""
+    done = train("configs/digits.yaml", "max_duration=1ba", *arguments)
+    assert (done.returncode, done.stdout) == (status, ""), done.stderr
+    assert done.stderr.startswith(stderr)
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "stderr"),
+    [
+        ("optimizer.lr=abc", "composerlite: error: override 'optimizer.lr=abc': optimizer.lr='abc': want a number.\n"),
+        ("optimizer.betas=3", "composerlite: error: configs/digits.yaml:32: optimizer: TypeError: object of "),
+        ("model.width=abc", "composerlite: error: override 'model.width=abc': model.width='abc': want a whole number."),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_one_message_and_status_2(override: str, stderr: str) -> None:
+    """Also where only the constructor that gets it finds out."""
+    refused(override, status=2, stderr=stderr)
+
+
+def test_a_missing_bucket_is_one_message_and_status_1(
+    tmp_path: Path, s3_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where checkpoints are to go, and where one is to be loaded from."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    here = f"save_staging_folder={tmp_path}"
+    refused("save_folder=s3://no-such-bucket/run", here, status=1, stderr="composerlite: error: s3://no-such-bucket/run/")
+    load = ("load_path=s3://no-such-bucket/a.pt", f"save_folder={tmp_path}")
+    refused(*load, status=1, stderr="composerlite: error: ")
+
+
+def test_missing_credentials_are_one_message_and_status_1(
+    tmp_path: Path, s3_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message names the bucket and what to set."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+    here = f"save_staging_folder={tmp_path}"
+    refused("save_folder=s3://a-bucket/run", here, status=1, stderr="composerlite: error: s3://a-bucket/run/")
+
+
+def test_a_file_that_the_users_code_misses_keeps_its_traceback() -> None:
+    """What a data set opens is not ours to explain; several errors of ours are all told, with their notes."""
+    with pytest.raises(FileNotFoundError), readable_errors():
+        Path("/no/such/file").read_bytes()
+    error = SaveError("one")
+    error.add_note("saved elsewhere")
+    group = ExceptionGroup("several", [error, SaveError("two")])
+    with pytest.raises(click.exceptions.Exit) as ended, readable_errors():
+        raise group
+    assert ended.value.exit_code == 1

@@ -39,6 +39,14 @@ def test_many_ranks_train_as_one_process_with_the_whole_batch(world_size: int) -
                 assert result["logged"][key] == pytest.approx(values, abs=1e-5), (name, key)
 
 
+def test_the_losses_that_training_ends_with_are_those_of_all_ranks() -> None:
+    """Whoever asks for them, on whichever rank: what one process has with the whole batch."""
+    (alone, _) = parallel_ranks.last_losses()
+    for rank in run_ranks(parallel_ranks.last_losses, 2):
+        for losses in rank:
+            assert losses == pytest.approx(alone)
+
+
 def test_what_happens_on_one_rank_holds_for_all(tmp_path: Path) -> None:
     """A stop on one rank ends all after the same batch; a loader that ends early ends the epoch for all; ranks that
     run out of memory find one microbatch size, and train as if they had not. They reduce once in a batch."""

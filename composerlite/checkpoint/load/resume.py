@@ -147,10 +147,10 @@ def choose(
 
     Only the line of the newest attempt counts: what an earlier attempt saved after the run was started over is never
     resumed from. What is newest in a bucket is fetched to its folder first; a directory stays there: its URI is
-    returned. A damaged checkpoint is passed over, which is logged with the reason; in a folder it is set aside once an
-    older one was found to be good, and in a bucket it stays, for it may be this machine that reads wrongly. Weights
-    alone cannot be resumed from. One that was saved without some of its keys is taken only if there is no whole
-    one: what it lacks would start afresh in the middle of the run.
+    returned. A checkpoint that is marked as ``not_finite`` is passed over, and so is a damaged one, which is logged
+    with the reason; in a folder that is set aside once an older one was found to be good, and in a bucket it stays, for
+    it may be this machine that reads wrongly. Weights alone cannot be resumed from. One that was saved without some of
+    its keys is taken only if there is no whole one: what it lacks would start afresh in the middle of the run.
 
     A file without a manifest, of another program or one whose manifest was lost, is taken if it can be read and agrees
     with its own checksums, as long as the run has one attempt only; the log says so.
@@ -168,7 +168,7 @@ def choose(
         progress: is told how many bytes of how many were fetched.
 
     Raises:
-        CheckpointError: there are checkpoints, and none of them is good.
+        CheckpointError: there are checkpoints, and none of them is good, or all are marked.
         IncompatibleCheckpointError: there is a checkpoint of a newer version, which may be the newest.
         OSError: a folder cannot be read for any other reason than that it does not exist. With several ranks also:
             there are checkpoints, and none that every rank can read.
@@ -265,6 +265,10 @@ def _mend(
         catalog.mend_links(manifest, own.names, re.compile("|".join([f"(?:{own.targets.pattern})", *gone])))
 
 
+class _NotFiniteError(CheckpointError):
+    """A good checkpoint of training that has come to numbers that are not finite."""
+
+
 @final
 class _Search:
     """The candidates, on rank 0."""
@@ -283,7 +287,7 @@ class _Search:
         self._links = links
         self._run_name = run_name
         self._unreadable: list[OSError] = []
-        self._rejected: list[tuple[_Candidate, CorruptCheckpointError | OSError]] = []
+        self._rejected: list[tuple[_Candidate, CheckpointError | OSError]] = []
         self._unseen: dict[str, RunBucket] = {}
         """Buckets of which only the latest is a candidate, until that does not hold."""
         found = [
@@ -330,12 +334,24 @@ class _Search:
             OSError: there is none, but some cannot be read: that does not mean that there is nothing.
             CheckpointError: there is none, but there were some that are damaged.
         """
-        if self._left:
+        while self._left:
             candidate = max(self._left, key=lambda candidate: candidate.rank)
             self._left.remove(candidate)
-            return candidate
+            if not (marks := candidate.manifest.not_finite):
+                return candidate
+            self.reject(candidate, _NotFiniteError(f"{', '.join(marks)} was not finite when it was saved."))
         if self._unreadable:
             raise self._unreadable[0]
+        marked = [candidate for candidate, error in self._rejected if isinstance(error, _NotFiniteError)]
+        if marked and len(marked) == len(self._rejected):
+            newest = marked[0]
+            raise CheckpointError(
+                f"run {self._run_name!r} has checkpoints, and all of them were saved while "
+                f"{newest.manifest.not_finite[0]} was not finite, so it does not resume by itself. Nothing was "
+                "changed. "
+                f"To resume from the newest all the same: load_path={newest.source!r} and autoresume=False. To start "
+                "over: another save_folder, or autoresume=False and save_overwrite=True."
+            )
         if self._rejected:
             tried = "; ".join(f"{candidate.source}: {error}" for candidate, error in self._rejected)
             raise CheckpointError(
@@ -348,11 +364,11 @@ class _Search:
             _mend(catalog, None, self._links)
         return None
 
-    def reject(self, candidate: _Candidate, error: CorruptCheckpointError | OSError) -> None:
-        """Pass over a candidate that is damaged, or that a rank cannot read."""
+    def reject(self, candidate: _Candidate, error: CheckpointError | OSError) -> None:
+        """Pass over a candidate that is damaged or marked, or that a rank cannot read."""
         log.warning("passed over %s: %s", candidate.source, error)
         self._rejected.append((candidate, error))
-        if not isinstance(error, CorruptCheckpointError):
+        if isinstance(error, OSError):
             self._unreadable.append(error)
         bucket = None if candidate.remote is None else self._unseen.pop(candidate.remote.place.uri(), None)
         if bucket is not None:

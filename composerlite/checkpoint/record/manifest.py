@@ -52,8 +52,10 @@ __all__ = [
     "versions",
 ]
 
-SCHEMA = 3
-"""The newest manifest schema that this code writes and reads: that of checkpoints with a lineage."""
+SCHEMA = 4
+"""The newest manifest schema that this code writes and reads: that of checkpoints marked as ``not_finite``."""
+_LINEAGE = 3
+"""The schema of those with a lineage."""
 _SEVERAL_DISKS = 2
 """The schema of those whose files lie on several disks."""
 _ONE_FOLDER = 1
@@ -112,6 +114,8 @@ class Manifest:
         node: of the run that saved it, whose folder this record lies in, where nodes have disks of their own; ``None``:
             all files are in one folder.
         lineage: the attempt of the run that saved it.
+        not_finite: names of the losses and gradient norms of its last batch that were no finite numbers: the mark of a
+            checkpoint that nobody resumes from unasked, and that is none of the best.
     """
 
     name: RelativePath
@@ -131,12 +135,15 @@ class Manifest:
     saved_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
     node: int | None = None
     lineage: Lineage = field(default_factory=Lineage)
+    not_finite: tuple[str, ...] = ()
 
     @property
     def schema(self) -> int:
         """The oldest schema that has all that is in it."""
-        if self.lineage != Lineage():
+        if self.not_finite:
             return SCHEMA
+        if self.lineage != Lineage():
+            return _LINEAGE
         on_disks = self.node is not None or any(file.node is not None for file in self.files)
         return _SEVERAL_DISKS if on_disks else _ONE_FOLDER
 
@@ -181,7 +188,9 @@ class Manifest:
         for one in (fields, *fields["files"]):
             if one["node"] is None:  # as in records of the older schema
                 del one["node"]
-        if self.schema < SCHEMA:
+        if not self.not_finite:
+            del fields["not_finite"]
+        if self.schema < _LINEAGE:
             del fields["lineage"]
         return json.dumps({**fields, "digest": _digest(fields)}, indent=1).encode()
 

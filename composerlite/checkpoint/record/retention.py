@@ -100,7 +100,8 @@ class KeepEvery:
 class KeepBest:
     """The ``count`` checkpoints with the best value of ``metric`` stay; of equal ones the newer.
 
-    NaN is worse than any number. A checkpoint without the metric is none of the best and pushes none out.
+    NaN is worse than any number. A checkpoint without the metric is none of the best and pushes none out, nor is one
+    that is marked as ``not_finite``.
     """
 
     count: int
@@ -109,7 +110,7 @@ class KeepBest:
 
     def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
         """The best ``count`` stay."""
-        measured = [index for index, manifest in enumerate(manifests) if self.metric in manifest.metrics]
+        measured = [index for index, one in enumerate(manifests) if self.metric in one.metrics and not one.not_finite]
         best = set(sorted(measured, key=lambda index: (self._goodness(manifests[index]), index))[-self.count :])
         return [index in best for index in range(len(manifests))]
 
@@ -181,7 +182,8 @@ def retention_policy(
 def deletions(manifests: Sequence[Manifest], policy: RetentionPolicy) -> list[Manifest]:
     """List what goes of ``manifests``, oldest first: what ``policy`` gives up, and ephemeral ones.
 
-    Two are never among them: the newest, and the newest that is not ephemeral. An ephemeral one stays as long as it is
+    Three are never among them: the newest, the newest that is not ephemeral, and the newest that a run would resume
+    from, which is not marked as ``not_finite``. An ephemeral one stays as long as it is
     the newest of all; it is not shown to the policy, so it does not count among the last N or the best K.
 
     To delete after each save what this gives up leaves the same checkpoints as to ask once about the whole history, as
@@ -191,7 +193,8 @@ def deletions(manifests: Sequence[Manifest], policy: RetentionPolicy) -> list[Ma
     ordered = sorted(manifests, key=lambda manifest: manifest.order)
     permanent = [manifest for manifest in ordered if not manifest.ephemeral]
     kept = [manifest for manifest, stays in zip(permanent, policy.keep(permanent), strict=True) if stays]
-    stay = {id(manifest) for manifest in (*kept, *permanent[-1:], *ordered[-1:])}
+    good = [manifest for manifest in ordered if not manifest.not_finite]
+    stay = {id(manifest) for manifest in (*kept, *permanent[-1:], *ordered[-1:], *good[-1:])}
     return [manifest for manifest in ordered if id(manifest) not in stay]
 
 

@@ -430,6 +430,7 @@ class Pipeline:
                 metrics={name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
                 ephemeral=ephemeral,
                 versions=versions(),
+                not_finite=tuple(getattr(state, "not_finite", ())),
                 lineage=getattr(state, "lineage", Lineage()),  # a loop of the user's own may have none
             ),
             path=catalog.folder / name,
@@ -487,6 +488,7 @@ class Pipeline:
             before is not None
             and report.batch > before.batch
             and len(report.weights_crc) > 0
+            and not job.manifest.not_finite  # what is NaN stays so, and that was said
             and (list(before.weights_crc) == list(report.weights_crc))
             and dist.get_global_rank() == 0
         ):

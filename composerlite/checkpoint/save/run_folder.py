@@ -391,6 +391,11 @@ class RunFolder:
                 may_replace=functools.partial(_may_replace, state, place),
             )
 
+    def may_replace(self, state: SavedState, name: str) -> bool:
+        """Check that ``name`` is that of a checkpoint which autoresume passed over and left where it was."""
+        passed_over = any(ancestor.passed_over for ancestor in state.lineage.ancestors)
+        return passed_over and _may_replace(state, self.catalog, name)
+
     def take_leases(self, run_name: str, of_buckets: Sequence[Lease], timeout: float) -> None:
         """Keep other processes from writing what this run writes; on rank 0, until :meth:`release`.
 

@@ -246,7 +246,7 @@ class Saver:
             return None
         options, where = self.options, self.where
         name = where.name_now(state)
-        overwrite = self._may_overwrite(name)
+        overwrite = self._may_overwrite(name) or where.may_replace(state, name)
         votes = self._publishing.votes_for_all(name)
         if options.best_metric is not None and options.best_metric not in metrics and not ephemeral:
             self._warn_of_missing_metric(name)

@@ -73,6 +73,8 @@ class RunState:
         outputs: what the model returned for it.
         loss: the loss of the current microbatch.
         total_loss_dict: mean losses of the last batch by name, as logged.
+        not_finite: names of the losses and gradient norms of the last batch that are no finite numbers, where anybody
+            has read them: checkpoints are marked with them.
         timestamp: where the run stands.
         previous_timestamp: where it stood one batch (or epoch) before; ``None`` before the first.
         fit_starts: where the run stood at each call of ``fit``, those before a resume included.
@@ -188,6 +190,7 @@ class RunState:
         self.outputs: Any = None
         self.loss: Any = None
         self.total_loss_dict: dict[str, Any] = {}
+        self.not_finite: tuple[str, ...] = ()
         self.train_metrics: dict[str, Metric] = {}
         self.eval_metrics: dict[str, dict[str, Metric]] = {}
         self.train_metric_values: dict[str, float] = {}

@@ -1,0 +1,159 @@
+"""Training that comes to NaN: it is said at once, and no run goes on from there by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint.tiny_training import Classifier, trainer
+
+from composerlite.callbacks import OptimizerMonitor
+from composerlite.checkpoint import Catalog
+from composerlite.checkpoint.record.retention import KeepBest, deletions, retention_policy
+from composerlite.errors import CheckpointError
+from composerlite.loggers import InMemoryLogger
+
+SAID = (
+    "loss/train/total is nan at batch 5, which is not finite: checkpoints are marked from here on until it is finite "
+    "again. autoresume and save_best_k pass over them."
+)
+
+
+class Spoilt(Classifier):
+    """Its loss is NaN from one batch on."""
+
+    def __init__(self, good_batches: int) -> None:
+        super().__init__()
+        self.left = good_batches
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        self.left -= 1
+        return super().loss(outputs, batch) * (1.0 if self.left >= 0 else float("nan"))
+
+
+class SpoiltGradient(Classifier):
+    """Its loss is a number, and its gradient is not, from one batch on."""
+
+    def __init__(self, good_batches: int) -> None:
+        super().__init__()
+        self.left = good_batches
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        self.left -= 1
+        weight = self.head.weight.flatten()[0]
+        bad = torch.sqrt(weight - weight)  # 0, whose derivative is not finite
+        return super().loss(outputs, batch) + (0.0 if self.left >= 0 else bad)
+
+
+def launch(folder: Path | str, good_batches: int, until: str = "8ba", *, model: Any = None, **arguments: Any) -> Any:
+    """Train until then with so many good batches, a checkpoint of each second batch; the trainer, which is closed."""
+    model = Spoilt(good_batches) if model is None else model
+    how: dict[str, Any] = {"save_interval": "2ba", "autoresume": True, **arguments}
+    with trainer(model=model, max_duration=until, save_folder=folder, **how) as run:
+        run.fit()
+        return run
+
+
+def marks(folder: Path) -> dict[int, list[str]]:
+    """The marks of the checkpoints, by batch."""
+    records = [json.loads(file.read_text()) for file in (folder / ".manifest").glob("*.json")]
+    return {one["timestamp"]["batch"]: one.get("not_finite", []) for one in records}
+
+
+@pytest.mark.parametrize("logs", [True, False])
+def test_a_loss_that_is_nan_is_said_once_and_marked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, logs: bool
+) -> None:
+    """At its batch where a logger reads it, and else at the next save. The model is not said to be at rest."""
+    launch(tmp_path, 4, loggers=InMemoryLogger() if logs else None)
+    said = [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()]
+    assert said == [SAID if logs else SAID.replace("batch 5", "batch 6")]
+    name = "loss/train/total"
+    assert marks(tmp_path) == {2: [], 4: [], 6: [name], 8: [name]}
+    assert "holds exactly the weights" not in caplog.text
+
+
+def test_a_gradient_that_is_not_finite_is_said_where_its_norm_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loss is still a number; the weights are not any more."""
+    monitor = OptimizerMonitor(batch_log_interval=1)
+    launch(tmp_path, 0, "2ba", model=SpoiltGradient(1), loggers=InMemoryLogger(), callbacks=[monitor])
+    said = [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()]
+    assert [line.partition(",")[0] for line in said] == ["l2_norm/grad/global is nan at batch 2"]
+    assert marks(tmp_path) == {2: ["l2_norm/grad/global"]}
+
+
+def test_one_bad_batch_marks_no_later_checkpoint(tmp_path: Path) -> None:
+    """Where training recovers, its checkpoints are good again."""
+
+    class Once(Spoilt):
+        def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+            good = Classifier.loss(self, outputs, batch)
+            self.left -= 1
+            return good.detach() + torch.tensor(float("nan")) + outputs.sum() * 0 if self.left == -1 else good
+
+    launch(tmp_path, 3, model=Once(3), loggers=InMemoryLogger())
+    assert marks(tmp_path) == {2: [], 4: ["loss/train/total"], 6: [], 8: []}
+
+
+def test_a_resume_passes_over_what_is_marked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It takes the newest good one, says so, and saves the names of the marked ones again."""
+    launch(tmp_path, 4, loggers=InMemoryLogger())
+    caplog.clear()
+    again = launch(tmp_path, 100)
+    said = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+    assert said[0] == f"passed over {tmp_path}/ep1-ba8-rank0.pt: loss/train/total was not finite when it was saved."
+    assert len(said) == 2
+    assert again.state.load_path == str(tmp_path / "ep0-ba4-rank0.pt")
+    assert marks(tmp_path) == {2: [], 4: [], 6: [], 8: []}
+    assert all(torch.isfinite(parameter).all() for parameter in again.state.model.parameters())
+
+
+def test_a_resume_from_a_bucket_passes_over_what_is_marked(
+    tmp_path: Path, s3_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another machine, whose folder is empty: the latest in the bucket is a marked one."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    uri = f"s3://{s3_server.new_bucket()}/run"
+    launch(uri, 4, loggers=InMemoryLogger(), save_staging_folder=tmp_path / "one")
+    again = launch(uri, 100, save_staging_folder=tmp_path / "two")
+    assert str(again.state.load_path) == str(tmp_path / "two" / "run" / "ep0-ba4-rank0.pt")
+
+
+def test_a_run_with_marked_checkpoints_alone_says_how_to_go_on(tmp_path: Path) -> None:
+    """It neither resumes nor starts over, and what the message says to do works."""
+    launch(tmp_path, 0, "4ba", loggers=InMemoryLogger())
+    with pytest.raises(CheckpointError) as error:
+        launch(tmp_path, 100, "6ba")
+    path = str(tmp_path / "ep0-ba4-rank0.pt")
+    assert str(error.value) == (
+        "run 'run' has checkpoints, and all of them were saved while loss/train/total was not finite, so it does not "
+        f"resume by itself. Nothing was changed. To resume from the newest all the same: load_path={path!r} and "
+        "autoresume=False. To start over: another save_folder, or autoresume=False and save_overwrite=True."
+    )
+    loaded = launch(tmp_path, 100, "6ba", load_path=path, autoresume=False)
+    assert int(loaded.state.timestamp.batch) == 6
+
+
+def test_the_newest_good_one_stays_and_marked_ones_are_none_of_the_best(tmp_path: Path) -> None:
+    """However long a run goes on with NaN, there is something to resume from."""
+    launch(tmp_path, 4, "12ba", loggers=InMemoryLogger(), save_num_checkpoints_to_keep=2, autoresume=False)
+    assert sorted(marks(tmp_path)) == [4, 10, 12]
+    manifests = sorted(Catalog(tmp_path).manifests(), key=lambda one: one.order)
+    measured = [dataclasses.replace(one, metrics={"eval/x": float(at)}) for at, one in enumerate(manifests)]
+    assert KeepBest(1, "eval/x").keep(measured) == [True, False, False]
+    assert [one.batch for one in deletions(measured, retention_policy(1))] == [10]
+
+
+def test_what_is_good_has_the_record_that_older_versions_read(tmp_path: Path) -> None:
+    """Only a marked checkpoint needs the newest version."""
+    launch(tmp_path, 4, loggers=InMemoryLogger())
+    records = [json.loads(file.read_text()) for file in (tmp_path / ".manifest").glob("*.json")]
+    assert {one["timestamp"]["batch"]: one["schema"] for one in records} == {2: 3, 4: 3, 6: 4, 8: 4}
+    assert ["not_finite" in one for one in records if one["timestamp"]["batch"] <= 4] == [False, False]
