@@ -56,12 +56,16 @@ class JSONLLogger(RunFileLogger):
 
     Args:
         filename: the file; ``record.jsonl`` in the folder of the checkpoints by default, or in a folder named after the
-            run. ``{run_name}`` and the variables of ranks are filled in.
+            run. Where checkpoints go to a bucket, so does ``record.jsonl``, beside them: with each checkpoint, after
+            each epoch and at the end. ``{run_name}`` and the variables of ranks are filled in.
         remote_file_name: hand the file to the loggers that keep files under this name, after each epoch and at the end.
             A run that is resumed on another machine fetches it first.
         flush_seconds: how long lines may wait. 0 writes after every batch.
         log_traces: also write which algorithms ran.
         overwrite: empty the file when a run starts from its beginning. A resumed run always appends.
+
+    A run that is resumed on another machine fetches the file from the bucket first, and appends to it. What only this
+    machine had of it is not lost.
 
     Raises:
         ConfigError: at construction an unknown variable or a negative time; at ``INIT`` a file that cannot be written,
@@ -77,7 +81,9 @@ class JSONLLogger(RunFileLogger):
         log_traces: bool = False,
         overwrite: bool = False,
     ) -> None:
-        super().__init__(filename, remote_file_name, name="record.jsonl", flush_seconds=flush_seconds)
+        super().__init__(
+            filename, remote_file_name, name="record.jsonl", with_checkpoints=True, flush_seconds=flush_seconds
+        )
         self._with_traces = log_traces
         self._overwrite = overwrite
         self._launched_at = time.time()
@@ -94,7 +100,7 @@ class JSONLLogger(RunFileLogger):
         batch, path = int(state.timestamp.batch), self.path
         if self._overwrite and batch == 0:
             path.write_bytes(b"")
-        if batch > 0:
+        if batch > 0 or (self._goes_along and not self._overwrite):
             self._fetch(state, logger)
         early, self._lines = self._lines, ["\n"] if _is_torn(path) else []
         self._add(
@@ -185,6 +191,8 @@ class JSONLLogger(RunFileLogger):
         known = {name: value for name, value in facts.items() if value is not None}
         self._add("checkpoint", known, batch=news.batch, at=news.at)
         self._flush()
+        if news.what == "uploaded" and self._goes_along:
+            self._upload()
 
     # ── lines ────────────────────────────────────────────────────────────────────────────────────────────────────
     @property

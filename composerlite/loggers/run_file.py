@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
+import tempfile
 import time
 from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from composerlite import dist
 from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.core import LoggerDestination
-from composerlite.errors import ConfigError
+from composerlite.errors import ConfigError, ObjectStoreError
 from composerlite.loggers.remote_uploader_downloader import RemoteUploaderDownloader
 
 if TYPE_CHECKING:
+    from composerlite.checkpoint.place.bucket import Bucket
+    from composerlite.checkpoint.save.publish import Publisher
     from composerlite.core import Logger, State
 
 __all__ = ["RunFileLogger"]
+
+log = logging.getLogger(__name__)
+
+
+class _Publishing(Protocol):
+    """Publishes checkpoints to buckets."""
+
+    publishers: Sequence[Publisher]
 
 
 @runtime_checkable
@@ -25,6 +39,7 @@ class _Saver(Protocol):
 
     folder: str
     in_memory: bool
+    saver: _Publishing
 
 
 class RunFileLogger(LoggerDestination):
@@ -38,6 +53,8 @@ class RunFileLogger(LoggerDestination):
             the checkpoints, or in one named after the run if there are none.
         remote_template: the name under which other loggers keep it; ``None``: they do not.
         name: what the file is called where no other name is given.
+        with_checkpoints: where neither template is given and checkpoints go to a bucket, so does the file, beside them.
+            It must only be appended to.
         on_every_rank: every rank has a file of its own; else global rank 0 alone.
         flush_seconds: how long what is logged may wait.
 
@@ -56,6 +73,7 @@ class RunFileLogger(LoggerDestination):
         remote_template: str | None,
         *,
         name: str = "",
+        with_checkpoints: bool = False,
         on_every_rank: bool = False,
         flush_seconds: float = 1.0,
     ) -> None:
@@ -67,6 +85,8 @@ class RunFileLogger(LoggerDestination):
                 format_name_with_dist(one, run_name="")  # a typo in a variable is an error now
         self._template = template
         self._name = name
+        self._appends = with_checkpoints
+        self._goes_along = with_checkpoints and template is None and remote_template is None
         self._remote_template = remote_template
         self._flush_seconds = flush_seconds
         self._flushed_at = time.monotonic()
@@ -116,13 +136,13 @@ class RunFileLogger(LoggerDestination):
             self._flush()
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        self._upload(state, logger)
+        self._upload(logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        self._upload(state, logger)
+        self._upload(logger)
 
     def close(self, state: State, logger: Logger) -> None:
-        self._upload(state, logger)
+        self._upload(logger)
 
     def post_close(self) -> None:
         self._flush()  # what others logged while they closed
@@ -132,23 +152,79 @@ class RunFileLogger(LoggerDestination):
         folders = [one.folder for one in state.callbacks if isinstance(one, _Saver) and not one.in_memory]
         return f"{folders[0] if folders else '{run_name}'}/{self._name}"
 
+    @property
+    def _publisher(self) -> Publisher | None:
+        """The publisher of the checkpoints that the file goes to a bucket with, from ``INIT`` of all callbacks on."""
+        if not self._goes_along or not self.is_kept or self._state is None:
+            return None
+        savers = [one for one in self._state.callbacks if isinstance(one, _Saver) and not one.in_memory]
+        return next((publisher for one in savers for publisher in one.saver.publishers), None)
+
     def _fetch(self, state: State, logger: Logger) -> None:
-        """Download the file where a run is resumed on another machine and the file here is empty."""
-        if self._remote_template is None or not self.is_kept or self.path.stat().st_size > 0:
+        """Download the file where a run is resumed on another machine, and continue it.
+
+        A file that is here already stays, unless it is only appended to: then it gets what others have added.
+        """
+        if not self.is_kept or (self.path.stat().st_size > 0 and not self._appends):
             return
-        name = format_name_with_dist(self._remote_template, state.run_name)
-        for destination in logger.destinations:
-            if isinstance(destination, RemoteUploaderDownloader):
+        there = self._uploaded_before(state, logger)
+        here = self.path.read_bytes()
+        if there is not None and (both := _joined(here, there)) != here:
+            self.path.write_bytes(both)
+
+    def _uploaded_before(self, state: State, logger: Logger) -> bytes | None:
+        """Return what earlier launches have uploaded; ``None``: nothing."""
+        try:
+            if (publisher := self._publisher) is not None:
+                return publisher.bucket.read(self._name)
+        except FileNotFoundError:
+            return None
+        name = None if self._remote_template is None else format_name_with_dist(self._remote_template, state.run_name)
+        stores = [one for one in logger.destinations if isinstance(one, RemoteUploaderDownloader)]
+        for store in stores if name is not None else ():
+            with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
+                file = Path(folder) / "file"
                 try:
-                    destination.download_file(name, self.path, overwrite=True, progress_bar=False)
+                    store.download_file(str(name), file, progress_bar=False)
                 except FileNotFoundError:  # nothing was uploaded before
                     continue
-                return
+                return file.read_bytes()
+        return None
 
-    def _upload(self, state: State, logger: Logger) -> None:
-        """Write what waits, and hand the file to the loggers that keep files, if it has changed."""
+    def _upload(self, logger: Logger | None = None) -> None:
+        """Write what waits, and hand the file to the loggers that keep files, or send it, if it has changed."""
         self._flush()
-        if self._remote_template is None or not self.is_kept or self._uploaded:
+        if not self.is_kept or self._uploaded or self._state is None:
             return
-        logger.upload_file(format_name_with_dist(self._remote_template, state.run_name), self.path, overwrite=True)
-        self._uploaded = True
+        if (publisher := self._publisher) is not None:
+            uri = publisher.bucket.uri(self._name)
+            self._uploaded = True
+            publisher.uploader.submit(uri, lambda _: self._send(publisher.bucket), what=uri, replaces=True)
+        elif self._remote_template is not None and logger is not None:
+            name = format_name_with_dist(self._remote_template, self._state.run_name)
+            logger.upload_file(name, self.path, overwrite=True)
+            self._uploaded = True
+
+    def _send(self, bucket: Bucket) -> None:
+        """Upload the file as it is now, in the background. Where that fails, the next time it is all there."""
+        try:
+            with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
+                copied = Path(folder) / self._name
+                shutil.copyfile(self.path, copied)
+                bucket.send(copied, self._name)
+        except (OSError, ObjectStoreError) as e:
+            self._uploaded = False
+            log.warning("%s is not uploaded, and will be with the next checkpoint: %s", bucket.uri(self._name), e)
+
+
+def _joined(here: bytes, there: bytes) -> bytes:
+    """Return the file of which two machines have ``here`` and ``there``: what only one has stays, ``here`` first."""
+    low, high = 0, min(len(here), len(there))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if here[:middle] == there[:middle] else (low, middle - 1)
+    if low in (len(here), len(there)):
+        return max(here, there, key=len)
+    start = here.rfind(b"\n", 0, low) + 1
+    own = here[start:] if here.endswith(b"\n") else here[start:] + b"\n"
+    return there[:start] + own + there[start:]

@@ -195,7 +195,9 @@ def test_a_missing_bucket_is_one_message_and_status_1(
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     here = f"save_staging_folder={tmp_path}"
-    refused("save_folder=s3://no-such-bucket/run", here, status=1, stderr="composerlite: error: s3://no-such-bucket/run/")
+    refused(
+        "save_folder=s3://no-such-bucket/run", here, status=1, stderr="composerlite: error: s3://no-such-bucket/run/"
+    )
     load = ("load_path=s3://no-such-bucket/a.pt", f"save_folder={tmp_path}")
     refused(*load, status=1, stderr="composerlite: error: ")
 
