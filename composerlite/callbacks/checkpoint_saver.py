@@ -6,6 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any, final
 
+import torch
+
 from composerlite import dist
 from composerlite.callbacks.load_checkpoint import LoadCheckpoint
 from composerlite.checkpoint import IgnoreKeys, PendingSave
