@@ -205,18 +205,21 @@ class Machine(RuleBasedStateMachine):
         """
         entries = [e for e in self.entries(project) if e.kind != "weights"]
         begun = [e for e in begun_in(project.folder) if e.kind != "weights"]
+        begun_in_memory = self.in_memory_of(project, begun_in) if memory else []
         if not entries and begun:
             return None
         if not entries:
             if not project.folder.exists() or not memory:
                 return [None]
-            return [None, *self.newest_lines(self.in_memory_of(project))]
+            known = self.in_memory_of(project)
+            completed = [line for one in begun_in_memory for line in self.newest_lines([*known, one])]
+            return [None, *self.newest_lines(known), *completed]
         good = [e for e in entries if e.line is not None]
         lost = [self.damaged[e.folder / e.name] for e in entries if e.line is None]
         if max(lost, default=0) > max((self.history.attempts[e.launch] for e in good), default=0):
             return None
         candidates = [*good, *(self.in_memory_of(project) if memory else ())]
-        completed = [line for one in begun for line in self.newest_lines([*candidates, one])]
+        completed = [line for one in [*begun, *begun_in_memory] for line in self.newest_lines([*candidates, one])]
         return [*self.newest_lines(candidates), *completed]
 
     def newest_lines(self, entries: Sequence[Entry]) -> list[Line | None]:
@@ -225,10 +228,12 @@ class Machine(RuleBasedStateMachine):
         top = max(((self.history.attempts[e.launch], e.batch) for e in living), default=None)
         return [e.line for e in living if (self.history.attempts[e.launch], e.batch) == top]
 
-    def in_memory_of(self, project: Project) -> list[Entry]:
+    def in_memory_of(
+        self, project: Project, look: Callable[[Path], list[Entry]] = lambda folder: entries_of(folder, set())
+    ) -> list[Entry]:
         """What launches of this project have saved in memory."""
         folders = {path.parent for path in self.memory.rglob(".manifest")}
-        found = [entry for folder in folders for entry in entries_of(folder, set())]
+        found = [entry for folder in folders for entry in look(folder)]
         return [entry for entry in found if self.owners[entry.launch] is project]
 
     def with_load(self, order: Order) -> tuple[int, Line] | None:

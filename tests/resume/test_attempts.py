@@ -114,6 +114,18 @@ def test_a_run_that_was_killed_before_its_first_link_has_one_afterwards(tmp_path
     assert latest.readlink() == Path("ba3.pt")
 
 
+def test_a_kill_before_the_link_is_made_up_for_where_the_files_were_named_otherwise_before(tmp_path: Path) -> None:
+    """``latest`` leads to a checkpoint of before the script changed ``save_filename``, and is pointed all the same."""
+    launch = Launches(tmp_path, (str(tmp_path / "run"), {}))
+    launch("resume", 0, 2, name="ba{batch}.pt.gz")
+    launch("resume", 0, 3)
+    latest = tmp_path / "run" / "latest.pt"
+    latest.unlink()
+    latest.symlink_to("ba2.pt.gz")  # as the kill leaves it
+    assert launch("resume", 0, 3).said == {}
+    assert latest.readlink() == Path("ba3.pt")
+
+
 def test_a_damaged_newest_begins_a_new_attempt_that_is_resumed(tmp_path: Path) -> None:
     """Batch 6 is damaged and passed over; what is saved after that comes before it in the next resume."""
     launch = Launches(tmp_path, (str(tmp_path / "run"), {}))

@@ -340,9 +340,8 @@ class RunFolder:
         behind = not os.path.lexists(link)
         if link.is_symlink():
             target = os.path.relpath(link.parent / link.readlink(), self.root)
-            its = newest.run_name, newest.template
-            own = {m.name: m.order for m in self.catalog.manifests() if (m.run_name, m.template) == its}
-            order = own.get(target)  # another's link is left alone
+            own = {m.name: m.order for m in self.catalog.manifests() if m.run_name == newest.run_name}
+            order = own.get(target)  # another run's link is left alone; this one may have had another save_filename
             behind = order is not None and order < newest.order
         if not behind:
             return
