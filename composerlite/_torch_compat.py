@@ -8,7 +8,7 @@ torch may change them in any release. Each is here since it has no public name t
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,11 +28,16 @@ __all__ = [
     "is_iterated_by_torch",
     "load_hooks",
     "local_part",
+    "map_leaves",
     "mark_as_stepped",
+    "memory_page",
+    "memory_snapshot",
     "multiply_each",
     "negative_view",
+    "observe_out_of_memory",
     "rebuild_quantized_tensor",
     "rebuild_tensor",
+    "record_memory_history",
     "savable_dtypes",
     "storage_id",
     "typed_storage_class",
@@ -166,3 +171,40 @@ def dcp_plan_errors(plans: Any, metadata: Any) -> list[str]:
     if isinstance(found, bool):
         return [] if found else ["the parts of a tensor overlap, or leave some of it out"]
     return found
+
+
+# ── arguments and memory ─────────────────────────────────────────────────────────────────────────────────────────────
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Replace each leaf of nested containers by what ``function`` gives for it, as ``torch.export`` nests shapes."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_map(function, tree)
+
+
+def record_memory_history(max_entries: int | None) -> None:
+    """Remember the last ``max_entries`` allocations on CUDA GPUs; ``None``: forget them and remember no more.
+
+    ``torch.cuda.memory`` documents it under its private name: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
+    """
+    if max_entries is None:
+        torch.cuda.memory._record_memory_history(None)
+    else:
+        torch.cuda.memory._record_memory_history("all", max_entries=max_entries)
+
+
+def memory_snapshot() -> Any:
+    """The state of the memory of CUDA GPUs now, with the allocations that are remembered."""
+    return torch.cuda.memory._snapshot()
+
+
+def memory_page(snapshot: Any, view: str) -> str:
+    """An HTML page with a view of ``snapshot``: ``trace_plot`` or ``segment_plot``."""
+    from torch.cuda import _memory_viz
+
+    page: str = getattr(_memory_viz, view)(snapshot)
+    return page
+
+
+def observe_out_of_memory(observer: Callable[[int, int, int, int], None]) -> None:
+    """Call ``observer`` with device and bytes before an allocation on a CUDA GPU fails. It stays for the process."""
+    torch._C._cuda_attach_out_of_memory_observer(observer)  # pyright: ignore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 import io
 import pickle
 import re
@@ -263,6 +264,39 @@ def test_dcp_plan_errors_says_what_is_wrong() -> None:
     assert errors(0)
     assert errors(0, 1)
     assert all(isinstance(one, str) for one in errors(0))
+
+
+@seen_with("map_leaves", "2.13")
+def test_map_leaves_keeps_the_containers() -> None:
+    """Dictionaries, lists and tuples stay, and what they hold is replaced."""
+    assert compat.map_leaves(lambda leaf: leaf + 1, {"a": [1, (2, 3)]}) == {"a": [2, (3, 4)]}
+
+
+@seen_with("record_memory_history", "2.13")
+def test_record_memory_history_has_its_arguments() -> None:
+    """What is recorded is seen on a GPU only; the arguments are those that are given."""
+    arguments = inspect.signature(torch.cuda.memory._record_memory_history).parameters
+    assert {"enabled", "max_entries"} <= arguments.keys() or "args" in arguments
+
+
+@seen_with("memory_snapshot", "2.13")
+def test_memory_snapshot_needs_no_arguments() -> None:
+    """It is called without any."""
+    inspect.signature(torch.cuda.memory._snapshot).bind()
+
+
+@seen_with("memory_page", "2.13")
+def test_memory_page_is_a_page_for_each_view() -> None:
+    """Of a snapshot in which nothing was allocated, as torch describes it."""
+    empty: Any = {"segments": [], "device_traces": [[]]}
+    for view in ("trace_plot", "segment_plot"):
+        assert "<html" in compat.memory_page(empty, view) or "<script" in compat.memory_page(empty, view)
+
+
+@seen_with("observe_out_of_memory", "2.13")
+def test_observe_out_of_memory_is_there_in_builds_for_cuda() -> None:
+    """A build without CUDA has no such function."""
+    assert hasattr(torch._C, "_cuda_attach_out_of_memory_observer") == (torch.version.cuda is not None)
 
 
 def test_each_name_has_a_test_that_says_with_which_releases() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from composerlite import dist
+from composerlite._torch_compat import map_leaves
 from composerlite.checkpoint import load_checkpoint
 from composerlite.checkpoint.save.file_writer import plain_writer
 from composerlite.core import Callback, State, move_to_device
@@ -222,7 +223,7 @@ def _write_program(model: nn.Module, sample_input: Any, path: Path) -> None:
         given, named = given[:-1], given[-1]
     given, named = move_to_device((given, named), torch.device("cpu"))
     arguments = inspect.signature(model.forward).bind(*given, **named).arguments
-    shapes = torch.utils._pytree.tree_map(_any_first_dimension, dict(arguments))  # pyright: ignore
+    shapes = map_leaves(_any_first_dimension, dict(arguments))
     program = torch.export.export(model, given, named, dynamic_shapes=shapes)
     with atomic_write(path) as file:
         torch.export.save(program, file)

@@ -172,7 +172,10 @@ class Notes:
 
 
 class TellsWhenItTrains(Callback):
-    """Tells when the first batch begins: a launch from scratch gets its lease after its Trainer was made."""
+    """Tells when the first batch begins.
+
+    A launch from scratch gets its lease after its Trainer was made; one that resumes has it by then.
+    """
 
     def __init__(self, notes: Notes) -> None:
         self.notes = notes
@@ -267,7 +270,7 @@ def live_here(order: Order, callbacks: list[Callback] | None = None) -> None:
     first = dist.get_global_rank() == 0
     notes = Notes(order.notes if first else os.devnull)
     net = Net(order.launch)
-    callbacks = [*(callbacks or ()), TellsWhenItTrains(notes), *fuses(order, notes)]
+    callbacks = [*(callbacks or ()), *([] if order.resume else [TellsWhenItTrains(notes)]), *fuses(order, notes)]
     if order.weights:
         name = f"weights-{order.filename}"
         saver = CheckpointSaver(

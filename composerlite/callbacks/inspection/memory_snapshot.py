@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
-import torch
-
+from composerlite._torch_compat import (
+    memory_page,
+    memory_snapshot,
+    observe_out_of_memory,
+    record_memory_history,
+)
 from composerlite.checkpoint.record.naming import check_variables, format_name_with_dist, format_name_with_dist_and_time
 from composerlite.core import Callback, Time, TimeInput, TimeUnit, ensure_time
 from composerlite.errors import ConfigError, checked_arguments
@@ -54,11 +59,11 @@ class _MemoryFiles:
 
     def record(self) -> None:
         """Begin to remember allocations."""
-        torch.cuda.memory._record_memory_history("all", max_entries=self._max_entries)  # pyright: ignore[reportPrivateUsage]
+        record_memory_history(self._max_entries)
 
     def stop(self) -> None:
         """Forget them."""
-        torch.cuda.memory._record_memory_history(None)  # pyright: ignore[reportPrivateUsage]
+        record_memory_history(None)
 
     def save(self, state: State, logger: Logger, views: dict[str, str]) -> list[Path]:
         """Write the snapshot of now, and pages with a view of it each: the function of torch by the end of the name.
@@ -66,20 +71,18 @@ class _MemoryFiles:
         Raises:
             FileExistsError: one is there already, and ``overwrite`` is not given.
         """
-        from torch.cuda import _memory_viz
-
         name = format_name_with_dist_and_time(self._filename, state.run_name, state.timestamp)
         base = Path(format_name_with_dist(self._folder, state.run_name)) / name
         base.parent.mkdir(parents=True, exist_ok=True)
         pickled = Path(f"{base}.pickle")
         if pickled.exists() and not self._overwrite:
             raise FileExistsError(f"{self.owner}: {str(pickled)!r} exists: pass overwrite=True, or another folder.")
-        torch.cuda.memory._dump_snapshot(str(pickled))  # pyright: ignore[reportPrivateUsage]
-        snapshot: Any = torch.cuda.memory._snapshot()  # pyright: ignore[reportPrivateUsage]
+        snapshot = memory_snapshot()
+        pickled.write_bytes(pickle.dumps(snapshot))
         paths = [pickled]
         for ending, view in views.items():
             paths.append(Path(f"{base}{ending}"))
-            paths[-1].write_text(getattr(_memory_viz, view)(snapshot), encoding="utf-8")
+            paths[-1].write_text(memory_page(snapshot, view), encoding="utf-8")
         if self._remote is not None and logger.has_file_upload_destination():
             remote = format_name_with_dist_and_time(self._remote, state.run_name, state.timestamp).strip("/")
             for path in paths:
@@ -205,7 +208,7 @@ class OOMObserver(Callback):
                 log.exception("OOMObserver could not write down what is in memory")
 
         self._files.record()
-        torch._C._cuda_attach_out_of_memory_observer(observe)  # pyright: ignore
+        observe_out_of_memory(observe)
 
     def close(self, state: State, logger: Logger) -> None:
         if self._is_on:

@@ -430,7 +430,7 @@ class PendingSave:
         self.name = name
         self.deletion_error: Exception | None = None
         self._job = job
-        self._snapshot = job.snapshot
+        self._copy = job.snapshot
         self._training_thread = threading.get_ident()
         self._future: Future[SaveReport] = job.future
         self._tidied = threading.Event()
@@ -473,8 +473,8 @@ class PendingSave:
 
     def join(self, timeout: float | None = PREVIOUS_SECONDS) -> bool:
         """Wait until it has ended, well or not; whether it has."""
-        if self._snapshot is not None and threading.get_ident() == self._training_thread:
-            self._snapshot.complete()
+        if self._copy is not None and threading.get_ident() == self._training_thread:
+            self._copy.complete()
         try:
             self._future.exception(timeout)
         except TimeoutError:
