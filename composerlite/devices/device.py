@@ -20,9 +20,13 @@ Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 
 def move_to_device(batch: T, device: str | torch.device) -> T:
-    """Return ``batch`` with every tensor in nested lists, tuples, mappings and dataclasses on ``device``."""
+    """Return ``batch`` with every tensor in nested lists, tuples, mappings and dataclasses on ``device``.
+
+    On the CPU the values are there when this returns. Copies to a CUDA GPU may still run; what is computed with them
+    there waits. Elsewhere, and to the CPU, nothing does: https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
+    """
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)  # pyright: ignore[reportReturnType]
+        return batch.to(device, non_blocking=_orders_copies(device))  # pyright: ignore[reportReturnType]
     if isinstance(batch, Mapping):
         moved = {key: move_to_device(value, device) for key, value in batch.items()}
         return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[return-value, call-arg]
@@ -37,6 +41,12 @@ def move_to_device(batch: T, device: str | torch.device) -> T:
             object.__setattr__(new, field.name, move_to_device(getattr(batch, field.name), device))
         return cast("T", new)
     return batch
+
+
+def _orders_copies(device: str | torch.device) -> bool:
+    """Return whether work that is given to ``device`` waits by itself for a copy to it that still runs."""
+    kind = device.type if isinstance(device, Device | torch.device) else torch.device(device).type
+    return kind == "cuda"
 
 
 class Device(str):

@@ -1,4 +1,4 @@
-"""The state of every random generator that training draws from: python, numpy, torch, CUDA."""
+"""The state of every random generator that training draws from: python, numpy, torch, and the accelerator's."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from composerlite import dist
+
 __all__ = ["capture", "of_training", "packed", "restore", "set_aside", "unpacked"]
 
 log = logging.getLogger(__name__)
+_ACCELERATORS = ("cuda", "mps", "xpu")
 
 _set_aside: dict[str, Any] | None = None
 
@@ -28,9 +31,20 @@ def capture() -> dict[str, Any]:
         "numpy": (str(kind), torch.from_numpy(np.asarray(keys).copy()), int(position), int(has_gauss), float(gauss)),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    kind = _accelerator()
+    if kind == "cuda" and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
+        if torch.cuda.device_count() > 1 and dist.get_local_world_size() == 1:  # a model that lies on several
+            state["cuda_devices"] = torch.cuda.get_rng_state_all()
+    elif kind in ("mps", "xpu"):
+        state[kind] = getattr(torch, kind).get_rng_state()
     return state
+
+
+def _accelerator() -> str | None:
+    """Return the type of the devices beside the CPU, ``None`` where there is none."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if found is None else found.type
 
 
 @contextlib.contextmanager
@@ -82,7 +96,15 @@ def restore(states: Sequence[dict[str, Any] | torch.Tensor], rank: int = 0) -> N
     kind, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, np.asarray(keys), position, has_gauss, gauss))
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    elif "cuda" in state:
-        log.warning("the checkpoint was saved on a GPU and this run has none: its CUDA generator is not restored")
+    kind = _accelerator()
+    for number, one in enumerate(state.get("cuda_devices", ()) if kind == "cuda" else ()):
+        if number < torch.cuda.device_count():
+            torch.cuda.set_rng_state(one, number)
+    for name in _ACCELERATORS:
+        if name in state and name == kind:
+            getattr(torch, name).set_rng_state(state[name])
+        elif name in state:
+            log.warning(
+                "the checkpoint was saved on a GPU and this run has none of its kind: its %s generator is not restored",
+                name.upper(),
+            )

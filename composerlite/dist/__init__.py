@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from composerlite.dist.env import (
     Control,
+    claim_device,
     finalize_dist,
     get_control,
     get_device,
@@ -77,6 +78,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_object_list",
     "cause_elsewhere",
+    "claim_device",
     "distributed_like",
     "empty_shard_like",
     "exchange",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Control",
+    "claim_device",
     "finalize_dist",
     "get_control",
     "get_device",
@@ -34,6 +35,7 @@ __all__ = [
     "get_local_world_size",
     "get_node_rank",
     "get_world_size",
+    "gpu_of",
     "initialize_dist",
     "is_available",
     "is_initialized",
@@ -145,10 +147,35 @@ def get_device(device: str | torch.device | None = None) -> torch.device:
             raise ConfigError(
                 f"device={device!r}: this machine has no CUDA device that torch can use. Use device='cpu'."
             )
-        return torch.device("cuda", int(index) if index else get_local_rank())
+        return torch.device("cuda", int(index) if index else gpu_of(get_local_rank(), torch.cuda.device_count()))
     if kind == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device='mps': this machine has no such device. Use device='cpu'.")
     return torch.device(kind)
+
+
+def gpu_of(local_rank: int, visible: int) -> int:
+    """Return the number of the GPU of a process that sees ``visible`` of them.
+
+    Where it sees one, that is its own, as with ``--gpus-per-task`` of Slurm.
+    """
+    return 0 if visible == 1 else local_rank
+
+
+def claim_device(device: torch.device) -> None:
+    """Make a GPU the one that this process uses where no other is named, also in its threads' first use of it.
+
+    Raises:
+        ConfigError: it does not exist.
+    """
+    if device.type != "cuda":
+        return
+    count = torch.cuda.device_count()
+    if device.index >= count:
+        raise ConfigError(
+            f"device='cuda:{device.index}': this process sees {count} GPUs (its local rank is {get_local_rank()}). "
+            "Start at most as many processes per node, or name one from 0."
+        )
+    torch.cuda.set_device(device)
 
 
 @final
@@ -179,6 +206,8 @@ _times_initialized: Counter[tuple[str | None, ...]] = Counter()
 _owns_training_group = False
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+_TRAINING_TIMES = 3
+"""How many times longer than our groups NCCL waits: its watchdog ends the process, and says less than our errors."""
 _GOODBYE = timedelta(seconds=10)
 _GOODBYE_AT_EXIT = timedelta(seconds=2)
 
@@ -208,7 +237,8 @@ def initialize_dist(
 
     Args:
         device: as :func:`get_device` takes it. A GPU uses NCCL, and gloo for what lies in host memory.
-        timeout: seconds, of every wait of these groups.
+        timeout: seconds, of every wait of these groups; NCCL's own, at whose end it kills the process, is three times
+            as long, so that ranks that miss another one raise first.
         min_world_size: 1 makes a process group for one process too; a device mesh needs one.
 
     Returns:
@@ -354,13 +384,7 @@ def _find_layout(store: Store, barrier: StoreBarrier, timeout: timedelta) -> _La
 
 def _claim_device(device: str | torch.device | None) -> torch.device:
     chosen = get_device(device)
-    if chosen.type == "cuda":
-        if chosen.index >= torch.cuda.device_count():
-            raise ConfigError(
-                f"the local rank is {get_local_rank()}: this node has {torch.cuda.device_count()} GPUs. "
-                "Start at most as many processes per node."
-            )
-        torch.cuda.set_device(chosen)
+    claim_device(chosen)
     return chosen
 
 
@@ -374,7 +398,7 @@ def _make_groups(store: Store, rank: int, world_size: int, device: torch.device,
             store=PrefixStore("training", store),
             rank=rank,
             world_size=world_size,
-            timeout=timeout,
+            timeout=timeout * _TRAINING_TIMES if is_gpu else timeout,
             device_id=device if is_gpu else None,
         )
         _owns_training_group = True

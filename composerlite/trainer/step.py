@@ -100,12 +100,21 @@ class TrainStep:
         if self._parallel.steps_itself:
             self._parallel.step()
             return
-        for optimizer in state.optimizers:
-            if state.scaler is None:
-                optimizer.step()
-            else:
-                state.scaler.step(optimizer)
-                state.scaler.update()
+        try:
+            for optimizer in state.optimizers:
+                if state.scaler is None:
+                    optimizer.step()
+                else:
+                    state.scaler.step(optimizer)
+                    state.scaler.update()
+        except (RuntimeError, MemoryError) as e:
+            if not state.auto_microbatching or not _is_out_of_memory(e):
+                raise
+            raise TrainingError(
+                "out of memory in the optimizer's step: device_train_microbatch_size='auto' makes smaller what a batch "
+                "needs, and the optimizer's state is as large as ever. Take an optimizer with less state, or shard it: "
+                "parallelism_config={'fsdp': {}}."
+            ) from e
 
     def _train_elsewhere(
         self, samples: int, share: float, elsewhere: Sequence[contextlib.AbstractContextManager[object]]
@@ -338,8 +347,10 @@ def total_loss(loss: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     return total, {"loss/train/total": total.detach(), **logged}
 
 
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
+"""In the errors of allocators, of cuBLAS and cuDNN, and of cuBLAS where it has no memory for its own start."""
+
+
 def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
     text = str(error)
-    return "out of memory" in text or "can't allocate memory" in text
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(part in text for part in _OUT_OF_MEMORY)

@@ -52,12 +52,13 @@ def test_the_states_of_composer_are_understood(tmp_path: Path) -> None:
     assert draw() == expected
 
 
-def test_a_gpu_that_is_missing_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """A checkpoint of a GPU goes on without one, with a warning; the other generators are restored."""
-    if torch.cuda.is_available():
+@pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
+def test_a_gpu_that_is_missing_is_said(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint of a GPU goes on without one of its kind, with a warning; the other generators are restored."""
+    if torch.accelerator.is_available():
         pytest.skip("this machine has a GPU")
-    state = {**rng.capture(), "cuda": torch.zeros(16, dtype=torch.uint8)}
+    state = {**rng.capture(), kind: torch.zeros(16, dtype=torch.uint8)}
     expected = draw()
     rng.restore([state])
     assert draw() == expected
-    assert "its CUDA generator is not restored" in caplog.text
+    assert f"its {kind.upper()} generator is not restored" in caplog.text

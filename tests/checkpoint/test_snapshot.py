@@ -12,6 +12,7 @@ from torch import nn
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.save.staging import Snapshot, Staging
 from composerlite.errors import SaveError
+from composerlite.storage import available_memory
 
 SIZE = 4 << 20
 
@@ -102,3 +103,13 @@ def test_weights_that_are_shared_are_copied_at_once(staging: Staging, weight: nn
         assert snapshot.copying is None
         optimizer.step()
         snapshot.wait()
+
+
+def test_processes_of_a_machine_share_what_is_free(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes half of its share at most: eight of them do not ask for four times the memory that there is."""
+    third = available_memory() // 3
+    assert staging.fits(third)
+    for name, value in {"WORLD_SIZE": "8", "RANK": "0", "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert not staging.fits(third)
+    assert staging.fits(available_memory() // 20)

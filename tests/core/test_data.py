@@ -21,6 +21,7 @@ from composerlite.core import (
     move_to_device,
     split_batch,
 )
+from composerlite.devices import Device
 from composerlite.errors import ConfigError
 
 
@@ -140,6 +141,21 @@ def test_every_tensor_is_moved_and_nothing_else_changes() -> None:
     assert {t.device.type for t in (moved[0]["x"], moved[1][0], moved[2].x, moved[3]["z"])} == {"meta"}
     assert (moved[0]["name"], moved[2].y) == ("n", 3)
     assert [type(part) for part in moved] == [dict, list, Pair, OrderedDict]
+
+
+class OnDevice(torch.Tensor):
+    """A tensor as a GPU has it: a copy to the CPU that nobody waits for is not there yet."""
+
+    def to(self, *args: Any, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
+        values = self.as_subclass(torch.Tensor)
+        return torch.full_like(values, torch.nan) if non_blocking else values.clone()
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), Device("cpu")])
+def test_what_is_moved_to_the_cpu_is_there(device: Any) -> None:
+    """As with the outputs of ``predict``: nobody reads memory that a GPU has still to write."""
+    outputs = {"logits": rows(2).as_subclass(OnDevice)}
+    assert torch.equal(move_to_device(outputs, device)["logits"], rows(2))
 
 
 # ── DataSpec ─────────────────────────────────────────────────────────────────────────────────────────────────────

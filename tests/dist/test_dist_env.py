@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from composerlite import dist
+from composerlite.dist.env import gpu_of
 from composerlite.errors import ConfigError, LateRankError, RankError
 from composerlite.testing.cluster import run_ranks, run_ranks_to_the_end
 from composerlite.utils import dist as documented
@@ -100,6 +101,12 @@ def test_a_gpu_that_is_not_there_is_an_error(name: str) -> None:
 def test_the_gpu_is_that_of_the_local_rank() -> None:
     """One process per device."""
     assert dist.get_device("gpu") == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("local_rank", "visible", "number"), [(0, 8, 0), (3, 8, 3), (3, 1, 0), (0, 1, 0), (2, 2, 2)])
+def test_a_process_that_sees_one_gpu_takes_it(local_rank: int, visible: int, number: int) -> None:
+    """Slurm's ``--gpus-per-task`` shows each process its own, as number 0; else the number is the local rank."""
+    assert gpu_of(local_rank, visible) == number
 
 
 def test_one_process_connects_to_nobody() -> None:

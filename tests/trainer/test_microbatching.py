@@ -266,6 +266,52 @@ class Exhausted(Net):
         return super().forward(batch)
 
 
+class Library(Net):
+    """Fails as a library of NVIDIA does when it has no memory."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        if len(batch[0]) > 2:
+            raise RuntimeError(self.text)
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "HIP out of memory. Tried to allocate 2.00 GiB",
+        "MPS backend out of memory (MPS allocated: 8.00 GB)",
+    ],
+)
+def test_libraries_out_of_memory_are_out_of_memory(text: str) -> None:
+    """With 'auto' the batch is halved for those as well."""
+    trainer, _ = trained(Library(text), "auto")
+    assert trainer.state.device_train_microbatch_size == 2
+
+
+class Greedy(torch.optim.SGD):
+    """Has no memory for its state."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+def test_an_optimizer_out_of_memory_is_told_as_that() -> None:
+    """Smaller pieces of a batch would not help: the error says what does."""
+    model = Net()
+    optimizer = Greedy(model.parameters(), lr=0.1)
+    trainer = build(model=model, optimizers=optimizer, device_train_microbatch_size="auto")
+    with trainer, pytest.raises(TrainingError, match=r"out of memory in the optimizer's step.*shard it") as raised:
+        trainer.fit()
+    assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+
+
 @pytest.mark.parametrize("model", [Allocating, Exhausted])
 def test_running_out_of_the_memory_of_the_host_counts_as_well(model: type[Net]) -> None:
     """torch's own error on a CPU is a plain RuntimeError; python's is MemoryError."""

@@ -9,11 +9,13 @@ from typing import Any
 import parallel_ranks
 import pytest
 import torch
+from torch import nn
 from trainer_parts import At
 
 from composerlite import Event, Trainer
 from composerlite.errors import ConfigError, RankError
 from composerlite.testing import run_ranks, run_ranks_to_the_end
+from composerlite.trainer.ranks.parallel import bundled
 from composerlite.utils import FSDPConfig, ParallelismConfig, TPConfig
 
 
@@ -153,3 +155,14 @@ def test_one_process_does_without_a_process_group() -> None:
         assert isinstance(trainer, Trainer)
         trainer.fit()
         assert int(trainer.state.timestamp.batch) == 1
+
+
+def test_small_buffers_travel_together() -> None:
+    """Forty batch norms are two messages and not 120: the statistics, and the counts. What is large goes by itself."""
+    model = nn.ModuleList(nn.BatchNorm1d(64) for _ in range(40))
+    buffers = list(model.buffers())
+    large, spread = torch.ones(3 << 20), torch.ones(4, 4).T
+    bundles = bundled([*buffers, large, spread])
+    assert len(buffers) == 120
+    assert [len(bundle) for bundle in bundles] == [80, 40, 1, 1]
+    assert {id(tensor) for bundle in bundles for tensor in bundle} == {id(one) for one in [*buffers, large, spread]}

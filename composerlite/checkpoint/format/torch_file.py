@@ -293,9 +293,8 @@ class _Pickler(pickle.Pickler):
             seen = self._seen[identity] = (dtype, str(number))
         elif seen[0] is not dtype:
             raise ValueError(f"two tensors share memory and have the types {seen[0]} and {dtype}")
-        location = "cpu" if storage.device.type == "cpu" else str(storage.device)
         self.references += 1
-        return "storage", storage_type, seen[1], location, count
+        return "storage", storage_type, seen[1], "cpu", count  # not where it is: a machine without it loads it, too
 
 
 class _BareStorageError(Exception):

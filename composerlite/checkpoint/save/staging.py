@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from composerlite import dist
 from composerlite._torch_compat import local_part, storage_id
 from composerlite.checkpoint.format.torch_file import StorageCopy, is_dense
 from composerlite.errors import SaveError
@@ -214,7 +215,8 @@ class Staging:
     some that is new.
 
     Args:
-        limit_bytes: the most memory to use; ``None`` for half of what is free when it is allocated.
+        limit_bytes: the most memory to use; ``None`` for half of what is free when it is allocated, divided by the
+            processes of this run on this machine.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -251,8 +253,10 @@ class Staging:
         have = self._have()
         if size_bytes <= have:
             return True
-        limit = (available_memory() + have) // 2 if self._limit_bytes is None else self._limit_bytes
-        return size_bytes <= limit
+        if self._limit_bytes is not None:
+            return size_bytes <= self._limit_bytes
+        free = available_memory() // dist.get_local_world_size()  # the other processes of this machine save, too
+        return size_bytes <= (free + have) // 2
 
     def would_be_new(self, image: Stageable) -> bool:
         """Whether memory for a copy of ``image`` is still to be touched, and what is there allows for more beside it.
@@ -289,7 +293,7 @@ class Staging:
         """Memory that is new, in the place of what is free; ``None`` where that is too much."""
         if not self.fits(size_bytes):
             if self._limit_bytes is None:
-                self._warn_of_no_memory("half of what is free is less")
+                self._warn_of_no_memory("half of this process's share of what is free is less")
             return None
         self._release(self._free.take())
         try:

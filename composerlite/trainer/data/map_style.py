@@ -264,7 +264,7 @@ class DealtPosition(DataPosition):
 
 def _on_cpu(states: dict[str, Any]) -> dict[str, Any]:
     """The generators that samplers draw from."""
-    return {name: state for name, state in states.items() if name != "cuda"}
+    return {name: states[name] for name in ("python", "numpy", "torch")}
 
 
 def _with_sampler(loader: DataLoader[Any], sampler: object, seed: int | None) -> DataLoader[Any]:

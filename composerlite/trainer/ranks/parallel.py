@@ -36,6 +36,7 @@ __all__ = [
     "Parallel",
     "Replicated",
     "Sharded",
+    "bundled",
     "check_same_model",
     "check_spreadable",
     "check_sync_strategy",
@@ -49,6 +50,7 @@ log = logging.getLogger(__name__)
 
 _STRATEGIES = ("single_auto_sync", "multi_auto_sync", "forced_sync")
 _BUCKET_BYTES = 25 << 20
+_BUNDLE_BYTES = 4 << 20
 _SHOWN_DIFFERENCES = 3
 
 
@@ -298,9 +300,33 @@ def _differences(first: list[tuple[str, str]], own: list[tuple[str, str]]) -> li
 
 
 def send_tensors(tensors: Iterable[torch.Tensor]) -> None:
-    """Copy those of rank 0 to all."""
+    """Copy those of rank 0 to all. Small ones of a type travel together: what each message costs is its latency."""
+    for bundle in bundled(tensor.detach() for tensor in tensors):
+        if len(bundle) == 1:
+            torch.distributed.broadcast(bundle[0], 0)
+            continue
+        sent = torch.cat([tensor.reshape(-1) for tensor in bundle])
+        torch.distributed.broadcast(sent, 0)
+        for tensor, part in zip(bundle, sent.split([tensor.numel() for tensor in bundle]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def bundled(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return ``tensors`` in groups that make one message each: of one type, on one device, of up to 4 MiB."""
+    bundles: list[list[torch.Tensor]] = []
+    open_ones: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
     for tensor in tensors:
-        torch.distributed.broadcast(tensor.detach(), 0)
+        if not tensor.is_contiguous():  # it may have several places for one number
+            bundles.append([tensor])
+            continue
+        kind, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.itemsize
+        bundle, taken = open_ones.get(kind, ([], _BUNDLE_BYTES))
+        if taken + size > _BUNDLE_BYTES:
+            bundle, taken = [], 0
+            bundles.append(bundle)
+        bundle.append(tensor)
+        open_ones[kind] = bundle, taken + size
+    return bundles
 
 
 def saved_buffers(model: nn.Module) -> list[torch.Tensor]:
