@@ -6,8 +6,10 @@ import gzip
 import io
 import json
 import stat
+import time
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -78,11 +80,23 @@ def line_of(weights: Iterable[float]) -> Line:
     return tuple(numbers[:length])
 
 
+_LOOKS, _PAUSE_SECONDS = 5, 0.1
 _read: dict[tuple[str, int, int, int], Line | None] = {}
 
 
 def entries_of(folder: Path, damaged: set[Path]) -> list[Entry]:
-    """The checkpoints below ``folder`` that have a manifest of their own. ``damaged`` are known not to be readable."""
+    """The checkpoints below ``folder`` that have a manifest of their own. ``damaged`` are known not to be readable.
+
+    A run that lives may replace one while it is read: what cannot be read each of several times is an error.
+    """
+    for _ in range(_LOOKS):
+        with suppress(Exception):
+            return _entries_of(folder, damaged)
+        time.sleep(_PAUSE_SECONDS)
+    return _entries_of(folder, damaged)
+
+
+def _entries_of(folder: Path, damaged: set[Path]) -> list[Entry]:
     found: list[Entry] = []
     records = folder / ".manifest"
     begun = {entry.name for entry in begun_in(folder)}  # data and record may be of two checkpoints

@@ -6,9 +6,11 @@ import contextlib
 import errno
 import fcntl
 import functools
+import hashlib
 import json
 import logging
 import os
+import re
 import socket
 import struct
 import tempfile
@@ -31,6 +33,7 @@ _LOOK_SECONDS = 0.5
 _PAUSE_SECONDS = 0.02
 _PATIENCE = timedelta(hours=2)
 _MOST_BYTES = 4096
+_CLAIM = ".claim"
 _WHOLE_FILE = struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 """``struct flock`` of Linux on 64 bits."""
 
@@ -116,6 +119,8 @@ def _started(pid: int) -> str | None:
 
 
 def _shown(record: dict[str, Any]) -> str:
+    if not record:
+        return "a process that has not said its name"
     return f"process {record.get('pid')} on {record.get('host')}"
 
 
@@ -247,7 +252,7 @@ def _lock(file: int) -> bool:
 def _holder(file: int) -> str:
     with contextlib.suppress(ValueError, OSError, AttributeError):
         return _shown(json.loads(os.pread(file, _MOST_BYTES, 0)))
-    return "a process that has not said its name"
+    return _shown({})
 
 
 @final
@@ -255,7 +260,9 @@ class HeartbeatLease(Lease):
     """An object that its holder writes again every few seconds. It is lost by who slept, or could not reach the bucket.
 
     Nobody's clock is compared with another's: who wants the lease watches the object, and takes it when it has not
-    changed for longer than a living holder would leave it.
+    changed for longer than a living holder would leave it. Of several that want to take over at once one may: it is
+    the one that creates an object named for the content of the dead holder's, its claim. The claim of a process that
+    died over it is taken over in the same way. Where a store cannot create atomically, two may.
 
     Args:
         transfer: to the bucket. name: of the object.
@@ -275,24 +282,52 @@ class HeartbeatLease(Lease):
         self._transfer, self._name = transfer, name
         self._own, self._beats = {**_own_name(), "id": uuid.uuid4().hex}, 0
         self._beat_seconds, self._dead_seconds = beat_seconds, dead_seconds
-        self._seen: tuple[bytes, float] | None = None
+        self._seen: dict[bytes, float] = {}
         self._stop = threading.Event()
         self._held, self._beating = False, list[threading.Thread]()
 
     def try_to_take(self) -> str | None:
-        data = self._read()
-        record = _record(data)
-        if data is not None and record.get("id") != self._own["id"] and not self._is_dead(data, record):
-            return _shown(record)
+        seen, self._seen = self._seen, {}
+        data = self._read(self._name)
+        dead = None if self._is_own(data) else data
+        if dead is not None and (holder := self._claim(dead, seen)) is not None:
+            return holder
         try:
-            self._write(create_only=data is None)
+            self._put(self._name, create_only=data is None)
         except FileExistsError:
-            return "a process that was first"
-        if (winner := _record(self._read())).get("id") != self._own["id"]:
-            return _shown(winner)
+            return _shown({})
+        if not self._is_own(winner := self._read(self._name)):  # of a store that does not create atomically
+            return _shown(_record(winner))
+        if dead is not None:
+            self._remove_claims()
         self._stop.clear()
         self._held, self._beating = True, start_threads(self._beat, 1, name="lease")
         return None
+
+    def _claim(self, data: bytes, seen: dict[bytes, float]) -> str | None:
+        """Get the right to write over ``data``, the lease of a holder who is dead; who has it, if that is another."""
+        last: bytes | None = data
+        while last is not None and self._is_dead(last, seen):
+            claim = f"{self._name}.{hashlib.sha256(last).hexdigest()[:16]}{_CLAIM}"
+            try:
+                self._put(claim, create_only=True)
+            except FileExistsError:
+                last = self._read(claim)
+                continue
+            if (now := self._read(self._name)) == data:
+                return None
+            with contextlib.suppress(ObjectStoreError, OSError):  # the next one removes it
+                self._transfer.delete(claim)  # meanwhile it was taken over, and the claim on it was removed
+            return _shown(_record(now))
+        return _shown(_record(last))
+
+    def _remove_claims(self) -> None:
+        """Remove the claims on leases before this one, those of dead processes too."""
+        claim = re.compile(rf"{re.escape(self._name)}\.[0-9a-f]{{16}}{re.escape(_CLAIM)}")
+        with contextlib.suppress(ObjectStoreError, OSError):  # the next one removes them
+            for one in self._transfer.list(f"{self._name}."):
+                if claim.fullmatch(one.name):
+                    self._transfer.delete(one.name)
 
     def release(self) -> None:
         if not self._held:
@@ -303,43 +338,47 @@ class HeartbeatLease(Lease):
             thread.join(self._dead_seconds)
         if self.lost_to is None:
             with contextlib.suppress(ObjectStoreError, OSError):  # the next one waits a little then
-                self._transfer.delete(self._name)
+                if self._is_own(self._read(self._name)):
+                    self._transfer.delete(self._name)
 
     def keep(self) -> bool:
         return True  # a thread does that
 
-    def _is_dead(self, data: bytes, record: dict[str, Any]) -> bool:
-        """Whether its holder is known to be dead, or has not been heard of for long since we began to watch."""
+    def _is_own(self, data: bytes | None) -> bool:
+        return _record(data).get("id") == self._own["id"]
+
+    def _is_dead(self, data: bytes, seen: dict[bytes, float]) -> bool:
+        """Whether the process that wrote ``data`` is known to be dead, or ``data`` was ``seen`` for long."""
+        record = _record(data)
         here = {key: record.get(key) for key in ("host", "boot", "processes")} == _machine()
         if here and _machine()["boot"] and not _is_another(record["pid"], record.get("started")):
             return True
         now = time.monotonic()
-        if self._seen is None or self._seen[0] != data:
-            self._seen = data, now
-        return now - self._seen[1] > self._dead_seconds
+        self._seen[data] = seen.get(data, now)
+        return now - self._seen[data] > self._dead_seconds
 
     def _beat(self) -> None:
         while not self._stop.wait(self._beat_seconds):
             try:
-                there = _record(self._read())
-                if there and there.get("id") != self._own["id"]:
-                    self.lost_to = _shown(there)
+                there = self._read(self._name)
+                if _record(there) and not self._is_own(there):
+                    self.lost_to = _shown(_record(there))
                     return
                 self._beats += 1
-                self._write()
+                self._put(self._name, create_only=there is None)
+            except FileExistsError:
+                continue  # it had vanished, and another process was first: it is read at the next beat
             except (ObjectStoreError, OSError) as e:
                 log.warning("the lease of this run was not renewed: %s", e)
 
-    def _read(self) -> bytes | None:
+    def _read(self, name: str) -> bytes | None:
         try:
-            return self._transfer.read_all(self._name, most_bytes=_MOST_BYTES)
+            return self._transfer.read_all(name, most_bytes=_MOST_BYTES)
         except FileNotFoundError:
             return None
 
-    def _write(self, *, create_only: bool = False) -> None:
-        self._transfer.put_bytes(
-            self._name, json.dumps({**self._own, "beat": self._beats}).encode(), create_only=create_only
-        )
+    def _put(self, name: str, *, create_only: bool) -> None:
+        self._transfer.put_bytes(name, json.dumps({**self._own, "beat": self._beats}).encode(), create_only=create_only)
 
 
 def _record(data: bytes | None) -> dict[str, Any]:
