@@ -66,6 +66,11 @@ def test_a_killed_run_goes_on_from_the_bucket(
     assert (code, said) == (0, {}), "a finished run that is started again does nothing"
 
 
+def batch_of(name: str) -> int:
+    """The batch of the checkpoint ``ep<epoch>-ba<batch>-rank0.pt``."""
+    return int(name.split("-")[1].removeprefix("ba"))
+
+
 def test_what_was_not_uploaded_when_it_died_is_uploaded_by_the_next(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -73,14 +78,14 @@ def test_what_was_not_uploaded_when_it_died_is_uploaded_by_the_next(
     uri, environment = place("s3", request)
     work = tmp_path / "machine"
     assert launch(work, uri, environment, "batch_checkpoint:28")[0] == -signal.SIGKILL
-    newest = sorted(path.name for path in (work / "run").glob("ep*.pt"))[-1]
+    newest = max((path.name for path in (work / "run").glob("ep*.pt")), key=batch_of)
     client, bucket = request.getfixturevalue("s3_server").client(), uri.split("/")[2]
     client.delete_object(Bucket=bucket, Key="run/latest-rank0.pt.symlink")
     client.delete_object(Bucket=bucket, Key=f"run/.manifest/{newest}.json")
     client.delete_object(Bucket=bucket, Key=f"run/{newest}")
     code, said, _ = launch(work, uri, environment)
     assert code == 0
-    assert min(said) == int(newest.split("-")[1].removeprefix("ba")) + 1
+    assert min(said) == batch_of(newest) + 1
     names = [item["Key"] for item in client.list_objects_v2(Bucket=bucket)["Contents"]]
     assert {f"run/{newest}", f"run/.manifest/{newest}.json"} <= set(names)
 
