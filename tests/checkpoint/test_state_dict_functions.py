@@ -163,6 +163,28 @@ def test_not_strict_keeps_settings_that_only_the_optimizer_has(tmp_path: Path) -
     assert optim.param_groups[0]["new"] == 3
 
 
+@pytest.mark.parametrize("flatten", [False, True])
+def test_not_strict_loads_the_optimizer_of_the_parameters_that_both_have(tmp_path: Path, flatten: bool) -> None:
+    """One that is new, or gone, and a group of new ones: the state and the settings of the others are loaded."""
+    saved = _Net(a=(2,), gone=(3,))
+    saved_optim = AdamW(saved.parameters(), lr=0.5)
+    saved.a.grad, saved.gone.grad = torch.ones(2), torch.ones(3)
+    saved_optim.step()
+    save_model_and_optim_state(tmp_path / "c", saved, saved_optim, flatten_optimizer_state=flatten)
+    model = _Net(a=(2,), new=(4,), head=(5,))
+    optim = AdamW([{"params": [model.a, model.new]}, {"params": [model.head], "lr": 0.25}])
+    with pytest.raises(IncompatibleCheckpointError, match="missing in the checkpoint"):
+        load_model_and_optim_state(tmp_path / "c", model, optim)
+    load_model_and_optim_state(tmp_path / "c", model, optim, strict=False)
+    assert same(model.a.data, saved.a.data)
+    assert same(optim.state[model.a], saved_optim.state[saved.a])
+    assert [group["lr"] for group in optim.param_groups] == [0.5, 0.25]
+    assert [len(group["params"]) for group in optim.param_groups] == [2, 1]
+    assert not optim.state[model.new]["exp_avg"].any()
+    model.a.grad, model.new.grad, model.head.grad = torch.ones(2), torch.ones(4), torch.ones(5)
+    optim.step()
+
+
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("flatten", [False, True])
 def test_other_parameter_groups_are_an_error(tmp_path: Path, flatten: bool, strict: bool) -> None:

@@ -15,11 +15,12 @@ from torch.optim import AdamW, Optimizer
 from composerlite.checkpoint import (
     UnshardStrategy,
     UnshardStrategyType,
+    get_checkpoint_metadata,
     save_model_and_optim_state,
     save_state_dict,
     unshard_checkpoint,
 )
-from composerlite.errors import CheckpointExistsError, ConfigError, IncompatibleCheckpointError
+from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
@@ -96,16 +97,66 @@ def test_one_safetensors_file(saved: tuple[Path, nn.Module, Optimizer], tmp_path
         unshard_checkpoint(place, tmp_path / "other", use_safetensors=True, optim=True)
 
 
-def test_a_target_that_is_not_empty_is_not_touched(saved: tuple[Path, nn.Module, Optimizer], tmp_path: Path) -> None:
-    """FileExistsError, as documented, unless it is to be overwritten."""
+@pytest.mark.parametrize("strategy", [UnshardStrategy.one_file(), UnshardStrategy.chunks(300)])
+def test_other_files_in_the_target_stay_as_they_are(
+    saved: tuple[Path, nn.Module, Optimizer], tmp_path: Path, strategy: UnshardStrategy
+) -> None:
+    """Whatever lies beside what is written, and in its folder, when it is written and when it is replaced."""
+    place, model, _ = saved
+    target = tmp_path / "out"
+    (target / "model").mkdir(parents=True)
+    (target / "notes").write_text("mine")
+    one_file = strategy.name is UnshardStrategyType.one_file
+    for overwrite in (False, True):
+        path, _ = unshard_checkpoint(place, target, unshard_strategy=strategy, save_overwrite=overwrite)
+        (target / "model" / "notes").write_text("mine too")
+        found = _loaded(path) if one_file else {}
+        for file in [] if one_file else path.glob("*.pt"):
+            found |= _loaded(file)
+        assert same(found, dict(model.state_dict()))
+    assert (target / "notes").read_text() == "mine"
+    assert (target / "model" / "notes").read_text() == "mine too"
+    own = {"model.pt", "optim.pt"} if one_file else {"optim"}
+    assert {path.name for path in target.iterdir()} == {"model", "notes", *own}
+
+
+@pytest.mark.parametrize("strategy", [UnshardStrategy.one_file(), UnshardStrategy.chunks(300)])
+def test_what_it_would_write_is_not_replaced_unasked(
+    saved: tuple[Path, nn.Module, Optimizer], tmp_path: Path, strategy: UnshardStrategy
+) -> None:
+    """FileExistsError that names it, before anything is written; also where the optimizer alone is in the way."""
     place, _, _ = saved
     target = tmp_path / "out"
-    target.mkdir()
-    (target / "notes").touch()
-    with pytest.raises(CheckpointExistsError, match="save_overwrite=True"):
-        unshard_checkpoint(place, target)
-    unshard_checkpoint(place, target, save_overwrite=True, optim=False)
-    assert sorted(path.name for path in target.iterdir()) == ["model.pt", "notes"]
+    name = "optim.pt" if strategy.name is UnshardStrategyType.one_file else "optim"
+    (target / name).mkdir(parents=True)
+    (target / name / "mine").touch()
+    with pytest.raises(CheckpointExistsError, match=rf"{name}' is there already: .* save_overwrite=True"):
+        unshard_checkpoint(place, target, unshard_strategy=strategy)
+    assert [path.name for path in target.iterdir()] == [name]
+
+
+def test_an_error_on_the_way_leaves_nothing(saved: tuple[Path, nn.Module, Optimizer], tmp_path: Path) -> None:
+    """A data file that is damaged behind the model: neither the model nor a part of the optimizer is there."""
+    place, _, _ = saved
+    index = get_checkpoint_metadata(place)
+    last = next(where for key, where in index.storage_data.items() if key.fqn.startswith("optim.state."))
+    data = place / last.relative_path
+    damaged = bytearray(data.read_bytes())
+    damaged[last.offset + last.length // 2] ^= 1
+    data.write_bytes(damaged)
+    with pytest.raises(CorruptCheckpointError):
+        unshard_checkpoint(place, tmp_path / "out", unshard_strategy=UnshardStrategy.one_file_per_tensor())
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_kill_leaves_nothing_that_counts(saved: tuple[Path, nn.Module, Optimizer], tmp_path: Path) -> None:
+    """What was written lies in a folder of its own, which the next call removes."""
+    place, _, _ = saved
+    dead = tmp_path / "out" / f".unshard.tmp-{'0' * 16}"
+    (dead / "model").mkdir(parents=True)
+    (dead / "model" / "chunk-00000.pt").touch()
+    unshard_checkpoint(place, tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.pt", "optim.pt"]
 
 
 def test_names_that_become_one_get_files_of_their_own(tmp_path: Path) -> None:

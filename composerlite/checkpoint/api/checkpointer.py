@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import logging
 import os
 import re
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, ClassVar, final
 
+from composerlite.checkpoint.api.config import Config
 from composerlite.checkpoint.api.state_dict import (
     WorkDir,
     get_checkpoint_metadata,
@@ -46,8 +46,6 @@ from composerlite.errors import (
     CheckpointNotFoundError,
     ConfigError,
     IncompatibleCheckpointError,
-    UnknownArgumentError,
-    did_you_mean,
 )
 from composerlite.storage import HostMemory
 from composerlite.types import StateDict
@@ -62,8 +60,8 @@ _STEP = re.compile(r"step(0|[1-9]\d*)")
 
 @final
 @dataclass
-class CheckpointerConfig:
-    """How a :class:`Checkpointer` is to be made; see there."""
+class CheckpointerConfig(Config):
+    """Settings of a :class:`Checkpointer`, which says what they mean."""
 
     work_dir: WorkDir = None
     save_overwrite: bool | None = None
@@ -78,11 +76,7 @@ class CheckpointerConfig:
         Raises:
             UnknownArgumentError: there is no such field.
         """
-        known = [entry.name for entry in dataclasses.fields(self)]
-        for name in overrides:
-            if name not in known:
-                raise UnknownArgumentError(f"CheckpointerConfig has no field {name!r}.{did_you_mean(name, known)}")
-        settings: dict[str, Any] = {name: overrides.get(name, getattr(self, name)) for name in known}
+        settings = self.replace(**overrides).as_dict()
         settings["save_overwrite"] = bool(settings["save_overwrite"])
         return Checkpointer(**settings, process_group=process_group)
 

@@ -20,7 +20,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from composerlite.checkpoint.api.state_fit import check_fit, check_groups, group_names, is_flattened, near
+from composerlite.checkpoint.api.state_fit import (
+    check_fit,
+    check_groups,
+    group_names,
+    is_flattened,
+    is_group_members,
+    near,
+)
 from composerlite.checkpoint.format.sharded_index import leaves_of, nested, with_inner
 from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.load.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
@@ -319,8 +326,8 @@ def load_model_and_optim_state(
         key_mapping: names of parameters in the checkpoint, by those that they have now.
         pre_download, work_dir, thread_count: as in :func:`load_state_dict`.
         strict: the checkpoint must have just what the model and the optimizer have, in the same types. If false, what
-            only one of the two has stays as it is, and numbers are converted; shapes and the groups of the optimizer
-            must agree in any case.
+            only one of the two has stays as it is, and numbers are converted; shapes, and the groups of the optimizer
+            for the parameters that both have, must agree in any case.
         flatten_optimizer_state: as OLMo-core has it; not needed.
 
     Raises:
@@ -338,8 +345,8 @@ def load_model_and_optim_state(
         )
         metadata = reader.read_metadata()
         complete = _containers(state)
-        if not strict:
-            prune_state_dict(state, set(metadata.state_dict_metadata))
+        if not strict:  # which parameters are in a group is the optimizer's own, as one may be new or gone
+            prune_state_dict(state, {key for key in metadata.state_dict_metadata if not is_group_members(key)})
         sharded.load(reader, state, group=group)
         merge_state_dicts(state, complete)
         return state, flatten, metadata
@@ -368,7 +375,8 @@ def _checked_state(
     swap_param_keys(state, mapping, metadata, quiet=True)
     check_fit(reader, sharded.flat(state), strict=strict, owned=tuple(state))
     if optim is not None:
-        check_groups(reader, group_names(model, optim, state["optim"], mapping, metadata), flatten=flatten)
+        groups = group_names(model, optim, state["optim"], mapping, metadata)
+        check_groups(reader, groups, flatten=flatten, strict=strict)
     return state, flatten
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,7 +18,7 @@ from composerlite.types import StateDict
 if TYPE_CHECKING:
     from composerlite.checkpoint.load.sharded import Metadata
 
-__all__ = ["check_fit", "check_groups", "group_names", "is_flattened", "near"]
+__all__ = ["check_fit", "check_groups", "group_names", "is_flattened", "is_group_members", "near"]
 
 _MOST_LISTED = 20
 
@@ -102,13 +102,21 @@ def group_names(
     return [group["params"] for group in state["param_groups"]]
 
 
-def check_groups(reader: sharded.RemoteFileSystemReader, groups: Sequence[Sequence[str]], *, flatten: bool) -> None:
+def is_group_members(key: str) -> bool:
+    """Return true for the key of the list of parameters of a group, where groups were saved as such."""
+    return key.startswith("optim.param_groups.") and key.count(".") == 3 and key.endswith(".params")
+
+
+def check_groups(
+    reader: sharded.RemoteFileSystemReader, groups: Sequence[Sequence[str]], *, flatten: bool, strict: bool
+) -> None:
     """See that the optimizer's groups are those of the checkpoint.
 
     Args:
         reader: of the checkpoint.
         groups: the names of the parameters of each group, as the checkpoint has them.
         flatten: how the checkpoint was saved.
+        strict: whether parameters matter that only one of the two has.
 
     Raises:
         IncompatibleCheckpointError: they are others; lists what differs.
@@ -117,7 +125,7 @@ def check_groups(reader: sharded.RemoteFileSystemReader, groups: Sequence[Sequen
     stored = [key for key in metadata.state_dict_metadata if key.startswith("optim.param_groups.")]
     if not stored:
         return
-    problems = list((_flat_problems if flatten else _group_problems)(reader, groups, stored))
+    problems = list(_flat_problems(reader, groups, stored) if flatten else _group_problems(reader, groups, strict))
     if problems:
         raise IncompatibleCheckpointError(
             f"checkpoint {reader.uri!r}: the optimizer's parameter groups are others: {_listed(problems)}. Make the "
@@ -126,15 +134,19 @@ def check_groups(reader: sharded.RemoteFileSystemReader, groups: Sequence[Sequen
 
 
 def _group_problems(
-    reader: sharded.RemoteFileSystemReader, groups: Sequence[Sequence[str]], stored: Sequence[str]
+    reader: sharded.RemoteFileSystemReader, groups: Sequence[Sequence[str]], strict: bool
 ) -> Iterator[str]:
-    values = sharded.load_flat(reader, [key for key in stored if key.count(".") == 3 and key.endswith(".params")])
-    saved = {int(key.split(".")[2]): cast("list[str]", names) for key, names in values.items()}
-    if len(saved) != len(groups):
-        yield f"it has {len(saved)}, and the optimizer has {len(groups)}"
+    stored = filter(is_group_members, reader.read_metadata().state_dict_metadata)
+    saved = {int(key.split(".")[2]): set[str](names) for key, names in sharded.load_flat(reader, stored).items()}
+    here = {number: set(names) for number, names in enumerate(groups)}
+    if not strict:
+        common = set().union(*saved.values()) & set().union(*here.values())
+        saved, here = ({n: names & common for n, names in each.items() if names & common} for each in (saved, here))
+    if len(saved) != len(here):
+        yield f"it has {len(saved)}, and the optimizer has {len(here)}"
         return
-    for number, names in enumerate(groups):
-        if differing := sorted(set(saved.get(number, ())) ^ set(names)):
+    for number in sorted(saved.keys() | here.keys()):
+        if differing := sorted(saved.get(number, set()) ^ here.get(number, set())):
             yield f"number {number} differs in {_listed(differing)}"
 
 

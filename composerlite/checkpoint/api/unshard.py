@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import fcntl
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import secrets
+import shutil
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -21,11 +25,12 @@ from composerlite.checkpoint.place.directory import PathOrUri
 from composerlite.checkpoint.save.file_writer import plain_writer, write_torch
 from composerlite.dist import is_initialized
 from composerlite.errors import CheckpointExistsError, ConfigError, IncompatibleCheckpointError
-from composerlite.storage import atomic_write, is_uri, make_folder, parse_uri
+from composerlite.storage import atomic_write, fsync_folder, is_abandoned, is_uri, make_folder, parse_uri
 
 __all__ = ["UnshardStrategy", "UnshardStrategyType", "unshard_checkpoint"]
 
 log = logging.getLogger(__name__)
+_INDEX = ".index.json"
 
 
 class UnshardStrategyType(enum.StrEnum):
@@ -103,12 +108,15 @@ def unshard_checkpoint(
     ``model.pt.index.json`` that says which key is in which file; each holds a dict. With safetensors they end with
     ``.safetensors``. The optimizer's are ``optim.pt`` or in ``optim``; in one file it has the layout it was saved in.
 
+    They get their names when all are written, and durable; after an error or a kill none has. Where a folder is
+    replaced, its index is away until the rest has been.
+
     Args:
         dir: path or URI of a checkpoint that :func:`save_model_and_optim_state` wrote. Of one of the Trainer the model
             is written; of an archive of DeepSpeed, as :func:`unshard_zero` takes it, the model in one file.
         target_dir: a folder of this machine.
         optim: whether to write the optimizer; ``None``: if there is one and the format is torch's.
-        save_overwrite: replace what this writes; else ``target_dir`` must be empty.
+        save_overwrite: replace what this writes; else none of it may be there. Other files in ``target_dir`` stay.
         use_safetensors: write safetensors files, which hold tensors only.
         unshard_strategy: ``None``: one file.
         pre_download: first bring the checkpoint's files to this machine.
@@ -119,7 +127,8 @@ def unshard_checkpoint(
         The file or folder of the model, and that of the optimizer or ``None``.
 
     Raises:
-        CheckpointExistsError: a FileExistsError: ``target_dir`` is not empty, and ``save_overwrite`` is false.
+        CheckpointExistsError: a FileExistsError: ``target_dir`` has a file or folder that this writes, and
+            ``save_overwrite`` is false.
         ConfigError: ``target_dir`` is a URI; safetensors cannot hold an optimizer, or is not installed.
         RuntimeError: ``torch.distributed`` is in use.
         IncompatibleCheckpointError: the checkpoint has no model, or no optimizer.
@@ -136,11 +145,10 @@ def unshard_checkpoint(
     target = Path(parse_uri(os.fspath(target_dir))[2])
     strategy = unshard_strategy or UnshardStrategy.one_file()
     write = plain_writer(use_safetensors=use_safetensors)
-    if not save_overwrite and target.is_dir() and any(target.iterdir()):
-        raise CheckpointExistsError(f"{str(target)!r} is not empty: give another folder, or save_overwrite=True.")
+    suffix = ".safetensors" if use_safetensors else ".pt"
     if isinstance(dir, str | os.PathLike) and is_tar(Path(os.fspath(dir))):
-        file = target / ("model.safetensors" if use_safetensors else "model.pt")
-        return _unshard_archives(os.fspath(dir), file, strategy, optim=optim), None
+        _check_free(target, [f"model{suffix}"], overwrite=save_overwrite)
+        return _unshard_archives(os.fspath(dir), target / f"model{suffix}", strategy, optim=optim), None
     with sharded.RemoteFileSystemReader(dir, pre_download=pre_download, work_dir=work_dir) as reader:
         keys = reader.read_metadata().state_dict_metadata
         wants_optim = not use_safetensors and any(key.startswith("optim.") for key in keys) if optim is None else optim
@@ -148,10 +156,59 @@ def unshard_checkpoint(
         for part in parts:
             if not _keys_of(part, keys):
                 raise IncompatibleCheckpointError(f"checkpoint {reader.uri!r} has no {part}.")
+        names = [part + suffix if strategy.name is UnshardStrategyType.one_file else part for part in parts]
+        _check_free(target, names, overwrite=save_overwrite)
         make_folder(target)
-        job = _Job(reader, target, ".safetensors" if use_safetensors else ".pt", write, strategy, quiet)
-        written = [job.run(part) for part in parts]
-    return written[0], written[1] if wants_optim else None
+        with _staging_folder(target) as staging:
+            job = _Job(reader, staging, suffix, write, strategy)
+            for part in parts:
+                job.run(part)
+            _check_free(target, names, overwrite=save_overwrite)
+            for name in names:
+                _give_name(staging / name, target / name)
+            fsync_folder(target)
+    if not quiet:
+        log.info("wrote %s to %s", " and ".join(names), target)
+    return target / names[0], target / names[1] if wants_optim else None
+
+
+def _check_free(target: Path, names: Iterable[str], *, overwrite: bool) -> None:
+    """See that nothing in ``target`` has one of ``names``; an empty folder is nothing."""
+    for path in () if overwrite else [target / name for name in names]:
+        if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+            raise CheckpointExistsError(f"{str(path)!r} is there already: give another folder, or save_overwrite=True.")
+
+
+@contextlib.contextmanager
+def _staging_folder(target: Path) -> Generator[Path]:
+    """A folder in ``target`` for what has yet to be written; those of dead processes are removed."""
+    for path in target.glob(".unshard.tmp-*"):
+        with is_abandoned(path) as dead:
+            if dead:
+                shutil.rmtree(path)
+    folder = target / f".unshard.tmp-{secrets.token_hex(8)}"
+    folder.mkdir()
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: nothing is removed there before a week
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+        os.close(lock)
+
+
+def _give_name(staged: Path, path: Path) -> None:
+    """Move a file or a folder to where it belongs; of a folder that is there, what has other names stays."""
+    if not (staged.is_dir() and path.is_dir()):
+        staged.replace(path)
+        return
+    *files, index = sorted(staged.iterdir(), key=lambda file: file.name.endswith(_INDEX))
+    (path / index.name).unlink(missing_ok=True)
+    fsync_folder(path)
+    for file in (*files, index):
+        file.replace(path / file.name)
+    fsync_folder(path)
 
 
 def _unshard_archives(path: str, file: Path, strategy: UnshardStrategy, *, optim: bool | None) -> Path:
@@ -180,36 +237,29 @@ class _Job:
     suffix: str
     write: Callable[[Path, Any], None]
     strategy: UnshardStrategy
-    quiet: bool
 
-    def run(self, part: str) -> Path:
-        """Write the model or the optimizer; its file or folder."""
+    def run(self, part: str) -> None:
+        """Write the model or the optimizer: its file or folder."""
         metadata = self.reader.read_metadata()
         names = _keys_of(part, metadata.state_dict_metadata)
         keys = [_Key(full, name, _size_bytes(metadata.state_dict_metadata[full])) for full, name in names.items()]
         prefix = keys[0].full.removesuffix(f".{keys[0].name}")
         if self.strategy.name is UnshardStrategyType.one_file:
-            path = self.target / f"{part}{self.suffix}"
             values = sharded.load_flat(self.reader, [key.full for key in keys])
             is_tree = self.write is write_torch
-            self._write(path, nested(metadata, prefix, list(values), values) if is_tree else _named(keys, values))
-            return path
+            contents = nested(metadata, prefix, list(values), values) if is_tree else _named(keys, values)
+            self.write(self.target / f"{part}{self.suffix}", contents)
+            return
         folder = self.target / part
         make_folder(folder)
         places: dict[str, str] = {}
         for name, group in self._groups(keys):
             values = sharded.load_flat(self.reader, [key.full for key in group])
-            self._write(folder / name, _named(group, values))
+            self.write(folder / name, _named(group, values))
             places |= {key.name: name for key in group}
         index = {"metadata": {"total_size": sum(key.size_bytes for key in keys)}, "weight_map": places}
-        with atomic_write(folder / f"{part}{self.suffix}.index.json") as file:
+        with atomic_write(folder / f"{part}{self.suffix}{_INDEX}") as file:
             file.write(json.dumps(index, indent=1).encode())
-        return folder
-
-    def _write(self, path: Path, contents: Any) -> None:
-        self.write(path, contents)
-        if not self.quiet:
-            log.info("wrote %s", path)
 
     def _groups(self, keys: Sequence[_Key]) -> Iterator[tuple[str, list[_Key]]]:
         """The names of the files, and what each holds."""

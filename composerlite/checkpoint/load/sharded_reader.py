@@ -41,7 +41,7 @@ from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.lease import turn_at
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.trust.trusted import RefusedError
-from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from composerlite.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest, ObjectStore, WorkerPool, make_folder, number_of
 
 __all__ = [
@@ -67,9 +67,9 @@ def safe_contents(data: bytes, key: str, uri: str) -> Any:
 class RemoteFileSystemReader(StorageReader):
     """Reads a sharded checkpoint for ``torch.distributed.checkpoint.load`` from a path or a URI.
 
-    What has a commit record is verified as it is read; of what has none a warning says so. Only the bytes that the plan
-    needs are read. What lies on this machine the function that ``CHECKPOINT_VALIDATION_FUNCTION``
-    names sees first.
+    What has a commit record is verified as it is read; of what has none, or was written anew by another program, a
+    warning says so. Only the bytes that the plan needs are read. What lies on this machine the function that
+    ``CHECKPOINT_VALIDATION_FUNCTION`` names sees first.
 
     Args:
         path: of the checkpoint's directory.
@@ -102,6 +102,7 @@ class RemoteFileSystemReader(StorageReader):
     def _forget(self) -> None:
         self._metadata: Metadata | None = None
         self._manifest: Manifest | None = None
+        self._found: Manifest | None = None
         self._index_digest = ""
 
     @property
@@ -139,19 +140,50 @@ class RemoteFileSystemReader(StorageReader):
             if (here := self._folder.path) is not None and (here / INDEX).is_file():
                 validate(here / INDEX)
             try:
-                data, self._manifest = self._folder.described()
+                data, self._found = self._folder.described()
             except FileNotFoundError as e:
                 raise self._folder.missing() from e
+            self._manifest = self._found
             self._index_digest = xxhash.xxh3_128_hexdigest(data)
             if self._manifest is None:
                 log.warning("checkpoint %s has no manifest: it is loaded unverified", self.uri)
             elif (digest := self._digest(INDEX)) is None or digest.xxh3_128 != self._index_digest:
-                raise CorruptCheckpointError(
-                    f"checkpoint {self.uri!r}: its {INDEX!r} is not the one that was saved. If another program has "
-                    f"saved here since, delete its manifest, '.manifest/{self._folder.name}.json' beside it."
+                self._metadata = self._rewritten(data)
+                self._manifest = None
+                log.warning(
+                    "checkpoint %s was written anew by another program since it was saved: its manifest describes "
+                    "other files, and it is loaded unverified",
+                    self.uri,
                 )
+                return self._metadata
             self._metadata = read_index(data, self.uri)
         return self._metadata
+
+    def _rewritten(self, data: bytes) -> Metadata:
+        """Return the index ``data``, which is not ours, if another program has replaced all that the manifest lists.
+
+        Damage does not pass for that: each data file that the index names ends where the index says, and is not as
+        large as the manifest says, or not in it.
+
+        Raises:
+            CorruptCheckpointError: it is not so.
+        """
+        with contextlib.suppress(CheckpointError, FileNotFoundError):
+            metadata = read_index(data, self.uri)
+            ends: dict[str, int] = {}
+            for stored in metadata.storage_data.values():
+                ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
+
+            def is_new(name: str, end: int) -> bool:
+                ours = self._digest(name)
+                return self._folder.size(name) == end and (ours is None or ours.size_bytes != end)
+
+            if ends and all(is_new(name, end) for name, end in ends.items()):
+                return metadata
+        raise CorruptCheckpointError(
+            f"checkpoint {self.uri!r}: its {INDEX!r} is not the one that was saved. If another program has "
+            f"saved here since, delete its manifest, '.manifest/{self._folder.name}.json' beside it."
+        )
 
     def version(self) -> str:
         """Digest that tells this checkpoint from another in its place. Raises as :meth:`read_metadata`."""
@@ -165,7 +197,7 @@ class RemoteFileSystemReader(StorageReader):
             if any(True for _ in self._folder.begun()):
                 return True
             index = xxhash.xxh3_128_hexdigest(self._folder.index())
-            is_another = index != self._index_digest or self._folder.manifest() != self._manifest
+            is_another = index != self._index_digest or self._folder.manifest() != self._found
             return is_another or self._folder.found_as != found_as  # it got its name while it was read under another
         except (FileNotFoundError, CorruptCheckpointError):
             return bool(self._index_digest)

@@ -183,6 +183,10 @@ class ShardedDirectory:
         """Return whether the file ``name`` is in it here."""
         return self.place.exists(f"{self._shown}/{name}")
 
+    def size(self, name: str) -> int:
+        """Return the size of the file ``name``, in bytes; FileNotFoundError."""
+        return self.place.size(f"{self._shown}/{name}")
+
     def opened(
         self, name: str, digest: FileDigest | None, *, threads: int
     ) -> contextlib.AbstractContextManager[ByteSource]:
