@@ -15,6 +15,7 @@ __all__ = [
     "CheckpointNews",
     "CheckpointStep",
     "Lineage",
+    "Piece",
     "StateDict",
     "Stateful",
     "items_of",
@@ -26,6 +27,9 @@ JSON: TypeAlias = "str | int | float | bool | Sequence[JSON] | Mapping[str, JSON
 
 Batch: TypeAlias = Any
 """What a data loader yields and a model takes: opaque to the trainer."""
+
+Piece: TypeAlias = tuple[int, int, int]
+"""A part of a file and where it is to come to: offset in the file, address in memory, bytes."""
 
 StateDict: TypeAlias = dict[str, Any]
 """Nested dicts of tensors and plain values, as modules and optimizers give them."""

@@ -17,6 +17,7 @@ from composerlite.dist.collectives import naming_lost_ranks
 from composerlite.dist.env import get_control
 from composerlite.dist.store_barrier import Failure
 from composerlite.errors import RankError
+from composerlite.types import Piece
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["Move", "NodeBroadcast", "Transfer", "exchange", "move", "node_broadcast"]
 
 T = TypeVar("T")
-Piece = tuple[int, int, int]  # offset in a file, address in memory, bytes
 
 _WINDOW_BYTES = 64 << 20
 """Bytes that are on their way at a time."""

@@ -30,6 +30,7 @@ from composerlite.storage.part_uploads import (
 )
 from composerlite.storage.retry import RetryPolicy
 from composerlite.storage.workers import Batch, WorkerPool
+from composerlite.types import Piece
 
 __all__ = ["Transfer", "Uploader"]
 
@@ -191,9 +192,7 @@ class Transfer:
             check_free(target, overwrite)
             staged.publish()
 
-    def read_into(
-        self, name: str, targets: Sequence[tuple[int, int, int]], progress: Callable[[int], object] = int
-    ) -> None:
+    def read_into(self, name: str, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
         """Fill memory with parts of the object ``name``.
 
         Args:

@@ -12,6 +12,7 @@ from composerlite.storage.disk.addresses import address_of
 from composerlite.storage.disk.digests import FileDigest
 from composerlite.storage.disk.read_work import Places, Unit, cut, layers, put, touched_chunks
 from composerlite.storage.transfer import Transfer
+from composerlite.types import Piece
 
 __all__ = ["VerifiedObject"]
 
@@ -38,7 +39,7 @@ class VerifiedObject:
         self.read_into([(offset, address_of(data), size)] if size else [])
         return bytes(data)
 
-    def read_into(self, targets: Sequence[tuple[int, int, int]], progress: Callable[[int], object] = int) -> None:
+    def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
         if self._digest is None:
             self._transfer.read_into(self._name, targets, progress)
             return

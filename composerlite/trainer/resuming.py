@@ -12,7 +12,7 @@ from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import IgnoreKeys, load_checkpoint
 from composerlite.checkpoint.load.resolve import download_bar
-from composerlite.checkpoint.load.resume import Choice, RunBucket, begin_attempt, choose
+from composerlite.checkpoint.load.resume import Choice, RunBucket, RunPlace, begin_attempt, choose
 from composerlite.checkpoint.record.contents import check_ignore_keys
 from composerlite.core import LoggerDestination, State
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
@@ -91,11 +91,7 @@ def load_or_resume(
         state.lineage = choice.lineage
     else:
         origin = None if settings.load_weights_only else state.load_path  # with weights alone a run starts from scratch
-        catalogs, buckets = (
-            [saver.saver.where.catalog for saver in savers],
-            _buckets(savers),
-        )
-        state.lineage = begin_attempt(catalogs, state.run_name, buckets=buckets, origin=origin)
+        state.lineage = begin_attempt([_place_of(saver) for saver in savers], state.run_name, origin=origin)
     return Start(resumed, differences)
 
 
@@ -153,16 +149,8 @@ def _newest_checkpoint(state: State, settings: LoadSettings, savers: Sequence[Ch
         if state.rank == 0:
             for saver in savers:
                 saver.saver.take_leases(state.run_name, settings.autoresume_timeout)
-    folders = [saver.saver.where for saver in savers]
     with download_bar(settings.load_progress_bar) as tell:
-        choice = choose(
-            [folder.catalog for folder in folders],
-            state.run_name,
-            templates=[folder.filename.filename for folder in folders],
-            links=[None if one.latest_filename is None else one.latest_filename.filename for one in folders],
-            buckets=_buckets(savers),
-            progress=tell,
-        )
+        choice = choose([_place_of(saver) for saver in savers], state.run_name, progress=tell)
     if choice.place is None:
         places = ", ".join(saver.options.folder.replace("{run_name}", state.run_name) for saver in savers)
         log.info("autoresume: run %r has no checkpoint in %s yet", state.run_name, places)
@@ -180,9 +168,9 @@ def _in_a_store(uri: str, loggers: Iterable[LoggerDestination]) -> tuple[str, Ob
     return uri, None
 
 
-def _buckets(savers: Sequence[CheckpointSaver]) -> list[RunBucket]:
-    return [
-        RunBucket(publisher.remote, publisher.link, saver.saver.where.catalog)
-        for saver in savers
-        for publisher in saver.saver.publishers
-    ]
+def _place_of(saver: CheckpointSaver) -> RunPlace:
+    """Return where ``saver`` keeps checkpoints."""
+    where = saver.saver.where
+    link = None if where.latest_filename is None else where.latest_filename.filename
+    buckets = [RunBucket(publisher.remote, publisher.link) for publisher in saver.saver.publishers]
+    return RunPlace(where.catalog, where.filename.filename, link, buckets)

@@ -17,7 +17,7 @@ from checkpoint.saving_ranks import die_in, ready, sharded_state, step, whole
 from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, load_checkpoint, rng, save_checkpoint
-from composerlite.checkpoint.load.resume import choose
+from composerlite.checkpoint.load.resume import RunPlace, choose
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.core import Logger, State
 from composerlite.errors import RankError
@@ -73,7 +73,7 @@ def saves_and_loads(folder: Path) -> dict[str, Any]:
         dist.barrier()
         on_nodes(folder, ranks_per_node=2, order=(1, 0))
         told[f"{kind} moved"] = is_loaded(f"{kind}/ba3", shape, expected, number)
-        told[f"{kind} found"] = str(choose([Catalog(kind)], "run").place)
+        told[f"{kind} found"] = str(choose([RunPlace(Catalog(kind))], "run").place)
     return told
 
 
@@ -105,7 +105,7 @@ def go_on(folder: Path) -> dict[str, Any]:
     logger = Logger(state)
     saver = CheckpointSaver("run", "ba{batch}.pt", save_interval="1ba", num_checkpoints_to_keep=1)
     saver.init(state, logger)
-    found = choose([saver.saver.where.catalog], "run").place
+    found = choose([RunPlace(saver.saver.where.catalog)], "run").place
     assert found is not None
     load_checkpoint(found, state)
     saver.after_load(state, logger)
@@ -134,6 +134,6 @@ def lose_parts(folder: Path) -> dict[str, Any]:
         if second:
             lose()
         dist.barrier()
-        told[name] = outcome(lambda: str(choose([Catalog(here)], "run").place))
+        told[name] = outcome(lambda: str(choose([RunPlace(Catalog(here))], "run").place))
         told[f"{name} here"] = sorted(path.name for path in here.iterdir()) if here.exists() else []
     return told

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from composerlite import Trainer, dist
 from composerlite.checkpoint import Catalog, load_checkpoint, load_model_and_optim_state, save_model_and_optim_state
 from composerlite.checkpoint.load import sharded
-from composerlite.checkpoint.load.resume import choose
+from composerlite.checkpoint.load.resume import RunPlace, choose
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.core import State
 from composerlite.dist.transfers import NodeBroadcast, _Parcel  # pyright: ignore[reportPrivateUsage] - to end in its place
@@ -63,13 +63,13 @@ def load_all_kinds(folder: Path) -> dict[str, Any]:
 def resume(folder: Path) -> dict[str, Any]:
     """The newest checkpoint, in folders where some are bad."""
     found: dict[str, Any] = {
-        name: outcome(lambda name=name: choose([Catalog(folder / name)], "run").place)
+        name: outcome(lambda name=name: choose([RunPlace(Catalog(folder / name))], "run").place)
         for name in ("files", "directories", "none")
     }
     with pytest.MonkeyPatch.context() as patch:  # the process runs other tests after this one
         if dist.get_global_rank() == 1:  # of another machine, which does not see the folder
             patch.setattr(Catalog, "manifest_of", _nothing)
-        found["unseen"] = outcome(lambda: choose([Catalog(folder / "unseen")], "run").place)
+        found["unseen"] = outcome(lambda: choose([RunPlace(Catalog(folder / "unseen"))], "run").place)
     return found
 
 

@@ -12,10 +12,10 @@ from parts import Remember, new_state, save_directory
 
 from composerlite.checkpoint import load_checkpoint, save_model_and_optim_state
 from composerlite.checkpoint.api.state_dict import save_state_dict
-from composerlite.checkpoint.load.resume import choose
+from composerlite.checkpoint.load.resume import RunPlace, choose
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.save.pipeline import save
+from composerlite.checkpoint.save.job import save
 from composerlite.core import FSDPConfig, ParallelismConfig, State
 from composerlite.errors import (
     CheckpointError,
@@ -126,7 +126,7 @@ def test_damage_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match=rf"{data.name}' is gone"):
         load_checkpoint(path, new_state())
     with pytest.raises(CheckpointError, match="none of them is good"):
-        choose([Catalog(tmp_path)], "run")
+        choose([RunPlace(Catalog(tmp_path))], "run")
 
 
 def test_a_directory_in_a_bucket_is_loaded_from_there(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from test_newest_good import TEMPLATE, save_batch
 
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint.load.resume import choose
+from composerlite.checkpoint.load.resume import RunPlace, choose
 from composerlite.checkpoint.tools.pointing import place_at
 from composerlite.checkpoint.tools.surveying import survey
 from composerlite.errors import CheckpointError
@@ -23,7 +23,7 @@ LATEST = "latest.pt"
 
 
 def resumed(folder: Path) -> object:
-    return choose([Catalog(folder)], "run", templates=[TEMPLATE], links=[LATEST]).place
+    return choose([RunPlace(Catalog(folder), TEMPLATE, LATEST)], "run").place
 
 
 def _socket(path: Path) -> None:

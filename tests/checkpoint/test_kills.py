@@ -11,7 +11,7 @@ from forked import run_forked
 from parts import save_batch, temporaries, tree, value_in
 
 from composerlite.checkpoint import Catalog, read_checkpoint
-from composerlite.checkpoint.load.resume import choose
+from composerlite.checkpoint.load.resume import RunPlace, choose
 from composerlite.storage import StagedFile
 
 Attempts = list[tuple[Path, str]]
@@ -85,7 +85,7 @@ def test_a_run_goes_on_from_the_newest(killed: Attempts, what: str) -> None:
         catalog.recover()
         for manifest in catalog.manifests():
             catalog.verify(manifest)
-        found = choose([catalog], "run").place
+        found = choose([RunPlace(catalog)], "run").place
         if what == "first" and found is None:
             continue
         assert found is not None, how

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from parts import save_batch
 
 from composerlite.checkpoint import Catalog, Manifest
-from composerlite.checkpoint.load.resume import choose
+from composerlite.checkpoint.load.resume import RunPlace, choose
 from composerlite.checkpoint.record.manifest import (
     SCHEMA,
     FileRecord,
@@ -82,7 +82,7 @@ def test_older_checkpoints_are_one_attempt(tmp_path: Path) -> None:
     assert {m.lineage for m in manifests} == {Lineage()}
     assert b"lineage" not in manifests[0].to_json()
     assert manifests[0].schema < SCHEMA
-    choice = choose([Catalog(tmp_path)], "run")
+    choice = choose([RunPlace(Catalog(tmp_path))], "run")
     assert (choice.place, choice.lineage) == (tmp_path / "ba2.pt", Lineage())
 
 

@@ -11,7 +11,7 @@ import torch
 from parts import save_batch
 
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint.load.resume import choose
+from composerlite.checkpoint.load.resume import RunPlace, choose
 from composerlite.errors import CheckpointError
 
 
@@ -19,9 +19,9 @@ def test_it_is_the_newest_by_batch(tmp_path: Path) -> None:
     """Of all folders, whatever the order of saving."""
     for folder, batch in (("a", 10), ("b", 12), ("a", 11)):
         save_batch(tmp_path / folder, batch)
-    catalogs = [Catalog(tmp_path / name) for name in ("a", "b")]
-    assert choose(catalogs, "run").place == tmp_path / "b" / "ba12.pt"
-    assert choose(catalogs[::-1], "run").place == tmp_path / "b" / "ba12.pt"
+    places = [RunPlace(Catalog(tmp_path / name)) for name in ("a", "b")]
+    assert choose(places, "run").place == tmp_path / "b" / "ba12.pt"
+    assert choose(places[::-1], "run").place == tmp_path / "b" / "ba12.pt"
 
 
 def test_it_is_one_of_the_run_and_whole(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_it_is_one_of_the_run_and_whole(tmp_path: Path) -> None:
     save_batch(tmp_path, 1)
     save_batch(tmp_path, 2, run_name="other")
     save_batch(tmp_path, 3, weights_only=True)
-    assert choose([Catalog(tmp_path)], "run").place == tmp_path / "ba1.pt"
+    assert choose([RunPlace(Catalog(tmp_path))], "run").place == tmp_path / "ba1.pt"
 
 
 def test_a_damaged_one_is_passed_over_with_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -39,7 +39,7 @@ def test_a_damaged_one_is_passed_over_with_the_reason(tmp_path: Path, caplog: py
     paths[4].unlink()
     paths[3].write_bytes(paths[3].read_bytes()[:-1])
     paths[2].write_bytes(b"\0" * paths[2].stat().st_size)
-    assert choose([Catalog(tmp_path)], "run").place == paths[1]
+    assert choose([RunPlace(Catalog(tmp_path))], "run").place == paths[1]
     for reason in ("ba5.pt.json", "ba4.pt' is gone", "ba3.pt' has", "bytes of"):
         assert reason in caplog.text
 
@@ -47,7 +47,7 @@ def test_a_damaged_one_is_passed_over_with_the_reason(tmp_path: Path, caplog: py
 def test_there_may_be_none(tmp_path: Path) -> None:
     """No folder, or an empty one."""
     assert choose([], "run").place is None
-    assert choose([Catalog(tmp_path), Catalog(tmp_path / "none")], "run").place is None
+    assert choose([RunPlace(Catalog(tmp_path)), RunPlace(Catalog(tmp_path / "none"))], "run").place is None
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(tmp_path: Path) -> None:
@@ -58,19 +58,19 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(tmp_path: P
     before = sorted(tmp_path.rglob("*"))
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"none of them is good.*ba2\.pt.*ba1\.pt.*load_path"):
-            choose([Catalog(tmp_path)], "run")
+            choose([RunPlace(Catalog(tmp_path))], "run")
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_whole_one_comes_before_newer_parts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What was saved without its optimizer would start that afresh: it is taken only where there is nothing else."""
     part = save_batch(tmp_path, 2, ignore_keys=["state/optimizers"])
-    assert choose([Catalog(tmp_path)], "run").place == part
+    assert choose([RunPlace(Catalog(tmp_path))], "run").place == part
     assert "saved without ('state/optimizers',)" in caplog.text
     whole = save_batch(tmp_path, 1)
-    assert choose([Catalog(tmp_path)], "run").place == whole
+    assert choose([RunPlace(Catalog(tmp_path))], "run").place == whole
     whole.unlink()
-    assert choose([Catalog(tmp_path)], "run").place == part
+    assert choose([RunPlace(Catalog(tmp_path))], "run").place == part
 
 
 # ── without a manifest ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -88,9 +88,9 @@ def test_one_that_lost_its_manifest_is_taken_unverified(tmp_path: Path, caplog: 
     """It is the newest and whole: it is taken, and the log says that only its own checksums agree."""
     save_batch(tmp_path, 1)
     path = unlisted_batch(tmp_path, 2)
-    assert choose([Catalog(tmp_path)], "run", templates=[TEMPLATE]).place == path
+    assert choose([RunPlace(Catalog(tmp_path), TEMPLATE)], "run").place == path
     assert "its own checksums only" in caplog.text
-    assert choose([Catalog(tmp_path)], "run").place == tmp_path / "ba1.pt"
+    assert choose([RunPlace(Catalog(tmp_path))], "run").place == tmp_path / "ba1.pt"
 
 
 @pytest.mark.parametrize("damage", ["flipped", "shorter", "foreign"])
@@ -100,7 +100,7 @@ def test_a_damaged_one_without_a_manifest_is_passed_over(tmp_path: Path, damage:
     data = bytearray(bad.read_bytes())
     data[data.index(struct.pack("<f", 2.0))] ^= 1  # a weight
     bad.write_bytes({"flipped": bytes(data), "shorter": bytes(data[:-30]), "foreign": b"something else"}[damage])
-    assert choose([Catalog(tmp_path)], "run", templates=[TEMPLATE]).place == good
+    assert choose([RunPlace(Catalog(tmp_path), TEMPLATE)], "run").place == good
     assert not bad.exists()
     assert bad.with_name("ba2.pt.damaged").exists()
 
@@ -111,5 +111,5 @@ def test_what_is_not_of_the_run_is_left_alone(tmp_path: Path) -> None:
     left = [unlisted_batch(tmp_path, 2, run_name="other"), unlisted_batch(tmp_path, 3, weights_only=True)]
     left.append(tmp_path / "ba4.pt")
     torch.save({"state": {"some": "thing"}}, left[-1])
-    assert choose([Catalog(tmp_path)], "run", templates=[TEMPLATE]).place == good
+    assert choose([RunPlace(Catalog(tmp_path), TEMPLATE)], "run").place == good
     assert all(path.exists() for path in left)

@@ -61,7 +61,7 @@ def publish(remote: Catalog, tmp_path: Path, *batches: int) -> list[Manifest]:
 def elsewhere(remote: Catalog, tmp_path: Path) -> Path | None:
     """What a new machine, with an empty disk, resumes from."""
     catalog = Catalog(tmp_path / "elsewhere")
-    return choose([catalog], "run", buckets=[resume.RunBucket(remote, LINK, catalog)]).place
+    return choose([resume.RunPlace(catalog, buckets=[resume.RunBucket(remote, LINK)])], "run").place
 
 
 # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -182,7 +182,7 @@ def test_what_is_here_is_not_fetched(remote: Catalog, store: FaultyStore, tmp_pa
     store.calls.clear()
     catalog = Catalog(tmp_path / "local")
     assert (
-        choose([catalog], "run", buckets=[resume.RunBucket(remote, LINK, catalog)]).place
+        choose([resume.RunPlace(catalog, buckets=[resume.RunBucket(remote, LINK)])], "run").place
         == tmp_path / "local" / "ba2.pt"
     )
     assert "run/ba2.pt" not in [name for verb, name in store.calls if verb == "read_range"]
@@ -194,7 +194,7 @@ def test_a_newer_one_here_wins(remote: Catalog, tmp_path: Path) -> None:
     saved(tmp_path, 2)
     catalog = Catalog(tmp_path / "local")
     assert (
-        choose([catalog], "run", buckets=[resume.RunBucket(remote, LINK, catalog)]).place
+        choose([resume.RunPlace(catalog, buckets=[resume.RunBucket(remote, LINK)])], "run").place
         == tmp_path / "local" / "ba2.pt"
     )
 

@@ -21,7 +21,7 @@ from storage_recorder import OTHER, SHORT_WRITE, TAKES_SPACE, Recorder
 from twelve_batches import RUN, WIDE, Digests, build, digest
 
 from composerlite.checkpoint import Catalog, read_checkpoint
-from composerlite.checkpoint.load.resume import choose
+from composerlite.checkpoint.load.resume import RunPlace, choose
 from composerlite.errors import ComposerliteError
 
 FAILURES: dict[str, tuple[int, bool, int]] = {
@@ -94,7 +94,7 @@ def check(folder: Path, scenario: str, batch: int, failed: BaseException | None,
         assert digest(read_checkpoint(folder / manifest.name)["state"]) == reference[manifest.batch]
     newest = manifests[-1].batch
     assert newest >= batch, f"batch {batch} is lost"
-    assert choose([catalog], RUN).place == folder / manifests[-1].name
+    assert choose([RunPlace(catalog)], RUN).place == folder / manifests[-1].name
     if failed is None:
         assert newest > batch, "a save failed, and nobody was told"
     elif isinstance(failed, OSError):

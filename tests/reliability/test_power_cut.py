@@ -33,7 +33,7 @@ from storage_recorder import Call, Kind, compile_recorder, read_log, run_recorde
 from twelve_batches import RUN, SAVING, digest
 
 from composerlite.checkpoint import Catalog, read_checkpoint
-from composerlite.checkpoint.load.resume import choose
+from composerlite.checkpoint.load.resume import RunPlace, choose
 
 PROGRAM = Path(__file__).with_name("recorded_runs.py")
 LARGE = "large"
@@ -142,7 +142,7 @@ def check(folder: Path, recording: Recording, cut: Cut) -> int:
         assert set(kept) <= set(there), cut.where
     else:  # a newer one, whose save had not returned yet, may have taken the place of an older
         assert len([batch for batch in there if batch >= min(kept, default=0)]) >= len(kept), cut.where
-    found = choose([catalog], RUN).place
+    found = choose([RunPlace(catalog)], RUN).place
     newest = max(there, default=0)
     assert (0 if found is None else Catalog(folder).manifests()[-1].batch) == newest, cut.where
     assert newest >= max(cut.promised, default=0), cut.where

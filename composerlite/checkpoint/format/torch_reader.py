@@ -25,6 +25,7 @@ from composerlite.checkpoint.format.zip_file import Entry, Layout, entries, reco
 from composerlite.checkpoint.trust.trusted import StorageKind, storage_kind
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
 from composerlite.errors import CorruptCheckpointError
+from composerlite.types import Piece
 
 __all__ = [
     "ByteSource",
@@ -48,7 +49,6 @@ _MOST_PICKLE_BYTES = 1 << 30
 _SIEVED_BYTES = 32 << 20
 """What is read at a time of what is not kept whole."""
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-Piece = tuple[int, int, int]  # offset in the file, address in memory, bytes
 
 
 class ByteSource(Protocol):

@@ -19,7 +19,7 @@ import xxhash
 
 from composerlite import dist
 from composerlite.checkpoint.format.packing import is_packed, unpacked
-from composerlite.checkpoint.format.torch_reader import ByteSource, MapLocation, Piece, TorchFile, UnverifiedFile
+from composerlite.checkpoint.format.torch_reader import ByteSource, MapLocation, TorchFile, UnverifiedFile
 from composerlite.checkpoint.format.zip_file import entries
 from composerlite.checkpoint.load.resolve import BytesRead, home_of, progress_of, what_is_there
 from composerlite.checkpoint.place.catalog import Catalog
@@ -33,6 +33,7 @@ from composerlite.errors import (
     UntrustedCheckpointError,
 )
 from composerlite.storage import FileDigest, ParallelReader
+from composerlite.types import Piece
 
 __all__ = [
     "RawFile",

@@ -21,6 +21,7 @@ from composerlite.checkpoint.format.packing import is_packed, is_tar, unpacked
 from composerlite.checkpoint.place.bucket import LINK_SUFFIX, Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import INDEX, ShardedDirectory, directory_at
+from composerlite.checkpoint.place.place import by_total
 from composerlite.checkpoint.record.manifest import Manifest, record_path
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import ObjectStore, RetryPolicy, StagedFile, is_uri, open_store, parse_uri, replace_symlink
@@ -41,6 +42,7 @@ __all__ = [
     "manifest_at",
     "progress_of",
     "resolved",
+    "root_of",
     "transferring",
     "what_is_there",
 ]
@@ -69,7 +71,7 @@ class Located:
         """The directory, from this rank."""
         if self.path is not None:
             path = Path(os.path.realpath(self.path))
-            return ShardedDirectory.on_disk(path, _root_of(path))
+            return ShardedDirectory.on_disk(path, root_of(path))
         return ShardedDirectory.in_store(object_store, self.key) if object_store is not None else directory_at(self.uri)
 
 
@@ -296,14 +298,14 @@ def followed(transfer: Transfer, name: str) -> str:
 
 
 # ── who knows it ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def _root_of(path: Path) -> Path | None:
+def root_of(path: Path) -> Path | None:
     """Find the folder that has the manifest of ``path``: its own, or one above for names with folders."""
     return next((root for root in path.parents if (root / record_path(str(path.relative_to(root)))).is_file()), None)
 
 
 def home_of(path: Path) -> tuple[Catalog, str]:
     """Return the catalog that knows ``path``, or would, and the name it has there."""
-    root = _root_of(path) or path.parent
+    root = root_of(path) or path.parent
     return Catalog(root), str(path.relative_to(root))
 
 
@@ -370,26 +372,23 @@ def _download_url(url: str, target: Path, progress_bar: bool) -> None:
 
 
 # ── progress bars ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @contextlib.contextmanager
 def progress_of(what: str, total_bytes: int, wanted: bool) -> Generator[BytesRead]:
-    """A bar for ``total_bytes``, on a terminal and where it takes long enough to be seen; only if it is ``wanted``."""
-    if not wanted or total_bytes < _LARGE_BYTES or not sys.stderr.isatty():
+    """Show a bar for ``total_bytes``, as :func:`download_bar` does; gives what is told of each so many bytes."""
+    if not _is_shown(wanted) or total_bytes < _LARGE_BYTES:
         yield int
         return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total_bytes)
-        yield lambda done: bar.advance(task, done)
+    with download_bar(wanted, what) as tell:
+        yield by_total(total_bytes, tell)
 
 
 @contextlib.contextmanager
-def download_bar(wanted: bool) -> Generator[Callable[[int, int], object]]:
-    """Show a bar as :func:`progress_of` does; gives what is to be told how many bytes of how many are there."""
-    if not wanted or not sys.stderr.isatty():
+def download_bar(wanted: bool, what: str = "downloading a checkpoint") -> Generator[Callable[[int, int], object]]:
+    """Show a bar, on a terminal and for what takes long enough to be seen; only if it is ``wanted``.
+
+    Gives what is to be told, in one thread, how many bytes of how many are there.
+    """
+    if not _is_shown(wanted):
         yield lambda done, total: None
         return
     from rich.console import Console
@@ -403,7 +402,11 @@ def download_bar(wanted: bool) -> Generator[Callable[[int, int], object]]:
                 return
             if not bars:
                 bars.append(stack.enter_context(Bar(console=Console(stderr=True), transient=True)))
-                bars[0].add_task("downloading a checkpoint", total=total)
+                bars[0].add_task(what, total=total)
             bars[0].update(bars[0].task_ids[0], completed=done, total=total)
 
         yield tell
+
+
+def _is_shown(wanted: bool) -> bool:
+    return wanted and sys.stderr.isatty()

@@ -38,27 +38,42 @@ from composerlite.errors import (
 )
 from composerlite.types import Lineage
 
-__all__ = ["Choice", "RunBucket", "begin_attempt", "choose"]
+__all__ = ["Choice", "RunBucket", "RunPlace", "begin_attempt", "choose"]
 
 log = logging.getLogger(__name__)
 
-_REQUESTS = 16
-
 
 @final
-@dataclass(frozen=True, slots=True)
-class RunBucket:
+class RunBucket(NamedTuple):
     """Checkpoints in a bucket that a run may resume from.
 
     Attributes:
         remote: the bucket.
         link: name of its link to the latest; ``None`` if it has none.
-        catalog: the folder that a checkpoint is fetched to.
     """
 
     remote: Catalog
     link: str | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RunPlace:
+    """Checkpoints of one saver of a run.
+
+    Attributes:
+        catalog: the folder. What is only in a bucket is fetched to it.
+        template: of the names of checkpoints; ``None``: only what has a manifest counts.
+        link: of the names of links to the latest; ``None``: there are none. Only those that are called so and lead to a
+            checkpoint of ``template`` are mended or removed.
+        buckets: where else checkpoints are. Three requests find the latest of one; only if that is not good is
+            everything in it looked at.
+    """
+
     catalog: Catalog
+    template: str | None = None
+    link: str | None = None
+    buckets: Sequence[RunBucket] = ()
 
 
 @final
@@ -135,13 +150,7 @@ class Choice(NamedTuple):
 
 
 def choose(
-    catalogs: Sequence[Catalog],
-    run_name: str,
-    *,
-    templates: Sequence[str] = (),
-    links: Sequence[str | None] = (),
-    buckets: Sequence[RunBucket] = (),
-    progress: Callable[[int, int], object] | None = None,
+    places: Sequence[RunPlace], run_name: str, *, progress: Callable[[int, int], object] | None = None
 ) -> Choice:
     """Choose the newest checkpoint of ``run_name`` whose bytes are those that were saved.
 
@@ -159,12 +168,8 @@ def choose(
     each its share. What a rank cannot read is passed over by all, and not set aside.
 
     Args:
-        catalogs: the folders.
-        templates: how checkpoints are named in each; where it is not given, only what has a manifest counts.
-        links: how the links to the latest are named in each, ``None`` where there are none. Only those that are called
-            so and lead to a checkpoint of ``templates`` are mended or removed.
-        buckets: where else checkpoints are. Three requests find the latest of one; only if that is not good is
-            everything in it looked at.
+        places: of each of its savers.
+        run_name: of the run.
         progress: is told how many bytes of how many were fetched.
 
     Raises:
@@ -176,15 +181,15 @@ def choose(
     """
     group = dist.get_group()
     its_links = {
-        catalog.folder: _Links(name_pattern(link, run_name), name_pattern(template, run_name))
-        for catalog, link, template in zip(catalogs, links, templates, strict=False)
-        if link is not None
+        place.catalog.folder: _Links(name_pattern(place.link, run_name), name_pattern(place.template, run_name))
+        for place in places
+        if place.link is not None and place.template is not None
     }
     search: _Search | None = None
     damaged: list[Manifest] = []
     with group.all_or_none("looking for checkpoints"):
         if group.is_first:
-            search = _Search(catalogs, run_name, templates, its_links, buckets)
+            search = _Search(places, run_name, its_links)
     while True:
         candidate: _Candidate | None = None
         with group.all_or_none("looking for checkpoints"):
@@ -208,43 +213,42 @@ def choose(
             return Choice(offer.place, group.broadcast(lineage))
 
 
-def begin_attempt(
-    catalogs: Sequence[Catalog], run_name: str, *, buckets: Sequence[RunBucket] = (), origin: str | Path | None = None
-) -> Lineage:
+def begin_attempt(places: Sequence[RunPlace], run_name: str, *, origin: str | Path | None = None) -> Lineage:
     """Begin an attempt of ``run_name`` that does not resume from its newest checkpoint. The same on every rank.
 
     Args:
-        catalogs: the folders that it saves to. buckets: the buckets.
+        places: of each of its savers.
+        run_name: of the run.
         origin: the checkpoint that training goes on from; of an older one of the same run, in one of these places, what
             was saved until then belongs to the new attempt, too.
     """
 
     def begun() -> Lineage:
-        known = [m for catalog in catalogs for m in catalog.manifests() if m.run_name == run_name]
-        for bucket in buckets:
+        known = [m for place in places for m in place.catalog.manifests()]
+        for bucket in (bucket for place in places for bucket in place.buckets):
             latest = None if bucket.link is None else bucket.remote.latest(bucket.link)
             known += bucket.remote.manifests() if latest is None else [latest]
-        parent = None if origin is None else _manifest_at(str(origin), catalogs, buckets)
+        parent = None if origin is None else _manifest_at(str(origin), places)
         of_run = parent if parent is not None and parent.run_name == run_name else None
         return new_attempt(highest_attempt([m for m in known if m.run_name == run_name]), of_run)
 
     return dist.get_group().from_first("looking for earlier attempts", begun)
 
 
-def _manifest_at(place: str, catalogs: Sequence[Catalog], buckets: Sequence[RunBucket]) -> Manifest | None:
-    """The manifest of the checkpoint at ``place``, if it is in one of the folders or buckets and can be read."""
+def _manifest_at(origin: str, places: Sequence[RunPlace]) -> Manifest | None:
+    """The manifest of the checkpoint ``origin``, if it is in one of the folders or buckets and can be read."""
     try:
-        for bucket in buckets:
+        for bucket in (bucket for place in places for bucket in place.buckets):
             root = bucket.remote.place.uri().rstrip("/") + "/"
-            if place.startswith(root) and (there := bucket.remote.manifest_of(place.removeprefix(root))) is not None:
+            if origin.startswith(root) and (there := bucket.remote.manifest_of(origin.removeprefix(root))) is not None:
                 return there
-        path = Path(place).resolve()
-        for catalog in catalogs:
+        path = Path(origin).resolve()
+        for catalog in (place.catalog for place in places):
             folder = catalog.folder.resolve()
             if path.is_relative_to(folder) and (here := catalog.manifest_of(str(path.relative_to(folder)))) is not None:
                 return here
     except CorruptCheckpointError as e:
-        log.warning("the manifest of %s cannot be read: %s", place, e)
+        log.warning("the manifest of %s cannot be read: %s", origin, e)
     return None
 
 
@@ -273,38 +277,33 @@ class _NotFiniteError(CheckpointError):
 class _Search:
     """The candidates, on rank 0."""
 
-    def __init__(
-        self,
-        catalogs: Sequence[Catalog],
-        run_name: str,
-        templates: Sequence[str],
-        links: Mapping[Path, _Links],
-        buckets: Sequence[RunBucket],
-    ) -> None:
-        for catalog, template in zip(catalogs, templates, strict=False):
-            catalog.set_aside_unreadable(name_pattern(template, run_name))
-        self._catalogs = catalogs
+    def __init__(self, places: Sequence[RunPlace], run_name: str, links: Mapping[Path, _Links]) -> None:
+        for place in places:
+            if place.template is not None:
+                place.catalog.set_aside_unreadable(name_pattern(place.template, run_name))
+        self._places = places
         self._links = links
         self._run_name = run_name
         self._unreadable: list[OSError] = []
         self._rejected: list[tuple[_Candidate, CheckpointError | OSError]] = []
-        self._unseen: dict[str, RunBucket] = {}
+        self._unseen: set[str] = set()
         """Buckets of which only the latest is a candidate, until that does not hold."""
         found = [
-            _Candidate(manifest, catalog)
-            for catalog in catalogs
-            for manifest in catalog.manifests()
+            _Candidate(manifest, place.catalog)
+            for place in places
+            for manifest in place.catalog.manifests()
             if manifest.run_name == run_name
         ]
-        for bucket in buckets:
+        for catalog, bucket in [(place.catalog, bucket) for place in places for bucket in place.buckets]:
             manifest = None if bucket.link is None else bucket.remote.latest(bucket.link)
             if manifest is not None and manifest.run_name == run_name and manifest.kind in RESUMABLE:
-                found.append(_Candidate(manifest, bucket.catalog, bucket.remote))
-                self._unseen[bucket.remote.place.uri()] = bucket
+                found.append(_Candidate(manifest, catalog, bucket.remote))
+                self._unseen.add(bucket.remote.place.uri())
             else:
-                found += _everything_in(bucket, run_name)
-        for catalog, template in zip(catalogs, templates, strict=False):
-            found += self._unlisted(catalog, template, [candidate.manifest for candidate in found])
+                found += _everything_in(bucket.remote, catalog, run_name)
+        for place in places:
+            if place.template is not None:
+                found += self._unlisted(place.catalog, place.template, [candidate.manifest for candidate in found])
         self._known = found
         self._candidates = living_line([c for c in found if c.manifest.kind in RESUMABLE], _manifest)
         self._left = list(self._candidates)
@@ -360,8 +359,8 @@ class _Search:
                 "reads them wrongly. Otherwise name one to load with load_path and autoresume=False, or start over in "
                 "another save_folder, or with autoresume=False and save_overwrite=True."
             )
-        for catalog in self._catalogs:
-            _mend(catalog, None, self._links)
+        for place in self._places:
+            _mend(place.catalog, None, self._links)
         return None
 
     def reject(self, candidate: _Candidate, error: CheckpointError | OSError) -> None:
@@ -370,10 +369,10 @@ class _Search:
         self._rejected.append((candidate, error))
         if isinstance(error, OSError):
             self._unreadable.append(error)
-        bucket = None if candidate.remote is None else self._unseen.pop(candidate.remote.place.uri(), None)
-        if bucket is not None:
-            more = [c for c in _everything_in(bucket, self._run_name) if c.manifest.name != candidate.manifest.name]
-            self._known += more
+        if candidate.remote is not None and (uri := candidate.remote.place.uri()) in self._unseen:
+            self._unseen.remove(uri)
+            others = _everything_in(candidate.remote, candidate.catalog, self._run_name)
+            self._known += [other for other in others if other.manifest.name != candidate.manifest.name]
             line = living_line([c for c in self._known if c.manifest.kind in RESUMABLE], _manifest)
             self._candidates = line
             tried = {id(one) for one, _ in self._rejected}
@@ -518,10 +517,9 @@ def _of(run_name: str, manifests: Sequence[Manifest]) -> list[Manifest]:
     return [manifest for manifest in manifests if manifest.run_name == run_name and manifest.kind in RESUMABLE]
 
 
-def _everything_in(bucket: RunBucket, run_name: str) -> list[_Candidate]:
+def _everything_in(remote: Catalog, catalog: Catalog, run_name: str) -> list[_Candidate]:
     """All checkpoints of the run in a bucket, of every kind, which takes a request for each."""
-    found = bucket.remote.manifests()
-    return [_Candidate(m, bucket.catalog, bucket.remote) for m in found if m.run_name == run_name]
+    return [_Candidate(m, catalog, remote) for m in remote.manifests() if m.run_name == run_name]
 
 
 def _manifest(candidate: _Candidate) -> Manifest:

@@ -27,7 +27,6 @@ from torch.futures import Future
 from composerlite.checkpoint.format.sharded_index import read_index, untrusted
 from composerlite.checkpoint.format.torch_reader import (
     ByteSource,
-    Piece,
     StoredTensor,
     Window,
     item_contents,
@@ -43,6 +42,7 @@ from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest, ObjectStore, WorkerPool, make_folder, number_of
+from composerlite.types import Piece
 
 __all__ = [
     "DistCPObjectStoreReader",

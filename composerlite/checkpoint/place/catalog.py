@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar, final
 from composerlite.checkpoint.place.bucket import exists_error
 from composerlite.checkpoint.place.commit import Commit
 from composerlite.checkpoint.place.folder import Folder, staged_link
-from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.place.place import Place, by_total
 from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, bytes_text, record_path
 from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
@@ -270,14 +270,7 @@ class Catalog:
             raise
 
     def _fetch_all(self, manifest: Manifest, target: Catalog, progress: Callable[[int, int], object] | None) -> None:
-        done = 0
-
-        def tell(size: int) -> None:
-            nonlocal done
-            done += size
-            if progress is not None:
-                progress(done, manifest.size_bytes)
-
+        tell = by_total(manifest.size_bytes, progress)
         for record in manifest.files:
             uri, size = self.place.uri(record.path), bytes_text(record.size_bytes)
             log.info("fetching %s (%s) to %s", uri, size, target.place.uri(record.path))

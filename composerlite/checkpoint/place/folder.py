@@ -31,6 +31,7 @@ from composerlite.checkpoint.place.place import (
     SaveHandle,
     StoredFile,
     by_steps,
+    by_total,
 )
 from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, record_path
 from composerlite.errors import CorruptCheckpointError
@@ -133,7 +134,7 @@ class Folder(Place):
                 shutil.copyfileobj(source, staged.file, 8 << 20)
             staged.flush()
             if digest is not None:
-                verify_file(staged.temporary, digest, _by_total(digest.size_bytes, progress))
+                verify_file(staged.temporary, digest, by_total(digest.size_bytes, progress))
             staged.publish()
 
     def names(self, folder: str) -> list[str]:
@@ -421,19 +422,6 @@ def _is_of_this_user(path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return path.lstat().st_uid == os.geteuid()
     return False
-
-
-def _by_total(size_bytes: int, progress: Callable[[int, int], object] | None) -> Callable[[int], object]:
-    """Return what is told of each so many bytes, and tells ``progress`` how many of how many that makes."""
-    done = 0
-
-    def tell(size: int) -> None:
-        nonlocal done
-        done += size
-        if progress is not None:
-            progress(done, size_bytes)
-
-    return tell
 
 
 def _size_bytes(path: Path) -> int:

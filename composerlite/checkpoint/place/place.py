@@ -33,6 +33,7 @@ __all__ = [
     "SaveHandle",
     "StoredFile",
     "by_steps",
+    "by_total",
 ]
 
 MARKER = ".metadata.json"
@@ -371,6 +372,19 @@ class Place(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def by_total(size_bytes: int, progress: Callable[[int, int], object] | None) -> Callable[[int], object]:
+    """Return what is told of each so many bytes, and tells ``progress`` how many of how many that makes."""
+    done = 0
+
+    def tell(size: int) -> None:
+        nonlocal done
+        done += size
+        if progress is not None:
+            progress(done, size_bytes)
+
+    return tell
 
 
 def by_steps(progress: Callable[[int], object]) -> Callable[[int, int], object]:

@@ -7,10 +7,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from composerlite.checkpoint.load.resolve import (
-    followed,
-    resolved,
-)
+from composerlite.checkpoint.load.resolve import followed, resolved, root_of
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place
@@ -129,9 +126,8 @@ def _on_disk(path: Path, text: str) -> Pointed:
     path = resolved(path).resolve()  # a copy of a bucket has links that are files
     if is_relative and path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())  # as it was asked for
-    for folder in path.parents:
-        if (folder / record_path(str(path.relative_to(folder)))).is_file():
-            return Pointed(Folder(folder), str(path.relative_to(folder)), text)
+    if (home := root_of(path)) is not None:
+        return Pointed(Folder(home), str(path.relative_to(home)), text)
     if path.is_file() or (path / _INDEX).is_file() or (path / MARKER).is_file():
         return Pointed(Folder(path.parent), path.name, text)
     if path.is_dir():

@@ -29,6 +29,7 @@ from composerlite.storage.disk.read_work import (
     runs,
     touched_chunks,
 )
+from composerlite.types import Piece
 
 __all__ = ["ParallelReader", "verify_file"]
 
@@ -89,7 +90,7 @@ class ParallelReader:
         self.read_into([(offset, address_of(data), size)] if size else [])
         return bytes(data)
 
-    def read_into(self, targets: Sequence[tuple[int, int, int]], progress: Callable[[int], object] = int) -> None:
+    def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
         """Fill memory.
 
         Args:
