@@ -6,13 +6,11 @@ import logging
 from pathlib import Path
 from typing import Any, final
 
-import torch
-
 from composerlite import dist
 from composerlite.callbacks.load_checkpoint import LoadCheckpoint
 from composerlite.checkpoint import IgnoreKeys, PendingSave
 from composerlite.checkpoint.record.naming import PartialFilePath
-from composerlite.checkpoint.save.run_folder import SaveOptions
+from composerlite.checkpoint.save.run_folder import OWN_REMOTE_LATEST, OWN_REMOTE_NAME, SaveOptions
 from composerlite.checkpoint.save.saver import Saver
 from composerlite.core import (
     AutoInterval,
@@ -28,17 +26,14 @@ from composerlite.core import (
     interval_of,
     is_never,
     is_of_one_rank,
-    note_not_finite,
+    note_unread_losses,
     time_of,
 )
 from composerlite.errors import CheckpointError, checked_arguments
-from composerlite.storage import is_uri
 
 __all__ = ["CheckpointSaver"]
 
 log = logging.getLogger(__name__)
-_REMOTE_FOLDER = "{run_name}/checkpoints"
-_REMOTE, _REMOTE_LATEST = f"{_REMOTE_FOLDER}/{{filename}}", f"{_REMOTE_FOLDER}/{{latest_filename}}"
 
 
 @final
@@ -97,9 +92,9 @@ class CheckpointSaver(Callback):
         self,
         folder: str | Path = "{run_name}/checkpoints",
         filename: str | Path = "ep{epoch}-ba{batch}-rank{rank}.pt",
-        remote_file_name: str | Path | None = _REMOTE,
+        remote_file_name: str | Path | None = OWN_REMOTE_NAME,
         latest_filename: str | Path | None = "latest-rank{rank}.pt",
-        latest_remote_file_name: str | Path | None = _REMOTE_LATEST,
+        latest_remote_file_name: str | Path | None = OWN_REMOTE_LATEST,
         save_interval: TimeInput | SchedulePredicate = "1ep",
         *,
         overwrite: bool = False,
@@ -122,11 +117,6 @@ class CheckpointSaver(Callback):
         upload_timeout_in_seconds: float = 3600,
         num_remote_checkpoints_to_keep: int = -1,
     ) -> None:
-        if remote_file_name == _REMOTE:
-            remote_file_name = None if is_uri(str(folder)) else f"{_REMOTE_FOLDER}/{filename}"
-        if latest_remote_file_name == _REMOTE_LATEST:
-            elsewhere = latest_filename is None or is_uri(str(folder))
-            latest_remote_file_name = None if elsewhere else f"{_REMOTE_FOLDER}/{latest_filename}"
         self.save_interval = interval_of(save_interval, argument="save_interval", allow_auto=True)
         self.ephemeral_interval: SchedulePredicate | None = None
         if ephemeral_interval is not None:
@@ -170,9 +160,7 @@ class CheckpointSaver(Callback):
     def init(self, state: State, logger: Logger) -> None:
         """Fill in names, make the folder, and finish or remove what a killed run left. See :meth:`Saver.open`."""
         fsdp = None if state.parallelism is None else state.parallelism.fsdp
-        directory = None if fsdp is None else fsdp.sharded_ckpt_prefix_dir
-        if fsdp is not None and directory == type(fsdp).sharded_ckpt_prefix_dir:
-            directory = None
+        directory = None if fsdp is None else fsdp.given_prefix_dir
         others = [one.saver for one in state.callbacks if isinstance(one, CheckpointSaver) and one is not self]
         self.saver.open(state, logger, others=others, directory=directory)
         for counter in self.saver.counters:
@@ -184,20 +172,13 @@ class CheckpointSaver(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Refuse to start where another process writes, files would be overwritten, or none could hold the model."""
-        self.saver.begin(state)
+        self.saver.begin(state, several=not is_never(self.save_interval))
         if is_never(self.save_interval) and is_never(self.ephemeral_interval) and dist.get_global_rank() == 0:
             log.warning(
                 "save_interval=%s never comes: no checkpoint is saved in %r, not even at the end of training, unless "
                 "trainer.save_checkpoint_to_save_folder() is called. Give an interval of 1 or more, as in '500ba'.",
                 getattr(self.save_interval, "interval", None),
                 self.folder,
-            )
-        keeps_one = self.options.num_checkpoints_to_keep == 1 or self.in_memory or is_never(self.save_interval)
-        if not keeps_one and not self.filename.varies and dist.get_global_rank() == 0:
-            log.warning(
-                "save_filename=%r is the same each time: each save replaces the last, and one checkpoint is kept. To "
-                "keep several, put {epoch} or {batch} into it, as in 'ep{epoch}-ba{batch}-rank{rank}.pt'.",
-                self.filename.filename,
             )
         if self.options.best_metric is not None:
             check_metric_exists(self.options.best_metric, state, argument="save_best_metric")
@@ -294,9 +275,7 @@ class CheckpointSaver(Callback):
         self._last_says = _says(state)
         if isinstance(self.save_interval, AutoInterval):
             self.save_interval.save_began(state)
-        if any(isinstance(loss, torch.Tensor) for loss in state.total_loss_dict.values()):  # no logger has read it
-            losses = {name: float(loss) for name, loss in state.total_loss_dict.items()}
-            state.not_finite = note_not_finite(state, dist.get_group().broadcast(losses))
+        note_unread_losses(state)
         with self.saver.gathering(state, ephemeral=ephemeral) as held:
             held.update(self._held(state))
         metrics, lazy = self._measured.now(state), self._may_copy_late(state)

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.place.catalog import Catalog
     from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState
     from composerlite.checkpoint.record.manifest import FileRecord, Manifest
-    from composerlite.checkpoint.save.job import PendingSave, SaveReport
-    from composerlite.checkpoint.save.pipeline import Pipeline, save_checkpoint
+    from composerlite.checkpoint.save.job import PendingSave, Pipeline, SaveReport, save_checkpoint
     from composerlite.checkpoint.save.sharded_writer import RemoteFileSystemWriter
     from composerlite.devices import rng
 
@@ -96,8 +95,7 @@ _LAZY, __dir__ = lazy_names(
         ".place.catalog": ["Catalog"],
         ".record.contents": ["IgnoreKeys", "TrainingState"],
         ".record.manifest": ["FileRecord", "Manifest"],
-        ".save.pipeline": ["Pipeline", "save_checkpoint"],
-        ".save.job": ["PendingSave", "SaveReport"],
+        ".save.job": ["PendingSave", "Pipeline", "SaveReport", "save_checkpoint"],
         ".save.sharded_writer": ["RemoteFileSystemWriter"],
     },
 )

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         gives_one_value,
         metric_values,
         note_not_finite,
+        note_unread_losses,
     )
     from composerlite.core.numerics import (
         MAX_SEED,
@@ -129,6 +130,7 @@ __all__ = [
     "metric_values",
     "move_to_device",
     "note_not_finite",
+    "note_unread_losses",
     "read_time",
     "seed_all",
     "seed_context",
@@ -164,6 +166,7 @@ __getattr__, __dir__ = lazy_names(
             "gives_one_value",
             "metric_values",
             "note_not_finite",
+            "note_unread_losses",
         ],
         ".numerics": [
             "MAX_SEED",

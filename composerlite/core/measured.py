@@ -17,7 +17,14 @@ from composerlite.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-__all__ = ["MeasuredMetrics", "check_metric_exists", "gives_one_value", "metric_values", "note_not_finite"]
+__all__ = [
+    "MeasuredMetrics",
+    "check_metric_exists",
+    "gives_one_value",
+    "metric_values",
+    "note_not_finite",
+    "note_unread_losses",
+]
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +147,13 @@ def note_not_finite(state: State, values: Mapping[str, float]) -> tuple[str, ...
             int(state.timestamp.batch),
         )
     return found
+
+
+def note_unread_losses(state: State) -> None:
+    """Note which losses of the last batch are not finite, where no logger has read them. Every rank calls it."""
+    if any(isinstance(loss, torch.Tensor) for loss in state.total_loss_dict.values()):
+        losses = {name: float(loss) for name, loss in state.total_loss_dict.items()}
+        state.not_finite = note_not_finite(state, dist.get_group().broadcast(losses))
 
 
 def _moment(state: State) -> tuple[int, int]:

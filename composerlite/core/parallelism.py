@@ -79,6 +79,12 @@ class FSDPConfig:
         if not self.sharded_ckpt_prefix_dir:
             raise ConfigError("fsdp: sharded_ckpt_prefix_dir='' names no directory; e.g. 'ep{epoch}-ba{batch}'.")
 
+    @property
+    def given_prefix_dir(self) -> str | None:
+        """``sharded_ckpt_prefix_dir`` where it is not the default: directories are named after files otherwise."""
+        own = type(self).sharded_ckpt_prefix_dir
+        return None if self.sharded_ckpt_prefix_dir == own else self.sharded_ckpt_prefix_dir
+
 
 FSDP2Config = FSDPConfig
 """Composer's name for the configuration of torch's ``fully_shard``."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from composerlite import dist
 from composerlite.checkpoint import load_checkpoint, rng, save_state_dict
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.save.pipeline import save
+from composerlite.checkpoint.save.job import save
 from composerlite.core import State
 
 KINDS = {"one": 1, "ddp2": 2, "fsdp2": 2, "fsdp4": 4, "hsdp": 4, "2d": 4}

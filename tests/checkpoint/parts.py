@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from composerlite.checkpoint import Catalog, Manifest, rng, save_state_dict
-from composerlite.checkpoint.save.pipeline import save
+from composerlite.checkpoint.save.job import save
 from composerlite.core import Callback, State
 
 

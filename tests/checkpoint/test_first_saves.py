@@ -267,7 +267,7 @@ def test_a_save_that_is_interrupted_at_any_call_while_it_is_started_keeps_nobody
     while came:
         folder, pipeline = tmp_path / f"{form}{calls}", Pipeline()
         given: dict[str, Any] = {"catalog": Catalog(folder), "template": TEMPLATES[form]}
-        came = interrupt(partial(pipeline.save, state, **given), calls, after="PendingSave.__init__")
+        came = interrupt(partial(pipeline.save, state, **given), calls, after="PendingSave.start")
         pipeline.close()
         pipeline.save(state, **given, overwrite=True).wait(100)
         pipeline.close()

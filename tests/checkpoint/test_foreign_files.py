@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from parts import Remember, new_state, save_batch
 
 from composerlite.checkpoint import Catalog, read_checkpoint, safe_torch_load
-from composerlite.checkpoint.save.pipeline import save
+from composerlite.checkpoint.save.job import save
 from composerlite.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

@@ -16,7 +16,7 @@ from torch import nn
 
 from composerlite.checkpoint import Catalog, load_checkpoint, read_checkpoint, safe_torch_load
 from composerlite.checkpoint.format.torch_reader import TorchFile, UnverifiedFile
-from composerlite.checkpoint.save.pipeline import save
+from composerlite.checkpoint.save.job import save
 from composerlite.core import State
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
 

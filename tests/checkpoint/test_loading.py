@@ -12,7 +12,7 @@ import torch
 from parts import Remember, new_state, save_batch, tree, value_in
 
 from composerlite.checkpoint import Catalog, IgnoreKeys, load_checkpoint, read_checkpoint, save_checkpoint
-from composerlite.checkpoint.save.pipeline import save
+from composerlite.checkpoint.save.job import save
 from composerlite.core import State
 from composerlite.errors import (
     CheckpointNotFoundError,

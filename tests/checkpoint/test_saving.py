@@ -20,7 +20,7 @@ from parts import Remember, new_state, save_batch, tree, value_in
 
 import composerlite
 from composerlite.checkpoint import Catalog, read_checkpoint, save_checkpoint
-from composerlite.checkpoint.save.pipeline import save
+from composerlite.checkpoint.save.job import save
 from composerlite.errors import ConfigError, SaveError
 
 

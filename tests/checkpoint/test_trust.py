@@ -16,7 +16,7 @@ import torch
 from parts import Remember, new_state
 
 from composerlite.checkpoint import Catalog, load_checkpoint, read_checkpoint, safe_torch_load
-from composerlite.checkpoint.save.pipeline import save
+from composerlite.checkpoint.save.job import save
 from composerlite.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,

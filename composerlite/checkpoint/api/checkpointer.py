@@ -37,7 +37,7 @@ from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.place.place import SaveHandle
 from composerlite.checkpoint.place.step import MARKER, MODEL, NEXT, TRAIN, StepFolder, step_folder_of
 from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest
-from composerlite.checkpoint.save.job import SaveJob
+from composerlite.checkpoint.save.job import PendingSave
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.checkpoint.save.staging import shared_staging
 from composerlite.dist import Group, get_local_world_size, group_of
@@ -169,7 +169,7 @@ class Checkpointer:
 
     def _begin(
         self, place: str | os.PathLike[str], train_module: TrainModuleLike, train_state: StateDict, ephemeral: bool
-    ) -> SaveJob:
+    ) -> PendingSave:
         """Claim the directory and plan the save, with all ranks."""
         if self._last is not None:
             concurrent.futures.wait([self._last])  # its error is its own future's
@@ -197,7 +197,7 @@ class Checkpointer:
             )
             resources.pop_all()
         patience = get_local_world_size() if self.throttle_uploads else 1
-        return SaveJob(
+        return PendingSave(
             manifest=record_of_directory(MODEL, group.size),
             path=folder.uri,
             writer=_StepWriter(folder, staging, shards, images[0], group=group, ephemeral=ephemeral),

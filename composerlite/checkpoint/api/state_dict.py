@@ -33,7 +33,7 @@ from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.load.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import PathOrUri, ShardedDirectory, directory_at
-from composerlite.checkpoint.save.job import SaveJob
+from composerlite.checkpoint.save.job import PendingSave
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.checkpoint.save.staging import shared_staging
 from composerlite.dist import SingleProcess, get_local_world_size, group_of, is_initialized
@@ -218,7 +218,7 @@ class _SaveSettings:
 
         return job.start(work)
 
-    def _job(self, folder: ShardedDirectory, state: Callable[[], StateDict]) -> SaveJob:
+    def _job(self, folder: ShardedDirectory, state: Callable[[], StateDict]) -> PendingSave:
         """Plan a save, together with the other ranks."""
         group = group_of(self.group)
         if group.is_first:
@@ -232,7 +232,7 @@ class _SaveSettings:
             throttle=self.throttle,
             reuse_plan=self.reuse_plan,
         )
-        return SaveJob(
+        return PendingSave(
             manifest=record_of_directory(folder.name, group.size),
             path=folder.uri,
             writer=writer,

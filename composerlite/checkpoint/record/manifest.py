@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
-from typing import Annotated, Any, Final, TypeAlias, TypeVar, cast, final
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias, TypeVar, cast, final
 
 import xxhash
 
@@ -36,6 +36,7 @@ __all__ = [
     "CheckpointMetadata",
     "FileRecord",
     "Manifest",
+    "Position",
     "RelativePath",
     "bytes_text",
     "continued",
@@ -279,6 +280,36 @@ def in_line(lineage: Lineage, manifest: Manifest) -> bool:
         (own.attempt, own.id) == (ancestor.attempt, ancestor.id) and manifest.moment <= ancestor.until
         for ancestor in lineage.ancestors
     )
+
+
+@final
+class Position(NamedTuple):
+    """Where a run stands.
+
+    Attributes:
+        run_name: of the run. moment: as ``Manifest.moment`` counts.
+        lineage: its attempt.
+    """
+
+    run_name: str
+    moment: tuple[int, int]
+    lineage: Lineage
+
+    def own(self, manifests: Iterable[Manifest], template: str) -> list[Manifest]:
+        """Select the checkpoints that the run wrote under names of ``template``, before a resume too, oldest first.
+
+        Those of an attempt that was abandoned are not among them, nor are those ahead of the run: they are left from
+        before it was started over, and would count as newer than what it saves now.
+        """
+        own = [
+            manifest
+            for manifest in manifests
+            if manifest.run_name == self.run_name
+            and manifest.template == template
+            and in_line(self.lineage, manifest)
+            and manifest.moment <= self.moment
+        ]
+        return sorted(own, key=lambda manifest: manifest.order)
 
 
 def living_line(items: Sequence[T], manifest_of: Callable[[T], Manifest]) -> list[T]:

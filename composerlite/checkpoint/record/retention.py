@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import NamedTuple, Protocol, final
 
-from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.record.manifest import Manifest, Position
 from composerlite.errors import ConfigError, did_you_mean
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "KeepBest",
     "KeepEvery",
     "KeepLast",
+    "Retention",
     "RetentionPolicy",
     "deletions",
     "retention_policy",
@@ -196,6 +197,18 @@ def deletions(manifests: Sequence[Manifest], policy: RetentionPolicy) -> list[Ma
     good = [manifest for manifest in ordered if not manifest.not_finite]
     stay = {id(manifest) for manifest in (*kept, *permanent[-1:], *ordered[-1:], *good[-1:])}
     return [manifest for manifest in ordered if id(manifest) not in stay]
+
+
+@final
+class Retention(NamedTuple):
+    """What stays of a run's checkpoints, by ``policy``, when the one at ``position`` was saved."""
+
+    policy: RetentionPolicy
+    position: Position
+
+    def given_up(self, manifests: Iterable[Manifest], template: str) -> list[Manifest]:
+        """List what goes of those in ``manifests`` that are the run's own and called after ``template``."""
+        return deletions(self.position.own(manifests, template), self.policy)
 
 
 def _counts_anew(before: Manifest, manifest: Manifest) -> bool:

@@ -1,7 +1,8 @@
 """One save, whoever asks for it: stage, write, vote, commit, point ``latest``, publish, give older checkpoints up.
 
-A trainer, the functions and ``Checkpointer`` differ in what is written and where, which a :class:`RankWriter` knows,
-and in what is to follow. The thread that saves pays for :meth:`SaveJob.stage`; the rest is :meth:`SaveJob.run`.
+A trainer, the functions and ``Checkpointer`` differ in what is written and where, which a ``RankWriter`` knows, and in
+what is to follow. The thread that saves pays for :meth:`PendingSave.stage`; the rest is :meth:`PendingSave.run`. A
+:class:`Pipeline` saves the checkpoints of a run one after the other.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,19 +18,25 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast, final
+from typing import Any, TypeVar, cast, final
 
 from torch.optim import Optimizer
 
 from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import FinalizedManifest
-from composerlite.checkpoint.record.manifest import Manifest, bytes_text
-from composerlite.checkpoint.save.staging import Snapshot, Stageable, Staging
+from composerlite.checkpoint.place.node_disks import Disks
+from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState
+from composerlite.checkpoint.record.manifest import Manifest, bytes_text, plain_timestamp, versions
+from composerlite.checkpoint.record.naming import check_template
+from composerlite.checkpoint.record.retention import Retention
+from composerlite.checkpoint.save.form import DiskWriter, RankWriter, SaveRequest, first_name, form_of, gathering
+from composerlite.checkpoint.save.staging import Snapshot, Staging
 from composerlite.errors import CorruptCheckpointError, SaveError
 from composerlite.storage import RING_BYTES, HostMemory, start_threads
+from composerlite.types import Lineage, StateDict
 
-__all__ = ["LONGEST_WORK", "PREVIOUS_SECONDS", "FollowUp", "PendingSave", "RankWriter", "SaveJob", "SaveReport"]
+__all__ = ["FollowUp", "PendingSave", "Pipeline", "SaveReport", "save", "save_checkpoint"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -36,6 +44,8 @@ LONGEST_WORK = timedelta(hours=1)
 """A rank that writes for longer than that does not count as alive any more: its disk hangs."""
 PREVIOUS_SECONDS = 3600.0
 """How long a save waits for the one before it. A disk that takes longer hangs."""
+_LONG_WAIT_SECONDS = 1.0
+"""A wait for the save before that takes longer is told in the log."""
 
 
 @final
@@ -63,67 +73,6 @@ class SaveReport:
     deleted: Sequence[str] = ()
 
 
-class RankWriter(Stageable, Protocol):
-    """What this rank writes of a checkpoint: its bytes, and how they become a part of what is committed.
-
-    Attributes:
-        gathers: the ranks need each other for :meth:`staged_in` and :meth:`write`, which are called on all, or none.
-        may_stream: the bytes may be written as they are while the caller waits: that takes no longer than to copy them.
-        seconds: spent by name, complete after :meth:`finish`.
-        weights_crc: CRC-32 of each storage of the model, after :meth:`write`.
-    """
-
-    gathers: bool
-    may_stream: bool
-    seconds: dict[str, float]
-    weights_crc: Sequence[int]
-
-    def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
-        """Hand all bytes to those who write them, and who may still be writing when this returns.
-
-        Args:
-            memory: what :meth:`staged_in` was given; ``None`` to read from the tensors themselves.
-            ring_bytes: memory to write with in that case.
-            may_grow: take more in that case, rather than wait for the disk.
-
-        Raises:
-            OSError: no space, no permission, and the like.
-        """
-        ...
-
-    def finish(self) -> Any:
-        """Wait until everything is durable; what rank 0 needs to know of it, which can be pickled.
-
-        Raises:
-            OSError: no space, no permission, and the like.
-        """
-        ...
-
-    def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
-        """On rank 0: make the checkpoint exist, of ``parts``, what :meth:`finish` gave on each rank; its manifest."""
-        ...
-
-    def close(self, *, may_be_committed: bool) -> None:
-        """Let go of everything, and remove what was written unless it is committed or may be. Twice is fine."""
-        ...
-
-
-class DiskWriter(RankWriter, Protocol):
-    """The same where nodes have disks of their own: how the part of each becomes a part of the whole."""
-
-    def seal(self, manifest: Manifest, parts: Sequence[Any]) -> FinalizedManifest:
-        """On rank 0: the index and the record of all files."""
-        ...
-
-    def prepare(self, sealed: FinalizedManifest) -> None:
-        """Make this disk's part durable, so that nothing is left but to rename it."""
-        ...
-
-    def complete(self) -> None:
-        """Give this disk's part its name and its commit record."""
-        ...
-
-
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowUp:
@@ -134,7 +83,7 @@ class FollowUp:
         latest: links to point to it: their names, and the file that each leads to.
         publish: is given the manifest after the commit, before anything is given up. On rank 0; where there are
             several disks on all, and on others without files.
-        give_up: which checkpoints to delete after that. On rank 0.
+        retention: which older checkpoints are to go after that. On rank 0.
         is_leader: this rank is the one that points ``latest`` and deletes checkpoints in the folder that it sees.
         is_routine: its line in the log is below INFO.
     """
@@ -142,7 +91,7 @@ class FollowUp:
     catalog: Catalog
     latest: Mapping[str, str] = field(default_factory=dict[str, str])
     publish: Callable[[Manifest], object] | None = None
-    give_up: Callable[[], Sequence[Manifest]] | None = None
+    retention: Retention | None = None
     is_leader: bool = True
     is_routine: bool = False
 
@@ -159,8 +108,8 @@ class FollowUp:
 
 @final
 @dataclass(kw_only=True)
-class SaveJob:
-    """A save that all ranks of ``group`` have planned.
+class PendingSave:
+    """A save that all ranks of ``group`` have planned. To be made on the training thread.
 
     Attributes:
         manifest: what will be committed, but for its files.
@@ -179,6 +128,7 @@ class SaveJob:
         failure: why this rank cannot do its part: it votes against the checkpoint.
         to_delete: what was given up and is not deleted yet.
         future: what comes of :meth:`start`; cancelled where the caller was interrupted before the work had begun.
+        deletion_error: why older checkpoints could not be deleted.
     """
 
     manifest: Manifest
@@ -198,8 +148,60 @@ class SaveJob:
     failure: BaseException | None = field(default=None, init=False)
     to_delete: list[Manifest] = field(default_factory=list[Manifest], init=False)
     future: Future[Any] = field(default_factory=lambda: Future[Any](), init=False)
+    deletion_error: Exception | None = field(default=None, init=False)
+    _tidied: threading.Event = field(default_factory=threading.Event, init=False)
+    _training_thread: int = field(default_factory=threading.get_ident, init=False)
     _memory: HostMemory | None = field(default=None, init=False)
     _written: bool = field(default=False, init=False)
+
+    # ── what users hold ──────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def name(self) -> str:
+        """Name of the checkpoint to come, below its folder."""
+        return self.manifest.name
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.future.done()
+
+    def wait(self, timeout: float | None = PREVIOUS_SECONDS) -> SaveReport:
+        """Wait until the checkpoint is committed, at most ``timeout`` seconds.
+
+        Raises:
+            TimeoutError: it is not.
+            SaveError: its contents could not be written.
+            OSError: no space, no permission, and the like.
+        """
+        if not self.join(timeout):
+            raise TimeoutError(f"checkpoint {self.name!r} is not written after {timeout} s: does the disk hang?")
+        return self.future.result()
+
+    def join(self, timeout: float | None = PREVIOUS_SECONDS) -> bool:
+        """Wait until it has ended, well or not; whether it has."""
+        if self.snapshot is not None and threading.get_ident() == self._training_thread:
+            self.snapshot.complete()
+        try:
+            self.future.exception(timeout)
+        except TimeoutError:
+            return self.future.done()
+        except CancelledError:  # whoever saved was interrupted
+            pass
+        return True
+
+    @property
+    def is_tidy(self) -> bool:
+        """Whether older checkpoints are deleted."""
+        return self._tidied.is_set()
+
+    def wait_until_tidy(self) -> None:
+        """Wait until older checkpoints are deleted.
+
+        Raises:
+            SaveError: that does not end.
+        """
+        if not self._tidied.wait(PREVIOUS_SECONDS):
+            raise SaveError(f"older checkpoints than {self.name!r} are not deleted after {PREVIOUS_SECONDS} s.")
 
     # ── what whoever saves waits for ─────────────────────────────────────────────────────────────────────────────
     def stage(
@@ -251,14 +253,11 @@ class SaveJob:
             raise
         self._written = True
 
-    def start(self, work: Callable[[], T], then: Callable[[], object] = lambda: None) -> Future[T]:
+    def start(self, work: Callable[[], T]) -> Future[T]:
         """Do ``work``, which calls :meth:`run`, in a thread for which a program that ends waits; at once if blocking.
 
-        Ctrl-C before the thread has begun cancels the save; later it runs on, and whoever waits sees its end.
-
-        Args:
-            work: gives the result of the future, or raises its error.
-            then: is called when the future is done.
+        Its result, or its error, is the future's. Older checkpoints are deleted after that: the next snapshot waits for
+        neither. Ctrl-C before the thread has begun cancels the save; later it runs on, and whoever waits sees its end.
         """
 
         def run() -> None:
@@ -270,7 +269,12 @@ class SaveJob:
                 self.future.set_exception(e)
             else:
                 self.future.set_result(result)
-            then()
+            try:
+                self._delete_old()
+            except Exception as e:  # noqa: BLE001 - who saves asks for it
+                self.deletion_error = e
+            finally:
+                self._tidied.set()
 
         try:
             if self.blocking or not start_threads(run, 1, name="checkpoint-save", daemon=False):
@@ -282,9 +286,10 @@ class SaveJob:
         return self.future
 
     def cancel(self) -> None:
-        """End the save if its work has not begun, and leave nothing behind. Twice is fine."""
+        """End the save if its work has not begun, and leave nothing behind: nobody waits for it. Twice is fine."""
         if self.future.cancel():
             self._close(may_be_committed=False)
+            self._tidied.set()
 
     # ── in any thread ────────────────────────────────────────────────────────────────────────────────────────────
     def run(self) -> SaveReport:
@@ -370,10 +375,11 @@ class SaveJob:
             log.log(after.log_level, "saved checkpoint %s (%s in %.2f s)", self.path, size, seconds["total"])
             if after.publish is not None:
                 after.publish(manifest)
-            self.to_delete = list(after.give_up()) if after.give_up is not None else []
+            if after.retention is not None:
+                self.to_delete = after.retention.given_up(after.catalog.manifests(), manifest.template)
         deleted = [old.name for old in self.to_delete]
         if self.blocking:
-            self.delete_old()
+            self._delete_old()
         return SaveReport(
             path=Path(self.path),
             batch=manifest.batch,
@@ -383,7 +389,7 @@ class SaveJob:
             deleted=deleted,
         )
 
-    def delete_old(self) -> None:
+    def _delete_old(self) -> None:
         """Delete what the policy of retention gave up when the checkpoint existed. Twice is fine."""
         while self.follow_up is not None and self.to_delete:
             self.follow_up.catalog.delete(self.to_delete.pop(0))
@@ -412,90 +418,279 @@ class SaveJob:
         }
 
 
+# ── one after the other ──────────────────────────────────────────────────────────────────────────────────────────────
 @final
-class PendingSave:
-    """A save in the background.
-
-    To be made on the training thread.
+class Pipeline:
+    """Saves checkpoints one after the other, each behind training.
 
     Args:
-        job: the save.
-
-    Attributes:
-        name: of the checkpoint to come, below its folder.
-        deletion_error: why older checkpoints could not be deleted.
+        staging_bytes: memory for the copy of what is saved, kept from save to save. ``None`` takes what a checkpoint
+            needs if that is at most half of what is free. Where it does not suffice, the training thread waits while
+            the bytes go through a ring of that size.
     """
 
-    def __init__(self, name: str, job: SaveJob) -> None:
-        self.name = name
-        self.deletion_error: Exception | None = None
-        self._job = job
-        self._copy = job.snapshot
-        self._training_thread = threading.get_ident()
-        self._future: Future[SaveReport] = job.future
-        self._tidied = threading.Event()
+    def __init__(self, staging_bytes: int | None = None) -> None:
+        self._staging = Staging(staging_bytes)
+        self._pending: PendingSave | None = None
+        self._given_up: set[str] = set()  # by the save before, and perhaps not deleted yet
+        self._previous: dict[str, SaveReport] = {}
+        self._waited = 0.0
 
-    def start(self, work: Callable[[], SaveReport]) -> None:
-        """Do ``work``, which runs the job, and then delete older checkpoints: the next snapshot waits for neither."""
+    def prepare(
+        self,
+        state: TrainingState,
+        *,
+        weights_only: bool = False,
+        ignore_keys: IgnoreKeys = None,
+        state_dict: StateDict | None = None,
+    ) -> None:
+        """Get the memory for checkpoints of ``state`` ready, in the background, so that the first costs no more.
 
-        def tidy() -> None:
-            try:
-                self._job.delete_old()
-            except Exception as e:  # noqa: BLE001 - who saves asks for it
-                self.deletion_error = e
-            finally:
-                self._tidied.set()
-
-        self._job.start(work, tidy)
-
-    def cancel(self) -> None:
-        """End the save if it has not begun: nobody waits for it."""
-        self._job.cancel()
-        if self._future.cancelled():
-            self._tidied.set()
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._future.done()
-
-    def wait(self, timeout: float | None = PREVIOUS_SECONDS) -> SaveReport:
-        """Wait until the checkpoint is committed, at most ``timeout`` seconds.
+        One that comes before that is written as it is, as :class:`HandOver` says, and memory is got ready at its end.
+        ``state_dict`` is what ``state`` holds, where the caller has it already.
 
         Raises:
-            TimeoutError: it is not.
-            SaveError: its contents could not be written.
-            OSError: no space, no permission, and the like.
+            SaveError: the contents of its checkpoints cannot be pickled.
         """
-        if not self.join(timeout):
-            raise TimeoutError(f"checkpoint {self.name!r} is not written after {timeout} s: does the disk hang?")
-        return self._future.result()
+        if self._pending is not None:
+            return  # it found memory, or gets some for the next at its end
+        gathered = gathering(state, state_dict, weights_only=weights_only, ignore_keys=ignore_keys)
+        if (size_bytes := form_of(state).expected_bytes(gathered)) is not None:
+            self._staging.prepare(size_bytes)
 
-    def join(self, timeout: float | None = PREVIOUS_SECONDS) -> bool:
-        """Wait until it has ended, well or not; whether it has."""
-        if self._copy is not None and threading.get_ident() == self._training_thread:
-            self._copy.complete()
+    def prepared(self, timeout: float = 60.0) -> bool:
+        """Wait for :meth:`prepare`; whether it is done."""
+        return self._staging.prepared(timeout)
+
+    def save(
+        self,
+        state: TrainingState,
+        *,
+        catalog: Catalog,
+        template: str,
+        weights_only: bool = False,
+        ignore_keys: IgnoreKeys = None,
+        overwrite: bool = False,
+        latest: str | None = None,
+        asynchronous: bool = True,
+        lazy: bool = False,
+        ephemeral: bool = False,
+        after_crash: bool = False,
+        metrics: Mapping[str, float] | None = None,
+        publish: Callable[[Manifest], object] | None = None,
+        retention: Retention | None = None,
+        disks: Disks | None = None,
+        is_routine: bool = False,
+        state_dict: StateDict | None = None,
+        started: float | None = None,
+    ) -> PendingSave:
+        """Save a checkpoint of ``state``; training may go on when this returns.
+
+        After an exception or a kill at any point there is either the whole checkpoint or none of it, and ``latest``
+        points to the newest whole one.
+
+        Args:
+            state: what to save.
+            catalog: the folder it goes to.
+            template: its name, with format variables.
+            weights_only: leave out everything but the model.
+            ignore_keys: leave out these keys.
+            overwrite: replace a checkpoint of the same name.
+            latest: name of the symbolic link to point to it, with format variables.
+            asynchronous: return when the snapshot is taken; otherwise when the checkpoint is committed.
+            lazy: return before weights and optimizer state are copied: the next step of an optimizer waits for that.
+                Nothing but optimizers may change them in between.
+            ephemeral: it is given up as soon as a newer one is committed.
+            after_crash: the state is that in which an exception left it; nobody resumes from it unasked.
+            metrics: metric values to keep with it, by name; those that are no finite numbers are left out.
+            publish: called with the manifest after the commit, perhaps on another thread.
+            retention: which older checkpoints of the same template are deleted after that.
+            disks: which ranks see the same folder, where all write to it and not all see one.
+            is_routine: its line in the log is below INFO.
+            state_dict: what ``state`` holds, or its weights; ``None``: it is asked for that.
+            started: when gathering it began, as ``time.perf_counter`` counts; ``None``: now.
+
+        Raises:
+            CheckpointExistsError: there is one of that name and ``overwrite`` is false.
+            SaveError: its contents cannot be pickled.
+            OSError: no space, no permission, and the like. What goes wrong in the background, and all that goes wrong
+                after the snapshot, comes out of :meth:`PendingSave.wait`.
+        """
+        group = dist.get_group()
+        self.wait_for_previous()
+        waiting, self._waited = self._waited, 0.0
+        started = (time.perf_counter() if started is None else started) - waiting
+        form = form_of(state)
+        template = form.template(template)
+        form.check(weights_only=weights_only, ignore_keys=ignore_keys)
+        names = form.names(template, state)
+        name = names[0]
+        is_leader = group.is_first if disks is None else disks.is_folder_leader
+        previous = self._pending
+        if previous is not None and not self._given_up.isdisjoint(names):
+            previous.wait_until_tidy()  # one of this name is about to go
+        # First of all: votes are counted on each rank.
+        rounds = 1 if disks is None else 3
+        votes = [group.vote(f"checkpoint {name!r}", longest_work=LONGEST_WORK) for _ in range(rounds)]
+        # Before the ranks meet to gather: a name that is taken is told as that.
+        with group.all_or_none(f"checkpoint {name!r}"):
+            for one in names if is_leader else ():
+                catalog.reserve(one, overwrite=overwrite)
+        with group.all_or_none(f"checkpoint {name!r}"):
+            gathered = gathering(state, state_dict, weights_only=weights_only, ignore_keys=ignore_keys)
+            request = SaveRequest(
+                state=state,
+                gathered=gathered,
+                catalog=catalog,
+                names=names,
+                template=template,
+                weights_only=weights_only,
+                overwrite=overwrite,
+                disks=disks,
+            )
+            writer = form.writer(request)
+        pending = PendingSave(
+            manifest=Manifest(
+                name=name,
+                kind="crash" if after_crash else "weights" if weights_only else form.kind,
+                template=template,
+                run_name=state.run_name,
+                timestamp=plain_timestamp(state.timestamp.state_dict()),
+                fit_calls=len(state.fit_starts),
+                world_size=group.size,
+                files=(),
+                left_out=("<function>",) if callable(ignore_keys) else tuple(ignore_keys or ()),
+                metrics={name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
+                ephemeral=ephemeral,
+                versions=versions(),
+                not_finite=tuple(getattr(state, "not_finite", ())),
+                lineage=getattr(state, "lineage", Lineage()),  # a loop of the user's own may have none
+            ),
+            path=catalog.folder / name,
+            writer=writer,
+            votes=votes,
+            group=group,
+            follow_up=FollowUp(
+                catalog=catalog,
+                latest={} if latest is None else dict(zip(form.names(latest, state), names, strict=True)),
+                publish=publish,
+                retention=retention,
+                is_leader=is_leader,
+                is_routine=is_routine,
+            ),
+            started=started,
+            waiting_seconds=waiting,
+            ring_bytes=self._staging.ring_bytes,
+            blocking=not asynchronous,
+        )
         try:
-            self._future.exception(timeout)
-        except TimeoutError:
-            return self._future.done()
-        except CancelledError:  # whoever saved was interrupted
-            pass
-        return True
+            if asynchronous:
+                # While older checkpoints are being deleted, there may be no room for the file yet.
+                has_room = previous is None or previous.is_tidy
+                pending.stage(
+                    self._staging,
+                    state.optimizers if lazy and form.may_be_lazy else (),
+                    has_room=has_room,
+                    make_room=self.wait_until_tidy,
+                )
+            pending.stall_seconds = time.perf_counter() - started
+            if pending.snapshot is not None:  # it counts its own, later ones too
+                pending.stall_seconds -= pending.snapshot.stall_seconds
+            self._pending = pending
+            pending.start(lambda: self._finish(pending, previous))
+        except BaseException:
+            pending.cancel()
+            raise
+        return pending
 
-    @property
-    def is_tidy(self) -> bool:
-        """Whether older checkpoints are deleted."""
-        return self._tidied.is_set()
+    def close(self) -> None:
+        """Wait for the save that goes on and give the memory back. Errors of the save are left to who waits for it."""
+        self.wait_for_previous()
+        self.wait_until_tidy()
+        self._pending = None  # what is saved after this is a first save again, whose memory can be prepared
+        self._staging.close()
+
+    def _finish(self, pending: PendingSave, previous: PendingSave | None) -> SaveReport:
+        if previous is not None:
+            previous.wait_until_tidy()  # the disk has room for no more than one checkpoint too many
+        report = pending.run()
+        self._given_up = set(report.deleted)
+        before = self._previous.get(pending.manifest.template)
+        if (
+            before is not None
+            and report.batch > before.batch
+            and len(report.weights_crc) > 0
+            and not pending.manifest.not_finite  # what is NaN stays so, and that was said
+            and (list(before.weights_crc) == list(report.weights_crc))
+            and dist.get_global_rank() == 0
+        ):
+            log.warning(
+                "checkpoint %s holds exactly the weights of %s, %d steps before it: is the model trained? Look at the "
+                "learning rate, at requires_grad, and whether the optimizer has the model's parameters.",
+                report.path,
+                before.path.name,
+                report.batch - before.batch,
+            )
+        self._previous[pending.manifest.template] = report
+        return report
 
     def wait_until_tidy(self) -> None:
-        """Wait until older checkpoints are deleted.
+        """Wait until the checkpoints that the save before gave up are deleted.
 
         Raises:
             SaveError: that does not end.
         """
-        if not self._tidied.wait(PREVIOUS_SECONDS):
-            raise SaveError(f"older checkpoints than {self.name!r} are not deleted after {PREVIOUS_SECONDS} s.")
+        if self._pending is not None:
+            self._pending.wait_until_tidy()
+
+    def wait_for_previous(self) -> None:
+        """Wait until the save before has ended, well or not. The next one counts the time as its own.
+
+        Raises:
+            SaveError: it does not end.
+        """
+        pending = self._pending
+        if pending is None or pending.done:
+            return
+        started = time.perf_counter()
+        if not pending.join():
+            raise SaveError(f"checkpoint {pending.name!r} is not written after {PREVIOUS_SECONDS} s: the disk hangs.")
+        seconds = time.perf_counter() - started
+        self._waited += seconds
+        level = logging.INFO if seconds >= _LONG_WAIT_SECONDS else logging.DEBUG
+        log.log(level, "waited %.2f s for the save of %s to end", seconds, pending.name)
+
+
+def save(state: TrainingState, **arguments: Any) -> Path:
+    """Save a checkpoint of ``state`` and return its path when it is committed. Arguments as :meth:`Pipeline.save`."""
+    return Pipeline().save(state, **arguments, asynchronous=False).wait().path
+
+
+def save_checkpoint(
+    state: TrainingState,
+    filename: str | Path = "ep{epoch}-ba{batch}-rank{rank}",
+    *,
+    weights_only: bool = False,
+    ignore_keys: IgnoreKeys = None,
+) -> str:
+    """Save a checkpoint of ``state`` to ``filename``, replacing what is there, and return its path.
+
+    When this returns, the checkpoint is durable and committed. ``filename`` may contain the format variables
+    ``{run_name} {rank} {epoch} {batch}`` … and folders. See :meth:`Pipeline.save` for what is guaranteed and raised.
+    """
+    form = form_of(state)
+    template = form.template(check_template(Path(filename).name, argument="filename"), "filename")
+    folder = Path(first_name(str(Path(filename).parent), state))
+    path = save(
+        state,
+        catalog=Catalog(folder),
+        template=template,
+        weights_only=weights_only,
+        ignore_keys=ignore_keys,
+        overwrite=True,
+        disks=form.disks(folder),
+    )
+    return str(path)
 
 
 def _delete_named(catalog: Catalog, names: Iterable[str]) -> None:

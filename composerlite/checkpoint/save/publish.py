@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 from composerlite import dist, storage
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog, alone
-from composerlite.checkpoint.record.manifest import Manifest, bytes_text, in_line
+from composerlite.checkpoint.record.manifest import Manifest, Position, bytes_text
 from composerlite.checkpoint.record.naming import (
     DIST_VARIABLES,
     FIRST_RANK,
@@ -31,8 +31,8 @@ from composerlite.checkpoint.record.naming import (
     names_of_ranks,
     variables_in,
 )
-from composerlite.checkpoint.record.retention import RetentionPolicy, deletions, retention_policy
-from composerlite.checkpoint.save.pipeline import Form
+from composerlite.checkpoint.record.retention import Retention, RetentionPolicy, retention_policy
+from composerlite.checkpoint.save.form import Form
 from composerlite.checkpoint.save.run_folder import RunFolder, SaveOptions
 from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError
 from composerlite.storage import (
@@ -287,12 +287,8 @@ class Publisher:
         if self._known is None:  # from here on we know what comes and goes
             self._known = [m for m in self.remote.manifests() if m.run_name == newest.run_name]
         self._known = [m for m in self._known if m.name != newest.name] + [newest]
-        mine = [
-            m
-            for m in self._known
-            if m.template == self.template and in_line(newest.lineage, m) and m.moment <= newest.moment
-        ]
-        given_up = deletions(sorted(mine, key=lambda m: m.order), self._retention)
+        now = Position(newest.run_name, newest.moment, newest.lineage)
+        given_up = Retention(self._retention, now).given_up(self._known, self.template)
         for old in given_up:
             self.remote.delete(old)
             self._known.remove(old)
@@ -506,7 +502,7 @@ class Publishing:
         return behind
 
     def publish(
-        self, manifest: Manifest, run_name: str, votes: Sequence[PublishVotes | None], *, overwrite: bool
+        self, manifest: Manifest, *, run_name: str, votes: Sequence[PublishVotes | None], overwrite: bool
     ) -> None:
         """Hand a checkpoint that was committed to all uploaders; called in the background."""
         if not self._are_several:

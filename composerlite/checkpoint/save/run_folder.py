@@ -7,16 +7,16 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol, SupportsInt, final
+from typing import Protocol, SupportsInt, final
 
 from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.lease import Lease, take_leases
 from composerlite.checkpoint.place.node_disks import Disks, recover_on_other_disks
 from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, check_ignore_keys
-from composerlite.checkpoint.record.manifest import Manifest, in_line, may_be_replaced
+from composerlite.checkpoint.record.manifest import Manifest, Position, may_be_replaced
 from composerlite.checkpoint.record.naming import (
     FIRST_RANK,
     PartialFilePath,
@@ -29,15 +29,17 @@ from composerlite.checkpoint.record.naming import (
     names_of_ranks,
 )
 from composerlite.checkpoint.record.retention import Interval
+from composerlite.checkpoint.save.form import Form, form_of
 from composerlite.checkpoint.save.memory_folder import folder_key, make_private, warn_of_others
-from composerlite.checkpoint.save.pipeline import Form, form_of
 from composerlite.errors import CheckpointError, ConfigError
 from composerlite.storage import make_folder, parse_uri
 from composerlite.types import Lineage
 
-__all__ = ["Position", "RunFolder", "SaveOptions", "SavedState"]
+__all__ = ["OWN_REMOTE_LATEST", "OWN_REMOTE_NAME", "RunFolder", "SaveOptions", "SavedState", "position_of"]
 
 log = logging.getLogger(__name__)
+OWN_REMOTE_NAME, OWN_REMOTE_LATEST = "{run_name}/checkpoints/{filename}", "{run_name}/checkpoints/{latest_filename}"
+"""Names in the buckets of loggers where no others are given, as Composer has them; a URI has those of its folder."""
 
 
 @final
@@ -47,6 +49,9 @@ class SaveOptions:
 
     Attributes:
         any_ephemeral: some checkpoints are to go as soon as there is a newer one.
+        bucket: the URI of the bucket that checkpoints are made for; ``None``: the folder is on this machine.
+        path: the folder in the bucket, or on this machine.
+        keeps_none: checkpoints go from the folder once they are in a bucket.
 
     Raises:
         ConfigError: a name or number that cannot be used, or the folder is a URI that names no store.
@@ -75,6 +80,9 @@ class SaveOptions:
     num_concurrent_uploads: int = 1
     upload_timeout_in_seconds: float = 3600.0
     num_remote_checkpoints_to_keep: int = -1
+    bucket: str | None = field(init=False)
+    path: str = field(init=False)
+    keeps_none: bool = field(init=False)
 
     def __post_init__(self) -> None:
         if self.staging_bytes is not None:
@@ -82,7 +90,10 @@ class SaveOptions:
         check_template(self.folder, argument="save_folder", allow_time=False)
         _check_number(self.failure_limit, argument="save_failure_limit")
         _check_number(self.num_concurrent_uploads, argument="num_concurrent_uploads", least=1)
-        scheme, _, _ = parse_uri(self.folder)
+        scheme, bucket, path = parse_uri(self.folder)
+        self._set("bucket", f"{scheme}://{bucket}" if scheme else None)
+        self._set("path", path.rstrip("/") if scheme else path)
+        self._set("keeps_none", self.num_checkpoints_to_keep == 0)
         if scheme in ("http", "https"):
             raise ConfigError(
                 f"save_folder={self.folder!r}: checkpoints cannot be saved to an address, but to a bucket."
@@ -93,21 +104,18 @@ class SaveOptions:
                 f"{self.folder!r}, a local folder. Leave it out, or give save_folder a URI."
             )
         check_template(self.filename, argument="save_filename")
+        if self.remote_file_name == OWN_REMOTE_NAME:
+            self._set("remote_file_name", None if scheme else OWN_REMOTE_NAME.replace("{filename}", self.filename))
+        if self.latest_remote_file_name == OWN_REMOTE_LATEST:
+            link = None if scheme or self.latest_filename is None else str(self.latest_filename)
+            name = None if link is None else OWN_REMOTE_LATEST.replace("{latest_filename}", link)
+            self._set("latest_remote_file_name", name)
         if self.latest is not None:
             check_template(self.latest, argument="save_latest_filename")
-        object.__setattr__(self, "ignore_keys", check_ignore_keys(self.ignore_keys, argument="save_ignore_keys"))
+        self._set("ignore_keys", check_ignore_keys(self.ignore_keys, argument="save_ignore_keys"))
 
-    @property
-    def bucket(self) -> str | None:
-        """The URI of the bucket that checkpoints are made for; ``None``: the folder is on this machine."""
-        scheme, bucket, _ = parse_uri(self.folder)
-        return f"{scheme}://{bucket}" if scheme else None
-
-    @property
-    def path(self) -> str:
-        """The folder in the bucket, or on this machine."""
-        scheme, _, path = parse_uri(self.folder)
-        return path.rstrip("/") if scheme else path
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # as a frozen dataclass has to
 
     @property
     def local_folder(self) -> str:
@@ -122,11 +130,6 @@ class SaveOptions:
     def latest(self) -> str | None:
         """The name of the link to the newest in the folder, which has one if checkpoints stay there."""
         return None if self.latest_filename is None or self.keeps_none else str(self.latest_filename)
-
-    @property
-    def keeps_none(self) -> bool:
-        """Whether checkpoints go from the folder once they are in a bucket."""
-        return self.num_checkpoints_to_keep == 0
 
     @property
     def deletes(self) -> bool:
@@ -157,23 +160,9 @@ class SavedState(TrainingState, Protocol):
     def timestamp(self) -> SavedTimestamp: ...
 
 
-@final
-class Position(NamedTuple):
-    """Where a run stands.
-
-    Attributes:
-        run_name: of the run. moment: as ``Manifest.moment`` counts.
-        lineage: its attempt.
-    """
-
-    run_name: str
-    moment: tuple[int, int]
-    lineage: Lineage
-
-    @classmethod
-    def of(cls, state: SavedState) -> Position:
-        """Return where ``state`` stands now."""
-        return cls(state.run_name, (len(state.fit_starts), int(state.timestamp.batch)), state.lineage)
+def position_of(state: SavedState) -> Position:
+    """Return where ``state`` stands now."""
+    return Position(state.run_name, (len(state.fit_starts), int(state.timestamp.batch)), state.lineage)
 
 
 @final
@@ -224,20 +213,9 @@ class RunFolder:
         """Return the name of a checkpoint of ``state``; of rank 0's file where each rank has one."""
         return format_name_with_dist_and_time(self.filename.filename, state.run_name, state.timestamp, **FIRST_RANK)
 
-    def manifests(self, position: Position) -> list[Manifest]:
-        """Return the checkpoints that this saver wrote, in this process or before a resume, oldest first.
-
-        Those of an attempt that was abandoned are not among them, nor are those ahead of the run: they are left from
-        before it was started over, and would count as newer than what it saves now.
-        """
-        return [
-            manifest
-            for manifest in self.catalog.manifests()
-            if manifest.run_name == position.run_name
-            and manifest.template == self.filename.filename
-            and in_line(position.lineage, manifest)
-            and manifest.moment <= position.moment
-        ]
+    def manifests(self, state: SavedState) -> list[Manifest]:
+        """Return the checkpoints that this saver wrote, in this process or before a resume, oldest first."""
+        return position_of(state).own(self.catalog.manifests(), self.filename.filename)
 
     # ── before training ──────────────────────────────────────────────────────────────────────────────────────────
     def name(self, state: SavedState, others: Iterable[RunFolder], *, directory: str | None) -> Form:
@@ -360,7 +338,7 @@ class RunFolder:
             state: of the run.
             deletes: some are given up when there are newer ones.
         """
-        for manifest in self.manifests(Position.of(state)) if saved else ():
+        for manifest in self.manifests(state) if saved else ():
             path = self.path(manifest.name)
             if path == saved[-1]:
                 self.catch_up(manifest, state)

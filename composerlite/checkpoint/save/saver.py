@@ -12,13 +12,11 @@ from typing import final
 
 from composerlite import dist
 from composerlite.checkpoint.record.contents import check_kinds
-from composerlite.checkpoint.record.manifest import Manifest
-from composerlite.checkpoint.record.retention import deletions, retention_policy
-from composerlite.checkpoint.save.job import PendingSave, SaveReport
+from composerlite.checkpoint.record.retention import Retention, retention_policy
+from composerlite.checkpoint.save.job import PendingSave, Pipeline, SaveReport
 from composerlite.checkpoint.save.outcomes import FAILURES, FailuresInARow, RunLogger, SaveNews
-from composerlite.checkpoint.save.pipeline import Pipeline
-from composerlite.checkpoint.save.publish import Publisher, Publishing, PublishingNews, PublishVotes
-from composerlite.checkpoint.save.run_folder import Position, RunFolder, SavedState, SaveOptions
+from composerlite.checkpoint.save.publish import Publisher, Publishing, PublishingNews
+from composerlite.checkpoint.save.run_folder import RunFolder, SavedState, SaveOptions, position_of
 from composerlite.errors import ConfigError, RankError
 from composerlite.types import StateDict
 
@@ -138,15 +136,19 @@ class Saver:
 
     def _take_up(self, state: SavedState) -> tuple[list[str], bool, list[tuple[int, str]]]:
         """Return the paths of the run's checkpoints, whether any are to be deleted, and which are to be published."""
-        manifests = self.where.manifests(Position.of(state))
+        manifests = self.where.manifests(state)
         paths = [self.where.path(manifest.name) for manifest in manifests]
         if manifests:
             self.where.catch_up(manifests[-1], state)
         behind = self._publishing.behind(manifests, state.run_name)
         return paths, self._deletes or any(manifest.ephemeral for manifest in manifests), behind
 
-    def begin(self, state: SavedState) -> None:
+    def begin(self, state: SavedState, *, several: bool) -> None:
         """Refuse to start where another process writes, a checkpoint would be overwritten, or none can hold the model.
+
+        Args:
+            state: of the run.
+            several: checkpoints are to be saved one after the other, of which one is left if all have one name.
 
         Raises:
             RunInUseError: see :meth:`take_leases`.
@@ -161,6 +163,13 @@ class Saver:
             if self.where.is_leader and not self.options.overwrite:
                 buckets = [(publisher.remote, publisher.template) for publisher in self._publishing.publishers]
                 self.where.refuse_conflicts(state, buckets)
+        keeps_one = self.options.num_checkpoints_to_keep == 1 or self.options.in_memory
+        if several and group.is_first and not keeps_one and not self.where.filename.varies:
+            log.warning(
+                "save_filename=%r is the same each time: each save replaces the last, and one checkpoint is kept. To "
+                "keep several, put {epoch} or {batch} into it, as in 'ep{epoch}-ba{batch}-rank{rank}.pt'.",
+                self.where.filename.filename,
+            )
 
     def take_leases(self, run_name: str, timeout: float) -> None:
         """Keep other processes from writing what this run writes; on rank 0. See :meth:`RunFolder.take_leases`."""
@@ -246,7 +255,7 @@ class Saver:
             return None
         options, where = self.options, self.where
         name = where.name_now(state)
-        overwrite = self._may_overwrite(name) or where.may_replace(state, name)
+        is_own = self._may_overwrite(name)
         votes = self._publishing.votes_for_all(name)
         if options.best_metric is not None and options.best_metric not in metrics and not ephemeral:
             self._warn_of_missing_metric(name)
@@ -259,14 +268,18 @@ class Saver:
                 template=where.filename.filename,
                 weights_only=options.weights_only,
                 ignore_keys=options.ignore_keys,
-                overwrite=overwrite,
+                overwrite=is_own or where.may_replace(state, name),
                 latest=None if where.latest_filename is None else where.latest_filename.filename,
                 asynchronous=options.asynchronous,
                 lazy=lazy,
                 ephemeral=ephemeral,
                 metrics=metrics,
-                publish=functools.partial(self._publish, state, votes) if self._publishing.has_places else None,
-                give_up=functools.partial(self._given_up, Position.of(state)) if self._deletes else None,
+                publish=functools.partial(
+                    self._publishing.publish, run_name=state.run_name, votes=votes, overwrite=is_own
+                )
+                if self._publishing.has_places
+                else None,
+                retention=Retention(self._retention, position_of(state)) if self._deletes else None,
                 disks=where.disks,
                 is_routine=options.in_memory,
                 state_dict=state_dict,
@@ -408,10 +421,6 @@ class Saver:
             else:
                 self._upload_failures.failed(outcome.error, self._logger)
 
-    def _publish(self, state: SavedState, votes: Sequence[PublishVotes | None], manifest: Manifest) -> None:
-        """Hand on a checkpoint that was committed; called in the background."""
-        self._publishing.publish(manifest, state.run_name, votes, overwrite=self._may_overwrite(manifest.name))
-
     def _may_overwrite(self, name: str) -> bool:
         """Whether a checkpoint may take the place of another of its name.
 
@@ -438,10 +447,6 @@ class Saver:
                 self.options.best_metric,
             )
         self._warned = True
-
-    def _given_up(self, position: Position) -> Sequence[Manifest]:
-        """Return what is to be deleted after the save at ``position``; called in the background."""
-        return deletions(self.where.manifests(position), self._retention)
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
     def finish(self) -> None:
