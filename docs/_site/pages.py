@@ -5,14 +5,15 @@ of ``configs/`` stay where they are, and links lead to files. Here these become 
 each file of ``configs/`` becomes a page that shows it, and links between all of them lead to the pages. A link to
 anything else outside ``docs/`` stays as it is, and mkdocs complains.
 
-A pattern in ``nav``, such as ``adr/0*.md``, stands for the files that it matches. Search finds guides before the
-reference, decisions and changes.
+A pattern in ``nav``, such as ``adr/0*.md``, stands for the files that it matches. Search ranks guides above the
+reference, and leaves out decisions and other internals. The footer has the version and a link to the repository.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,21 @@ SHOWN = {
     if path.suffix in (".py", ".sbatch", ".yaml")
 }
 
+NOT_SEARCHED = ("adr/", "files/", "architecture.md", "contributing.md", "performance-history.md")
+REFERENCE = ("api/", "changelog.md", "configuration-reference.md", "glossary.md", "migration/", "reliability.md")
+
 _LANGUAGES = {".py": "python", ".sbatch": "bash", ".yaml": "yaml"}
 _COMMENTS = re.compile(r"\A(?:\s*<!--.*?-->)+\s*", re.DOTALL)
 _LINK = re.compile(r"\]\((?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put files in place of the patterns in ``nav``."""
+    """Expand the patterns in ``nav``, and write the footer."""
     config.nav = _expanded(config.nav, Path(config.docs_dir))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    repository = config.extra.get("repository") or project.get("urls", {}).get("Repository")
+    link = f' · <a href="{repository}">Repository</a>' if repository else ""
+    config.copyright = f"{project['name']} {project['version']} · {project['license']} license{link}"
     return config
 
 
@@ -70,9 +78,16 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
     if here == "index.md":
         page.meta["hide"] = ["navigation"]
-    if here.startswith(("adr/", "api/", "changelog")):
-        page.meta["search"] = {"boost": 0.5}
+    if here.startswith(NOT_SEARCHED):
+        page.meta["search"] = {"exclude": True}
+    elif here.startswith(REFERENCE):
+        page.meta["search"] = {"boost": 0.3}
     return _LINK.sub(to_page, _COMMENTS.sub("", markdown))
+
+
+def on_page_content(html: str, page: Page, **_: Any) -> str:
+    """Mark the home page for the style sheet."""
+    return f'<div class="home">\n{html}\n</div>' if page.file.src_uri == "index.md" else html
 
 
 def _expanded(nav: Any, folder: Path) -> Any:
