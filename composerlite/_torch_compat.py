@@ -71,7 +71,7 @@ def negative_view(tensor: Tensor) -> Tensor:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """What tells storages apart, for ``torch.save`` too: two tensors that share memory have the same.
+    """Return the identity of a storage, as ``torch.save`` uses it: two tensors that share memory have the same one.
 
     Their addresses do not: all storages without a byte have the same.
     """
@@ -105,12 +105,12 @@ def local_part(tensor: Any) -> Any:
 
 # ── modules, optimizers, loaders ─────────────────────────────────────────────────────────────────────────────────────
 def load_hooks(module: nn.Module) -> Iterable[Any]:
-    """What is called before ``module`` loads a state."""
+    """Return the hooks that run before ``module`` loads a state."""
     return module._load_state_dict_pre_hooks.values()
 
 
 def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether something is called before ``optimizer`` loads a state."""
+    """Return true if a hook runs before ``optimizer`` loads a state."""
     return bool(optimizer._optimizer_load_state_dict_pre_hooks)
 
 
@@ -127,7 +127,7 @@ def multiply_each(tensors: Sequence[Tensor], factor: float) -> None:
 
 
 def is_iterated_by_torch(loader: DataLoader[Any]) -> bool:
-    """Whether ``iter(loader)`` is torch's own, and not that of a subclass."""
+    """Return true if ``iter(loader)`` is torch's own and not overridden by a subclass."""
     from torch.utils.data import DataLoader
 
     return type(loader)._get_iterator is DataLoader._get_iterator

@@ -70,7 +70,7 @@ class ComposerliteError(Exception):
 
 
 class ConfigError(ComposerliteError, ValueError):
-    """What the user asked for cannot be done. The message names the value, the rule and the way out."""
+    """An invalid request of the user. The message names the value, the rule and the way out."""
 
 
 class UnknownArgumentError(ConfigError, TypeError):

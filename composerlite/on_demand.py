@@ -1,4 +1,4 @@
-"""What is imported when it is first asked for: names of packages, and what a checkpoint names.
+"""Imports on first use: names of packages, and classes that a checkpoint names.
 
 The lower layers look here and know none of the packages: who knows one adds its name. ``import composerlite`` adds
 those that it has.

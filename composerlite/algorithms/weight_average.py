@@ -39,7 +39,7 @@ def update_event(interval: Time) -> Event:
 
 
 def is_due(interval: Time, event: Event, state: State) -> bool:
-    """Tell whether what happens every ``interval`` happens now."""
+    """Return true if what happens every ``interval`` happens now."""
     return event is update_event(interval) and state.timestamp.count(interval.unit) % interval.value == 0
 
 

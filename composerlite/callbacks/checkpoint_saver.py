@@ -236,7 +236,7 @@ class CheckpointSaver(Callback):
             self._start(state, ephemeral=ephemeral)
 
     def _due(self, state: State, event: Event) -> tuple[bool, bool]:
-        """Whether to save, and whether an ephemeral one. What clocks and functions say is asked of rank 0."""
+        """Decide whether to save, and whether an ephemeral checkpoint. Rank 0 evaluates clocks and user functions."""
         due = self.save_interval(state, event)
         ephemeral = self.ephemeral_interval is not None and self.ephemeral_interval(state, event) and not due
         intervals = self.save_interval, self.ephemeral_interval
@@ -254,7 +254,7 @@ class CheckpointSaver(Callback):
         return self.saver.path_of(pending.wait())
 
     def has_saved(self, state: State) -> bool:
-        """Whether there is a checkpoint of where the run stands, and of what was evaluated. Waits for the last save."""
+        """Return true if a checkpoint has the current batch and its evaluation. Waits for the last save."""
         self.saver.collect()
         self._learn()
         is_of_now = self.last_checkpoint_batch == int(state.timestamp.batch) and self._last_says == _says(state)
@@ -294,7 +294,7 @@ class CheckpointSaver(Callback):
                 self.save_interval.record_save(report.seconds["stall"], report.seconds["total"])
 
     def _may_copy_late(self, state: State) -> bool:
-        """Whether only optimizers change weights from here to their next step."""
+        """Return true if only optimizers change weights from here to their next step."""
         if self.lazy is not None:
             return self.lazy
         ours = all(
@@ -315,7 +315,7 @@ class CheckpointSaver(Callback):
 
     @property
     def blocked_seconds(self) -> float:
-        """How long training has waited for saves."""
+        """Seconds for which saves have blocked training."""
         return self.saver.blocked_seconds
 
     @property
@@ -325,7 +325,7 @@ class CheckpointSaver(Callback):
 
     # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────
     def state_dict(self) -> dict[str, Any]:
-        """What was measured, and the batch count of the last save: a resume does not save the same batch again."""
+        """Return the measurements and the batch of the last save, so that a resumed run does not save it again."""
         saved: dict[str, Any] = {"last_checkpoint_batch": self.last_checkpoint_batch}
         if self._last_was_ephemeral:
             saved["ephemeral"] = True
@@ -345,5 +345,5 @@ class CheckpointSaver(Callback):
 
 
 def _says(state: State) -> tuple[object, ...]:
-    """What a checkpoint says beside where the run stands, and what may change without a batch."""
+    """Return the state of a checkpoint, other than its position, that may change without another batch."""
     return state.stopped is not None, dict(state.evaluated_at), state.interruption.evaluation

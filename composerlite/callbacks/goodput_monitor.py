@@ -191,7 +191,7 @@ class GoodputMonitor(Callback):
         self._resumed_from = state_dict["interrupted_at"]
 
     def _is_unfinished(self) -> bool:
-        """Tell whether a checkpoint of now would be one of a training that continues."""
+        """Return true if a checkpoint of now would be one of a training that continues."""
         if self._looked_at is None or self._state is None:
             return False
         return self._end is None or self._state.timestamp < self._end

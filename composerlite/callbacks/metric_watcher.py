@@ -51,7 +51,7 @@ class MetricWatcher(Callback, ABC):
         return f"metrics/{self.dataloader_label}/{self.monitor}"
 
     def is_better(self, value: float, than: float) -> bool:
-        """Tell whether ``value`` is better ``than`` the other one."""
+        """Return true if ``value`` is better ``than`` the other one."""
         return bool(self._comp(torch.tensor(value), torch.tensor(than)))
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -88,7 +88,7 @@ class MetricWatcher(Callback, ABC):
             self.look_among(state.train_metric_values, state)
 
     def is_of(self, state: State) -> bool:
-        """Tell whether the metric is one of the data in use now."""
+        """Return true if the metric is one of the data in use now."""
         return state.dataloader_label == self.dataloader_label
 
     def look_among(self, values: Mapping[str, float], state: State) -> None:

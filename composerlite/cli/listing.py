@@ -190,7 +190,7 @@ def _told(verdict: dict[str, Any]) -> str:
 
 
 def _verdict(place: Place, found: Found, progress: Callable[[int], object]) -> dict[str, Any]:
-    """What is found out about a checkpoint: ``'verified'``, ``'damaged'`` or ``'unverified'``, and why."""
+    """Return the verdict on a checkpoint, ``'verified'``, ``'damaged'`` or ``'unverified'``, and the reason."""
     faults: list[str] = []
     for record in found.records:
         try:

@@ -102,7 +102,7 @@ def readable_errors(*, traceback: bool = False, of_system: bool = False) -> Gene
 
 
 def one_line_errors() -> contextlib.AbstractContextManager[None]:
-    """As :func:`readable_errors` where no code of the user's runs."""
+    """Run a block like :func:`readable_errors`, for commands that run no code of the user's."""
     return readable_errors(of_system=True)
 
 

@@ -125,7 +125,7 @@ def _age(text: str) -> timedelta:
 
 
 def _is_old(found: Found, older_than: timedelta) -> bool:
-    """Whether all of it was written so long ago. What nobody knows the age of may be a save that is going on."""
+    """Return true if all its files are that old. Without a known age it may be a save in progress, and is not old."""
     latest = datetime.now(UTC) - older_than
     return all(file.modified_at is not None and file.modified_at <= latest for file in found.files)
 

@@ -106,7 +106,7 @@ def _find_all(components: Iterable[Component], family: Family, origin: Origin) -
 
 
 def _find_loader(loader: Loader | Component, origin: Origin) -> Callable[[], Any]:
-    """What makes the loader when it is called; names and arguments are checked now."""
+    """Return a function that builds the loader; names and arguments are checked now."""
     if isinstance(loader, Component):
         return find(loader, None, origin)
     make_dataset = find(loader.dataset, None, origin)

@@ -37,7 +37,7 @@ class Override:
 
 @dataclass(frozen=True)
 class Document:
-    """What a file, or several that were merged, say."""
+    """Contents of one configuration file, or of several merged ones."""
 
     values: DictConfig
     places: Mapping[YamlPath, SourceLine]
@@ -281,7 +281,7 @@ def _found(folder: Path, name: str, where: str) -> Path:
 
 
 def _merge(under: Document, over: Document) -> Document:
-    """What both say, where ``over`` counts if both say the same."""
+    """Merge two documents; ``over`` wins where both set the same key."""
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -301,7 +301,7 @@ def _merge(under: Document, over: Document) -> Document:
 
 
 def _clash(under: Mapping[Any, Any], over: Mapping[Any, Any], path: YamlPath) -> YamlPath | None:
-    """Where one has a list and the other a mapping."""
+    """Return the path of a value that is a list in one file and a mapping in the other; ``None`` if there is none."""
     for key in under.keys() & over.keys():
         a, b, here = under[key], over[key], (*path, str(key))
         if {type(a), type(b)} == {list, dict}:

@@ -13,7 +13,7 @@ __all__ = ["as_json_schema", "fits", "in_words"]
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether ``value``, as YAML gives it, is of the type that ``hint`` describes. Nothing is converted."""
+    """Return true if ``value``, as YAML gives it, is of the type that ``hint`` describes. Nothing is converted."""
     arguments = get_args(hint)
     if get_origin(hint) in (Union, types.UnionType):
         return any(fits(value, option) for option in arguments)
@@ -66,7 +66,7 @@ def _word(kind: Any, item: Any) -> str:
 
 
 def _kinds(hint: Any) -> Iterable[tuple[Any, Any]]:
-    """What YAML can give for ``hint``: types that YAML has, of lists with the type of their items."""
+    """Return the YAML types that ``hint`` accepts, of lists with the type of their items."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         options = [kind for option in arguments for kind in _kinds(option)]

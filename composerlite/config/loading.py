@@ -122,7 +122,7 @@ def _resolved(values: DictConfig, origin: Origin) -> dict[str, Any]:
 
 
 def _unresolvable(error: OmegaConfBaseException, raw: Mapping[Any, Any], origin: Origin) -> str:
-    """What is wrong, with the place and the way out."""
+    """Describe the interpolation that cannot be resolved, with its place and the way out."""
     problem = str(error).splitlines()[0].rstrip(".")
     key, hint = f"{error.full_key}", ""
     texts = {path: text for path, text in walk(raw) if isinstance(text, str)}
@@ -144,7 +144,7 @@ def _unresolvable(error: OmegaConfBaseException, raw: Mapping[Any, Any], origin:
 
 
 def _quotes_only(problem: str, written: str) -> bool:
-    """Whether OmegaConf's message names nothing but what stands in ``written``: else it may tell a secret."""
+    """Return true if OmegaConf's message quotes only what ``written`` has; if not, it may reveal a secret."""
     named = re.fullmatch(r"(?:Interpolation key '(.+)' not found|Unsupported interpolation type (.+))", problem)
     return named is not None and (named[1] or named[2]) in written
 

@@ -1,4 +1,4 @@
-"""Where each value of a configuration was written: for messages, and for its text with the origins behind."""
+"""Origin of each value of a configuration: file and line, for messages and for its annotated text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def path_of(key: str | None) -> YamlPath:
 
 
 def nearest(known: Mapping[YamlPath, T], path: YamlPath) -> T | None:
-    """What is known of ``path``, or else of what encloses it; the top level encloses nothing."""
+    """Return the entry for ``path``, or else for its nearest ancestor; the top level has none."""
     return next((known[path[:end]] for end in range(len(path), 0, -1) if path[:end] in known), None)
 
 
@@ -67,7 +67,7 @@ class SourceLine:
 
 @dataclass(frozen=True)
 class Origin:
-    """Who has said what.
+    """Origins of a configuration's values.
 
     Attributes:
         files: those that were merged, that of the run first.
@@ -83,7 +83,7 @@ class Origin:
     written: Mapping[YamlPath, str]
 
     def where(self, path: YamlPath = ()) -> str:
-        """Who is to be asked about the value at ``path``: ``'digits.yaml:12'`` or ``"override 'lr=x'"``.
+        """Return the origin of the value at ``path``: ``'digits.yaml:12'`` or ``"override 'lr=x'"``.
 
         Falls back on what encloses the value, and on the file of the run.
         """

@@ -47,7 +47,7 @@ def summary(documented: object) -> str:
 
 
 def meanings(documented: object, names: Collection[str]) -> dict[str, str]:
-    """What the section ``Args:`` says of each of ``names``, as Markdown; or which other one's text names it.
+    """Return the text of the section ``Args:`` for each of ``names``, as Markdown, or the name whose text covers it.
 
     Those that it does not know are left out.
     """
@@ -123,7 +123,7 @@ def trainer_settings() -> list[Setting]:
 
 
 def _of_saver(saver: type, names: Collection[str]) -> dict[str, str]:
-    """What the saver says of its arguments, in terms of those of the Trainer, which has the same behind ``save_``."""
+    """Return the saver's argument texts, in terms of the Trainer's arguments, which have the prefix ``save_``."""
     texts = meanings(saver, inspect.signature(saver).parameters)
     texts |= {"async": texts["asynchronous"], "interval": texts["save_interval"]}
 
@@ -140,7 +140,7 @@ def loader_settings() -> list[Setting]:
 
 
 def evaluator_settings() -> list[Setting]:
-    """What a loader of ``eval_loader`` may have besides."""
+    """List the further settings of a loader of ``eval_loader``."""
     from composerlite.core import Evaluator
 
     return _of_fields(EvaluatorArguments, meanings(Evaluator, inspect.signature(Evaluator).parameters))

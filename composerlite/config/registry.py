@@ -76,7 +76,7 @@ def known_classes(family: Family) -> Mapping[str, type]:
 
 
 def find(component: Component, family: Family | None, origin: Origin, *, positional: int = 0) -> Callable[..., Any]:
-    """What ``component`` names, with its arguments bound; call it with ``positional`` further arguments in front.
+    """Find the class or function ``component``; the result takes ``positional`` more arguments in front.
 
     ``family`` says which names without ':' are known; ``None`` stands for none. Nothing is built yet, but names and
     arguments are checked, so that a mistake in the last line of a file is found before the data is loaded.

@@ -29,7 +29,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def match(self, event: Event, state: State) -> bool:
-        """Tell whether :meth:`apply` is to be called at ``event``."""
+        """Return true if :meth:`apply` is to be called at ``event``."""
 
     @abstractmethod
     def apply(self, event: Event, state: State, logger: Logger) -> int | None:
@@ -47,7 +47,7 @@ class Algorithm(ABC):
 
     @property
     def find_unused_parameters(self) -> bool:
-        """Tell whether parameters that require gradients may get none in a batch, which ranks need to know."""
+        """Return true if parameters that require gradients may get none in a batch, which ranks need to know."""
         return False
 
     @property
@@ -57,7 +57,7 @@ class Algorithm(ABC):
 
     @staticmethod
     def required_on_load() -> bool:
-        """Tell whether a checkpoint of a run with this algorithm fits only a model that it was applied to."""
+        """Return true if a checkpoint of a run with this algorithm fits only a model that it was applied to."""
         return False
 
     def config(self) -> dict[str, Any]:

@@ -205,7 +205,7 @@ class LoggerDestination(Callback):
         """Keep a copy of the file ``file_path`` under ``remote_file_name``. Do not wait for it."""
 
     def can_upload_files(self) -> bool:
-        """Tell whether :meth:`upload_file` does anything."""
+        """Return true if :meth:`upload_file` does anything."""
         return False
 
     @property
@@ -296,7 +296,7 @@ class Logger:
         raise_all(errors, f"several loggers failed while {remote_file_name!r} was handed to them")
 
     def has_file_upload_destination(self) -> bool:
-        """Tell whether any destination keeps files."""
+        """Return true if any destination keeps files."""
         return any(destination.can_upload_files() for destination in self.destinations)
 
     def _now(self) -> int:

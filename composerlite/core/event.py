@@ -85,12 +85,12 @@ class Event(StrEnum):
 
     @property
     def is_before_event(self) -> bool:
-        """Tell whether the event opens a pair, as ``BEFORE_FORWARD`` and ``EPOCH_START`` do."""
+        """Return true if the event opens a pair, as ``BEFORE_FORWARD`` and ``EPOCH_START`` do."""
         return "before_" in self.value or self.value.endswith("_start")
 
     @property
     def is_after_event(self) -> bool:
-        """Tell whether the event closes a pair, as ``AFTER_FORWARD`` and ``EPOCH_END`` do."""
+        """Return true if the event closes a pair, as ``AFTER_FORWARD`` and ``EPOCH_END`` do."""
         return "after_" in self.value or self.value.endswith("_end")
 
     @property
@@ -101,10 +101,10 @@ class Event(StrEnum):
 
     @property
     def is_eval(self) -> bool:
-        """Tell whether the event belongs to evaluation."""
+        """Return true if the event belongs to evaluation."""
         return self.value.startswith("eval_")
 
     @property
     def is_predict(self) -> bool:
-        """Tell whether the event belongs to prediction."""
+        """Return true if the event belongs to prediction."""
         return self.value.startswith("predict_")

@@ -280,12 +280,12 @@ def interval_of(value: Any, *, argument: str, allow_auto: bool = False) -> Sched
 
 
 def is_never(interval: SchedulePredicate | None) -> bool:
-    """Return whether ``interval`` never comes."""
+    """Return true if ``interval`` never comes."""
     return interval is None or (isinstance(interval, IntervalScheduler) and interval.never)
 
 
 def ends_with_this_batch(interval: SchedulePredicate, state: Progress) -> bool:
-    """Return whether ``interval``, if it is one of batches, is over when the batch that is being trained on is done."""
+    """Return true if ``interval``, if it is one of batches, is over when the batch that is being trained on is done."""
     if not isinstance(interval, IntervalScheduler) or interval.interval.unit is not TimeUnit.BATCH or interval.never:
         return False
     return (int(state.timestamp.batch) + 1) % int(interval.interval) == 0
@@ -300,7 +300,7 @@ def time_of(value: TimeInput, *, argument: str) -> Time:
 
 
 def is_of_one_rank(interval: SchedulePredicate | None, state: Progress) -> bool:
-    """Return whether ranks may differ in what ``interval`` says: it looks at a clock, or is a function of the user."""
+    """Return true if ranks may differ in what ``interval`` says: it looks at a clock, or is a function of the user."""
     if interval is None:
         return False
     by_clock = state.max_duration is not None and state.max_duration.unit is TimeUnit.SECOND

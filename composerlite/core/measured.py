@@ -62,7 +62,7 @@ def _updated(metrics: Sequence[Metric]) -> list[bool]:
 
 
 def gives_one_value(metric: Metric) -> bool:
-    """Tell whether ``metric`` declares that it computes a tensor. Others may give a dict, whose keys come with it."""
+    """Return true if ``metric`` declares that it computes a tensor. Others may give a dict, whose keys come with it."""
     returns = getattr(type(metric).compute, "__annotations__", {}).get("return")
     return returns in (torch.Tensor, "Tensor", "torch.Tensor")
 

@@ -44,7 +44,7 @@ def move_to_device(batch: T, device: str | torch.device) -> T:
 
 
 def _orders_copies(device: str | torch.device) -> bool:
-    """Return whether work that is given to ``device`` waits by itself for a copy to it that still runs."""
+    """Return true if work that is given to ``device`` waits by itself for a copy to it that still runs."""
     kind = device.type if isinstance(device, Device | torch.device) else torch.device(device).type
     return kind == "cuda"
 

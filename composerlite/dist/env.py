@@ -106,7 +106,7 @@ def _own_layout() -> _Layout | None:
 
 
 def _environment_is_of_the_group() -> bool:
-    """Return whether the variables of a launcher are all there and say what the process group says."""
+    """Return true if the variables of a launcher are all there and say what the process group says."""
     said = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     if not all(text.isdecimal() for text in said):
         return False
@@ -116,12 +116,12 @@ def _environment_is_of_the_group() -> bool:
 
 
 def is_available() -> bool:
-    """Return whether torch was built with ``torch.distributed``."""
+    """Return true if torch was built with ``torch.distributed``."""
     return torch.distributed.is_available()
 
 
 def is_initialized() -> bool:
-    """Return whether this process has a process group."""
+    """Return true if this process has a process group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 

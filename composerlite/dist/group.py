@@ -59,7 +59,7 @@ class Group(ABC):
 
     @property
     def is_first(self) -> bool:
-        """Return whether this is rank 0, which decides."""
+        """True on rank 0, which decides."""
         return self.rank == 0
 
     @abstractmethod
@@ -106,7 +106,7 @@ class Group(ABC):
         return self._made(*self._through_first(what, each, first, scatter=False))
 
     def reduce_scatter(self, what: str, each: Callable[[], T], first: Callable[[list[T]], list[R]]) -> R:
-        """As :meth:`all_reduce`, where ``first`` makes something for each rank."""
+        """Reduce like :meth:`all_reduce`, with a value from ``first`` for each rank."""
         return self._made(*self._through_first(what, each, first, scatter=True))
 
     def agree(self, what: str, each: Callable[[], T]) -> T:

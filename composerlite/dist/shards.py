@@ -41,7 +41,7 @@ class LocalShard(NamedTuple):
 
 
 def is_distributed_tensor(value: object) -> bool:
-    """Return whether ``value`` is a tensor of which each rank has a part."""
+    """Return true if ``value`` is a tensor of which each rank has a part."""
     module = sys.modules.get(
         "torch.distributed.tensor"
     )  # where it was not imported there is none, and it takes its time
@@ -61,7 +61,7 @@ def local_shard(tensor: Tensor) -> LocalShard:
 
 
 def has_copies(tensor: Tensor) -> bool:
-    """Return whether another rank may have the same part of ``tensor``: false where each has one of its own."""
+    """Return true if another rank may have the same part of ``tensor``: false where each has one of its own."""
     if not is_distributed_tensor(tensor):
         return True
     value = cast("DTensor", tensor)
@@ -98,7 +98,7 @@ def shards_like(saved: Any, live: Any) -> Any:
 
 
 def any_distributed(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether any is distributed. Waits for nobody."""
+    """Return true if any is distributed. Waits for nobody."""
     return any(is_distributed_tensor(tensor) for tensor in tensors)
 
 

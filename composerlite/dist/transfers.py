@@ -147,7 +147,7 @@ def _pieces(moves: Sequence[Move]) -> Iterator[Move]:
 
 
 def _windows(transfers: Iterable[Transfer]) -> Iterator[list[Transfer]]:
-    """As many at a time as go up to so many bytes, and one at least.
+    """Yield windows of transfers: as many as fit in so many bytes, and at least one.
 
     Ranks need not have the same windows: of all transfers that are not done, the first is in those of all its ranks.
     """
@@ -205,7 +205,7 @@ class _Parcel:
 
 
 def _lies_plainly(tensor: torch.Tensor) -> bool:
-    """Return whether its numbers lie in host memory one after the other."""
+    """Return true if its numbers lie in host memory one after the other."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 

@@ -77,7 +77,7 @@ def open_stream(stream: StreamInput) -> TextStream:
 
 
 def is_terminal(stream: TextStream) -> bool:
-    """Tell whether ``stream`` is a terminal that can redraw a line."""
+    """Return true if ``stream`` is a terminal that can redraw a line."""
     isatty = getattr(stream, "isatty", None)  # a stream of one's own may have write and flush only
     return isatty is not None and isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 

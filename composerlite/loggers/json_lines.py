@@ -250,7 +250,7 @@ def _iso(seconds: float) -> str:
 
 
 def _is_torn(path: Path) -> bool:
-    """Tell whether the file ends within a line."""
+    """Return true if the file ends within a line."""
     with path.open("rb") as file:
         if file.seek(0, os.SEEK_END) == 0:
             return False

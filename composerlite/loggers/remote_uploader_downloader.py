@@ -111,7 +111,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         return format_name_with_dist(self.file_path_format_string.removesuffix(_NAME), self._run_name)
 
     def can_upload_files(self) -> bool:
-        """Tell whether :meth:`upload_file` does anything: always."""
+        """Return true if :meth:`upload_file` does anything: always."""
         return True
 
     def object_name(self, remote_file_name: str, run_name: str | None = None) -> str:

@@ -20,7 +20,7 @@ __all__ = [
 
 
 def check_for_index_targets(targets: Tensor) -> bool:
-    """Return whether ``targets`` are class numbers: they are whole numbers."""
+    """Return true if ``targets`` are class numbers: they are whole numbers."""
     return not (targets.is_floating_point() or targets.is_complex())
 
 

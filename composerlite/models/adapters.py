@@ -67,7 +67,7 @@ class Adapters:
         return other + gone + [f"{name}: not there then, {own[name]} now" for name in own if name not in then]
 
     def is_other_base(self, saved: StateDict) -> bool:
-        """Tell whether the numbers of the base model are known to be others than those then."""
+        """Return true if the numbers of the base model are known to be others than those then."""
         then = saved.get("base_digest")
         return then is not None and self.base_digest is not None and then != self.base_digest
 

@@ -1,4 +1,4 @@
-"""Where the time of a batch goes: traces of torch's profiler, at batches that a schedule chooses.
+"""Traces of torch's profiler, at batches that a schedule selects.
 
 Imported when it is used.
 """

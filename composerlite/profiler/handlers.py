@@ -1,4 +1,4 @@
-"""Who gets the traces that are recorded."""
+"""Handlers of recorded traces."""
 
 from __future__ import annotations
 

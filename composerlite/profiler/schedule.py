@@ -1,4 +1,4 @@
-"""Which batches are profiled."""
+"""Schedules that select the batches to profile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ProfilerAction", "cyclic_schedule"]
 
 
 class ProfilerAction(StrEnum):
-    """What the profiler does in a batch: nothing, get ready, record, or record and save at its end."""
+    """Action of the profiler in a batch: none, warm up, record, or record and save at its end."""
 
     SKIP = "skip"
     WARMUP = "warmup"

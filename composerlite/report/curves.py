@@ -89,7 +89,7 @@ def _summary(kept: Sequence[Point], per_mean: int) -> str:
 
 
 def _means(points: Sequence[Point], batches: Axis) -> tuple[list[_Mean], int]:
-    """As many points as can be told apart, and how many batches each stands for."""
+    """Average groups of points, to as many means as a chart can show. Returns the points per group, too."""
     width = max(1, math.ceil(len(points) / _MOST_POINTS))
     groups = [points[start : start + width] for start in range(0, len(points), width)]
     means: list[_Mean] = []

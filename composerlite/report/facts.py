@@ -51,7 +51,7 @@ class Series:
 
     @property
     def kept(self) -> list[Point]:
-        """What counts, by batch."""
+        """Points that count, by batch."""
         return sorted((point for point in self.points if not point.is_lost), key=lambda point: point.batch)
 
 
@@ -102,7 +102,7 @@ class Facts:
 
     @property
     def lost_batches(self) -> int:
-        """How many were trained twice."""
+        """Number of batches that were trained twice."""
         return sum(launch.lost_batches for launch in self.launches)
 
     @property
@@ -112,20 +112,20 @@ class Facts:
 
     @property
     def last_batch(self) -> int | None:
-        """How far the run has come."""
+        """Last batch that the run reached."""
         known = [save.batch for save in self.saves if save.batch is not None]
         known += [self.launches[-1].last_batch] if self.launches else []
         return known[-1] if self.launches else max(known, default=None)
 
     @property
     def max_duration(self) -> str:
-        """How far it was to come; empty: not known."""
+        """Duration that the run was to reach; empty if not known."""
         given = [str(one.setting["max_duration"]) for one in self.launches if "max_duration" in one.setting]
         return given[-1] if given else ""
 
 
 def facts_of(places: Sequence[str], run: str | None = None) -> Facts:
-    """What is known of the run in ``places``: folders, URIs and files of records.
+    """Collect the facts of the run in ``places``: folders, URIs and files of records.
 
     Of several runs the one of the name ``run`` is meant, or the one that was active last.
 
@@ -166,7 +166,7 @@ class _Gathered(NamedTuple):
 
 
 def _gathered(places: Sequence[str], run: str | None) -> _Gathered:
-    """What there is of the run in ``places``. Of several runs the one that was active last is meant."""
+    """Collect what there is of the run in ``places``. Of several runs, the one that was active last."""
     records: list[Record] = []
     stored: list[Stored] = []
     for text in places:

@@ -1,4 +1,4 @@
-"""What the record says of each launch: from where to where it trained, how it ended, what of it was lost."""
+"""Launches of a run by its record: first and last batch, how each ended, and the work it lost."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Launch:
 
     @property
     def lost_seconds(self) -> float:
-        """How long that took."""
+        """Seconds that the lost work took."""
         return 0.0 if self.lost_from is None else max(0.0, self.worked_until - self.lost_from)
 
 
@@ -108,7 +108,7 @@ def _begun(line: Line) -> Launch:
 
 
 def _take(launch: Launch, line: Line) -> None:
-    """What ``line`` adds to what is known of ``launch``."""
+    """Add the facts of ``line`` to ``launch``."""
     launch.ended_at = max(launch.ended_at, line.at)
     launch.last_batch = max(launch.last_batch, line.batch or 0)
     if line.kind == "fit_start" and launch.began_at is None:
@@ -126,6 +126,6 @@ def _take(launch: Launch, line: Line) -> None:
 
 
 def _time_of(launch: Launch, batch: int) -> float:
-    """When ``batch`` was done: the last time that is known before training went on from there."""
+    """Return the time when ``batch`` was done: the last one known before training resumed from there."""
     times = [at for number, at in launch.batch_times if number <= batch]
     return times[-1] if times else launch.began_at or launch.launched_at

@@ -34,15 +34,15 @@ class Axis:
         return cls(low - room, high + room)
 
     def part(self, value: float) -> float:
-        """Where ``value`` is: 0 at ``low``, 1 at ``high``."""
+        """Return the relative position of ``value``: 0 at ``low``, 1 at ``high``."""
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
     def x(self, value: float) -> float:
-        """Where it is in a drawing, from the left."""
+        """Return the distance from the left of the drawing."""
         return round(WIDTH * self.part(value), 2)
 
     def y(self, value: float) -> float:
-        """Where it is in a drawing, from the top."""
+        """Return the distance from the top of the drawing."""
         return round(HEIGHT * (1 - self.part(value)), 2)
 
     def ticks(self, step: float) -> list[float]:

@@ -62,7 +62,7 @@ class Save:
 
 
 def stored_at(place: Place, found: Found) -> Stored:
-    """What a manifest says of a checkpoint."""
+    """Return the facts about a checkpoint in its manifest."""
     manifest = found.manifest
     counts: Mapping[str, int | float] = {} if manifest is None else manifest.timestamp
     epoch, batch = counts.get("epoch"), counts.get("batch")

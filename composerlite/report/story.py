@@ -1,4 +1,4 @@
-"""What happened to a run, in words."""
+"""Story of a run, in words."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _from_manifests(facts: Facts) -> list[str]:
 
 
 def missing(facts: Facts) -> list[str]:
-    """What the report cannot tell, and what to do about it."""
+    """List the gaps in the report, and a remedy for each."""
     notes: list[str] = []
     if facts.record is None:
         notes.append(

@@ -1,4 +1,4 @@
-"""What happened when, as lanes of bars over the wall time of a run."""
+"""Timeline of a run: lanes of bars over its wall time."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _launches(launches: Sequence[Launch], times: Axis) -> list[str]:
 
 
 def _ends(launches: Sequence[Launch], times: Axis) -> str:
-    """How each launch ended, as a sign at its end."""
+    """Draw a sign at the end of each launch for how it ended."""
     return "".join(
         f'<b class="sign {plain(launch.end)}" style="left:{100 * times.part(launch.ended_at):.2f}%"'
         f' data-tip="{plain(f"launch {at} {ENDS.get(launch.end, launch.end)}")}">{_SIGNS.get(launch.end, "")}</b>'

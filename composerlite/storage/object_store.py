@@ -177,7 +177,7 @@ class ObjectStore(ABC):
             self.delete_object(name)
 
     def close(self) -> None:
-        """Let go of connections; twice is fine."""
+        """Close connections; twice is fine."""
 
     def _has(self, name: str) -> bool:
         try:

@@ -110,7 +110,7 @@ class _Warned:
         self._when: dict[str, float] = {}
 
     def is_news(self, cause: str) -> bool:
-        """Return whether ``cause`` was not warned of for half a minute; it is now."""
+        """Return true if ``cause`` was not warned of for half a minute; it is now."""
         now = time.monotonic()
         with self._lock:
             self._when = {text: at for text, at in self._when.items() if now - at < _SECONDS_BETWEEN_WARNINGS}

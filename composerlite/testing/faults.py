@@ -22,7 +22,7 @@ __all__ = ["FaultProxy", "NetworkFaults"]
 @final
 @dataclass(frozen=True)
 class NetworkFaults:
-    """Which share of the requests goes wrong in which way, each from 0 to 1, together at most 1.
+    """Fractions of requests that meet each fault, each from 0 to 1, together at most 1.
 
     Attributes:
         unavailable: answered with 503, without asking the service.
@@ -181,7 +181,7 @@ class FaultProxy:
             self._clients.discard(task)
 
     def plan(self, head: _Head) -> _Plan:
-        """Which fault a request meets."""
+        """Choose the fault for a request."""
         self.requests += 1
         what = _RANDOM_VALUES.sub("", " ".join(head.first[:2])) + head.headers.get("range", "")
         self._asked[what] += 1

@@ -238,7 +238,7 @@ def eval_metrics(model: ComposerModel, evaluator: Evaluator, device: Device) -> 
 
 
 def is_later(end: Time, stopped: Time | None) -> bool:
-    """Return whether ``end`` is another one than the run had when it was ``stopped``, and not an earlier one."""
+    """Return true if ``end`` is another one than the run had when it was ``stopped``, and not an earlier one."""
     return stopped is not None and (end.unit is not stopped.unit or end > stopped)
 
 
@@ -290,7 +290,7 @@ def _profiling(profiler: Any) -> list[Callback]:
 
 
 def _has_saver_for(folder: str | Path, callbacks: Sequence[Callback]) -> bool:
-    """Return whether one of ``callbacks`` saves full checkpoints to ``folder`` already: one saver is enough there."""
+    """Return true if one of ``callbacks`` saves full checkpoints to ``folder`` already: one saver is enough there."""
     path = str(folder).rstrip("/")
     savers = [callback for callback in callbacks if isinstance(callback, CheckpointSaver)]
     if any(not saver.weights_only and saver.options.folder.rstrip("/") == path for saver in savers):

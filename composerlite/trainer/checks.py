@@ -115,7 +115,7 @@ def as_list(value: T | Iterable[T] | None, *kinds: type[Any], argument: str) -> 
 
 
 def is_several(eval_dataloader: Any) -> bool:
-    """Return whether a list of what to evaluate on was passed, rather than a list of batches."""
+    """Return true if a list of what to evaluate on was passed, rather than a list of batches."""
     kinds = (Evaluator, DataSpec, DataLoader)
     return isinstance(eval_dataloader, list | tuple) and any(isinstance(item, kinds) for item in eval_dataloader)
 

@@ -184,7 +184,7 @@ def _settle_hyperparameters(state: State, script_holds: bool) -> Iterator[Differ
 
 
 def _may_change(name: str, before: Any, now: Any) -> bool:
-    """Tell whether the state that an optimizer has serves it with another value: momentum comes with a buffer."""
+    """Return true if the state that an optimizer has serves it with another value: momentum comes with a buffer."""
     if name == "momentum" and bool(before) != bool(now):
         return False
     if isinstance(before, list) and isinstance(now, list):

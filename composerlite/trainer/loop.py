@@ -77,7 +77,7 @@ class Loop:
 
     @property
     def agrees_at_end(self) -> bool:
-        """Return whether ranks tell each other at the end of a batch who has asked for the end of training.
+        """True if ranks tell each other at the end of a batch who has asked for the end of training.
 
         Else they do so when they count the next batch. Whom a clock stops does not get as far as that.
         """
@@ -318,7 +318,7 @@ def _evaluate_what_was_interrupted(loop: Loop) -> None:
 
 
 def _at_end_of_epoch(loop: Loop) -> bool:
-    """Return whether the batch that ended training was the last of its epoch: then the epoch has ended as well."""
+    """Return true if the batch that ended training was the last of its epoch: then the epoch has ended as well."""
     state, batches = loop.state, loop.position.batches_in_epoch()
     if batches is None:
         return state.dataloader_len is not None and state.timestamp.batch_in_epoch >= state.dataloader_len

@@ -86,7 +86,7 @@ def tell_result(state: State, savers: Sequence[CheckpointSaver], losses: Mapping
 
 
 def result(state: State, savers: Sequence[CheckpointSaver], losses: Mapping[str, Any], *, trained: bool) -> str:
-    """How far the run came, its last values, and its last checkpoint, on a line.
+    """Summarize the run on a line: how far it came, its last values and its last checkpoint.
 
     Args:
         state: of the run.

@@ -437,7 +437,7 @@ class Trainer:
 
     @property
     def result(self) -> str:
-        """How far training came, its last values and its last checkpoint, on a line: what ``fit`` says at its end."""
+        """Summary of training on a line, as ``fit`` prints it at its end: duration, last values, last checkpoint."""
         losses = self.state.total_loss_dict
         return messages.result(self.state, self._savers, losses, trained=bool(losses))
 
@@ -618,7 +618,7 @@ class Trainer:
 
     @property
     def _share(self) -> Share:
-        """Return which part of the data is this rank's: ranks that share layers have the same."""
+        """This rank's share of the data: ranks that share layers have the same."""
         state = self.state
         together = 1 if state.parallelism is None else state.parallelism.tensor_parallel_degree
         return Share(state.rank // together, state.world_size // together)

@@ -183,7 +183,7 @@ def model_eval_mode(model: nn.Module) -> Generator[None]:
 
 
 def is_model_fsdp(model: nn.Module) -> bool:
-    """Return whether parameters of ``model`` are sharded over ranks."""
+    """Return true if parameters of ``model`` are sharded over ranks."""
     return any(map(dist.is_distributed_tensor, model.parameters()))
 
 
@@ -213,7 +213,7 @@ def get_free_tcp_port() -> int:
 
 
 def is_notebook() -> bool:
-    """Return whether this process is the kernel of a notebook."""
+    """Return true if this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return shell is not None and type(shell).__name__ != "TerminalInteractiveShell"

@@ -79,7 +79,7 @@ class CutOut(Algorithm):
         self._input = BatchItem("input_key", input_key)
 
     def match(self, event: Event, state: State) -> bool:
-        """When a batch has come from the loader."""
+        """Run at ``AFTER_DATALOADER``."""
         return event is Event.AFTER_DATALOADER
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

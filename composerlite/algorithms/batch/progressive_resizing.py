@@ -122,7 +122,7 @@ class ProgressiveResizing(Algorithm):
         self._target = BatchItem("target_key", target_key)
 
     def match(self, event: Event, state: State) -> bool:
-        """When a batch has come from the loader."""
+        """Run at ``AFTER_DATALOADER``."""
         return event is Event.AFTER_DATALOADER
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

@@ -136,7 +136,7 @@ class SeqLengthWarmup(Algorithm):
         self._growing = Time(duration, TimeUnit.DURATION)
 
     def match(self, event: Event, state: State) -> bool:
-        """When a batch has come from the loader."""
+        """Run at ``AFTER_DATALOADER``."""
         return event is Event.AFTER_DATALOADER
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

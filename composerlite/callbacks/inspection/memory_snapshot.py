@@ -51,7 +51,7 @@ class _MemoryFiles:
         self._max_entries = max_entries
 
     def can_record(self, state: State) -> bool:
-        """Tell whether there is a GPU to look into; a warning says so where there is none."""
+        """Return true if there is a GPU to look into; a warning says so where there is none."""
         if state.device.type == "cuda":
             return True
         log.warning("%s looks into the memory of CUDA GPUs, and the model is on the %s", self.owner, state.device)

@@ -367,7 +367,7 @@ def _checked_state(
     strict: bool,
     flatten: bool,
 ) -> tuple[StateDict, bool]:
-    """What is to be filled, by the names of the checkpoint, which has it; and whether the optimizer's is flattened."""
+    """Return the state to fill, by the checkpoint's keys, and true if it has the optimizer's state flattened."""
     metadata = reader.read_metadata()
     if optim is not None:
         flatten = is_flattened(metadata, default=flatten)

@@ -1,4 +1,4 @@
-"""Whether a sharded checkpoint is one of this model and this optimizer; what is not is listed."""
+"""Comparison of a sharded checkpoint with the model and optimizer to load into: lists all that does not match."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def near(key: str, known: Iterable[str]) -> str:
 
 
 def is_flattened(metadata: Metadata, *, default: bool) -> bool:
-    """Whether the settings of the optimizer's groups were saved for every parameter."""
+    """Return true if the settings of the optimizer's groups were saved for every parameter."""
     groups = [key for key in metadata.state_dict_metadata if key.startswith("optim.param_groups.")]
     if not groups:
         return default

@@ -1,4 +1,4 @@
-"""What ``.metadata.json`` says of a step, and what the ranks remembered in ``train/``."""
+"""Metadata of a step: ``.metadata.json``, and the training state of each rank in ``train/``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RANK_FILE = re.compile(r"rank(\d+)\.pt")
 @final
 @dataclass(frozen=True)
 class FoundStep:
-    """What rank 0 has found of a checkpoint.
+    """A checkpoint of a step as rank 0 found it.
 
     Attributes:
         is_bare: whether it is the directory of a model and its optimizer alone.
@@ -39,7 +39,7 @@ class FoundStep:
 
 
 def find_step(folder: StepFolder, load_trainer_state: bool | None) -> FoundStep:
-    """What there is to load.
+    """Find the checkpoint to load.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or no train state and that is asked for.
@@ -64,12 +64,12 @@ def find_step(folder: StepFolder, load_trainer_state: bool | None) -> FoundStep:
 
 
 def metadata_of(folder: StepFolder) -> CheckpointMetadata:
-    """What its ``.metadata.json`` says; CorruptCheckpointError."""
+    """Return the contents of ``.metadata.json``; raise CorruptCheckpointError if it cannot be read."""
     return CheckpointMetadata.from_json(folder.read(MARKER), f"{folder.uri}/{MARKER}")
 
 
 def read_train_state(folder: StepFolder, found: FoundStep, group: Group) -> StateDict:
-    """What this rank remembered, or rank 0 where this one has not."""
+    """Return the training state that this rank saved, or rank 0's if this rank saved none."""
     saved = found.metadata.world_size or len(found.rank_files)
     rank = group.rank if group.rank in found.rank_files else 0
     if group.is_first and group.size != saved:

@@ -1,4 +1,4 @@
-"""What a :class:`Checkpointer` saves and loads: an object that says so itself, a model, or one with its optimizer."""
+"""Objects that a :class:`Checkpointer` saves and loads: a model, a model with its optimizer, or a train module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TrainModule(Protocol):
     """A model and its optimizer that say themselves what is saved of them."""
 
     def state_dict_to_save(self) -> StateDict:
-        """What is saved: ``{'model': …, 'optim': …}``, of tensors that may be sharded."""
+        """Return the state to save: ``{'model': …, 'optim': …}``, of tensors that may be sharded."""
         ...
 
     def load_state_dict(self, state_dict: StateDict, /) -> object:
@@ -32,7 +32,7 @@ class ChoosesWhatToLoad(Protocol):
     """A :class:`TrainModule` that looks at the checkpoint first."""
 
     def state_dict_to_load(self, metadata: sharded.Metadata, /, *, optim: bool | None = None) -> StateDict:
-        """What is to be filled from a checkpoint with this index."""
+        """Return the state to fill from a checkpoint with this index."""
         ...
 
 
@@ -41,7 +41,7 @@ TrainModuleLike = TrainModule | nn.Module | tuple[nn.Module, Optimizer | None]
 
 
 def state_to_save(module: TrainModuleLike) -> StateDict:
-    """What is saved of ``module``, below ``model`` and ``optim``."""
+    """Return the state of ``module`` to save, below ``model`` and ``optim``."""
     if isinstance(module, tuple):
         return model_and_optim_state(*module, flatten=False)
     if isinstance(module, TrainModule):
@@ -50,7 +50,7 @@ def state_to_save(module: TrainModuleLike) -> StateDict:
 
 
 def state_to_load(module: TrainModule, metadata: sharded.Metadata, optim: bool | None, wants_optim: bool) -> StateDict:
-    """What is to be filled for ``module`` from a checkpoint with the index ``metadata``.
+    """Return the state of ``module`` to fill from a checkpoint with the index ``metadata``.
 
     Args:
         module: says what it saves.

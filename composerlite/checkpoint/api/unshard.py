@@ -34,7 +34,7 @@ _INDEX = ".index.json"
 
 
 class UnshardStrategyType(enum.StrEnum):
-    """How the files are cut."""
+    """Rule by which unsharded files are split."""
 
     one_file = "one_file"
     """One file for the model and one for the optimizer. All of each is in memory at once."""
@@ -49,7 +49,7 @@ class UnshardStrategyType(enum.StrEnum):
 @final
 @dataclass
 class UnshardStrategy:
-    """How :func:`unshard_checkpoint` cuts files.
+    """Rule by which :func:`unshard_checkpoint` splits the state into files.
 
     Attributes:
         name: of the strategy.
@@ -230,7 +230,7 @@ class _Key(NamedTuple):
 @final
 @dataclass(frozen=True)
 class _Job:
-    """What is written where."""
+    """One file to write, and its contents."""
 
     reader: sharded.RemoteFileSystemReader
     target: Path

@@ -232,7 +232,7 @@ class RemoteFileSystemReader(StorageReader):
         return True
 
     def close(self) -> None:
-        """Let go of connections and temporary files; twice is fine."""
+        """Close connections and remove temporary files; twice is fine."""
         self._folder.close()
         if self._temporary is not None:
             self._temporary.cleanup()

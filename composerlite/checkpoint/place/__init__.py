@@ -1,3 +1,3 @@
-"""Where checkpoints are: folders and buckets, what is committed in them, who may write to them, and how a commit that a
-killed process left unfinished is completed or removed. Nothing here but ``node_disks`` imports torch.
+"""Places of checkpoints, folders and buckets: commits in them, leases to write to them, and recovery of a commit that a
+killed process left unfinished. Nothing here but ``node_disks`` imports torch.
 """

@@ -445,6 +445,6 @@ def exists_error(uri: str, there: Manifest) -> CheckpointExistsError:
 
 
 def has_index(manifest: Manifest, index: bytes) -> bool:
-    """Return whether ``index`` is that of the directory that ``manifest`` describes."""
+    """Return true if ``index`` is that of the directory that ``manifest`` describes."""
     digest, path = xxhash.xxh3_128_hexdigest(index), f"{manifest.name}/{INDEX}"
     return any(record.path == path and record.xxh3_128 == digest for record in manifest.files)

@@ -182,7 +182,7 @@ class Catalog:
                 raise CorruptCheckpointError(f"checkpoint {manifest.name!r}: {e}") from e
 
     def is_replaced(self, manifest: Manifest) -> bool:
-        """Return whether the data of the checkpoint is, whole, that of a newer one that takes its place.
+        """Return true if the data of the checkpoint is, whole, that of a newer one that takes its place.
 
         Between the two renames of a commit the newer data is there beside the older manifest; a killed process leaves
         it so until :meth:`recover`, and a live one may have gone on since ``manifest`` was read.
@@ -377,7 +377,7 @@ class Catalog:
                 one.publish()
 
     def leads(self, link: str, name: str) -> bool:
-        """Return whether ``link``, a full name in a bucket, leads to the checkpoint ``name``; no damaged one does."""
+        """Return true if ``link``, a full name in a bucket, leads to the checkpoint ``name``; no damaged one does."""
         try:
             return self.place.target_of(f"/{link}") == name
         except (FileNotFoundError, CorruptCheckpointError):

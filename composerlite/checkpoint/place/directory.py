@@ -49,7 +49,7 @@ ON_ALL_NODES = (
 @final
 @dataclass(frozen=True)
 class FinalizedManifest:
-    """What every disk gets, where nodes have disks of their own.
+    """Index and manifest that every disk gets, where nodes have disks of their own.
 
     Attributes:
         index: the content of ``.metadata``.
@@ -117,7 +117,7 @@ class ShardedDirectory:
 
     @property
     def uri(self) -> str:
-        """Where it is, for messages."""
+        """Path or URI of the directory, for messages."""
         return self.place.uri(self.name)
 
     @property
@@ -180,7 +180,7 @@ class ShardedDirectory:
         return index, manifest
 
     def has(self, name: str) -> bool:
-        """Return whether the file ``name`` is in it here."""
+        """Return true if the file ``name`` is in it here."""
         return self.place.exists(f"{self._shown}/{name}")
 
     def size(self, name: str) -> int:
@@ -317,7 +317,7 @@ class ShardedDirectory:
         self.place.abandon(self.name, handle)
 
     def close(self) -> None:
-        """Let go of connections; twice is fine."""
+        """Close connections; twice is fine."""
         if self._prepared is not None:  # it is not known here how the save ended: the next start finds out
             self._prepared.leave()
             with self._prepared:

@@ -216,7 +216,7 @@ class Folder(Place):
             fsync_folder(target.parent)
 
     def _is_own(self, path: Path) -> bool:
-        """Return whether ``path`` is a file that lies in the folder itself: no link, nor anything behind one."""
+        """Return true if ``path`` is a file that lies in the folder itself: no link, nor anything behind one."""
         if self._is_behind_a_link(path):
             log.warning("%s is behind a link and is left alone", path)
             return False
@@ -399,7 +399,7 @@ class Folder(Place):
         self.recover({})
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: there are no resources to release."""
 
 
 def staged_link(folder: Path, link: str, name: str) -> StagedLink:

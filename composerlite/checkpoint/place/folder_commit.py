@@ -1,4 +1,4 @@
-"""How a commit in a folder gives names, and the end of one that a killed process has left.
+"""Commit of files in a folder by renaming, and recovery of a commit that a killed process left unfinished.
 
 What is written lies under other names, durable, before anything that is there is touched: a file as
 ``.<name>.tmp-<id>``, a directory as ``.<name>.saving-<id>``, a manifest as ``.<name>.json.tmp-<id>``, the *intention*.
@@ -294,7 +294,7 @@ def end_dead_saves(root: Path, name: str) -> None:
 
 
 def _is_seen(folder: Path) -> bool:
-    """Return whether leftovers are looked for in ``folder``: a save that is going on is one as a whole."""
+    """Return true if leftovers are looked for in ``folder``: a save that is going on is one as a whole."""
     return all(SAVING.fullmatch(part) is None for part in folder.parts)
 
 
@@ -369,7 +369,7 @@ def _end_commit(root: Path, temporary: Path, committed: Mapping[str, str] | None
 
 
 def _has_begun(parts: Mapping[Path, Path]) -> bool:
-    """Return whether names have been given: this commit alone has all that makes a checkpoint of them."""
+    """Return true if names have been given: this commit alone has all that makes a checkpoint of them."""
     return any(
         place == path or (not os.path.lexists(path) and place.with_name(f"{place.name}-old").is_dir())
         for path, place in parts.items()
@@ -408,7 +408,7 @@ def _parts_of(root: Path, manifest: Manifest) -> dict[Path, Path] | None:
 
 
 def _holds(root: Path, path: Path, record: FileRecord) -> bool:
-    """Return whether the file ``path`` is there, in the folder ``root`` itself, and holds what ``record`` says."""
+    """Return true if the file ``path`` is there, in the folder ``root`` itself, and holds what ``record`` says."""
     above = [path, *path.parents]
     if any(one.is_symlink() for one in above[: above.index(root)]):
         return False

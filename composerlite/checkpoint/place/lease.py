@@ -212,7 +212,7 @@ class FileLease(Lease):
             os.close(file)
 
     def _is_there(self, file: int) -> bool:
-        """Whether ``file`` is the one that another process would open."""
+        """Return true if ``file`` is the one that another process would open."""
         try:
             there = self._path.stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -348,7 +348,7 @@ class HeartbeatLease(Lease):
         return _record(data).get("id") == self._own["id"]
 
     def _is_dead(self, data: bytes, seen: dict[bytes, float]) -> bool:
-        """Whether the process that wrote ``data`` is known to be dead, or ``data`` was ``seen`` for long."""
+        """Return true if the process that wrote ``data`` is known to be dead, or ``data`` was ``seen`` for long."""
         record = _record(data)
         here = {key: record.get(key) for key in ("host", "boot", "processes")} == _machine()
         if here and _machine()["boot"] and not _is_another(record["pid"], record.get("started")):
@@ -382,7 +382,7 @@ class HeartbeatLease(Lease):
 
 
 def _record(data: bytes | None) -> dict[str, Any]:
-    """What a holder has written; nothing, if it is not that."""
+    """Parse the record of a holder; empty if it is not one."""
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
         record: dict[str, Any] = json.loads(data or b"{}")
         known = {key: record[key] for key in ("boot", "processes", "started") if isinstance(record.get(key), str)}
@@ -391,7 +391,7 @@ def _record(data: bytes | None) -> dict[str, Any]:
 
 
 def _is_another(pid: int, started: object) -> bool:
-    """Whether it is a living process other than this one. A trainer here that was not closed trains no more."""
+    """Return true if the holder is a living process other than this one, whose unclosed trainers train no more."""
     if pid == os.getpid():
         return False
     now = _started(pid)

@@ -49,7 +49,7 @@ class Disks:
 
     @property
     def is_folder_leader(self) -> bool:
-        """Whether this rank is the one for its folder."""
+        """True if this rank leads the ranks that see its folder."""
         rank = dist.get_global_rank()
         return rank == self.leaders[rank]
 

@@ -125,7 +125,7 @@ class Place(ABC):
         """Return every file below ``below``, hidden ones too, links not, by path and in order; none where it is not."""
 
     def exists(self, path: str) -> bool:
-        """Return whether there is a file ``path``."""
+        """Return true if there is a file ``path``."""
         try:
             self.size(path)
         except FileNotFoundError:
@@ -365,7 +365,7 @@ class Place(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of connections; twice is fine."""
+        """Close connections; twice is fine."""
 
     def __enter__(self) -> Place:
         return self

@@ -69,7 +69,7 @@ class Successor(NamedTuple):
 
     @property
     def metadata(self) -> CheckpointMetadata:
-        """What the marker says."""
+        """Contents of the marker."""
         return CheckpointMetadata.from_json(self.marker.encode(), NEXT)
 
 
@@ -105,7 +105,7 @@ class StepFolder:
         return next(self._place.between_names(self._name), self._name)
 
     def has(self, name: str) -> bool:
-        """Return whether there is the file ``name``."""
+        """Return true if there is the file ``name``."""
         return self._place.exists(self._path(name))
 
     def names(self, folder: str) -> list[str]:
@@ -156,7 +156,7 @@ class StepFolder:
         return StepFolder(self._place.inside(self._shown), name)
 
     def is_checkpoint(self) -> bool:
-        """Return whether there is all that a checkpoint has, or that of a model alone."""
+        """Return true if there is all that a checkpoint has, or that of a model alone."""
         return self.has(INDEX) or all(self.has(name) for name in (MARKER, f"{MODEL}/{INDEX}", f"{TRAIN}/rank0.pt"))
 
     def version(self) -> str:
@@ -309,7 +309,7 @@ class StepFolder:
         return self._place.uri(path)
 
     def close(self) -> None:
-        """Let go of connections; twice is fine."""
+        """Close connections; twice is fine."""
         self._place.close()
 
     def __enter__(self) -> StepFolder:

@@ -245,7 +245,7 @@ class PartialFilePath:
 
     @property
     def varies(self) -> bool:
-        """Tell whether the name changes as training advances."""
+        """Return true if the name changes as training advances."""
         return any(name in TIME_VARIABLES for _, name, _, _ in string.Formatter().parse(self.filename))
 
     def format(self, state: NamedState) -> str:

@@ -82,7 +82,7 @@ class KeepEvery:
         self._field = _FIELDS[interval.unit]
 
     def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
-        """Those that are the first past their multiple stay."""
+        """Keep the first checkpoint past each multiple."""
         stays: list[bool] = []
         passed = 0
         before: Manifest | None = None

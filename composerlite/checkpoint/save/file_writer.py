@@ -65,7 +65,7 @@ class Gathering:
         return with_items(node, lambda _, value: self._with_places(value))
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether ``storage`` is that of a tensor without contents."""
+        """Return true if ``storage`` belongs to a tensor without contents."""
         return storage_id(storage) in self._places
 
     def next(self) -> Tensor:
@@ -206,7 +206,7 @@ class SingleFileWriter:
         self._file = _FileBeingWritten(catalog.folder / name)
 
     def storages(self) -> list[StorageCopy]:
-        """What is to be copied before training changes it, but for what is to be gathered."""
+        """Return the storages to copy before training changes them, except those that are gathered."""
         gathering = self._gathering
         return [copy for copy in self._image.storages() if gathering is None or not gathering.holds(copy.storage)]
 
@@ -277,7 +277,7 @@ def _record(name: str, digest: FileDigest) -> FileRecord:
 
 # ── a file for each rank ─────────────────────────────────────────────────────────────────────────────────────────────
 class _Written(NamedTuple):
-    """What rank 0 needs to know of an archive."""
+    """Facts about one rank's archive that rank 0 needs for the manifest."""
 
     name: str
     temporary: Path
@@ -287,7 +287,7 @@ class _Written(NamedTuple):
 
 @final
 class RankArchiveWriter:
-    """What this rank writes of a checkpoint of DeepSpeed: an archive of its own.
+    """Writer of this rank's files of a DeepSpeed checkpoint, as an archive of its own.
 
     Args:
         images: the files in it, by name.
@@ -317,7 +317,7 @@ class RankArchiveWriter:
         self._file = _FileBeingWritten(catalog.folder / self._name)
 
     def storages(self) -> list[StorageCopy]:
-        """What is to be copied before training changes it."""
+        """Return the storages to copy before training changes them."""
         return [
             StorageCopy(storage, self._starts[name] + offset)
             for name, image in self._images.items()

@@ -1,4 +1,4 @@
-"""How saves and uploads went: counted where they may fail, and told to the loggers of the run."""
+"""Outcomes of saves and uploads: counts failures against the limit and reports them to the run's loggers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAILURES = (OSError, CheckpointError, ObjectStoreError)
 
 
 class RunLogger(Destinations, Protocol):
-    """What the loggers of a run are told."""
+    """Interface of the run's loggers that outcomes are reported to."""
 
     def log_metrics(self, metrics: Mapping[str, Any]) -> None: ...
 
@@ -45,7 +45,7 @@ class FailuresInARow:
 
     @property
     def last_failed(self) -> bool:
-        """Whether the last one could not be."""
+        """True if the last save or upload failed."""
         return self._count > 0
 
     def succeeded(self) -> None:
@@ -151,7 +151,7 @@ class SaveNews:
 
 
 def _may_be_tolerated(error: Exception) -> bool:
-    """Whether it is no error of our own, and no rank that is gone."""
+    """Return true if the error is neither a bug of ours nor a rank that is gone."""
     if isinstance(error, RankError):
         return bool(error.causes) and all(isinstance(cause, FAILURES) for cause in error.causes)
     return isinstance(error, FAILURES)

@@ -62,7 +62,7 @@ _STALE = timedelta(days=1)
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """How publishing a checkpoint went.
+    """Outcome of publishing a checkpoint.
 
     Attributes:
         name: of it, below ``where``. where: the URI that it was to come to.
@@ -87,7 +87,7 @@ class Publication:
 
 @final
 class PublishingNews(NamedTuple):
-    """What has ended.
+    """Uploads that have ended since the last query.
 
     Attributes:
         gone: names of checkpoints that were deleted from the folder, since they are in a bucket.
@@ -258,25 +258,25 @@ class Publisher:
             raise self.late()
 
     def late(self) -> ObjectStoreError:
-        """What to raise when what waits is not published within the timeout."""
+        """Return the error to raise if the pending uploads are not done within the timeout."""
         return ObjectStoreError(
             f"{', '.join(self.uploader.pending)}: not uploaded within {self._timeout:.0f} s "
             "(upload_timeout_in_seconds). Save less often, or give it longer."
         )
 
     def outcomes(self) -> list[Publication]:
-        """How publications went since the last time, in order."""
+        """Return the outcomes of publications since the last call, in order."""
         return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
     def is_behind(self, manifest: Manifest, run_name: str) -> bool:
-        """Whether the bucket's latest, or its link, is older than ``manifest``, or there is none."""
+        """Return true if the bucket's latest, or its link, is missing or older than ``manifest``."""
         latest = None if self.link is None else self.remote.latest(self.link)
         if latest is None or self.link is None or latest.order < manifest.order:
             return True
         return latest.name == self.name_of(manifest, run_name) and not self.remote.leads(self.link, latest.name)
 
     def name_of(self, manifest: Manifest, run_name: str) -> str:
-        """What a checkpoint is called in the bucket, below its root."""
+        """Return the name of a checkpoint in the bucket, below its root."""
         return format_name_with_dist_and_time(self.template, run_name, _Moment(manifest), **FIRST_RANK)
 
     def _delete_old(self, newest: Manifest) -> Sequence[Manifest]:
@@ -358,7 +358,7 @@ class Destinations(Protocol):
 
 @final
 class Publishing:
-    """Where a saver's checkpoints go besides its folder: to the bucket of its URI, or to those of the run's loggers.
+    """Publication of a saver's checkpoints to the bucket of its URI, or to those of the run's loggers.
 
     Args:
         options: of the saver.
@@ -561,7 +561,7 @@ class Publishing:
 
     @property
     def has_news(self) -> bool:
-        """Whether uploads had ended on any rank when the ranks last reduced something; the same on every rank."""
+        """True if uploads had ended on any rank at the last reduction; the same on every rank."""
         return bool(self.ranks_with_news.total)
 
     def _has_news(self) -> bool:
@@ -630,7 +630,7 @@ def _sweep(root: str, transfer: Transfer) -> None:
 @final
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """How checkpoints are called in a bucket.
+    """Names of checkpoints in a bucket.
 
     Attributes:
         root: what all names begin with; without variables of time.

@@ -192,7 +192,7 @@ class Saver:
 
     @property
     def is_checked(self) -> bool:
-        """Whether :meth:`checking` has seen that checkpoints can hold what the run keeps."""
+        """True if :meth:`checking` has found that checkpoints can hold the run's state."""
         return self._checked is not None
 
     @contextlib.contextmanager
@@ -319,12 +319,12 @@ class Saver:
 
     @property
     def last_failed(self) -> bool:
-        """Whether the save that ended last could not be done."""
+        """True if the save that ended last failed."""
         return self._failures.last_failed
 
     @property
     def expected_seconds(self) -> float | None:
-        """How long a save takes, as the last one did, if there was one. Known on rank 0."""
+        """Estimate the seconds of a save by the last one, if there was one. Known on rank 0."""
         return self.reports[-1].seconds["total"] if self.reports else None
 
     def published(self, seconds: float) -> bool | None:
@@ -422,7 +422,7 @@ class Saver:
                 self._upload_failures.failed(outcome.error, self._logger)
 
     def _may_overwrite(self, name: str) -> bool:
-        """Whether a checkpoint may take the place of another of its name.
+        """Return true if a checkpoint may replace another of its name.
 
         One that this run has given before, such as ``ep{epoch}.pt`` within one epoch, is its own to give again.
         """

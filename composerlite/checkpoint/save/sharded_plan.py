@@ -1,4 +1,4 @@
-"""Who writes what of a sharded checkpoint: what every rank wants to write, merged on the first one, and the index.
+"""Plan of a sharded save: assigns each shard to one rank that writes it, and makes the index on the first rank.
 
 DCP's own merging moves and rebuilds an object tree for every part of every tensor on every rank, about 0.1 ms each, in
 the first rank. Here columns travel: what is the same on all ranks is read once, and a rank is told only which of its
@@ -103,7 +103,7 @@ def _shared(properties: TensorProperties, known: dict[Any, TensorProperties]) ->
 @final
 @dataclass(frozen=True)
 class PackedPlan:
-    """What a rank wants to write, as it travels: parts of tensors, and what it has whole, which may be its own."""
+    """Items that a rank can write, packed for transport: shards of tensors, and whole values, which may be its own."""
 
     parts: _Columns
     wholes: _Columns
@@ -124,7 +124,7 @@ def _in_order(plan: SavePlan) -> tuple[list[WriteItem], list[WriteItem]]:
 @final
 @dataclass(frozen=True)
 class Share:
-    """Which items of its plan a rank is to write.
+    """Items of its plan that a rank is assigned to write.
 
     Attributes:
         numbers: of the items, parts before wholes.
@@ -149,7 +149,7 @@ class Share:
 @final
 @dataclass(frozen=True)
 class _Items:
-    """What a rank wants to write, unpacked."""
+    """Items that a rank can write, unpacked."""
 
     keys: list[str]
     shapes: list[tuple[int, ...] | None]
@@ -261,7 +261,7 @@ def _check(metadata: Metadata, count: int) -> None:
 
 
 def _is_row(entry: TensorStorageMetadata) -> bool:
-    """Whether the parts are whole in all dimensions but the first, and follow each other there."""
+    """Return true if the parts are whole in all dimensions but the first, and consecutive there."""
     if not entry.size:
         return len(entry.chunks) == 1
     rest, end = entry.size[1:], 0

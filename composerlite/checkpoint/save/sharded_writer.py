@@ -61,7 +61,7 @@ class _FileWritten(NamedTuple):
 
 
 class WriteAssignment(NamedTuple):
-    """What a rank needs to know to write its part."""
+    """Assignment of a rank: all that it needs to write its shards."""
 
     claim: SaveHandle
     rank: int
@@ -114,7 +114,7 @@ class RemoteFileSystemWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """Where the checkpoint is, as DCP calls it."""
+        """Path of the checkpoint, in DCP's term."""
         return self._folder.uri
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -126,7 +126,7 @@ class RemoteFileSystemWriter(StorageWriter):
         self._save_id = str(uuid.uuid4())
 
     def storage_meta(self) -> StorageMeta:
-        """What the index says of the save."""
+        """Return the entry of the index about the save."""
         return StorageMeta(checkpoint_id=self._folder.uri, save_id=self._save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -240,7 +240,7 @@ class RemoteFileSystemWriter(StorageWriter):
         return pickle.dumps(metadata), files
 
     def facts(self) -> Mapping[str, object]:
-        """What the commit record says of the save."""
+        """Facts about the save for the manifest."""
         return {
             "world_size": self._world_size,
             "timings": {"save": round(time.perf_counter() - self._started, 6)},
@@ -296,7 +296,7 @@ def _buckets(items: Sequence[WriteItem], most: int) -> list[list[WriteItem]]:
 # ── saves of composerlite ────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class ShardWriter:
-    """What this rank writes of the checkpoint in ``folder``. All ranks make it together, in the main thread.
+    """Writer of this rank's shards of the checkpoint in ``folder``. All ranks make it together, in the main thread.
 
     Args:
         contents: makes what is saved. If it fails on a rank, all raise that.
@@ -393,7 +393,7 @@ class ShardWriter:
         return size
 
     def storages(self) -> list[StorageCopy]:
-        """What is to be copied before training changes it."""
+        """Return the storages to copy before training changes them."""
         return self._copies
 
     def staged_in(self, memory: HostMemory, start: int = 0) -> None:
@@ -500,7 +500,7 @@ def record_of_directory(name: str, world_size: int) -> Manifest:
 
 
 class _Place(NamedTuple):
-    """Which bytes of a storage are copied, and where to."""
+    """Range of a storage to copy, and its destination."""
 
     offset: int
     first: int

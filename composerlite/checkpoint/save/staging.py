@@ -51,7 +51,7 @@ Job = tuple[int, int, int]  # address to, address from, bytes
 
 
 class Stageable(Protocol):
-    """What can be copied before it is written.
+    """State that can be copied before it is written.
 
     Attributes:
         size_bytes: of memory for the copy.
@@ -60,7 +60,7 @@ class Stageable(Protocol):
     size_bytes: int
 
     def storages(self) -> Sequence[StorageCopy]:
-        """What is to be copied before training changes it, each storage once, and where to."""
+        """Return the storages to copy before training changes them, each once, and the destination of each."""
         ...
 
     def staged_in(self, memory: HostMemory) -> None:
@@ -188,7 +188,7 @@ class Snapshot:
 
 @final
 class _LateCopy:
-    """What is copied while training goes on, watched from the moment of the save.
+    """Copies that are made while training continues, and the watch over their sources since the save began.
 
     Attributes:
         jobs: the copies.
@@ -202,7 +202,7 @@ class _LateCopy:
         self._storages = [(storage, storage.data_ptr(), storage.nbytes()) for storage in storages]
 
     def was_written_to(self) -> bool:
-        """Whether anything was changed up to now, or where it was first asked. Nothing is watched any more."""
+        """Return true if a source has changed by now, or by the first call. Ends the watch."""
         written = self.watch.end()
         return written or any((s.data_ptr(), s.nbytes()) != (at, size) for s, at, size in self._storages)
 
@@ -249,7 +249,7 @@ class Staging:
         return self._free.size_bytes if new is None else new.size_bytes
 
     def fits(self, size_bytes: int) -> bool:
-        """Whether a snapshot of ``size_bytes`` may be taken."""
+        """Return true if a snapshot of ``size_bytes`` may be taken."""
         have = self._have()
         if size_bytes <= have:
             return True
@@ -259,7 +259,7 @@ class Staging:
         return size_bytes <= (free + have) // 2
 
     def would_be_new(self, image: Stageable) -> bool:
-        """Whether memory for a copy of ``image`` is still to be touched, and what is there allows for more beside it.
+        """Return true if memory for a copy of ``image`` would be touched first, and there is room for more beside it.
 
         Then the image is better written as it is than copied: see ``may_grow`` of :class:`StreamWriter`.
         """
@@ -413,7 +413,7 @@ class Staging:
     def _dealt(
         self, copies: Iterable[StorageCopy], lazy: Sequence[Optimizer], memory: HostMemory
     ) -> tuple[list[Job], list[StorageCopy], _LateCopy | None]:
-        """What is copied at once, what devices copy, and what may be copied later and is watched from now on."""
+        """Partition the copies: at once, by devices, and later (watched from now on)."""
         assert self._copier is not None
         may_wait = lazy and self._may_copy_late is not False and self._copier.has_helpers
         late = {storage_id(tensor.untyped_storage()) for tensor in _tensors_of(lazy)} if may_wait else set[int]()

@@ -1,4 +1,4 @@
-"""What the command line and the report do with checkpoints that others save and load: survey, copy, compare, convert.
+"""Tools for checkpoints that others save and load, for the command line and the report: survey, copy, compare, convert.
 
 ``pointing``, ``surveying`` and ``copying`` import no torch.
 """

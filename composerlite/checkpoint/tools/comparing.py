@@ -1,4 +1,4 @@
-"""How two checkpoints differ: keys, shapes, types, and by how much the numbers."""
+"""Comparison of two checkpoints: keys, shapes, types, and the largest difference of their numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Change(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Difference:
-    """How two flat state dicts differ.
+    """Differences between two flat state dicts.
 
     Attributes:
         only_a, only_b: keys that one of them has alone.
@@ -59,12 +59,12 @@ class Difference:
 
     @property
     def is_none(self) -> bool:
-        """Whether they are the same."""
+        """True if both are the same."""
         return not (self.only_a or self.only_b or self.forms or self.changes or self.values)
 
 
 def flat(contents: Any) -> dict[str, Any]:
-    """What nested dicts and lists hold, by keys joined by dots. Empty ones are values, arrays of numbers tensors."""
+    """Flatten nested dicts and lists to keys joined by dots. Empty ones are values, arrays of numbers tensors."""
     return {
         ".".join(path): torch.from_numpy(value) if _is_numeric(value) else value for path, value in leaves_in(contents)
     }
@@ -75,7 +75,7 @@ def _is_numeric(value: Any) -> bool:
 
 
 def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Difference:
-    """How ``a`` and ``b`` differ, each by flat keys."""
+    """Compare ``a`` with ``b``, each by flat keys."""
     forms: list[tuple[str, str, str]] = []
     changes: list[Change] = []
     values: list[tuple[str, str, str]] = []
@@ -127,7 +127,7 @@ def _change(key: str, a: Tensor, b: Tensor) -> Change | None:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """As a row of numbers."""
+    """Return the tensor's numbers as a plain one-dimensional tensor."""
     tensor = tensor.detach()
     if tensor.is_quantized:
         tensor = tensor.dequantize()

@@ -96,12 +96,12 @@ def write_safetensors(contents: Any, path: Path, *, overwrite: bool, source: str
 
 
 def _is_model(contents: Any) -> bool:
-    """Whether there are weights in it, and nothing else."""
+    """Return true if there are weights in it, and nothing else."""
     return isinstance(contents, Mapping) and not {"state", "optim"} & set(cast("StateDict", contents))
 
 
 def _record(manifest: Manifest | None, name: str, kind: str) -> Manifest:
-    """What is known of a checkpoint, under another name; without its files.
+    """Return the manifest of a checkpoint under another name, without its files.
 
     The name is the user's, of no template: in the folder of a run no retention counts or deletes it.
     """

@@ -46,13 +46,13 @@ _PREFIX = "model."
 
 
 def is_huggingface_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder with a model or adapters as ``save_pretrained`` writes them."""
+    """Return true if ``path`` is a folder with a model or adapters as ``save_pretrained`` writes them."""
     has_weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
     return (path / _ADAPTER_CONFIG).is_file() or ((path / _CONFIG).is_file() and has_weights)
 
 
 def kept_by_huggingface(contents: Any, source: str) -> StateDict:
-    """What a ``HuggingFaceModel`` keeps in a checkpoint: ``'model'`` with a ``'config'``, and ``'tokenizer'``.
+    """Return a ``HuggingFaceModel``'s entries in a checkpoint: ``'model'`` with a ``'config'``, and ``'tokenizer'``.
 
     Raises:
         IncompatibleCheckpointError: it was not saved by one.
@@ -147,7 +147,7 @@ def _content(record: Any, part: str) -> Any:
 
 
 def _config(model: StateDict, weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> StateDict:
-    """That of the checkpoint, with the class of the model, and the type of its numbers as they are in the files."""
+    """Return the checkpoint's configuration, with the model's class and the number type of the files."""
     config = {key: value for key, value in _content(model, "config").items() if key != "torch_dtype"}
     package, _, name = str(model["config"].get("class", "")).rpartition(".")
     if not config.get("architectures") and package.startswith("transformers."):
@@ -203,7 +203,7 @@ def _without_prefix(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _of_adapter(weights: Mapping[str, Tensor], adapter: StateDict, source: str) -> dict[str, Tensor]:
-    """Those of the adapter, by the names that PEFT has in its files."""
+    """Return the weights of the adapter, by the names that PEFT has in its files."""
     names: Any = adapter.get("files")
     if not isinstance(names, Mapping):  # Composer's: what has the name of the adapter in it
         names = {name: name.replace(".default", "", 1) for name in weights if ".default" in name}

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: its keys, with shapes and types. Bytes of tensors are read of compressed files only."""
+"""Contents of a checkpoint: its keys, with shapes and types. Bytes of tensors are read of compressed files only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PAGE_BYTES = 4096
 
 
 class Leaf(NamedTuple):
-    """What is under a key.
+    """Value below one key of a checkpoint.
 
     Attributes:
         path: the keys that lead to it.
@@ -54,7 +54,7 @@ class Leaf(NamedTuple):
 
 
 def contents_of(place: Place, found: Found) -> Any:
-    """What the checkpoint holds, with tensors that have a shape and no numbers.
+    """Return the contents of a checkpoint, with tensors that have a shape and no numbers.
 
     Raises:
         CheckpointNotFoundError: its files are gone.
@@ -168,7 +168,7 @@ def _local_file(path: Path) -> Any:
 
 
 def _safetensors_header(path: Path) -> dict[str, Any]:
-    """What the file of the safetensors library holds, by its header.
+    """Read the header of a file of the safetensors library.
 
     Raises:
         CorruptCheckpointError: it is none.

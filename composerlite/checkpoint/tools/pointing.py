@@ -1,4 +1,4 @@
-"""What a path or a URI points to: a place with checkpoints, or one checkpoint in such a place."""
+"""Resolution of a path or URI to a place with checkpoints, or to one checkpoint in such a place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INDEX = ".metadata"
 
 
 class Pointed(NamedTuple):
-    """What a path or a URI points to.
+    """A path or URI, resolved.
 
     Attributes:
         place: has the checkpoints.
@@ -106,7 +106,7 @@ def target_at(text: str) -> Place:
 
 @contextlib.contextmanager
 def pointed(text: str) -> Generator[Pointed]:
-    """What ``text`` points to, until the block is left. Links are followed.
+    """Resolve ``text``, and keep its place open until the block is left. Links are followed.
 
     Raises:
         CheckpointNotFoundError: nothing is there.

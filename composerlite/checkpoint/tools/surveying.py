@@ -1,4 +1,4 @@
-"""What there is in a place: which checkpoints are whole, which are torn, and why. No data file is opened for it."""
+"""Survey of a place: its checkpoints, complete and incomplete, with the reasons. Opens no data file."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Found:
 
     @property
     def committed(self) -> Manifest | None:
-        """What vouches for it, if it is whole."""
+        """Manifest of the checkpoint, if it is complete."""
         return None if self.faults else self.manifest
 
     @property
@@ -117,7 +117,7 @@ def abandoned(listed: Iterable[Found]) -> set[str]:
 
 
 def vouched_from_above(place: Place) -> Callable[[Found], bool]:
-    """Return whether what is found in ``place`` is of a checkpoint whose record lies in a place that this one is in.
+    """Return true if what is found in ``place`` is of a checkpoint whose record lies in a place that this one is in.
 
     Raises:
         OSError, ObjectStoreError: that cannot be seen. What is not seen is not absent.

@@ -31,7 +31,7 @@ _MODELS = ("model.", "state.model.")
 
 
 def whole_contents(place: Place, found: Found, *, weights_only: bool = False) -> Any:
-    """What the checkpoint holds, verified where it has a manifest. Of a step, its model and optimizer.
+    """Load the whole checkpoint, verified where it has a manifest. Of a step, its model and optimizer.
 
     Args:
         place: has the checkpoint.

@@ -207,7 +207,7 @@ class StateLoader:
             state.device_train_microbatch_size = size
 
     def _continues(self) -> bool:
-        """Tell whether the run is that of the checkpoint: by its name or, where nobody has named it, by its training.
+        """Return true if the run is that of the checkpoint: by its name or, where nobody has named it, by its training.
 
         A call of ``fit`` that was interrupted is continued; one that came to its end is followed by others.
         """

@@ -220,7 +220,7 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
 
     # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────
     def can_upload_files(self) -> bool:
-        """Tell whether files become artifacts: always, also on ranks where rank 0 alone keeps them."""
+        """Return true if files become artifacts: always, also on ranks where rank 0 alone keeps them."""
         return True
 
     def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:

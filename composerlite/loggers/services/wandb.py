@@ -245,7 +245,7 @@ class WandBLogger(ServiceLogger["wandb.Run"]):
 
     # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────
     def can_upload_files(self) -> bool:
-        """Tell whether files become artifacts: on every rank the same, also where rank 0 alone logs."""
+        """Return true if files become artifacts: on every rank the same, also where rank 0 alone logs."""
         return self._log_artifacts
 
     def _send_file(self, run: wandb.Run, name: str, staged: Path, batch: int, *, overwrite: bool) -> None:

@@ -287,7 +287,7 @@ def is_abandoned(path: Path) -> Generator[bool]:
 
 
 def _last_change(path: Path) -> float:
-    """When anything of a file, or of a folder and what is in it, was changed last."""
+    """Return the time of the last change to a file, or to a folder and its contents."""
     found = [path, *path.rglob("*")] if path.is_dir() else [path]
     changes = [time.time()]
     with contextlib.suppress(FileNotFoundError):  # somebody is at work there: now

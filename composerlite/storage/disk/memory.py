@@ -125,7 +125,7 @@ class WarmMemory:
         return 0 if free is None else free.size_bytes
 
     def has(self, size_bytes: int) -> bool:
-        """Return whether there is some, of at least so many bytes."""
+        """Return true if there is some, of at least so many bytes."""
         free = self._free
         return free is not None and free.size_bytes >= size_bytes
 
@@ -182,7 +182,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def _left_of_addresses(root: Path) -> Iterator[int]:
-    """What the process's own limit (ulimit -v) leaves it."""
+    """Return the bytes that the process's own limit (ulimit -v) leaves."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         with contextlib.suppress(OSError, ValueError):
@@ -199,7 +199,7 @@ def _free_memory(root: Path) -> int:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """What the control groups that this process is in leave it, those of both versions."""
+    """Return the bytes that the process's control groups leave, of both versions."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -215,7 +215,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 def _left_in(mount: Path, path: str, limit: str, used: str, cache: str) -> Iterator[int]:
-    """What the group ``path`` and each above it leave. In a container only its own group is there, as the uppermost."""
+    """Return the bytes that the group ``path`` and its parents leave. A container sees only its own, as the root."""
     group = mount / path.strip("/")
     for folder in (group, *group.parents):
         with contextlib.suppress(OSError, ValueError):  # there is no such group, or no limit: 'max'
@@ -327,7 +327,7 @@ class Copier:
 
     @property
     def has_helpers(self) -> bool:
-        """Whether there are threads, so that something can be copied behind this one."""
+        """True if there are threads for copies in the background."""
         return bool(self._helpers)
 
     def copy(self, jobs: Iterable[Job]) -> None:

@@ -125,7 +125,7 @@ def _units(first: int, end: int, chunk_bytes: int, size_bytes: int) -> list[Unit
 
 @final
 class Places:
-    """Which memory belongs to which part of the file. ``targets`` are in order and do not overlap in the file."""
+    """Targets in memory for parts of the file. ``targets`` are in order and do not overlap in the file."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
         self._offsets = [target.offset for target in targets]

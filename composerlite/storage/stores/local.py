@@ -56,7 +56,7 @@ class LocalObjectStore(MultipartStore):
         return (self.folder / name).as_uri()
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: there are no resources to release."""
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _upload(self, key: str, source: FileSource) -> None:

@@ -74,7 +74,7 @@ def position_in(
 
 
 def is_same_data(one: DataSpec, other: DataSpec) -> bool:
-    """Return whether training on ``other`` goes on with the epoch that was begun on ``one``."""
+    """Return true if training on ``other`` goes on with the epoch that was begun on ``one``."""
     return one.dataloader is other.dataloader and one.replay_on_resume == other.replay_on_resume
 
 
@@ -138,7 +138,7 @@ def _choose(
 
 
 def _is_shared_out(share: Share) -> bool:
-    """Return whether other ranks draw the same: to have other samples, or the same, with parts of one model."""
+    """Return true if other ranks draw the same: to have other samples, or the same, with parts of one model."""
     return share.world_size > 1 or dist.get_world_size() > 1
 
 

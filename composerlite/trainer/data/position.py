@@ -160,7 +160,7 @@ class DataPosition(ABC):
         return None
 
     def knows_samples(self) -> bool:
-        """Return whether every rank knows by itself how many samples all have in a batch, and that all have it.
+        """Return true if every rank knows by itself how many samples all have in a batch, and that all have it.
 
         That is so where each sample of the order becomes one of a batch, whoever counts it.
         """
@@ -174,11 +174,11 @@ class DataPosition(ABC):
         """Return what this kind of position saves besides generators."""
 
     def _accepts(self, kind: object) -> bool:
-        """Return whether a state of such a kind can be taken back."""
+        """Return true if a state of such a kind can be taken back."""
         return kind == type(self).__name__
 
     def _is_for_all(self) -> bool:
-        """Return whether the position of one rank is that of all."""
+        """Return true if the position of one rank is that of all."""
         return self._share.world_size == 1
 
     def _state_here(self) -> StateDict:
@@ -192,7 +192,7 @@ class DataPosition(ABC):
         return {"kind": type(self).__name__, **share, **epoch_rng, **noted, "generators": self._epoch_generators, **own}
 
     def _depends_on_workers(self, before: int, now: int) -> bool:
-        """Return whether random numbers that are drawn where data are loaded are others with ``now`` workers."""
+        """Return true if random numbers that are drawn where data are loaded are others with ``now`` workers."""
         return before != now
 
     def _warn_of_workers(self, before: int | None) -> None:

@@ -278,7 +278,7 @@ class GlobalSampler:
 
     @property
     def global_batch(self) -> int:
-        """Return how much of the order all ranks take at a time."""
+        """Samples of the order that all ranks take at a time."""
         return self._share.world_size * (self.batch_size or 1)
 
     def __len__(self) -> int:
@@ -346,7 +346,7 @@ class GlobalSampler:
         return taken
 
     def _begins_with(self, saved: SavedBatches) -> bool:
-        """Return whether a run of one process would have drawn the same; nothing is taken."""
+        """Return true if a run of one process would have drawn the same; nothing is taken."""
         size = saved.size if self.counts_samples else 1
         if size is None or (saved.size is None) == self.counts_samples:
             return False
@@ -377,7 +377,7 @@ class GlobalSampler:
 
 
 def deals_by_itself(loader: DataLoader[Any]) -> bool:
-    """Return whether a sampler of ``loader`` gives each rank indices of its own in a way that only itself knows."""
+    """Return true if a sampler of ``loader`` gives each rank indices of its own in a way that only itself knows."""
     batch_sampler: Any = loader.batch_sampler
     for sampler in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
         known = type(sampler).__iter__ is DistributedSampler.__iter__ if sampler is not None else True

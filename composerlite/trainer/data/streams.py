@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def has_persistent_workers(loader: Any) -> bool:
-    """Return whether ``loader`` is one of torch's whose workers live on from one epoch to the next."""
+    """Return true if ``loader`` is one of torch's whose workers live on from one epoch to the next."""
     return isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
 
 
@@ -302,7 +302,7 @@ def _without_drawing_a_seed(loader: Any, batches: Iterator[Batch]) -> Iterator[B
 
 
 def is_streaming(dataset: Any) -> bool:
-    """Return whether ``dataset`` restores itself by sample count, as MosaicML's StreamingDataset does."""
+    """Return true if ``dataset`` restores itself by sample count, as MosaicML's StreamingDataset does."""
     state_dict = getattr(dataset, "state_dict", None)
     if not callable(state_dict) or not callable(getattr(dataset, "load_state_dict", None)):
         return False

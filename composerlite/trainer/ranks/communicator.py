@@ -101,11 +101,11 @@ class Communicator:
             state.max_duration = state.timestamp.batch
 
     def any(self, happened: bool) -> bool:
-        """Return whether it happened on any rank."""
+        """Return true if it happened on any rank."""
         return bool(self.max(int(happened)))
 
     def same(self, value: int) -> bool:
-        """Return whether every rank has this value."""
+        """Return true if every rank has this value."""
         return self.max(value) == -self.max(-value)
 
     def max(self, value: int) -> int:

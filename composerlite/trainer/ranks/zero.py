@@ -273,7 +273,7 @@ class ZeRO(Parallel):
 
 @final
 class _Shelf:
-    """Where the engine puts what it would write to files, and finds what it would read: its "checkpoint engine".
+    """Files of the engine, in memory instead of on disk: its "checkpoint engine".
 
     Attributes:
         files: what each holds, by name.
@@ -306,11 +306,11 @@ class _Shelf:
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:
-        """Return whether it is written behind its back."""
+        """Return true if it is written behind its back."""
         return False
 
     def preserves_storage_sharing(self) -> bool:
-        """Return whether views of one tensor stay that."""
+        """Return true if views of one tensor stay that."""
         return True
 
     def set_commit_info(self, info: object) -> None:
@@ -320,7 +320,7 @@ class _Shelf:
         """The same."""
 
     def cleanup(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: there are no resources to release."""
 
 
 def _plain(value: Any) -> Any:
