@@ -328,7 +328,7 @@ class Checkpointer:
 
     @classmethod
     def dir_is_checkpoint(cls, dir: str | os.PathLike[str]) -> bool:  # noqa: A002
-        """Whether ``dir`` is a checkpoint, whole; or a directory with the model and the optimizer alone."""
+        """Return true if ``dir`` is a complete checkpoint, or a directory with the model and the optimizer alone."""
         with step_folder_of(dir) as folder:
             return folder.is_checkpoint()
 
@@ -353,12 +353,12 @@ class Checkpointer:
 
     @classmethod
     def contains_checkpoint(cls, dir: str | os.PathLike[str]) -> bool:  # noqa: A002
-        """Whether the folder ``dir`` has a checkpoint in it, or is one."""
+        """Return true if the folder ``dir`` is a checkpoint or contains one."""
         return cls.dir_is_checkpoint(dir) or any(True for _ in cls.find_checkpoints(dir))
 
     @classmethod
     def latest_checkpoint(cls, dir: str | os.PathLike[str]) -> str:  # noqa: A002
-        """Where the checkpoint of the last step in the folder ``dir`` is.
+        """Return the path of the checkpoint of the last step in the folder ``dir``.
 
         Raises:
             CheckpointNotFoundError: a FileNotFoundError: there is none.
@@ -373,7 +373,7 @@ class Checkpointer:
 
 @final
 class _StepWriter:
-    """What this rank writes of a step: its file in ``train/``, and its part of the model and the optimizer.
+    """Writer of this rank's files of a step: its file in ``train/``, and its shards of the model and the optimizer.
 
     Args:
         folder: of the step.
@@ -409,7 +409,7 @@ class _StepWriter:
         self._record: FileRecord | None = None
 
     def storages(self) -> list[StorageCopy]:
-        """What is to be copied before training changes it."""
+        """Return the storages to copy before training changes them."""
         train = [StorageCopy(storage, self._start + offset) for storage, offset in self._train.storages()]
         return [*self._shards.storages(), *train]
 

@@ -284,7 +284,7 @@ def in_line(lineage: Lineage, manifest: Manifest) -> bool:
 
 @final
 class Position(NamedTuple):
-    """Where a run stands.
+    """Position of a run in training.
 
     Attributes:
         run_name: of the run. moment: as ``Manifest.moment`` counts.

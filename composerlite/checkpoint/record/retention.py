@@ -201,7 +201,7 @@ def deletions(manifests: Sequence[Manifest], policy: RetentionPolicy) -> list[Ma
 
 @final
 class Retention(NamedTuple):
-    """What stays of a run's checkpoints, by ``policy``, when the one at ``position`` was saved."""
+    """Apply ``policy`` to a run's checkpoints when the one at ``position`` was saved."""
 
     policy: RetentionPolicy
     position: Position

@@ -42,7 +42,7 @@ __all__ = ["DiskWriter", "Form", "RankWriter", "SaveRequest", "first_name", "for
 
 # ── what a rank writes ───────────────────────────────────────────────────────────────────────────────────────────────
 class RankWriter(Stageable, Protocol):
-    """What this rank writes of a checkpoint: its bytes, and how they become a part of what is committed.
+    """Writer of this rank's part of a checkpoint: its bytes, and their place in the commit.
 
     Attributes:
         gathers: the ranks need each other for :meth:`staged_in` and :meth:`write`, which are called on all, or none.
@@ -110,7 +110,7 @@ Gathered = Callable[..., StateDict]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """What a run wants to have saved.
+    """Request of a run to save a checkpoint.
 
     Attributes:
         state: of the run. gathered: makes what is saved of it.
@@ -132,7 +132,7 @@ class SaveRequest:
 
 
 class Form(ABC):
-    """How a run's checkpoints lie in their folder.
+    """Layout of a run's checkpoints in their folder.
 
     Attributes:
         kind: as manifests say it.

@@ -51,7 +51,7 @@ _LONG_WAIT_SECONDS = 1.0
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """What a save did and what it cost.
+    """Outcome of a save, and its cost.
 
     Attributes:
         path: the checkpoint.
@@ -76,7 +76,7 @@ class SaveReport:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowUp:
-    """What follows the commit of a checkpoint of a run.
+    """Work that follows the commit of a run's checkpoint.
 
     Attributes:
         catalog: the folder's checkpoints.
@@ -162,7 +162,7 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """True once the save has ended, successfully or not."""
         return self.future.done()
 
     def wait(self, timeout: float | None = PREVIOUS_SECONDS) -> SaveReport:
@@ -191,7 +191,7 @@ class PendingSave:
 
     @property
     def is_tidy(self) -> bool:
-        """Whether older checkpoints are deleted."""
+        """True once older checkpoints are deleted."""
         return self._tidied.is_set()
 
     def wait_until_tidy(self) -> None:

@@ -1,4 +1,4 @@
-"""What a saver is told, and its folder: names, which checkpoints in it are its own, ``latest``, and leases."""
+"""Options of a saver and its folder: names, ownership of the checkpoints in it, ``latest``, and leases."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OWN_REMOTE_NAME, OWN_REMOTE_LATEST = "{run_name}/checkpoints/{filename}", "{run_
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """What is saved of a run, where, and what of it stays. :class:`composerlite.callbacks.CheckpointSaver` says it all.
+    """Options of a saver. :class:`composerlite.callbacks.CheckpointSaver` documents them.
 
     Attributes:
         any_ephemeral: some checkpoints are to go as soon as there is a newer one.
@@ -133,7 +133,7 @@ class SaveOptions:
 
     @property
     def deletes(self) -> bool:
-        """Whether some go from the folder when there are newer ones."""
+        """True if checkpoints are deleted from the folder when there are newer ones."""
         rules = self.keep_every is not None or self.best_k is not None or self.num_checkpoints_to_keep not in (-1, 0)
         return rules or self.any_ephemeral
 
@@ -144,14 +144,14 @@ def _check_number(value: object, *, argument: str, least: int = 0) -> None:
 
 
 class SavedTimestamp(TimestampLike, Protocol):
-    """What a saver needs of a timestamp."""
+    """Interface of a timestamp that a saver needs."""
 
     @property
     def batch(self) -> SupportsInt: ...
 
 
 class SavedState(TrainingState, Protocol):
-    """What a saver needs of a training state."""
+    """Interface of a training state that a saver needs."""
 
     lineage: Lineage
     world_size: int
