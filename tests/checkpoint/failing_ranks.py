@@ -18,7 +18,7 @@ from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, load_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.save import pipeline
+from composerlite.checkpoint.save import form
 from composerlite.checkpoint.save.file_writer import SingleFileWriter
 from composerlite.checkpoint.save.staging import Staging
 from composerlite.core import Logger, State
@@ -29,7 +29,7 @@ Stage = tuple[str, int, Any, str]
 """Its name, the rank that fails there, and the function in which it does."""
 STAGES: dict[str, list[Stage]] = {
     "copies": [
-        ("gather", 1, pipeline, "gather"),
+        ("gather", 1, form, "gather"),
         ("reserve", 0, Catalog, "reserve"),
         ("snapshot", 1, Staging, "take"),
         ("write", 0, SingleFileWriter, "write"),
@@ -39,7 +39,7 @@ STAGES: dict[str, list[Stage]] = {
         ("retention", 0, Catalog, "delete"),
     ],
     "shards": [
-        ("gather", 1, pipeline, "gather"),
+        ("gather", 1, form, "gather"),
         ("reserve", 0, Catalog, "reserve"),
         ("plan", 1, DefaultSavePlanner, "create_local_plan"),
         ("claim", 0, ShardedDirectory, "claim"),
