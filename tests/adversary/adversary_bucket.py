@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -18,6 +19,7 @@ from hypothesis.stateful import rule
 
 __all__ = ["BucketAdversary", "Server"]
 
+_LOOKS = 5
 kills = st.one_of(
     st.just((0, False)),
     st.tuples(st.integers(1, 200), st.just(False)),  # at any event
@@ -56,8 +58,15 @@ class BucketProject(Project):
         return {item["Key"]: item["ETag"] for page in pages for item in page.get("Contents", ())}
 
     def look(self) -> None:
-        """Make :attr:`folder` the same as the bucket."""
-        there = self.listed()
+        """Make :attr:`folder` the same as the bucket: as it was at one moment, where a run that lives changes it."""
+        for _ in range(_LOOKS):
+            there = self.listed()
+            self.copy(there)
+            if self.listed() == there:
+                return
+
+    def copy(self, there: Mapping[str, str]) -> None:
+        """Get what is ``there``, unless it has vanished meanwhile."""
         top = self.folder.parent
         for path in [path for path in top.rglob("*") if path.is_file()]:
             if str(path.relative_to(top)) not in there:
@@ -68,8 +77,11 @@ class BucketProject(Project):
             if self.tags.get(path) != tag:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.unlink(missing_ok=True)  # the oracle knows files by their inodes
-                path.write_bytes(self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read())
-                self.tags[path] = tag
+                self.tags.pop(path, None)
+                with suppress(self.client.exceptions.NoSuchKey):
+                    found = self.client.get_object(Bucket=self.bucket, Key=key)
+                    path.write_bytes(found["Body"].read())
+                    self.tags[path] = found["ETag"]
 
     def __post_init__(self) -> None:
         self.tags: dict[Path, str] = {}
