@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from adversary_run import LONGEST
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -167,7 +168,10 @@ def _weights_in_directory(data: Path) -> list[float]:
     wanted = {"state.model.weights": torch.zeros(LONGEST + 1, dtype=torch.float64)}
     with warnings.catch_warnings():  # that there is no process group
         warnings.simplefilter("ignore")
-        load(wanted, storage_reader=FileSystemReader(data), no_dist=True)
+        try:
+            load(wanted, storage_reader=FileSystemReader(data), no_dist=True)
+        except CheckpointException as e:  # no Exception, as torch has it
+            raise FoundError(f"[content] {data}: {e}") from e
     return wanted["state.model.weights"].tolist()
 
 
