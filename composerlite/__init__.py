@@ -1,4 +1,4 @@
-"""composerlite: a small PyTorch trainer whose heart is checkpointing.
+"""composerlite: a small PyTorch trainer built around checkpointing.
 
 The names below are imported when first used, so that ``import composerlite`` costs what ``import torch`` costs.
 """

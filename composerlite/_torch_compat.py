@@ -134,7 +134,7 @@ def is_iterated_by_torch(loader: DataLoader[Any]) -> bool:
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:
-    """Let go of the iterator that ``loader`` keeps where its workers persist: it is a copy, or they are to end."""
+    """Release the iterator that ``loader`` keeps where its workers persist: it is a copy, or they are to end."""
     vars(loader)["_iterator"] = None
 
 

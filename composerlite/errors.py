@@ -5,7 +5,7 @@
     ComposerliteError
     ├── ConfigError (ValueError)               the user asked for something that cannot be done; raised before training
     │   └── UnknownArgumentError (TypeError)   an argument, key or name that does not exist; lists those that do
-    ├── TrainingError (RuntimeError)           the training loop cannot go on
+    ├── TrainingError (RuntimeError)           the training loop cannot continue
     ├── RunInUseError (RuntimeError)           another process has this run
     ├── RankError (RuntimeError)               a rank failed: names it and the cause, on every rank
     │   └── LateRankError (TimeoutError)       a wait ended before every rank had come: names those that are late
@@ -20,7 +20,7 @@
         └── SaveError                                     a checkpoint could not be written
 
     SystemExit
-    └── Preempted                              the run was asked to end, has saved, and is to be launched again
+    └── Preempted                              the run was terminated from outside, has saved, and can be launched again
 
 Errors of the operating system (no space, no permission) keep their own type, with the path in the message. Object
 stores use those types too: ``FileNotFoundError``, ``FileExistsError`` and ``PermissionError``.
@@ -78,7 +78,7 @@ class UnknownArgumentError(ConfigError, TypeError):
 
 
 class TrainingError(ComposerliteError, RuntimeError):
-    """The training loop cannot go on."""
+    """The training loop cannot continue."""
 
 
 class RunInUseError(ComposerliteError, RuntimeError):
@@ -142,13 +142,13 @@ class SaveError(CheckpointError):
 
 
 class Preempted(SystemExit):
-    """The run was asked from outside to end. It has saved what there was time for, and goes on when it is relaunched.
+    """The run was preempted. It has saved what there was time for, and resumes when it is launched again.
 
     Not an error: code that handles errors does not see it. Where nobody catches it the process ends with its ``code``.
 
     Attributes:
         code: of the process's end: 128 and the number of the signal, by default.
-        checkpoint: what the run goes on from: path or URI; ``None`` if there is nothing.
+        checkpoint: what the run resumes from: path or URI; ``None`` if there is nothing.
     """
 
     def __init__(self, code: int, checkpoint: str | None) -> None:

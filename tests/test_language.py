@@ -12,7 +12,7 @@ GLOSSARY = tomllib.loads((ROOT / "docs" / "glossary.toml").read_text(encoding="u
 EXCEPTIONS: dict[str, str] = GLOSSARY["exceptions"]
 FORBIDDEN: dict[str, str] = {word: entry["use"] for entry in GLOSSARY["forbidden"] for word in entry["words"]}
 
-CHECKED = ["README.md", "docs/**/*.md", "configs/**/*.md"]
+CHECKED = ["README.md", "docs/**/*.md", "configs/**/*.md", "composerlite/**/*.py"]
 """Files whose text is checked, as globs. Folders of code join here: of a Python file the whole text is checked."""
 
 _PATTERN = re.compile(

@@ -27,7 +27,7 @@ def apply_gradient_clipping(
     """Clip the gradients of ``model`` in place.
 
     Args:
-        model: its parameters have gradients; those without one are passed over. They may be distributed over ranks,
+        model: its parameters have gradients; those without one are skipped. They may be distributed over ranks,
             which then clip together, by the norm of the whole.
         clipping_type: ``'norm'`` scales all gradients so that their common L2 norm is at most the threshold (`Pascanu
             et al. 2013 <https://arxiv.org/abs/1211.5063>`_); ``'value'`` clamps each element to ± the threshold;

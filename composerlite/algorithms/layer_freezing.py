@@ -31,7 +31,7 @@ def freeze_layers(
     """Freeze the first layers of ``model``, in place (`FreezeOut, Brock et al. 2017 <https://arxiv.org/abs/1706.04983>`_).
 
     A layer is a module with parameters and without modules in it, in the order of ``model.modules()``; the last one is
-    never frozen. Frozen parameters have no gradients, so that the optimizer passes over them: they stay in it, and a
+    never frozen. Frozen parameters have no gradients, so that the optimizer skips them: they stay in it, and a
     checkpoint has the same groups with and without them.
 
     Args:
@@ -75,7 +75,7 @@ class LayerFreezing(Algorithm):
         freeze_level: the part of the layers that is frozen at the end. The last layer never is.
 
     Raises:
-        ConfigError: values that mean nothing; at ``INIT`` the model is spread over ranks.
+        ConfigError: values that mean nothing; at ``INIT`` the model is sharded over ranks.
     """
 
     @checked_arguments
@@ -98,12 +98,12 @@ class LayerFreezing(Algorithm):
         """Freeze what is to be frozen.
 
         Raises:
-            ConfigError: the model is spread over ranks.
+            ConfigError: the model is sharded over ranks.
         """
         if event is Event.INIT:
             if state.parallelism is not None or state.deepspeed_enabled:
                 raise ConfigError(
-                    "LayerFreezing: the model is spread over ranks, which note at the start what has gradients. Leave "
+                    "LayerFreezing: the model is sharded over ranks, which note at the start what has gradients. Leave "
                     "out LayerFreezing, or parallelism_config and deepspeed_config."
                 )
         elif event is Event.AFTER_LOAD:

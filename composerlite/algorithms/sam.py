@@ -29,7 +29,7 @@ class SAM(Algorithm):
     time, and memory for the weights once more.
 
     The norm is that of all gradients, of all ranks. The scale of ``amp_fp16`` cancels out, and a batch whose gradients
-    overflow is passed over as always. The optimizer is the one that was given, in checkpoints as well.
+    overflow is skipped as usual. The optimizer is the one that was given, in checkpoints as well.
 
     Args:
         rho: distance to those weights, as an L2 norm.

@@ -93,7 +93,7 @@ class SWA(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Sample the weights, put the average into the model, or hold the weights."""
         if event is Event.AFTER_TRAIN_BATCH:
-            state.model.zero_grad(set_to_none=True)  # optimizers pass over parameters without a gradient
+            state.model.zero_grad(set_to_none=True)  # optimizers skip parameters without a gradient
             return
         ends = event is Event.FIT_END or state.training_is_over or span(self.swa_end, state).is_over
         if ends or is_due(self.update_interval, event, state):

@@ -41,14 +41,14 @@ class CheckpointSaver(Callback):
     """Saves checkpoints during training.
 
     A save happens when ``save_interval`` says so, at most once per batch count; a built-in interval also saves at the
-    end of training. Training goes on as soon as what is saved was copied; one save is in flight at a time, and the end
+    end of training. Training continues as soon as the state is copied; one save is in flight at a time, and the end
     of ``fit`` waits for it. A checkpoint appears when it is durable, and is verified on load; a kill at any moment
     leaves every older one as it was. A save that fails ends training at the next batch, unless failures are tolerated.
     Several savers may run side by side, in one folder if their ``filename`` and ``latest_filename`` differ.
 
     Args:
         folder: a local folder, or a URI such as ``'s3://bucket/{run_name}'``; ``{run_name}`` and the variables of
-            ranks are filled in. With a URI each checkpoint is saved to a local folder and published behind training.
+            ranks are filled in. With a URI each checkpoint is saved to a local folder and published in the background.
         filename: the name of each checkpoint, with any of the format variables ``{run_name} {rank} {local_rank}
             {world_size} {local_world_size} {node_rank} {epoch} {batch} {batch_in_epoch} {sample} {sample_in_epoch}
             {token} {token_in_epoch} {total_wct} {epoch_wct} {batch_wct}``; may name subfolders.
@@ -63,15 +63,15 @@ class CheckpointSaver(Callback):
             none once they are in a bucket.
         weights_only: save the model alone.
         ignore_keys: globs over ``state/model/…`` paths, or a function of the dict, of what is not saved.
-        asynchronous: write behind training; else each save keeps training until it is durable.
+        asynchronous: write in the background; else each save keeps training until it is durable.
         staging_bytes: memory for the copy of what is saved; ``None`` takes what a checkpoint needs if that is at most
             half of what is free. With less, training waits while the rest is written.
         lazy: training continues before weights and optimizer state are copied; the optimizer's next step waits for
             the rest. ``None``: where nothing else can change them: no algorithms, no callbacks but composerlite's.
-        on_exception: if training fails, save what there is then as ``crash-<filename>``. Autoresume passes over it;
+        on_exception: if training fails, save what there is then as ``crash-<filename>``. Autoresume skips it;
             ``load_path`` loads it. In one process only.
         in_memory: the folder is in memory that outlives the process: it is emptied at the end, once another saver has
-            saved as much, and does not count where a run is asked to end. Before the step that ends an interval of
+            saved as much, and does not count where a run is preempted. Before the step that ends an interval of
             batches the save of the one before is waited for: a process that is killed has lost one interval at most.
         failure_limit: so many saves in a row may fail, and so many uploads, with a warning each.
         ephemeral_interval: save at these times too, and delete such a checkpoint as soon as there is a newer one.
@@ -167,7 +167,7 @@ class CheckpointSaver(Callback):
             state.piggyback.add(counter)
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Know the checkpoints of this run that are behind it."""
+        """Find the checkpoints that this run has saved up to now."""
         self.saver.take_up(state)
 
     def fit_start(self, state: State, logger: Logger) -> None:

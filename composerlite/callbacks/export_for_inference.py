@@ -98,7 +98,7 @@ def export_for_inference(
         )
     if any(dist.is_distributed_tensor(parameter) for parameter in model.parameters()):
         raise ConfigError(
-            "export_for_inference: the model is spread over ranks. Export one with whole weights, with load_path=… of "
+            "export_for_inference: the model is sharded over ranks. Export one with whole weights, with load_path=… of "
             "a checkpoint."
         )
     exported = copy.deepcopy(model).cpu()
@@ -163,7 +163,7 @@ class ExportForInferenceCallback(Callback):
         transforms: functions that change the model before it is written.
 
     Raises:
-        ConfigError: at construction, another format; at ``INIT``, the model is spread over ranks.
+        ConfigError: at construction, another format; at ``INIT``, the model is sharded over ranks.
     """
 
     @checked_arguments
@@ -184,7 +184,7 @@ class ExportForInferenceCallback(Callback):
     def init(self, state: State, logger: Logger) -> None:
         if state.parallelism is not None or state.deepspeed_enabled:
             raise ConfigError(
-                "ExportForInferenceCallback: the model is spread over ranks. Leave the callback out, and export with "
+                "ExportForInferenceCallback: the model is sharded over ranks. Leave the callback out, and export with "
                 "export_for_inference(model, …, load_path=…) from the last checkpoint."
             )
 

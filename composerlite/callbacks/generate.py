@@ -37,7 +37,7 @@ class Generate(Callback):
         kwargs: arguments of ``generate``, such as ``max_new_tokens=50``, ``do_sample=True``.
 
     Raises:
-        ConfigError: there is no prompt; at ``INIT`` the model cannot generate, or is spread over ranks.
+        ConfigError: there is no prompt; at ``INIT`` the model cannot generate, or is sharded over ranks.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Generate(Callback):
     def generate(self, state: State, logger: Logger) -> None:
         """Continue the prompts now, and log the table."""
         model: Any = state.model
-        with rng.set_aside(), _evaluating(model), _padding_left(model.tokenizer) as tokenizer, torch.no_grad():
+        with rng.preserved(), _evaluating(model), _padding_left(model.tokenizer) as tokenizer, torch.no_grad():
             texts: list[str] = []
             for start in range(0, len(self.prompts), self.batch_size):
                 tokens = tokenizer(self.prompts[start : start + self.batch_size], return_tensors="pt", padding=True)
@@ -88,7 +88,7 @@ def _check(state: State) -> None:
         )
     if state.parallelism is not None or state.deepspeed_enabled:
         raise ConfigError(
-            "Generate: the model is spread over ranks, and none can generate alone. Leave out Generate, or "
+            "Generate: the model is sharded over ranks, and none can generate alone. Leave out Generate, or "
             "parallelism_config and deepspeed_config."
         )
 

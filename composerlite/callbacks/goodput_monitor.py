@@ -23,7 +23,7 @@ _PARTS = ("save_stall", "eval", "data", "restart")
 
 @runtime_checkable
 class _Saver(Protocol):
-    """A callback that knows for how many seconds its saves have kept training from going on."""
+    """A callback that knows for how many seconds its saves have blocked training."""
 
     @property
     def blocked_seconds(self) -> float: ...
@@ -35,7 +35,7 @@ class GoodputMonitor(Callback):
 
     ==============================  ===================================================================================
     ``goodput/seconds/train``       the rest: training steps, and what callbacks and loggers take. This is the goodput
-    ``goodput/seconds/save_stall``  saves kept training from going on
+    ``goodput/seconds/save_stall``  saves blocked training
     ``goodput/seconds/eval``        evaluation within ``fit``
     ``goodput/seconds/data``        waiting for the next batch
     ``goodput/seconds/restart``     lost to interruptions: from the checkpoint that the run was resumed from until it
@@ -81,7 +81,7 @@ class GoodputMonitor(Callback):
         self._restarts = 0
         self._wall = 0.0
         self._seconds = dict.fromkeys(_PARTS, 0.0)
-        self._resumed_from: float | None = None  # when the checkpoint was saved that the run will go on from
+        self._resumed_from: float | None = None  # when the checkpoint was saved that the run will resume from
         self._looked_at: float | None = None  # the clock, up to which everything is counted; None: it stands still
         self._savers: list[_Saver] = []
         self._blocked = self._data_began = self._eval_began = 0.0
@@ -183,7 +183,7 @@ class GoodputMonitor(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue counting from there. What has passed since then is a restart, unless training was not going on."""
+        """Continue counting from there. What has passed since then is a restart, unless no training was in progress."""
         self._start_over(state_dict["run_name"])
         self._wall = float(state_dict["wall"])
         self._seconds.update(state_dict["seconds"])

@@ -185,7 +185,7 @@ class PreemptionHandler(Callback):
         if is_first:
             what = "; ".join(kept) or "nothing was saved: there is no CheckpointSaver that saves more than weights"
             log.warning(
-                "%s. Launch the same command again to go on: %s; %.1f s of the grace period are left",
+                "%s. Launch the same command again to continue: %s; %.1f s of the grace period are left",
                 reason,
                 what,
                 self._left,
@@ -216,7 +216,7 @@ class PreemptionHandler(Callback):
             return f"kept {name}"
         if published:
             return f"kept {name}, and in the bucket"
-        return f"kept {name} on this machine, whose upload goes on: the next launch here finishes it"
+        return f"kept {name} on this machine, whose upload continues: the next launch here finishes it"
 
 
 def _seconds(value: str | float | Time, argument: str) -> float:

@@ -86,7 +86,7 @@ def train(config: Path, overrides: Sequence[str], print_config: bool, print_orig
     of CONFIG is listed by: composerlite config schema.
 
     Exit status: 0 after training; 2 if the configuration is wrong; 1 if anything else is; 128 and the number of the
-    signal if the run was asked to end, and has saved (143 for SIGTERM): launched again with autoresume it goes on.
+    signal if the run was preempted, and has saved (143 for SIGTERM): launched again with autoresume it resumes.
     """
     with readable_errors(traceback=traceback):
         from composerlite.config import load_config

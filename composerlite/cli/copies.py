@@ -33,7 +33,7 @@ _everything = click.option("--all", "everything", is_flag=True, help="All that a
 def cp(checkpoint: str, target: str, overwrite: bool, link: str | None, as_json: bool) -> None:
     """Copy CHECKPOINT to PLACE under its name: between folders and buckets, every byte verified, its manifest last.
 
-    A copy that was interrupted goes on where it was.
+    A copy that was interrupted resumes where it was.
     """
     with pointed(checkpoint) as source, target_at(target) as place:
         if source.name is None:

@@ -200,7 +200,7 @@ def _verdict(place: Place, found: Found, progress: Callable[[int], object]) -> d
         except CorruptCheckpointError as e:
             faults.append(str(e).rstrip("."))
     state = "damaged" if faults else "verified"
-    if found.manifest is None:  # what vouches for it is not there, or damaged itself
+    if found.manifest is None:  # the manifest is missing or damaged
         faults = list(found.faults)
         state = "damaged" if found.commits and faults else "unverified"
     return {

@@ -69,7 +69,7 @@ def _print_rich(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequ
     for head in heads:
         table.add_column(head, justify="right" if head in right else "left", no_wrap=head != heads[-1], overflow="fold")
     for row in rows:
-        table.add_row(*(Text(text, style="red" if text.startswith(("torn", "damaged")) else "") for text in row))
+        table.add_row(*(Text(text, style="red" if text.startswith(("incomplete", "damaged")) else "") for text in row))
     Console(highlight=False).print(table)
 
 

@@ -46,7 +46,7 @@ def prune(
 ) -> None:
     """Remove the checkpoints in PLACE that no rule keeps. Each run and each file name template counts by itself.
 
-    The newest always stays, and so does what is torn. A run that was started over has left the checkpoints of the
+    The newest always stays, and so does what is incomplete. A run that was started over has left the checkpoints of the
     attempt before: they count for nothing, and stay without --abandoned. Ephemeral checkpoints go, but for the newest.
     What a link leads to stays, and so does what a killed process has begun to replace.
     """
@@ -97,7 +97,7 @@ def prune(
 @options.dry_run
 @options.as_json
 def collect(places: Sequence[str], orphans: bool, older_than: str, dry_run: bool, as_json: bool) -> None:
-    """Remove what processes that died have left in PLACE: temporary files, parts of uploads. No checkpoint goes.
+    """Remove leftovers of killed processes in PLACE: temporary files, parts of uploads. No checkpoint is deleted.
 
     What a process that lives is writing on this machine's disks stays.
     """

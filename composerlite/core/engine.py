@@ -158,7 +158,7 @@ class Engine:
     def _resolve(self) -> None:
         """Look up who is called when. The order of callbacks is loggers last, except at INIT."""
         if self._closed:
-            raise RuntimeError("this trainer is closed: build a new Trainer to go on.")
+            raise RuntimeError("this trainer is closed: build a new Trainer to continue.")
         self._algorithms = tuple(algorithms_of(self.state))
         self._names = {id(algorithm): name for name, algorithm in by_class(self._algorithms).items()}
         callbacks = callbacks_of(self.state)

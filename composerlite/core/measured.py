@@ -141,7 +141,7 @@ def note_not_finite(state: State, values: Mapping[str, float]) -> tuple[str, ...
         first = found[0]
         log.warning(
             "%s is %s at batch %d, which is not finite: checkpoints are marked from here on until it is finite again. "
-            "autoresume and save_best_k pass over them.",
+            "autoresume and save_best_k skip them.",
             first,
             values[first],
             int(state.timestamp.batch),

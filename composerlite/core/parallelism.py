@@ -32,7 +32,7 @@ class FSDPConfig:
             what ``model.fsdp_wrap_fn(module)`` says yes to, or modules with ``_fsdp_wrap = True``, or those of a class
             in ``wrap_classes``, or else every item of a ``ModuleList``, and of a ``Sequential`` of such items.
         wrap_classes: names of the classes of blocks.
-        reshard_after_forward: let go of gathered parameters after the forward pass and gather them again for the
+        reshard_after_forward: release gathered parameters after the forward pass and gather them again for the
             backward one: less memory, more traffic.
         mixed_precision: ``'DEFAULT'``: where the trainer's precision is bf16 or fp16, compute in it and reduce
             gradients in fp32; ``'PURE'``: reduce in it as well; ``'FULL'``: compute in fp32.
@@ -151,7 +151,7 @@ class ParallelismConfig:
         return 1 if self.tp is None else self.tp.tensor_parallel_degree
 
     def degrees(self, world_size: int) -> tuple[int, int, int]:
-        """(copies of the model, ranks that each is sharded over, ranks that share a layer), for so many ranks.
+        """(copies of the model, ranks that each is sharded over, ranks that share a layer), for that number of ranks.
 
         Raises:
             ConfigError: the number of ranks is not their product.

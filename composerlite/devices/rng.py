@@ -14,12 +14,12 @@ import torch
 
 from composerlite import dist
 
-__all__ = ["capture", "of_training", "packed", "restore", "set_aside", "unpacked"]
+__all__ = ["capture", "of_training", "packed", "preserved", "restore", "unpacked"]
 
 log = logging.getLogger(__name__)
 _ACCELERATORS = ("cuda", "mps", "xpu")
 
-_set_aside: dict[str, Any] | None = None
+_preserved: dict[str, Any] | None = None
 
 
 def capture() -> dict[str, Any]:
@@ -48,24 +48,24 @@ def _accelerator() -> str | None:
 
 
 @contextlib.contextmanager
-def set_aside() -> Generator[dict[str, Any]]:
+def preserved() -> Generator[dict[str, Any]]:
     """Within it anybody may draw: afterwards the generators stand as before, and checkpoints have them so already.
 
     Gives what they were.
     """
-    global _set_aside
-    outer, before = _set_aside, capture()
-    _set_aside = before if outer is None else outer
+    global _preserved
+    outer, before = _preserved, capture()
+    _preserved = before if outer is None else outer
     try:
         yield before
     finally:
-        _set_aside = outer
+        _preserved = outer
         restore([before])
 
 
 def of_training() -> dict[str, Any]:
-    """The generators for a checkpoint: as :func:`capture`, or as they were when they were :func:`set_aside`."""
-    return capture() if _set_aside is None else _set_aside
+    """The generators for a checkpoint: as :func:`capture`, or as they were when they were :func:`preserved`."""
+    return capture() if _preserved is None else _preserved
 
 
 def packed(state: Mapping[str, Any]) -> torch.Tensor:

@@ -68,7 +68,8 @@ class Group(ABC):
     ) -> dict[int, BaseException]:
         """The exceptions of the ranks that failed in ``what``, by rank: the same on every rank, empty if none did.
 
-        For those who go on after a failure. An exception that cannot be pickled comes as a ``RankError`` of its text.
+        For callers that continue after a failure. An exception that cannot be pickled becomes a ``RankError`` with its
+        text.
 
         Args:
             what: was done, for errors.

@@ -24,8 +24,8 @@ def get_sampler(
 ) -> DistributedSampler[Any]:
     """A sampler that gives each rank its share of ``dataset``.
 
-    The trainer needs none: it deals the samples of a plain ``DataLoader`` to the ranks. Where there is one it keeps to
-    its order, and gives no sample twice.
+    The trainer needs none: it partitions the samples of a plain ``DataLoader`` among the ranks. If there is
+    one, it keeps to its order, and no sample is given twice.
 
     Args:
         dataset: with a length.

@@ -162,7 +162,7 @@ class LiveBars(_DrawnBars):
             self._live.refresh()
             self.stop()
             return
-        # Bars below go on: print this one above them for good, so that the moving part stays small.
+        # Bars below continue: print this one above them for good, so that the moving part stays small.
         self._bars.pop()
         self._live.console.print(bar.text(self._width()), markup=False, highlight=False, no_wrap=True, overflow="crop")
         self._live.refresh()

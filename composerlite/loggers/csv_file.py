@@ -29,14 +29,14 @@ class CSVLogger(RunFileLogger):
     """Writes the metrics of a run as a CSV file: a row for each batch with metrics, a column for each metric.
 
     The first columns are ``batch`` and ``epoch``; what was not logged at a batch is empty there. A metric that appears
-    later gets a column of its own at the right, and the file is written anew for it, whole or not at all. A resumed run
+    later gets a column of its own at the right, and the file is rewritten for it atomically. A resumed run
     continues the table: rows of batches after its checkpoint are of training that was lost, and are removed, so
     that every batch is there once. (:class:`JSONLLogger` keeps both.) A run that starts from its beginning begins a new
     table in place of the old one. Only numbers and texts become cells. Only global
     rank 0 writes.
 
     A row is in the file, where SIGKILL does not touch it, about ``flush_seconds`` after its batch, and those up to a
-    checkpoint before that is saved. A last row that a kill has torn is removed by the next launch.
+    checkpoint before that is saved. An incomplete last row, left by a kill, is removed by the next launch.
 
     Args:
         filename: the file; ``metrics.csv`` in the folder of the checkpoints by default, or in a folder named after the

@@ -72,7 +72,7 @@ class FileLogger(RunFileLogger):
             setattr(sys, name, _Captured(stream, lambda text, name=name: self._add(f"[{name}]", text)))
 
     def post_close(self) -> None:
-        """Let go of what is printed."""
+        """Release what is printed."""
         for name, stream in self._before.items():
             setattr(sys, name, stream)
         self._before.clear()

@@ -51,8 +51,8 @@ class JSONLLogger(RunFileLogger):
 
     A line is in the file, where SIGKILL does not touch it, ``flush_seconds`` after it was logged at most, or at the end
     of the batch if that comes later; and at once after an evaluation, an epoch, a resume, an end, and before a
-    checkpoint: whatever was logged up to a checkpoint is there when the run resumes from it. A last line that a kill
-    has torn stays, and the next launch begins a new one.
+    checkpoint: whatever was logged up to a checkpoint is there when the run resumes from it. A last line that a
+    kill left incomplete stays, and the next launch begins a new one.
 
     Args:
         filename: the file; ``record.jsonl`` in the folder of the checkpoints by default, or in a folder named after the

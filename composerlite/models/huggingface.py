@@ -150,11 +150,11 @@ class HuggingFaceModel(ComposerModel):
         """Continuation of ``input_ids`` by the model's ``generate``, which takes the ``arguments``.
 
         Raises:
-            TrainingError: the model is spread over ranks.
+            TrainingError: the model is sharded over ranks.
         """
         if any(map(dist.is_distributed_tensor, self.model.parameters())):
             raise TrainingError(
-                "generate: the model is spread over ranks. Build one from a checkpoint, with "
+                "generate: the model is sharded over ranks. Build one from a checkpoint, with "
                 "HuggingFaceModel.hf_from_composer_checkpoint, and let that generate."
             )
         if self.tokenizer is not None:

@@ -36,10 +36,10 @@ class Launch:
         launched_at: the trainer was being built. began_at: ``fit`` was called. ended_at: the last that is known of it.
         first_batch: optimizer steps done when it began. last_batch: done at its end, as far as is known.
         resumed_from: the checkpoint; ``None``: it began the run.
-        end: ``'finished'``; ``'interrupted'``: it was asked to end; ``'error'``; ``'closed'``: before the end of
+        end: ``'finished'``; ``'interrupted'``: it was preempted; ``'error'``; ``'closed'``: before the end of
             training; ``'killed'``: it says nothing of an end; ``'running'``: nor does it yet.
         error: what ended it.
-        kept_batches: up to this batch its work counts: the launches after it went on from there.
+        kept_batches: up to this batch its work counts: the launches after it resumed from there.
         lost_from: when it had trained that; ``None``: nothing is lost.
         evaluations: of it. batch_times: when each batch ended.
         setting: what it said of itself: host, process, ranks, versions.

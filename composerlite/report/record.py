@@ -72,14 +72,14 @@ class Record:
 def parse_record(data: bytes, source: str, run: str | None = None) -> Record | None:
     """The record in ``data``; ``None``: it is none. Of several runs it is that of ``run``, or else the last one's."""
     lines: list[tuple[str, Line]] = []
-    torn: list[int] = []
+    incomplete: list[int] = []
     name = ""
     for number, text in enumerate(data.split(b"\n"), 1):
         if not text.strip():
             continue
         line = _parsed(text)
         if line is None:
-            torn.append(number)
+            incomplete.append(number)
             continue
         if line.kind in ("start", "resume"):
             name = line.text("run_name")
@@ -90,7 +90,9 @@ def parse_record(data: bytes, source: str, run: str | None = None) -> Record | N
     chosen = lines[-1][0] if run is None else run
     if chosen not in names:
         return None
-    faults = [] if not torn else [f"{source}: {_lines(torn)} cannot be read and left out: a kill has torn it."]
+    faults = (
+        [] if not incomplete else [f"{source}: {_lines(incomplete)} cannot be read and left out: a kill cut it off."]
+    )
     return Record(
         source, [line for name, line in lines if name == chosen], faults, [name for name in names if name != chosen]
     )

@@ -21,7 +21,7 @@ class Stored:
 
     Attributes:
         name: of it. uri: where it is. where: ``'local'`` or ``'remote'``.
-        state: ``'committed'`` or ``'torn'``. faults: what is wrong with it.
+        state: ``'committed'`` or ``'incomplete'``. faults: what is wrong with it.
         kind, run_name, epoch, batch, saved_at, ephemeral, metrics, seconds: as its manifest says.
     """
 

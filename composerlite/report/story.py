@@ -42,7 +42,7 @@ def _training(facts: Facts) -> str:
 
 def _launches(facts: Facts) -> str:
     ends = [launch.end for launch in facts.launches]
-    kinds = [("killed", "was killed", "were killed"), ("interrupted", "was asked to end", "were asked to end")]
+    kinds = [("killed", "was killed", "were killed"), ("interrupted", "was preempted", "were preempted")]
     kinds += [
         ("error", "ended with an error", "ended with errors"),
         ("closed", "was closed early", "were closed early"),
@@ -63,7 +63,7 @@ def _lost(facts: Facts) -> str:
     if len(facts.launches) == 1:
         return ""
     if not facts.lost_batches:
-        return "No work was lost: every launch went on from the batch that the one before had reached."
+        return "No work was lost: every launch resumed from the batch that the one before had reached."
     lost = facts.seconds["lost"]
     return (
         f"{count(facts.lost_batches, 'batch', 'batches')} were trained twice, {duration(lost)} of work "

@@ -16,7 +16,7 @@ __all__ = ["ENDS", "lanes", "time_parts"]
 _MOST_MARKS = 1500
 ENDS = {
     "finished": "reached its end",
-    "interrupted": "was asked to end, and saved",
+    "interrupted": "was preempted, and saved",
     "error": "ended with an error",
     "closed": "was closed before the end of training",
     "killed": "was killed: it ended without a word",
@@ -160,7 +160,7 @@ def _legend(facts: Facts) -> str:
     names += [("uploaded", "upload")] if any(save.uploaded_at for save in facts.saves) else []
     keys = [f'<i class="key {kind}"></i>{plain(name)}' for kind, name in names]
     signs = dict.fromkeys(launch.end for launch in facts.launches)
-    words = {"finished": "end", "interrupted": "asked to end", "error": "error", "closed": "closed", "killed": "kill"}
+    words = {"finished": "end", "interrupted": "preempted", "error": "error", "closed": "closed", "killed": "kill"}
     keys += [f'<b class="sign {plain(end)}">{_SIGNS[end]}</b> {words[end]}' for end in signs if end in words]
     return f'<p class="legend">{" ".join(f"<span>{key}</span>" for key in keys)}</p>'
 

@@ -167,7 +167,7 @@ class Background:
                 job.work()
             except Exception as e:  # noqa: BLE001 - raised by raise_failures, in the thread that can do something about it
                 log.error("%s: %s failed: %s", self._who, job.what, e)
-                e.add_note(f"{self._who} could not do this behind training: {job.what}.")
+                e.add_note(f"{self._who} could not do this in the background: {job.what}.")
                 failure = e
             with self._changed:
                 if failure is not None:

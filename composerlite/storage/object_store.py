@@ -85,7 +85,7 @@ class ObjectStore(ABC):
     """Keeps objects, each a name and its bytes. Names look like paths: ``run/ep1.pt``. Do not use both ``a`` and
     ``a/b``: stores of files cannot keep both, and refuse the second (ObjectStoreError).
 
-    An object is there whole or not at all: whoever reads a name gets the bytes of one single upload. Several threads
+    An object appears atomically: whoever reads a name gets the bytes of one single upload. Several threads
     may use one store at the same time. No verb tries again what failed: :class:`~composerlite.storage.Transfer` does.
 
     A store of one's own has four verbs at least: upload, download, the size of an object and the listing. The others
@@ -116,7 +116,7 @@ class ObjectStore(ABC):
     ) -> None:
         """Make the content of the object ``name`` the file ``filename``, whose folder exists.
 
-        The file is there whole or not at all. FileExistsError: it is there already and ``overwrite`` is false.
+        The file appears atomically. FileExistsError: it is there already and ``overwrite`` is false.
         """
 
     @abstractmethod

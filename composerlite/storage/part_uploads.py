@@ -173,7 +173,7 @@ class PartSender:
         pool: sends them.
         buffers: memory for them.
         retry: for every operation.
-        resumable: go on with an unfinished upload of this name, and leave for the next one what may pass; else an
+        resumable: continue with an unfinished upload of this name, and leave for the next one what may pass; else an
             upload that fails is aborted, whatever the reason.
     """
 
@@ -202,7 +202,7 @@ class PartSender:
     def run(self, callback: Progress | None) -> bool:
         """Send all parts and complete the object; ``False``, and nothing done, if the store takes no parts.
 
-        An unfinished upload of this name is gone on with, others of this name are aborted. What fails for good is
+        An unfinished upload of this name is continued, others of this name are aborted. What fails for good is
         aborted; what may pass, and what is interrupted, is left for the next upload of this name.
 
         Args:

@@ -323,7 +323,7 @@ class Transfer:
     ) -> None:
         """Give ``put`` the bytes from ``start`` to ``end`` as they come, each once; no more may come if ``beyond``.
 
-        After a failure it goes on where it was.
+        After a failure it resumes where it was.
         """
         at = start
 

@@ -85,7 +85,7 @@ def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
 
 
 def download_url(url: str, path: Path, progress: Progress | None = None) -> None:
-    """Make the content of ``url`` the file ``path``, replacing what is there; it appears whole or not at all.
+    """Download ``url`` to the file ``path``, replacing what is there; it appears atomically.
 
     Raises:
         FileNotFoundError: there is nothing at ``url``. PermissionError: it is not for us.

@@ -29,7 +29,7 @@ class NetworkFaults:
         resets: the connection is reset in the middle of the body, of the request if it has one, else of the answer.
         truncations: the same, but the connection is closed in order.
         lost_answers: the service does what it should, and the connection is reset before the answer.
-        stalls: nothing moves for ``stall_seconds`` in the middle of the body; then it goes on.
+        stalls: nothing moves for ``stall_seconds`` in the middle of the body; then it continues.
         delays: the answer comes up to ``delay_seconds`` later, so that answers change their order.
         stall_seconds: how long a stall lasts.
         delay_seconds: the longest delay.
@@ -269,7 +269,7 @@ class _Link:
             await writer.drain()
 
     async def _receive(self, head: _Head, plan: _Plan, reader: asyncio.StreamReader, *, has_body: bool) -> bool:
-        """The answer, from the service to the client; whether the service goes on with this connection."""
+        """The answer, from the service to the client; whether the service continues with this connection."""
         while True:
             answer = await _read_head(reader)
             if answer is None:

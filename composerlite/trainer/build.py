@@ -334,13 +334,13 @@ def _memory_saver(arguments: Mapping[str, Any], callbacks: Sequence[Callback]) -
     """The saver that keeps the newest checkpoint in the memory of this machine, beside those among ``callbacks``.
 
     Raises:
-        ConfigError: nobody would go on from it, or there is no such memory.
+        ConfigError: nobody would resume from it, or there is no such memory.
     """
     interval, folder = arguments["save_memory_interval"], Path(arguments["save_memory_folder"])
     if not arguments["autoresume"] or not any(isinstance(callback, CheckpointSaver) for callback in callbacks):
         raise ConfigError(
-            f"save_memory_interval={interval!r} is for runs that go on by themselves after a crash, beside checkpoints "
-            "on a disk: give autoresume=True and a save_folder as well."
+            f"save_memory_interval={interval!r} is for runs that resume by themselves after a crash, beside "
+            "checkpoints on a disk: give autoresume=True and a save_folder as well."
         )
     if not folder.is_dir():
         raise ConfigError(
@@ -361,7 +361,7 @@ def _memory_saver(arguments: Mapping[str, Any], callbacks: Sequence[Callback]) -
 
 
 def parallelism(value: Mapping[str, Any] | ParallelismConfig | None) -> ParallelismConfig | None:
-    """Return the parallelism of the model, checked against the number of ranks; ``None`` for a whole copy on each."""
+    """Return the parallelism of the model, checked against the number of ranks; ``None`` for a replica on each rank."""
     if value is None:
         return None
     from composerlite.core import ensure_parallelism

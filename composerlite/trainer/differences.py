@@ -156,7 +156,7 @@ def _settle_rates(state: State, script_holds: bool) -> Iterator[Difference]:
     for scheduler in state.schedulers:
         if len(getattr(scheduler, "base_lrs", ())) == len(now):
             scheduler.base_lrs = list(now)
-    verdict = f"it holds from here on, scaled by the schedule; to go on as before give lr={_one(before)!r}"
+    verdict = f"it holds from here on, scaled by the schedule; to continue as before give lr={_one(before)!r}"
     yield Difference("learning rate", tuple(before), tuple(now), verdict)
 
 
@@ -175,7 +175,7 @@ def _settle_hyperparameters(state: State, script_holds: bool) -> Iterator[Differ
         if script_holds and all(map(_may_change, [name] * len(groups), _each(before, groups), _each(now, groups))):
             for group, value in zip(groups, _each(now, groups), strict=True):
                 group[name] = tuple(value) if isinstance(value, list) else value
-            verdict = f"it holds from here on; to go on as before give {name}={_short(_one(before))}"
+            verdict = f"it holds from here on; to continue as before give {name}={_short(_one(before))}"
         else:
             holding[name] = before
             verdict = _STATE_HOLDS.format(path=state.load_path) if script_holds else _OLD_HOLDS
@@ -198,7 +198,7 @@ def differences_of_run(state: State, *, seed: int | None) -> list[Difference]:
     """Compare what does not belong to the optimizer. Of all but the seed what the script says holds.
 
     Args:
-        state: of the run, with the training data that it goes on with.
+        state: of the run, with the training data that it continues with.
         seed: that the script gave; ``None``: it left that to us.
     """
     before = state.resumed_metadata
@@ -225,14 +225,14 @@ def differences_of_run(state: State, *, seed: int | None) -> list[Difference]:
     return found
 
 
-_NEW_HOLDS = "it holds from here on; to go on as before "
+_NEW_HOLDS = "it holds from here on; to continue as before "
 _OLD_HOLDS = "the checkpoint's holds; autoresume=True takes that of the script"
 _STATE_HOLDS = (
     "the checkpoint's holds, with which the optimizer's state was made; to begin with the other, start another "
     "run_name with load_path={path!r} and load_ignore_keys=['state/optimizers', 'state/schedulers']"
 )
 _SEED_HOLDS = (
-    "the checkpoint's holds, with its random generators; to go on with the other, start another run_name with "
+    "the checkpoint's holds, with its random generators; to continue with the other, start another run_name with "
     "load_path={path!r} and load_ignore_keys=['state/rank_zero_seed', 'state/dataset_state', 'rng']"
 )
 

@@ -101,7 +101,7 @@ class Evaluation:
             state.evaluated_at[evaluator.label] = batch
             state.interruption.evaluation = event, tuple(left)
 
-        with rng.set_aside() as generators:
+        with rng.preserved() as generators:
             try:
                 self.run(due, done=done, generators=generators, may_stop=True)
             except EvaluationAbandonedError:

@@ -328,7 +328,7 @@ def _at_end_of_epoch(loop: Loop) -> bool:
 
 
 def _check_progress(state: State, done: int) -> None:
-    """Refuse to go on for ever: an epoch must have brought the end nearer."""
+    """Refuse to continue for ever: an epoch must have brought the end nearer."""
     if state.max_duration is not None and state.max_duration.unit is TimeUnit.TOKEN and not int(state.timestamp.token):
         raise ConfigError(
             f"max_duration={state.max_duration} counts tokens and the first epoch had none: pass "

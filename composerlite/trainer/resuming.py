@@ -135,7 +135,7 @@ def _newest_checkpoint(state: State, settings: LoadSettings, savers: Sequence[Ch
     From now on no other process can be given the run: see :mod:`composerlite.checkpoint.place.lease`.
 
     Raises:
-        RunInUseError: another process has the run and goes on with it.
+        RunInUseError: another process has the run and continues with it.
         CheckpointError: there are checkpoints, and none of them is good.
         ConfigError: none of them saves what a run could be resumed from.
     """

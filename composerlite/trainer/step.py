@@ -310,7 +310,7 @@ class TrainStep:
 
 
 def _zeroes_plainly(optimizer: torch.optim.Optimizer) -> bool:
-    """Return true if its ``zero_grad`` is torch's own: that lets go of the gradients, and costs a profiler's record."""
+    """Return true if its ``zero_grad`` is torch's own: that releases the gradients, and costs a profiler's record."""
     return type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
 
 

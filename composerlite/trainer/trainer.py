@@ -69,7 +69,7 @@ Schedulers = ComposerScheduler | LRScheduler | Sequence[ComposerScheduler | LRSc
 
 @final
 class Trainer:
-    """Trains a :class:`ComposerModel`, saves its progress and goes on from it.
+    """Trains a :class:`ComposerModel`, saves checkpoints and resumes from them.
 
     A run that is interrupted and resumed, from ``load_path`` or with ``autoresume``, is bit for bit the run that was
     not interrupted: weights, optimizer state, random numbers and the order of samples.
@@ -115,11 +115,11 @@ class Trainer:
         save_folder: save checkpoints there: in a folder or, as a URI, in a bucket. The other ``save_…`` arguments are
             those of :class:`CheckpointSaver`.
         save_memory_interval: save also into ``save_memory_folder`` at these times, as often as every batch: a run whose
-            process dies goes on from there, if the machine lives. The newest one is kept.
+            process dies resumes from there, if the machine lives. The newest one is kept.
         save_memory_folder: a folder that the machine keeps in memory.
         save_metrics: put the state of metrics into checkpoints, so that those of an epoch survive a resume within it.
-        autoresume: go on from the newest good checkpoint of this ``run_name``, if there is one. Needs a ``run_name``.
-            A run that is asked to end saves first: see :class:`PreemptionHandler`.
+        autoresume: resume from the newest good checkpoint of this ``run_name``, if there is one. Needs a ``run_name``.
+            A run that is preempted saves first: see :class:`PreemptionHandler`.
         autoresume_timeout: seconds to wait for the end of another process that has this run; after that it is an error.
         device: ``'cpu'``, ``'gpu'`` or ``'mps'``; the GPU by default if there is one.
         precision: ``'fp32'``, ``'amp_bf16'``, ``'amp_fp16'``.
@@ -130,9 +130,9 @@ class Trainer:
         ddp_sync_strategy: when ranks average their gradients: ``'single_auto_sync'``, in the backward pass of a batch's
             last microbatch, the default; ``'multi_auto_sync'``, in that of every microbatch, and a parameter may be
             unused in it; ``'forced_sync'``, after the last backward pass.
-        parallelism_config: how the model is spread over ranks: a :class:`ParallelismConfig` or
+        parallelism_config: how the model is sharded over ranks: a :class:`ParallelismConfig` or
             ``{'fsdp': {…}, 'tp': {…}}`` with the fields of :class:`FSDPConfig` and :class:`TPConfig`; ``None`` for a
-            whole copy on each.
+            replica on each rank.
         deepspeed_config: have DeepSpeed's ZeRO spread the state of the optimizer, gradients and weights over the ranks:
             its configuration, as a dict or the path of a JSON file. What follows from the other arguments (batch sizes,
             precision, clipping) need not be in it.
@@ -385,8 +385,9 @@ class Trainer:
                 messages.tell_result(state, self._savers, {}, trained=False)
                 return
             raise ConfigError(
-                f"max_duration={state.max_duration} is behind: the run stands at epoch {int(state.timestamp.epoch)}, "
-                f"batch {int(state.timestamp.batch)}. Give a later max_duration, a duration to fit, or reset_time=True."
+                f"max_duration={state.max_duration} has been reached: the run is at epoch {int(state.timestamp.epoch)}"
+                f", batch {int(state.timestamp.batch)}. Give a later max_duration, a duration to fit, or "
+                "reset_time=True."
             )
         if schedulers is not None:
             self._schedulers = checks.as_list(schedulers, LRScheduler, ComposerScheduler, argument="schedulers")
@@ -559,7 +560,7 @@ class Trainer:
     def close(self) -> None:
         """Close all callbacks and loggers. Safe to call twice.
 
-        With several ranks every rank calls it; the trainer that connected them lets go of the connection.
+        With several ranks every rank calls it; the trainer that connected them releases the connection.
 
         Raises:
             Exception: what one of them raised, after all were closed.
@@ -644,7 +645,7 @@ class Trainer:
             state.eval_metrics[evaluator.label] = build.eval_metrics(self._model, evaluator, state.device)
 
     def _build_schedulers(self, *, keep_rates: bool) -> None:
-        """``keep_rates``: training goes on with the learning rates that were loaded, in the middle of an epoch too."""
+        """Build the schedulers. ``keep_rates``: keep the loaded learning rates, in the middle of an epoch too."""
         groups = self.state.optimizers[0].param_groups
         rates = [group["lr"] for group in groups]
         self.state.schedulers = build.build_schedulers(

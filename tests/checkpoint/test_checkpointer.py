@@ -383,7 +383,7 @@ def test_a_step_of_two_saves_is_not_copied(run_in_bucket: tuple[str, Place], tmp
     Checkpointer().save(f"{run}/step1", small_model(), {"value": 1})
     _announce(place, replaces="0" * 32)
     (found,) = survey(place)
-    assert found.state == "torn"
+    assert found.state == "incomplete"
     with pytest.raises(CorruptCheckpointError, match="has not ended"):
         copy(place, found, Folder(tmp_path))
     Checkpointer(save_overwrite=True).save(f"{run}/step1", small_model(), {"value": 2})

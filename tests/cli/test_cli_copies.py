@@ -129,7 +129,7 @@ def test_damage_is_not_copied(target: str, demo: Path, bucket: str) -> None:
     data[9000] ^= 1
     (demo / ONE).write_bytes(data)
     (demo / TWO).write_bytes(b"short")
-    for name, words in ((ONE, "are not those that were saved"), (TWO, "is torn")):
+    for name, words in ((ONE, "are not those that were saved"), (TWO, "is incomplete")):
         done = composerlite("checkpoint", "cp", f"demo/{name}", place, cwd=demo.parent)
         assert done.returncode == 1
         assert words in done.stderr
@@ -158,7 +158,7 @@ def test_an_interrupted_copy_is_gone_on_with(tmp_path: Path) -> None:
     (tmp_path / "there/ep1").mkdir(parents=True)
     shutil.copy(tmp_path / "runs/ep1/__0_0.distcp", tmp_path / "there/ep1")
     before = (tmp_path / "there/ep1/__0_0.distcp").stat().st_ino
-    assert answer("checkpoint", "ls", "there", cwd=tmp_path)["checkpoints"][0]["state"] == "torn"
+    assert answer("checkpoint", "ls", "there", cwd=tmp_path)["checkpoints"][0]["state"] == "incomplete"
     assert states("cp", "runs/ep1", "there", cwd=tmp_path) == ["copied: there/ep1"]
     assert (tmp_path / "there/ep1/__0_0.distcp").stat().st_ino == before
     assert composerlite("checkpoint", "verify", "there", cwd=tmp_path).returncode == 0

@@ -88,7 +88,7 @@ def test_ls_answers_programs(demo: Path) -> None:
     }
     assert set(foreign) == {*known, "saved_at", "metrics"}
     assert [foreign[key] for key in ("state", "kind", "run_name", "epoch", "saved_at")] == [
-        "torn",
+        "incomplete",
         None,
         None,
         None,
@@ -105,7 +105,9 @@ def test_ls_says_what_is_torn_and_why(demo: Path) -> None:
     record = demo / ".manifest/ep4-ba16-rank0.pt.json"
     record.write_text(record.read_text().replace('"demo"', '"demi"'))
     found = answer("checkpoint", "ls", "demo", cwd=demo.parent)["checkpoints"]
-    assert {one["name"]: one["state"] for one in found} == dict.fromkeys((ONE, TWO, THREE, "ep4-ba16-rank0.pt"), "torn")
+    assert {one["name"]: one["state"] for one in found} == dict.fromkeys(
+        (ONE, TWO, THREE, "ep4-ba16-rank0.pt"), "incomplete"
+    )
     faults = {one["name"]: one["faults"][0] for one in found}
     assert faults[ONE] == f"{ONE} is missing"
     assert faults[TWO].startswith(f"{TWO} has 5 bytes and was saved with ")
@@ -124,9 +126,9 @@ def test_ls_knows_directories_and_steps(tmp_path: Path) -> None:
     found = answer("checkpoint", "ls", "sharded", "steps", cwd=tmp_path)["checkpoints"]
     assert [(one["name"], one["kind"], one["batch"], one["state"], one["ephemeral"]) for one in found] == [
         ("ep1", "sharded", None, "committed", False),
-        ("step10", "step", 10, "torn", False),
+        ("step10", "step", 10, "incomplete", False),
         ("step20", "step", 20, "committed", True),
-        ("step30", "step", None, "torn", None),
+        ("step30", "step", None, "incomplete", None),
     ]
     assert found[1]["faults"] == ["step10/train/rank0.pt is missing"]
     assert found[3]["faults"] == [".metadata.json is missing: its save did not end"]

@@ -57,7 +57,9 @@ def test_every_key_has_a_meaning_and_a_type() -> None:
     assert [name for name, setting in settings.items() if not setting.meaning or not setting.words] == []
     assert settings["seed"].meaning == "of all random generators; a random one by default."
     assert settings["deterministic_mode"].meaning == "use deterministic kernels only."
-    assert settings["save_async"].meaning == "write behind training; else each save keeps training until it is durable."
+    assert (
+        settings["save_async"].meaning == "write in the background; else each save keeps training until it is durable."
+    )
     assert "`save_best_metric`" in settings["save_best_k"].meaning
     assert settings["save_interval"].words == "a whole number or text"
 

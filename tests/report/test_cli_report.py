@@ -129,7 +129,7 @@ def test_a_torn_record_and_a_damaged_manifest(run_copy: Path, tmp_path: Path) ->
     assert any("lines 4, " in fault and "cannot be read" in fault for fault in told["faults"])
     assert any("ep0-ba4-rank0.pt" in fault and "digest does not match" in fault for fault in told["faults"])
     assert [one["end"] for one in told["launches"]] == ["killed", "killed", "finished"]
-    assert [one["state"] for one in told["stored"]].count("torn") == 1
+    assert [one["state"] for one in told["stored"]].count("incomplete") == 1
 
 
 def test_a_record_alone_and_checkpoints_alone(run_copy: Path, tmp_path: Path) -> None:

@@ -118,22 +118,22 @@ def test_one_warning_lists_all_settings_that_are_others(tmp_path: Path, caplog: 
     assert lines == [
         "run 'run' resumes at batch 4 with 8 settings changed:",
         "  the learning rate was (0.1,) in the interrupted run and is (0.2,) now: it holds from here on, scaled by the "
-        "schedule; to go on as before give lr=0.1",
-        "  the dampening was 0 in the interrupted run and is 0.25 now: it holds from here on; to go on as before "
+        "schedule; to continue as before give lr=0.1",
+        "  the dampening was 0 in the interrupted run and is 0.25 now: it holds from here on; to continue as before "
         "give dampening=0",
-        "  the weight_decay was 0.01 in the interrupted run and is 0.5 now: it holds from here on; to go on as before "
-        "give weight_decay=0.01",
+        "  the weight_decay was 0.01 in the interrupted run and is 0.5 now: it holds from here on; to continue as "
+        "before give weight_decay=0.01",
         "  the maximize was False in the interrupted run and is True now: the checkpoint's holds, with which the "
         f"optimizer's state was made; to begin with the other, start another run_name with load_path={path!r} and "
         "load_ignore_keys=['state/optimizers', 'state/schedulers']",
-        "  the precision was fp32 in the interrupted run and is amp_bf16 now: it holds from here on; to go on as "
+        "  the precision was fp32 in the interrupted run and is amp_bf16 now: it holds from here on; to continue as "
         "before give precision='fp32'",
         "  the batch size of the train_dataloader was 4 in the interrupted run and is 2 now: it holds from here on; to "
-        "go on as before give batch_size=4",
-        "  the number of training samples was 16 in the interrupted run and is 8 now: it holds from here on; to go on "
-        "as before give a data set of 16 samples",
+        "continue as before give batch_size=4",
+        "  the number of training samples was 16 in the interrupted run and is 8 now: it holds from here on; to "
+        "continue as before give a data set of 16 samples",
         "  the seed was 3 in the interrupted run and is 4 now: the checkpoint's holds, with its random generators; to "
-        f"go on with the other, start another run_name with load_path={path!r} and "
+        f"continue with the other, start another run_name with load_path={path!r} and "
         "load_ignore_keys=['state/rank_zero_seed', 'state/dataset_state', 'rng']",
     ]
     (group,) = other.state.optimizers[0].param_groups
@@ -239,7 +239,7 @@ def test_another_number_of_ranks_is_said(tmp_path: Path, caplog: pytest.LogCaptu
     torch.save(contents, tmp_path / "old" / name)
     relaunch(tmp_path / "old", "2ep")
     assert said(caplog)[1:] == [
-        "  the number of ranks was 2 in the interrupted run and is 1 now: it holds from here on; to go on as before "
+        "  the number of ranks was 2 in the interrupted run and is 1 now: it holds from here on; to continue as before "
         "launch 2 ranks"
     ]
 

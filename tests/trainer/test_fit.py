@@ -496,7 +496,7 @@ def test_a_bad_value_is_refused_at_construction(
 BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"duration": "banana"}, "'banana' cannot be read"),
     ({"duration": "0.5dur"}, "'dur'"),
-    ({"duration": 0}, "max_duration=0ep is behind"),
+    ({"duration": 0}, "max_duration=0ep has been reached"),
     ({"train_subset_num_batches": 0}, "train_subset_num_batches=0"),
     ({"train_dataloader": 5}, "int cannot be iterated"),
     ({"eval_subset_num_batches": 0}, "eval_subset_num_batches=0"),
@@ -548,10 +548,10 @@ def test_an_end_that_is_behind_is_an_error(tmp_path: Path) -> None:
     """A second call of fit without a later end, or a checkpoint of another run that is further than the end."""
     with build(save_folder=tmp_path, run_name="first") as trainer:
         trainer.fit()
-        with pytest.raises(ConfigError, match="max_duration=2ep is behind: the run stands at epoch 2, batch 10"):
+        with pytest.raises(ConfigError, match="max_duration=2ep has been reached: the run is at epoch 2, batch 10"):
             trainer.fit()
     arguments: dict[str, Any] = {"load_path": tmp_path / "latest-rank0.pt", "run_name": "second"}
-    with build(max_duration="1ep", **arguments) as trainer, pytest.raises(ConfigError, match="is behind"):
+    with build(max_duration="1ep", **arguments) as trainer, pytest.raises(ConfigError, match="has been reached"):
         trainer.fit()
 
 

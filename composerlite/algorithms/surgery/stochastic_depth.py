@@ -69,7 +69,7 @@ class StochasticDepth(Algorithm):
     Applied when the trainer is built. A model that was trained so evaluates with the blocks weighted by the
     probability that they are there: loading its checkpoint applies the algorithm first if it has to. Whole models on
     several ranks average their gradients with ``'forced_sync'`` by default, since a rank may leave out what another
-    computes; for models that are spread over ranks there is ``stochastic_method='sample'`` only.
+    computes; for models that are sharded over ranks there is ``stochastic_method='sample'`` only.
 
     Args:
         target_layer_name: ``'ResNetBottleneck'`` or ``'ResNetBasicBlock'``, with parts called as in torchvision.
@@ -129,7 +129,7 @@ class StochasticDepth(Algorithm):
         """Change the blocks, or their rates.
 
         Raises:
-            ConfigError: the model is spread over ranks, which all need to compute every block.
+            ConfigError: the model is sharded over ranks, which all need to compute every block.
         """
         blocks = _blocks(state.model, self.target_layer_name)
         if event is Event.BATCH_START:
@@ -139,8 +139,8 @@ class StochasticDepth(Algorithm):
             return
         if self.stochastic_method == "block" and (state.parallelism is not None or state.deepspeed_enabled):
             raise ConfigError(
-                "StochasticDepth(stochastic_method='block'): the model is spread over ranks, and each needs the others "
-                "in every block. Pass stochastic_method='sample'."
+                "StochasticDepth(stochastic_method='block'): the model is sharded over ranks, which all need "
+                "each other in every block. Pass stochastic_method='sample'."
             )
         if not blocks:
             log.warning("%r changes nothing: the model has no block of that kind", self)

@@ -162,7 +162,7 @@ class MemorySnapshot(Callback):
 
 @final
 class OOMObserver(Callback):
-    """Writes down what is in the memory of a CUDA GPU when it does not suffice, before anything is let go of.
+    """Writes down what is in the memory of a CUDA GPU when it does not suffice, before anything is freed.
 
     ``<filename>.pickle`` is for https://pytorch.org/memory_viz, ``<filename>_trace_plot.html`` and
     ``<filename>_segment_plot.html`` are views of it. A failure to write them is logged: what is raised is the

@@ -84,7 +84,7 @@ class CheckpointerConfig(Config):
 @final
 @dataclass
 class Checkpointer:
-    """Saves and loads checkpoints of steps, on one process or on many ranks, in a folder or at any URI.
+    """Saves and loads checkpoints of steps, on one process or several ranks, in a folder or at any URI.
 
     All ranks of ``process_group`` call :meth:`save`, :meth:`save_async` and :meth:`load` together, in the main thread.
     What one of them fails with all raise.
@@ -211,7 +211,7 @@ class Checkpointer:
         fname: str,
         contents: str | bytes,
     ) -> str:
-        """Make ``contents`` the file ``fname`` of the directory ``dir``, whole or not at all; returns where it is.
+        """Write ``contents`` atomically to the file ``fname`` of the directory ``dir``; returns its path.
 
         On one rank only. It belongs to whoever writes it: no save changes or removes it.
 

@@ -78,7 +78,7 @@ def read_train_state(folder: StepFolder, found: FoundStep, group: Group) -> Stat
             what = f"the train state of ranks from {group.size} on is not used"
         log.warning(
             "checkpoint %s was saved by %d ranks and is loaded by %d: %s. What is of each rank, such as random "
-            "numbers, does not go on as it would have.",
+            "numbers, does not continue as it would have.",
             folder.uri,
             saved,
             group.size,

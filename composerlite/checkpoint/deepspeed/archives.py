@@ -4,7 +4,7 @@ Each holds ``composer_states.pt``, the same in all, and below ``deepspeed/`` the
 rank, as it writes them: what was extracted from the archives of all ranks is a folder that DeepSpeed's tools read.
 
 Pickles in them go through the restricted reader: beside what every checkpoint may hold they hold a few classes of
-DeepSpeed, which are its own or, where it is not installed, stand-ins without a life of their own.
+DeepSpeed, which are its own or, where it is not installed, plain placeholders.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class RankFiles:
 
         Args:
             name: of the file.
-            types: the classes that it may hold; by default stand-ins for them.
+            types: the classes that it may hold; by default placeholders for them.
             trust: load any type, **running whatever code the file holds**.
             prune: is given what it holds, and gives what of it is wanted: only that is read.
 
@@ -206,7 +206,7 @@ def holds_deepspeed(path: Path) -> bool:
 
 
 def _members(source: ByteSource, size_bytes: int) -> Iterator[tuple[str, Window]]:
-    """Files in an archive by their names, each once. Folders are passed over; there is nothing else in it."""
+    """Files in an archive by their names, each once. Folders are skipped; there is nothing else in it."""
     position = 0
 
     def read(size: int) -> bytes:
@@ -249,7 +249,7 @@ def number_of_ranks(archive: RankFiles) -> int:
     """Number of ranks that saved the checkpoint of which ``archive`` is that of the first."""
     ranks = model_states(archive, prune=lambda contents: {"ranks": contents.get("dp_world_size")})["ranks"]
     if not isinstance(ranks, int) or ranks < 1:
-        raise CorruptCheckpointError("it does not say how many ranks have saved it")
+        raise CorruptCheckpointError("it does not say the number of ranks that saved it")
     return ranks
 
 

@@ -159,7 +159,7 @@ class _Load:
                     "whole. Leave it out, or load the weights alone: load_weights_only=True."
                 )
 
-    # ── saved by as many ranks ───────────────────────────────────────────────────────────────────────────────────
+    # ── saved by the same number of ranks ────────────────────────────────────────────────────────────────────────
     def _load_own(self, archives: Archives) -> StateDict:
         """Load model and optimizer; what of the rest is wanted."""
         with self.group.all_or_none(f"opening {self.source}"):

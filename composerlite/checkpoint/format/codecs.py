@@ -55,7 +55,7 @@ class Encoder(ABC):
         return b""
 
     def stop(self) -> None:
-        """Do not go on. For any thread: one that waits for a program meanwhile fails."""
+        """Do not continue. For any thread: one that waits for a program meanwhile fails."""
 
     def close(self) -> None:
         """Give everything back, when no thread encodes any more; twice is fine."""

@@ -141,7 +141,7 @@ def _record(name: str, size: int, offset: int) -> Record:
     if size >= _MAX_32:
         extra = struct.pack("<2H2Q", 1, 16, size, size)
     alignment = _LARGE_ALIGNMENT if size >= _LARGE_BYTES else _ALIGNMENT
-    # An extra field of a kind that readers pass over fills up to the boundary; it takes four bytes itself.
+    # An extra field of a kind that readers skip fills up to the boundary; it takes four bytes itself.
     before = offset + _LOCAL.size + len(encoded) + len(extra) + 4
     padding = -before % alignment
     extra += struct.pack("<2H", 0x4246, padding) + bytes(padding)

@@ -1,4 +1,4 @@
-"""Opening a checkpoint file: what it must contain, who vouches for it, and how its bytes are reached.
+"""Opening a checkpoint file: its required contents, its manifest, and access to its bytes.
 
 On several ranks one rank of each node reads it, at most, and the others get what it reads.
 """

@@ -156,8 +156,8 @@ def choose(
 
     Only the line of the newest attempt counts: what an earlier attempt saved after the run was started over is never
     resumed from. What is newest in a bucket is fetched to its folder first; a directory stays there: its URI is
-    returned. A checkpoint that is marked as ``not_finite`` is passed over, and so is a damaged one, which is logged
-    with the reason; in a folder that is set aside once an older one was found to be good, and in a bucket it stays, for
+    returned. A checkpoint that is marked as ``not_finite`` is skipped, and so is a damaged one, which is logged
+    with the reason; in a folder it is quarantined once an older one was found to be good, and in a bucket it stays:
     it may be this machine that reads wrongly. Weights alone cannot be resumed from. One that was saved without some of
     its keys is taken only if there is no whole one: what it lacks would start afresh in the middle of the run.
 
@@ -165,7 +165,7 @@ def choose(
     with its own checksums, as long as the run has one attempt only; the log says so.
 
     Every rank of a run calls it and gets the same. Rank 0 looks; the files of a directory are verified by all ranks,
-    each its share. What a rank cannot read is passed over by all, and not set aside.
+    each its share. What a rank cannot read is skipped by all, and not quarantined.
 
     Args:
         places: of each of its savers.
@@ -219,8 +219,8 @@ def begin_attempt(places: Sequence[RunPlace], run_name: str, *, origin: str | Pa
     Args:
         places: of each of its savers.
         run_name: of the run.
-        origin: the checkpoint that training goes on from; of an older one of the same run, in one of these places, what
-            was saved until then belongs to the new attempt, too.
+        origin: the checkpoint that training resumes from; of an older one of the same run, in one of these places,
+            what was saved until then belongs to the new attempt, too.
     """
 
     def begun() -> Lineage:
@@ -261,11 +261,11 @@ class _Links(NamedTuple):
 
 
 def _mend(
-    catalog: Catalog, manifest: Manifest | None, links: Mapping[Path, _Links], set_aside: Sequence[Manifest] = ()
+    catalog: Catalog, manifest: Manifest | None, links: Mapping[Path, _Links], quarantined: Sequence[Manifest] = ()
 ) -> None:
-    """Mend the links of the run's saver that lead to nothing; those too that led to what was just set aside."""
+    """Repair broken links of the run's saver, and those to checkpoints that were just quarantined."""
     if (own := links.get(catalog.folder)) is not None:
-        gone = (re.escape(path) for one in set_aside for path in (one.name, *(file.path for file in one.files)))
+        gone = (re.escape(path) for one in quarantined for path in (one.name, *(file.path for file in one.files)))
         catalog.mend_links(manifest, own.names, re.compile("|".join([f"(?:{own.targets.pattern})", *gone])))
 
 
@@ -280,7 +280,7 @@ class _Search:
     def __init__(self, places: Sequence[RunPlace], run_name: str, links: Mapping[Path, _Links]) -> None:
         for place in places:
             if place.template is not None:
-                place.catalog.set_aside_unreadable(name_pattern(place.template, run_name))
+                place.catalog.quarantine_unreadable(name_pattern(place.template, run_name))
         self._places = places
         self._links = links
         self._run_name = run_name
@@ -309,12 +309,12 @@ class _Search:
         self._left = list(self._candidates)
 
     def _unlisted(self, catalog: Catalog, template: str, known: Sequence[Manifest]) -> list[_Candidate]:
-        """Find what no manifest vouches for; its attempt is not known, unless the run has one only."""
+        """Find what has no manifest; its attempt is not known, unless the run has one only."""
         without = _unlisted_in(catalog, template, self._run_name)
         lineages = {manifest.lineage for manifest in known} or {Lineage()}
         if without and len(lineages) > 1:
             log.warning(
-                "passed over: %s have no manifest, and nothing says which attempt of run %r they are of",
+                "skipped: %s have no manifest, and nothing says which attempt of run %r they are of",
                 ", ".join(repr(manifest.name) for manifest in without),
                 self._run_name,
             )
@@ -364,8 +364,8 @@ class _Search:
         return None
 
     def reject(self, candidate: _Candidate, error: CheckpointError | OSError) -> None:
-        """Pass over a candidate that is damaged or marked, or that a rank cannot read."""
-        log.warning("passed over %s: %s", candidate.source, error)
+        """Skip a candidate that is damaged or marked, or that a rank cannot read."""
+        log.warning("skipped %s: %s", candidate.source, error)
         self._rejected.append((candidate, error))
         if isinstance(error, OSError):
             self._unreadable.append(error)
@@ -379,14 +379,14 @@ class _Search:
             self._left = [one for one in line if id(one) not in tried]
 
     def accept(self, candidate: _Candidate) -> Lineage:
-        """Take a candidate: set aside what is damaged in folders; the lineage of what is saved from now on."""
-        set_aside: list[Manifest] = []
+        """Accept a candidate and quarantine damaged ones in folders. Returns the lineage of the following saves."""
+        quarantined: list[Manifest] = []
         for rejected, error in self._rejected:
             if rejected.place == candidate.place:
                 continue  # what is good was fetched from a bucket to take its place
             if rejected.remote is None and isinstance(error, CorruptCheckpointError):
-                rejected.catalog.set_aside(rejected.manifest)  # the run will come to write one of that name again
-                set_aside.append(rejected.manifest)
+                rejected.catalog.quarantine(rejected.manifest)  # the run will write one of that name again
+                quarantined.append(rejected.manifest)
         newer = [c for c in self._candidates if not c.whole and c.manifest.order > candidate.manifest.order]
         if not candidate.whole:
             log.warning(
@@ -397,7 +397,7 @@ class _Search:
         elif newer:
             log.info("%s is not the newest: newer ones were saved without some of their keys", candidate.source)
         is_here = isinstance(candidate.place, Path)
-        _mend(candidate.catalog, candidate.manifest if is_here else None, self._links, set_aside)
+        _mend(candidate.catalog, candidate.manifest if is_here else None, self._links, quarantined)
         return continued(candidate.manifest, [c.manifest for c in self._known], [c.manifest for c in self._candidates])
 
 
@@ -497,7 +497,7 @@ def _follow(
 ) -> None:
     """On the disks of other nodes than the first: what :class:`_Search` does on that one.
 
-    ``damaged`` are the checkpoints that were found to be, to be set aside when there is a good one.
+    ``damaged`` are the checkpoints that were found to be, to be quarantined when there is a good one.
     """
     if offer.folder is None or offer.manifest.node is None or dist.get_local_rank() != 0 or dist.get_global_rank() == 0:
         return
@@ -507,7 +507,7 @@ def _follow(
         return
     if error is None:
         for one in damaged:
-            catalog.set_aside(one)
+            catalog.quarantine(one)
         _mend(catalog, mine, links)
     elif isinstance(error, CorruptCheckpointError):
         damaged.append(mine)
@@ -533,7 +533,7 @@ _NEEDED = {"model", "optimizers", "timestamp"}
 def _unlisted_in(catalog: Catalog, template: str, run_name: str) -> list[Manifest]:
     """The checkpoints of ``run_name`` named by ``template`` that have no manifest, each with one made of its contents.
 
-    Tensors are not read for it. What cannot be read at all is set aside: the run will come to write that name again.
+    Tensors are not read for it. What cannot be read at all is quarantined: the run will write that name again.
     What is no checkpoint of this run is left alone.
     """
     pattern = name_pattern(template, run_name)
@@ -545,8 +545,8 @@ def _unlisted_in(catalog: Catalog, template: str, run_name: str) -> list[Manifes
         try:
             manifest = _described(catalog, name, template)
         except CorruptCheckpointError as e:
-            log.warning("passed over: %s", e)
-            catalog.set_aside_file(name)
+            log.warning("skipped: %s", e)
+            catalog.quarantine_file(name)
             continue
         except (UntrustedCheckpointError, IncompatibleCheckpointError) as e:
             log.warning("left alone: %s", e)

@@ -55,7 +55,7 @@ class _Part(NamedTuple):
         name: the same on all of these ranks; no two parts have the same.
         place: where it is stored: in which file, and from where on.
         item: this rank's.
-        target: where it goes on this rank.
+        target: its destination on this rank.
     """
 
     name: bytes

@@ -185,7 +185,7 @@ class Catalog:
         """Return true if the data of the checkpoint is, whole, that of a newer one that takes its place.
 
         Between the two renames of a commit the newer data is there beside the older manifest; a killed process leaves
-        it so until :meth:`recover`, and a live one may have gone on since ``manifest`` was read.
+        it so until :meth:`recover`, and a live one may have continued since ``manifest`` was read.
         """
         newest = self.manifest_of(manifest.name)
         for newer in (*self.begun(manifest.name), *(() if newest is None else (newest,))):
@@ -406,19 +406,19 @@ class Catalog:
             self.place.remove_empty(manifest.name)  # what the user has put there stays, and its folder
         log.debug("deleted checkpoint %s", self.place.uri(manifest.name))
 
-    def set_aside(self, manifest: Manifest) -> None:
+    def quarantine(self, manifest: Manifest) -> None:
         """Take a damaged checkpoint out of the way: its data stay as ``<name>.damaged``, its manifest goes."""
         self.place.delete(record_path(manifest.name))
         for name in [manifest.name] if manifest.is_directory else [record.path for record in manifest.files]:
-            self.place.set_aside(name)
-        log.warning("set aside the damaged checkpoint %s as %s.damaged", self.place.uri(manifest.name), manifest.name)
+            self.place.quarantine(name)
+        log.warning("quarantined the damaged checkpoint %s as %s.damaged", self.place.uri(manifest.name), manifest.name)
 
-    def set_aside_file(self, name: str) -> None:
+    def quarantine_file(self, name: str) -> None:
         """Take a damaged file that has no manifest out of the way: it stays as ``<name>.damaged``."""
-        self.place.set_aside(name)
-        log.warning("set aside the damaged file %s as %s.damaged", self.place.uri(name), name)
+        self.place.quarantine(name)
+        log.warning("quarantined the damaged file %s as %s.damaged", self.place.uri(name), name)
 
-    def set_aside_unreadable(self, names: re.Pattern[str]) -> None:
+    def quarantine_unreadable(self, names: re.Pattern[str]) -> None:
         """Take checkpoints of ``names`` out of the way whose manifest is damaged or that of another, and the manifest.
 
         The run comes to save these names. What is called otherwise, such as a copy made by hand, is left alone.
@@ -429,9 +429,9 @@ class Catalog:
             try:
                 self.manifest_of(name)
             except CorruptCheckpointError as e:
-                self.place.set_aside(record_path(name))
-                self.place.set_aside(name)
-                log.warning("set aside %s as %s.damaged: %s", self.place.uri(name), name, e)
+                self.place.quarantine(record_path(name))
+                self.place.quarantine(name)
+                log.warning("quarantined %s as %s.damaged: %s", self.place.uri(name), name, e)
 
     # ── what dead processes have left ────────────────────────────────────────────────────────────────────────────
     def recover(self, committed: Mapping[str, str] = MappingProxyType({})) -> None:

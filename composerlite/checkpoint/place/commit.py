@@ -1,4 +1,4 @@
-"""The commit of a checkpoint, the same in every place: how it comes to exist, whole or not at all.
+"""The commit of a checkpoint, the same in every place: it appears atomically.
 
 begin → stage → prepare → commit → recover. What is written lies under names of its own, durable, before anything that
 is there is touched. To prepare is to *announce* the manifest, under another name. To commit is to give all of it its

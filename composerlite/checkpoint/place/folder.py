@@ -239,7 +239,7 @@ class Folder(Place):
                     return
                 path = path.parent
 
-    def set_aside(self, path: str) -> None:
+    def quarantine(self, path: str) -> None:
         target = self.path / path
         if not target.is_dir() or target.is_symlink():
             if not self._is_own(target):

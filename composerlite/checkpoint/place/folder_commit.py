@@ -294,7 +294,7 @@ def end_dead_saves(root: Path, name: str) -> None:
 
 
 def _is_seen(folder: Path) -> bool:
-    """Return true if leftovers are looked for in ``folder``: a save that is going on is one as a whole."""
+    """Return true if leftovers are looked for in ``folder``, which is not a save in progress itself."""
     return all(SAVING.fullmatch(part) is None for part in folder.parts)
 
 

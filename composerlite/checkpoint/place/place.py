@@ -79,7 +79,7 @@ class Leftover:
 
 
 class SaveHandle(NamedTuple):
-    """A save of a directory that is going on, as all ranks know it.
+    """A save of a directory in progress, as all ranks know it.
 
     Attributes:
         place: the directory that its files go to, beside the one that it will be; in a bucket that one itself.
@@ -232,7 +232,7 @@ class Place(ABC):
 
     @abstractmethod
     def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
-        """Write the small file ``path``, whole or not at all. With ``create_only``, FileExistsError if there is one."""
+        """Write the small file ``path`` atomically. With ``create_only``, FileExistsError if there is one."""
 
     @abstractmethod
     def delete(self, path: str) -> None:
@@ -251,7 +251,7 @@ class Place(ABC):
     def remove_empty(self, folder: str, *, above: bool = False) -> None:
         """Remove ``folder``, and with ``above`` those that it is in, where nothing is left in it."""
 
-    def set_aside(self, path: str) -> None:
+    def quarantine(self, path: str) -> None:
         """Give a damaged file or directory a name that nothing has, where names can be changed."""
 
     # ── commits ──────────────────────────────────────────────────────────────────────────────────────────────────

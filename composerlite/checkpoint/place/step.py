@@ -297,7 +297,7 @@ class StepFolder:
             self._place.let_go(self._name)
 
     def put(self, name: str, contents: bytes, *, overwrite: bool) -> str:
-        """Make ``contents`` the file ``name``, whole or not at all; return where it is. FileExistsError."""
+        """Write ``contents`` atomically to the file ``name``; return its path. FileExistsError."""
         path = str(PurePosixPath(self._name, name))
         Catalog(self._place.inside(str(PurePosixPath(path).parent))).tidy()
         try:

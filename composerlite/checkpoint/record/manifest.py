@@ -355,8 +355,8 @@ def new_attempt(highest: int, origin: Manifest | None = None, *, passed_over: bo
 def continued(chosen: Manifest, known: Sequence[Manifest], resumable: Iterable[Manifest]) -> Lineage:
     """Return the lineage of a run that resumes from ``chosen``.
 
-    It is that of ``chosen`` where nothing newer is left behind; otherwise a new attempt begins, so that what was passed
-    over does not come before what is saved from now on.
+    It is that of ``chosen`` where nothing newer is left behind; otherwise a new attempt begins, so that
+    skipped checkpoints do not come before those that are saved from now on.
 
     Args:
         chosen: the checkpoint. known: all of the run. resumable: those that were tried, or would have been.
@@ -369,7 +369,7 @@ def continued(chosen: Manifest, known: Sequence[Manifest], resumable: Iterable[M
 
 
 def may_be_replaced(lineage: Lineage, manifest: Manifest) -> bool:
-    """Check that ``manifest`` was passed over when an attempt of this line began; that one saves its name again."""
+    """Check that ``manifest`` was skipped when an attempt of this line began; that one saves its name again."""
     own = manifest.lineage
     return any(
         (own.attempt, own.id) == (ancestor.attempt, ancestor.id) and ancestor.passed_over

@@ -38,7 +38,7 @@ DIST_VARIABLES = ("run_name", "rank", "local_rank", "world_size", "local_world_s
 """What a folder name may contain."""
 
 FIRST_RANK: Mapping[str, int] = {"rank": 0, "local_rank": 0, "node_rank": 0}
-"""The variables by which ranks differ, as they are on rank 0: a checkpoint of many ranks has its name."""
+"""The variables by which ranks differ, as they are on rank 0: several ranks' checkpoint has the name of its file."""
 
 _TOTALS = ("epoch", "batch", "sample", "token")
 _WITHIN = ("batch_in_epoch", "sample_in_epoch", "token_in_epoch")

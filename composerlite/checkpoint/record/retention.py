@@ -201,7 +201,7 @@ def deletions(manifests: Sequence[Manifest], policy: RetentionPolicy) -> list[Ma
 
 @final
 class Retention(NamedTuple):
-    """Apply ``policy`` to a run's checkpoints when the one at ``position`` was saved."""
+    """Retention of a run's checkpoints by ``policy``, once the one at ``position`` is saved."""
 
     policy: RetentionPolicy
     position: Position

@@ -1,6 +1,6 @@
 """Writing a checkpoint that is a file, or a file for each rank: one rank's part of it.
 
-A file of one rank holds the whole; what is spread over ranks is gathered for it, one tensor at a time, so that memory
+A file of one rank holds the whole; what is sharded over ranks is gathered for it, one tensor at a time, so that memory
 is bounded. With DeepSpeed each rank has an archive of its own.
 """
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _ALIGNMENT = 4096
 
 
-# ── what is spread over ranks ────────────────────────────────────────────────────────────────────────────────────────
+# ── what is sharded over ranks ────────────────────────────────────────────────────────────────────────────────────────
 @final
 class Gathering:
     """The distributed tensors in ``contents``, to be gathered one after the other, on every rank in the same order.
@@ -178,7 +178,7 @@ class SingleFileWriter:
     Args:
         overwrite: replace a checkpoint of that name.
         weights: tensors whose checksums are wanted.
-        gathering: of what is spread over ranks; the image has places for it.
+        gathering: of what is sharded over ranks; the image has places for it.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class SingleFileWriter:
         return [copy for copy in self._image.storages() if gathering is None or not gathering.holds(copy.storage)]
 
     def staged_in(self, memory: HostMemory) -> None:
-        """From now on the bytes are those in ``memory``. What is spread over ranks is gathered there."""
+        """From now on the bytes are those in ``memory``. What is sharded over ranks is gathered there."""
         if self._gathering is not None:
             for storage, offset in self._image.storages():
                 if self._gathering.holds(storage):
@@ -221,7 +221,7 @@ class SingleFileWriter:
         self._image.staged_in(memory)
 
     def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
-        """Hand all bytes to the file's writer. What is spread over ranks is gathered as it comes, if it is not yet."""
+        """Hand all bytes to the file's writer. What is sharded over ranks is gathered as it comes, if it is not yet."""
         self._image.stand_in = self._gathered
 
         def fill(sink: Sink) -> None:
@@ -365,7 +365,7 @@ class RankArchiveWriter:
 
 # ── files that are no checkpoints of a run: a state dict, for torch or for safetensors ───────────────────────────────
 def plain_writer(*, use_safetensors: bool) -> Callable[[Path, Any], None]:
-    """Return what writes a file, whole or not at all.
+    """Return a function that writes a file atomically.
 
     Raises:
         ConfigError: safetensors is not installed.

@@ -1,6 +1,6 @@
 """The form of a checkpoint: a file, a directory of all ranks or an archive of each, and what a rank writes of it.
 
-Which one a run has follows from how the model is spread over ranks: :func:`form_of`, and nothing else in this package,
+Which one a run has follows from how the model is sharded over ranks: :func:`form_of`, and nothing else in this package,
 asks for that.
 """
 
@@ -82,7 +82,7 @@ class RankWriter(Stageable, Protocol):
         ...
 
     def close(self, *, may_be_committed: bool) -> None:
-        """Let go of everything, and remove what was written unless it is committed or may be. Twice is fine."""
+        """Release everything, and remove what was written unless it is committed or may be. Twice is fine."""
         ...
 
 
@@ -137,7 +137,7 @@ class Form(ABC):
     Attributes:
         kind: as manifests say it.
         may_be_lazy: nothing but its optimizers' steps changes the state that is saved.
-        is_spread: the model is spread over ranks. is_shared: several ranks write to the folder.
+        is_spread: the model is sharded over ranks. is_shared: several ranks write to the folder.
         has_names_of_ranks: each rank has a file, and a link, with a name of its own.
     """
 
@@ -185,7 +185,7 @@ class _File(Form):
     """One file, which rank 0 writes.
 
     Args:
-        gathers: what is spread over ranks is gathered for it.
+        gathers: what is sharded over ranks is gathered for it.
     """
 
     kind = "monolithic"

@@ -421,7 +421,7 @@ class PendingSave:
 # ── one after the other ──────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class Pipeline:
-    """Saves checkpoints one after the other, each behind training.
+    """Saves checkpoints one after the other, each in the background.
 
     Args:
         staging_bytes: memory for the copy of what is saved, kept from save to save. ``None`` takes what a checkpoint
@@ -484,7 +484,7 @@ class Pipeline:
         state_dict: StateDict | None = None,
         started: float | None = None,
     ) -> PendingSave:
-        """Save a checkpoint of ``state``; training may go on when this returns.
+        """Save a checkpoint of ``state``; training may continue when this returns.
 
         After an exception or a kill at any point there is either the whole checkpoint or none of it, and ``latest``
         points to the newest whole one.
@@ -604,7 +604,7 @@ class Pipeline:
         return pending
 
     def close(self) -> None:
-        """Wait for the save that goes on and give the memory back. Errors of the save are left to who waits for it."""
+        """Wait for the save in progress and give the memory back. Errors of the save are left to who waits for it."""
         self.wait_for_previous()
         self.wait_until_tidy()
         self._pending = None  # what is saved after this is a first save again, whose memory can be prepared
@@ -694,7 +694,7 @@ def save_checkpoint(
 
 
 def _delete_named(catalog: Catalog, names: Iterable[str]) -> None:
-    """Delete what this disk has of checkpoints that rank 0 has given up. What stays takes space, and that is logged."""
+    """Delete this disk's part of checkpoints that rank 0 has given up. A file that cannot be deleted is logged."""
     for name in names:
         try:
             if (manifest := catalog.manifest_of(name)) is not None:

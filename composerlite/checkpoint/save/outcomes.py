@@ -53,7 +53,7 @@ class FailuresInARow:
         self._count = 0
 
     def failed(self, error: Exception, logger: RunLogger | None) -> None:
-        """Go on with a warning, as long as it is not too often.
+        """Continue with a warning, as long as it is not too often.
 
         Raises:
             Exception: ``error``, if it is, or if it is none of those that may be tolerated.

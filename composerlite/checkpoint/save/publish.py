@@ -56,7 +56,7 @@ _MOST_WAITING = 2
 _LONGEST_UPLOAD = timedelta(hours=2)
 """A rank that sends for longer than that does not count as alive any more."""
 _STALE = timedelta(days=1)
-"""An upload that was begun so long ago and is not complete is that of a dead run."""
+"""Age from which an incomplete upload is taken for that of a killed process."""
 
 
 @final
@@ -133,7 +133,7 @@ class Publisher:
         link: full name of the bucket's link to the latest.
         links_of_ranks: where each rank has a file of its own, full names of the links to those, that of rank 0 first.
         timeout: seconds to wait for the uploads before, where too many wait.
-        retention: what stays in the bucket besides the newest; ephemeral checkpoints never do.
+        retention: of the bucket, besides the newest; ephemeral checkpoints are never kept.
         keeps_all: of others than ephemeral ones.
     """
 
@@ -435,7 +435,8 @@ class Publishing:
         name = bucket.name_of("file")
         RetryPolicy().run(lambda: store.check_writable(name), f"check that {store.get_uri(name)} can be written")
         if root := bucket.root:  # the whole bucket is not ours to tidy
-            uploader.submit("sweep", functools.partial(_sweep, root), what=f"what dead runs left in {root!r}")
+            what = f"removing unfinished uploads of killed processes in {root!r}"
+            uploader.submit("sweep", functools.partial(_sweep, root), what=what)
 
     def begin(self, where: RunFolder, state: NamedState, logger: Destinations) -> None:
         """Publish what is in a folder; on every rank. Where nodes have folders of their own, a rank of each node does.
@@ -605,7 +606,7 @@ class Publishing:
         return all(publisher.published(until - time.monotonic()) for publisher in self.publishers)
 
     def close(self) -> None:
-        """Wait for what is being published and let go of the store; twice is fine.
+        """Wait for what is being published and release the store; twice is fine.
 
         Raises:
             Exception: what made an upload fail.
@@ -620,11 +621,11 @@ class Publishing:
 
 
 def _sweep(root: str, transfer: Transfer) -> None:
-    """Remove parts of uploads that nobody goes on with: they are not seen and cost money."""
+    """Remove parts of abandoned uploads: they are not listed and cost money."""
     try:
         transfer.abort_stale(f"{root}/", _STALE)
     except (PermissionError, ObjectStoreError) as e:  # they take space and no more
-        log.info("did not look for parts that dead runs left: %s", e)
+        log.info("could not look for unfinished uploads of killed processes: %s", e)
 
 
 @final

@@ -369,7 +369,7 @@ class RunFolder:
             )
 
     def may_replace(self, state: SavedState, name: str) -> bool:
-        """Check that ``name`` is that of a checkpoint which autoresume passed over and left where it was."""
+        """Check that ``name`` is that of a checkpoint which autoresume skipped and left where it was."""
         passed_over = any(ancestor.passed_over for ancestor in state.lineage.ancestors)
         return passed_over and _may_replace(state, self.catalog, name)
 
@@ -405,7 +405,7 @@ class RunFolder:
         for lease in self._leases:
             if lease.lost_to is not None:
                 raise CheckpointError(
-                    f"{lease.lost_to} has taken this run over: it had not heard of this process for long. It goes on "
+                    f"{lease.lost_to} has taken this run over: it had not heard of this process for long. It continues "
                     "from the newest checkpoint, and this process must not write there any more."
                 )
 
@@ -432,7 +432,7 @@ class RunFolder:
 
 
 def _may_replace(state: SavedState, place: Catalog, name: str) -> bool:
-    """Check that the checkpoint ``name`` is one that autoresume passed over, and that the run comes to save again."""
+    """Check that the checkpoint ``name`` is one that autoresume skipped, and that the run comes to save again."""
     try:
         manifest = place.manifest_of(name)
     except CheckpointError:

@@ -98,7 +98,7 @@ class Saver:
         form = self.where.name(state, [other.where for other in others], directory=directory)
         if self.options.on_exception and (dist.get_world_size() > 1 or form.is_spread):
             raise ConfigError(
-                "save_on_exception=True with several ranks, or with a model that is spread over ranks: where one fails "
+                "save_on_exception=True with several ranks, or a model that is sharded over ranks: where one fails "
                 "the others are in the middle of a step, and no state is that of all. Leave it out and save more often."
             )
         form.check(weights_only=self.options.weights_only, ignore_keys=self.options.ignore_keys)
@@ -121,7 +121,7 @@ class Saver:
         return self.where.key(publisher.bucket.uri() for publisher in self._publishing.publishers)
 
     def take_up(self, state: SavedState) -> None:
-        """Know the checkpoints of this run that are behind it."""
+        """Find the checkpoints that this run has saved up to now."""
         group = dist.get_group()
         self.saved_checkpoints, self._deletes, behind = group.from_first(
             "finding the checkpoints of this run", lambda: self._take_up(state)
@@ -376,7 +376,7 @@ class Saver:
             self._deletion_failures.succeeded()
 
     def collect_all(self, *, alone: bool = False) -> None:
-        """Wait for the save in flight and for the deletions behind it.
+        """Wait for the save in flight and for the deletions after it.
 
         Raises:
             Exception: what made one fail, unless that is tolerated.

@@ -340,7 +340,7 @@ class Planner(DefaultSavePlanner):
         return self.tensors[write_item.index]
 
     def forget(self) -> None:
-        """Let go of everything that was to be written."""
+        """Release everything that was to be written."""
         self.tensors, self._values, self.state_dict = {}, {}, {}
 
 

@@ -106,7 +106,7 @@ class HandOver:
 
 @final
 class OptimizerStepBarrier:
-    """Lets the copy of what only optimizers change go on until one of them steps."""
+    """Lets the copy of state that only optimizers change continue until one of them steps."""
 
     def __init__(self) -> None:
         self._watched: WeakSet[Optimizer] = WeakSet()
@@ -182,7 +182,7 @@ class Snapshot:
             raise SaveError(
                 "a weight or an optimizer's state was changed between the save and the optimizer's next step: by the "
                 "model's forward pass, a callback, or an optimizer that the saver does not know. From now on this run "
-                "copies before training goes on; save_lazy=False does so from the start."
+                "copies before training continues; save_lazy=False does so from the start."
             )
 
 
@@ -450,7 +450,7 @@ class Staging:
             log.warning(
                 "weights or the optimizer's state change between a save and the optimizer's next step, by the model's "
                 "forward pass, a callback, or an optimizer that the saver does not know, or are shared with another "
-                "process: they are copied before training goes on, as with save_lazy=False."
+                "process: they are copied before training continues, as with save_lazy=False."
             )
 
     def _copy_from_devices(self, copies: Sequence[StorageCopy], memory: HostMemory) -> list[torch.cuda.Event]:

@@ -35,14 +35,14 @@ def copy(
         source: has the checkpoint.
         found: the checkpoint.
         target: gets it.
-        overwrite: replace another one of that name, which goes first, and files of the same names. What is torn there
-            of this very checkpoint is replaced in any case.
+        overwrite: replace another one of that name, which is deleted first, and files of the same names. An incomplete
+            copy of this very checkpoint is replaced in any case.
         progress: is told of each so many bytes.
 
     Raises:
         CheckpointExistsError: there is another one of that name, or a file of the same name with other bytes.
-        CorruptCheckpointError: it is torn, or a file is not what was saved. There is none of that name in ``target``.
-        CheckpointNotFoundError: nothing vouches for it.
+        CorruptCheckpointError: it is incomplete, or a file is not what was saved. Nothing was copied.
+        CheckpointNotFoundError: it has no manifest.
         IncompatibleCheckpointError: a part of it is on the disks of other nodes.
     """
     _check_whole(source, found)
@@ -56,7 +56,7 @@ def copy(
             f"{target.uri(found.name)!r} is another checkpoint of that name. Copy to another place, or give "
             "--overwrite to replace it."
         )
-    mends = any(data is not None for data in there.values())  # what is torn there, of this one
+    mends = any(data is not None for data in there.values())  # an incomplete copy of this one is there
     before = _files_of(target, found.name) if others else ()
     for path in reversed(commits):
         target.delete(path)
@@ -83,7 +83,7 @@ def _check_whole(source: Place, found: Found) -> None:
             "it as it is."
         )
     if found.manifest is None or found.faults:
-        raise CorruptCheckpointError(f"{uri!r} is torn: {'; '.join(found.faults[:3])}. Nothing was copied.")
+        raise CorruptCheckpointError(f"{uri!r} is incomplete: {'; '.join(found.faults[:3])}. Nothing was copied.")
     if len(found.records) != len(found.manifest.files):
         raise IncompatibleCheckpointError(
             f"{uri!r} has parts on the disks of other nodes, which are not here. Copy the files of all nodes to one "

@@ -58,13 +58,13 @@ class Pointed(NamedTuple):
         Raises:
             ConfigError: it is a folder of several.
             CheckpointNotFoundError: it is not there.
-            CorruptCheckpointError: it is torn, and has to be ``whole``.
+            CorruptCheckpointError: it is incomplete, and has to be ``whole``.
         """
         if self.name is None:
             raise ConfigError(f"{self.text!r} is a folder of checkpoints: give one of them, as 'ls' names it.")
         (found,) = self.found()
         if whole and found.manifest is not None and found.faults:
-            raise CorruptCheckpointError(f"{self.text!r} is torn: {'; '.join(found.faults[:3])}.")
+            raise CorruptCheckpointError(f"{self.text!r} is incomplete: {'; '.join(found.faults[:3])}.")
         return found
 
 

@@ -41,9 +41,9 @@ class Found:
         name: below the place.
         kind: ``'monolithic'``, ``'weights'``, ``'sharded'``; ``'step'``: the directory of a ``Checkpointer``; empty:
             nothing says what it is.
-        manifest: what vouches for it, ``None``: nothing does. That of a step is put together from what its files say.
+        manifest: of the checkpoint; ``None``: it has none. That of a step is put together from what its files say.
         faults: what is wrong with it; a checkpoint that is committed has none.
-        files: what is there of it, without what vouches for it.
+        files: those that are there, without the manifest.
         commits: what makes it exist, in the order in which that was written: it goes first.
     """
 
@@ -56,8 +56,8 @@ class Found:
 
     @property
     def state(self) -> str:
-        """``'committed'`` or ``'torn'``."""
-        return "torn" if self.faults else "committed"
+        """``'committed'`` or ``'incomplete'``."""
+        return "incomplete" if self.faults else "committed"
 
     @property
     def committed(self) -> Manifest | None:
@@ -132,13 +132,13 @@ def vouched_from_above(place: Place) -> Callable[[Found], bool]:
             try:
                 files = () if data is None else Manifest.from_json(data, records.uri(path)).files
             except CheckpointError:
-                return lambda _: True  # nobody knows what it vouches for
+                return lambda _: True  # it is unknown which files it lists
             taken |= {file.path.removeprefix(prefix) for file in files if file.path.startswith(prefix)}
     return lambda found: any(file.path in taken for file in found.files)
 
 
 def survey(place: Place) -> list[Found]:
-    """The checkpoints in ``place`` and in the folders in it, oldest first; what no manifest vouches for comes last.
+    """The checkpoints in ``place`` and in the folders in it, oldest first; what has no manifest comes last.
 
     What is no checkpoint by its name or by its files is left out.
 
@@ -170,7 +170,7 @@ def _age(one: Found) -> tuple[bool, tuple[int, int, int, str], str]:
     return one.manifest is None, (0, 0, 0, "") if one.manifest is None else one.manifest.order, one.name
 
 
-# ── what vouches for itself ──────────────────────────────────────────────────────────────────────────────────────────
+# ── checkpoints with metadata of their own ───────────────────────────────────────────────────────────────────────────
 def _of_manifest(place: Place, path: str, data: bytes, files: Mapping[str, StoredFile]) -> Found:
     match = _MANIFEST.fullmatch(path)
     assert match is not None
@@ -255,7 +255,7 @@ def _unfinished_step(path: str, files: Mapping[str, StoredFile]) -> str | None:
     return folder if is_one else None
 
 
-# ── what nothing vouches for ─────────────────────────────────────────────────────────────────────────────────────────
+# ── files without a manifest ─────────────────────────────────────────────────────────────────────────────────────────
 def _unlisted(files: Mapping[str, StoredFile], taken: set[str]) -> list[Found]:
     """Directories with the files of sharded checkpoints in them, and files that are called as checkpoints are."""
     directories: set[str] = set()
@@ -279,7 +279,7 @@ def _torn(name: str, kind: str, files: Mapping[str, StoredFile], commits: tuple[
 
 
 def _below(files: Mapping[str, StoredFile], name: str) -> tuple[StoredFile, ...]:
-    """The file ``name``, or those in the directory of that name; without what vouches for them."""
+    """The file ``name``, or those in the directory of that name, without the manifest."""
     prefix = f"{name}/"
     return tuple(
         file

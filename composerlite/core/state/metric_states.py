@@ -36,8 +36,8 @@ def load_metric_states(
 ) -> None:
     """Restore ``metrics`` from what all ranks of the saved run had.
 
-    On as many ranks each gets its own back. On another number, what they have together is as it was: what is added up
-    or collected goes to rank 0.
+    On the same number of ranks each gets its own back. On another number, their total is
+    as it was: what is added up or collected goes to rank 0.
 
     Args:
         metrics: of this rank.

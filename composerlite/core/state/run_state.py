@@ -89,7 +89,7 @@ class RunState:
         dataloader, dataloader_label, dataloader_len: the loader in use now.
         data_position: gives ``dataset_state`` while training; set by the training loop.
         device_train_microbatch_size: samples per forward pass; ``None`` for a whole batch.
-        parallelism: how the model is spread over ranks; ``None`` for a whole copy on each.
+        parallelism: how the model is sharded over ranks; ``None`` for a replica on each rank.
         deepspeed_config: what DeepSpeed is told, which trains the model; ``None`` without it.
         deepspeed: what DeepSpeed saves and loads, once it has the model. Else ``None``.
         piggyback: numbers that are added up over the ranks in each batch.
@@ -333,7 +333,7 @@ class RunState:
     # ── data ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def dataloader_len(self) -> Time | None:
-        """Batches per pass over :attr:`dataloader`; ``None`` where it has no length."""
+        """Batches of one iteration of :attr:`dataloader`; ``None`` where it has no length."""
         return None if self._dataloader_len is None else Time.from_batch(self._dataloader_len)
 
     def set_dataloader(

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and stay after a power cut."""
+"""Files that appear atomically, and survive a power cut."""
 
 from __future__ import annotations
 

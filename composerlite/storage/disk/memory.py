@@ -76,7 +76,7 @@ class HostMemory:
         """Have the system provide all pages now: the first use of memory is what costs most.
 
         Other threads run meanwhile; :meth:`close` in one of them ends it early. What was in the memory may be lost.
-        It goes on only while ``go`` is set.
+        It continues only while ``go`` is set.
         """
         for offset in range(0, self.size_bytes, _FAULT_BYTES):
             if go is not None:
@@ -237,7 +237,7 @@ def _cached_files(group: Path, name: str) -> int:
 
 @final
 class Copying:
-    """Copies that go on in other threads: see :meth:`Copier.start`.
+    """Copies that continue in other threads: see :meth:`Copier.start`.
 
     Args:
         steps: functions to call and what with, each in one of the threads.
@@ -317,7 +317,7 @@ def _cut(jobs: Iterable[Job]) -> tuple[list[Step], list[Step]]:
 class Copier:
     """Copies memory with the help of threads of its own, which wait for the next copies.
 
-    Pieces are dealt out one by one: a thread that is held up by another program takes fewer of them.
+    Pieces are handed out one by one: a thread that is held up by another program takes fewer of them.
     """
 
     def __init__(self) -> None:

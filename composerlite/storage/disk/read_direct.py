@@ -59,7 +59,7 @@ def far_lead(loaders: int) -> Lead:
 
 
 class _Block(NamedTuple):
-    """A part of the file that is in memory: which block of it, and the digest of the chunk that it goes on with."""
+    """A part of the file in memory: the number of its block, and the digest of the chunk that it continues."""
 
     number: int
     data: memoryview
@@ -91,7 +91,7 @@ class DirectWork(Work):
         self._all = units
         self._block_bytes = lead.block_bytes
         self._room_bytes = lead.block_bytes + 2 * _ALIGNMENT
-        # A chunk that goes on in another block is digested block by block: by one thread, in the order of its loading.
+        # A chunk in more than one block is digested block by block: by one thread, in the order of its loading.
         chunk_bytes = file.chunk_bytes
         self._any_order = (
             not chunk_bytes or lead.block_bytes % chunk_bytes == 0 or (chunk_bytes <= UNIT_BYTES <= lead.block_bytes)

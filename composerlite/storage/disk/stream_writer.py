@@ -50,7 +50,7 @@ class StreamWriter:
     The windows are those of a ring, which bounds the memory, or of a memory that has room for the whole file. All is
     digested on its way. Blocks are written with O_DIRECT where the file system takes it, else through the page cache;
     which one is found by trying. A small file is written through the page cache by the caller. So is, past it, one
-    that is in ``memory`` where there are two cores: what is in memory already is written behind training, which would
+    that is in ``memory`` where there are two cores: what is in memory already is written in the background, which would
     lose more to three threads than the file is durable sooner. Used as a context manager: leaving the block without
     :meth:`finish` ends the threads and closes the file.
 

@@ -269,7 +269,7 @@ def _new_client(config: dict[str, Any], path: Path, endpoint_url: str | None, ti
 
 @contextlib.contextmanager
 def _suppressed(*codes: str) -> Generator[None]:
-    """Pass over answers of the service with one of ``codes``."""
+    """Suppress errors of the service with one of ``codes``."""
     try:
         yield
     except sdk.ServiceError as e:

@@ -5,7 +5,7 @@ loader; :func:`position_in` chooses (``docs/adr/0001-data-position.md`` says why
 
 * a plain ``DataLoader`` over a map-style data set: :class:`IndexedPosition` puts the generators where they were when
   the epoch began, draws the same indices, and skips those already seen without loading them;
-* the same on several ranks: :class:`DealtPosition` gives each rank its share of the samples, and can go on with another
+* the same on several ranks: :class:`DealtPosition` gives each rank its share of the samples, and resumes with another
   number of ranks (``docs/adr/0016-data-over-ranks.md``);
 * a loader with ``state_dict`` and ``load_state_dict``, or over a streaming data set: :class:`StatefulPosition` lets it
   restore itself;
@@ -57,11 +57,11 @@ def position_in(
         seed: of rank 0; seeds worker processes.
         timestamp: tells where training stands.
         share: which part of the data is this rank's; by default one for each rank.
-        saved: the position to go on from, as ``state_dict`` of a position gave it.
+        saved: the position to resume from, as ``state_dict`` of a position gave it.
 
     Raises:
         ConfigError: the ranks have different loaders, or one that would give every rank all of the data.
-        IncompatibleCheckpointError: ``saved`` cannot be gone on from with this loader, or with so many ranks.
+        IncompatibleCheckpointError: a run cannot resume from ``saved`` with this loader, or this number of ranks.
     """
     if share is None:
         share = Share(dist.get_global_rank(), dist.get_world_size())
@@ -74,7 +74,7 @@ def position_in(
 
 
 def is_same_data(one: DataSpec, other: DataSpec) -> bool:
-    """Return true if training on ``other`` goes on with the epoch that was begun on ``one``."""
+    """Return true if training on ``other`` continues with the epoch that was begun on ``one``."""
     return one.dataloader is other.dataloader and one.replay_on_resume == other.replay_on_resume
 
 
@@ -87,10 +87,10 @@ def batches_per_epoch(spec: DataSpec, share: Share, *, subset: int) -> int:
         return subset
     loader: Any = spec.dataloader
     try:
-        dealt = len(GlobalSampler(loader, share))
+        batches = len(GlobalSampler(loader, share))
     except (TypeError, NotImplementedError):  # a sampler without a length
         return subset
-    return dealt if subset < 0 else min(subset, dealt)
+    return batches if subset < 0 else min(subset, batches)
 
 
 @final
@@ -176,5 +176,5 @@ def _check_loaders_agree(spec: DataSpec, share: Share) -> None:
         raise ConfigError(
             f"train_dataloader: each of {share.world_size} ranks would train on all samples of this {text}. Give it "
             "sampler=composerlite.utils.dist.get_sampler(dataset, shuffle=…), or use a plain DataLoader, which the "
-            "trainer deals out by itself."
+            "trainer partitions by itself."
         )

@@ -73,7 +73,7 @@ class IndexedPosition(RewindingPosition):
                 raise IncompatibleCheckpointError(
                     "the data loader gives another order of samples than in the interrupted run (epoch "
                     f"{self._number}, first {skip} batches). The data set, batch size or sampler has changed, or it "
-                    "draws from a generator that is shared with training: give it a generator of its own. To go on "
+                    "draws from a generator that is shared with training: give it a generator of its own. To continue "
                     "regardless, pass spin_dataloaders=False."
                 )
         return batches
@@ -93,7 +93,7 @@ _REMEMBERED = 64  # batches that were given and are perhaps not yet trained on
 class DealtPosition(DataPosition):
     """Every rank draws the same order of samples and loads its share of each global batch.
 
-    What is saved is how much of the order is done: the rest can be dealt to another number of ranks, in batches of
+    The position in the order is saved: the rest can be partitioned among another number of ranks, in batches of
     another size. The samplers draw from generators that are the same on every rank and that training does not draw
     from: they start where those of rank 0 stand when the first epoch begins, so that the order is that of one process.
 
@@ -147,7 +147,7 @@ class DealtPosition(DataPosition):
             raise IncompatibleCheckpointError(
                 "the data loader gives another order of samples than in the interrupted run (epoch "
                 f"{number}, first {done} {self._unit}). The data set or sampler has changed, or it draws from "
-                "something that is not in the checkpoint. To go on regardless, pass spin_dataloaders=False."
+                "something that is not in the checkpoint. To continue regardless, pass spin_dataloaders=False."
             )
         self._begun_at = int(self._timestamp().batch_in_epoch)
         self._given = 0

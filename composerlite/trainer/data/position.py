@@ -167,7 +167,7 @@ class DataPosition(ABC):
         return False
 
     def close(self) -> None:
-        """Let go of what iterates over the loader. Persistent workers end at once; garbage collection would wait."""
+        """Release what iterates over the loader. Persistent workers end at once; garbage collection would wait."""
 
     @abstractmethod
     def _own_state(self) -> StateDict:
@@ -215,9 +215,9 @@ class DataPosition(ABC):
         if before != now:
             raise IncompatibleCheckpointError(
                 f"the data were shared out to {before} ranks by the {type(self._loader).__name__} itself, and this run "
-                f"has {now}: nobody but that loader could tell what is still to be seen. Resume with as many ranks; or "
-                "start the epoch's data afresh with spin_dataloaders=False. A DataLoader over a map-style data set can "
-                "be resumed with any number of ranks."
+                f"has {now}: nobody but that loader could tell what is still to be seen. Resume with the same "
+                "number of ranks; or start the epoch's data afresh with spin_dataloaders=False. A DataLoader over a "
+                "map-style data set can be resumed with any number of ranks."
             )
         for state in states:
             if state["share"][0] == self._share.rank:

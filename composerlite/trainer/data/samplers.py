@@ -395,7 +395,7 @@ def _undivided(sampler: DistributedSampler[Any], share: Share) -> DistributedSam
         raise ConfigError(
             f"DistributedSampler(num_replicas={sampler.num_replicas}, rank={sampler.rank}) on rank {share.rank} of the "
             f"{share.world_size} that share the data: want these two numbers. Without a DistributedSampler the trainer "
-            "deals the samples itself."
+            "partitions the samples itself."
         )
     return DistributedSampler(sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed)
 
@@ -409,7 +409,7 @@ def _one_of(batch: Any) -> Any:
 
 
 def _digest(previous: int, order: list[Any], counts_samples: bool) -> int:
-    """The digest of an order goes on over the next of it: the same in however many pieces it is drawn."""
+    """Extend the digest of an order by its next part: the same in however many pieces it is drawn."""
     if counts_samples:
         return zlib.crc32(_as_bytes(order), previous)
     for batch in order:

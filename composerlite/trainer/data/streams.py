@@ -33,7 +33,7 @@ def has_persistent_workers(loader: Any) -> bool:
 
 @final
 class PersistentWorkers:
-    """Passes over a loader whose workers persist, each of which is a function of (seed, epoch).
+    """Epochs of a loader whose workers persist, each of which is a function of (seed, epoch).
 
     A worker's generators have a history, which a resume does not repeat: here they are seeded when an epoch begins. And
     the loader draws the seed that its workers start with from a generator apart, since nobody else knows when they do.
@@ -190,7 +190,7 @@ class StatefulPosition(_StreamPosition):
         super().load_state_dict(state_dict)
 
     def epoch(self, number: int, skip: int) -> Iterator[Batch]:
-        """See :meth:`DataPosition.epoch`. A process that left the epoch in its middle goes on with the same pass."""
+        """See :meth:`DataPosition.epoch`. A process that left the epoch in its middle continues with the same pass."""
         if not skip or self._restored is not None or self._pass is None:
             self._pass = _Pass(super().epoch(number, skip), skip)
         return self._pass.after(skip)
@@ -217,7 +217,7 @@ class StatefulPosition(_StreamPosition):
         self._stateful.load_state_dict(restored["loader"])
         if skip:
             batches = self._begin()
-            # It may draw from a generator of the user's again or not; the next epoch goes on from where that stood.
+            # It may draw from a generator of the user's again or not; the next epoch resumes from where that stood.
             self._set_generators(restored.get("generators_now", restored["generators"]))
             return _without_drawing_a_seed(self._loader, batches)
         # Some loaders restore the epoch that is over when they are asked for their state, and draw for it once more.
@@ -258,7 +258,7 @@ class StatefulPosition(_StreamPosition):
 
 @final
 class _Pass:
-    """One pass over a loader that cannot be begun again in its middle, for training to come back to."""
+    """One iteration of a loader that cannot be begun again in its middle, for training to come back to."""
 
     def __init__(self, batches: Iterator[Batch], given: int) -> None:
         self._batches = batches

@@ -198,7 +198,7 @@ class Membership:
         self._is_member = True
 
     def stay(self) -> None:
-        """Keep the connection until the process ends: tensors that are spread over ranks need it to be read."""
+        """Keep the connection until the process ends: tensors that are sharded over ranks need it to be read."""
         if Membership._connected_here:
             Membership._connected_here = False
             atexit.register(dist.finalize_dist)

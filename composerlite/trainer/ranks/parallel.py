@@ -1,4 +1,4 @@
-"""Training of one model by several ranks: whole copies (DDP), shards (FSDP2, HSDP), split layers (TP), or all of these.
+"""Training of one model by several ranks: replicas (DDP), shards (FSDP2, HSDP), split layers (TP), or all of these.
 
 ``state.model`` stays the user's module in all of them. DDP is a wrapper that only this module and the training step
 know; sharding changes the module in place, after which its parameters are DTensors.
@@ -95,7 +95,7 @@ class Parallel:
         """Make the model the same on all ranks."""
 
     def after_evaluation(self, model: nn.Module) -> None:
-        """Let go of what forward passes without a backward pass have left."""
+        """Release what forward passes without a backward pass have left."""
 
     def give_up(self) -> None:
         """This rank failed and trains no more: hold nothing on which others could wait for it."""
@@ -106,7 +106,7 @@ class Parallel:
 
 @final
 class Replicated(Parallel):
-    """A whole copy on every rank, whose gradients are averaged.
+    """A replica on every rank, whose gradients are averaged.
 
     All ranks begin with the parameters and buffers of rank 0. Before each forward pass they get its buffers.
 

@@ -1,4 +1,4 @@
-"""Training with DeepSpeed's ZeRO: optimizer state, gradients and, in stage 3, weights are spread over the ranks.
+"""Training with DeepSpeed's ZeRO: optimizer state, gradients and, in stage 3, weights are sharded over the ranks.
 
 DeepSpeed's engine owns the backward pass and the optimizer's step; all else stays with the trainer. What the engine
 would write to files and read from them goes through a :class:`_Shelf`, so that its checkpoints are written, verified
@@ -198,7 +198,7 @@ class ZeRO(Parallel):
         except (AssertionError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, IndexError) as e:
             raise IncompatibleCheckpointError(
                 f"{source} was saved by another number of ranks, and DeepSpeed cannot convert it: {e!r} (it converts "
-                "what Adam and AdamW keep). Load it with as many ranks as saved it, or its weights alone: "
+                "what Adam and AdamW keep). Load it with the number of ranks that saved it, or its weights alone: "
                 "load_weights_only=True."
             ) from e
 
@@ -266,7 +266,7 @@ class ZeRO(Parallel):
             self._engine.checkpoint_engine = before
 
     def close(self) -> None:
-        """Let go of the engine: what it has started must not outlive the process group."""
+        """Release the engine: what it has started must not outlive the process group."""
         self._finalizer()
         self._engine = None
 

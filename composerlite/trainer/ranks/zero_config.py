@@ -52,7 +52,7 @@ def read_config(value: DeepSpeedConfig | None) -> dict[str, Any] | None:
     if isinstance(stage, bool) or stage not in _STAGES:
         raise ConfigError(
             f"deepspeed_config['zero_optimization']={zero!r}: want {{'stage': 1}}, 2 or 3. Without ZeRO nothing of the "
-            "training is spread over ranks: leave deepspeed_config out, and each has a whole copy."
+            "training is sharded over ranks: leave deepspeed_config out, and each rank has a replica."
         )
     for section, argument in _OWN_SECTIONS.items():
         if config.get(section) not in (None, {}) and not _is_off(config[section]):
