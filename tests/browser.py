@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Shown", "open_page"]
+__all__ = ["QUIET", "Shown", "browser_program", "open_page"]
 
 SECONDS = 120
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _CONSOLE = re.compile(r"CONSOLE[(:]\d+[)\]] ?(.*)")
 _OWN = re.compile(r"^(https?://)?([\w-]+\.)*(google|googleapis|gstatic|gvt1)\.com[:/]")
 """What the browser asks for itself, whatever it shows: is there a newer one, what time is it."""
-_QUIET = (
+QUIET = (
     "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars --no-first-run --disable-sync "
     "--disable-background-networking --disable-component-update --disable-default-apps --disable-extensions "
     "--disable-domain-reliability --disable-client-side-phishing-detection --metrics-recording-only --mute-audio"
@@ -41,7 +41,7 @@ class Shown:
 
 def open_page(page: Path, folder: Path, *, size: tuple[int, int] = (1100, 2400), flags: Sequence[str] = ()) -> Shown:
     """Show ``page`` in a new browser that gets everything through a server of ours; files go to ``folder``."""
-    program = _program()
+    program = browser_program()
     requests: list[str] = []
     server = _Server(page.read_bytes(), requests)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
@@ -51,7 +51,7 @@ def open_page(page: Path, folder: Path, *, size: tuple[int, int] = (1100, 2400),
         done = subprocess.run(
             [
                 program,
-                *_QUIET.split(),
+                *QUIET.split(),
                 f"--user-data-dir={folder / 'profile'}",
                 f"--proxy-server=127.0.0.1:{server.server_port}",
                 f"--window-size={size[0]},{size[1]}",
@@ -75,12 +75,12 @@ def open_page(page: Path, folder: Path, *, size: tuple[int, int] = (1100, 2400),
     return Shown(done.stdout, picture, _CONSOLE.findall(done.stderr), asked)
 
 
-def _program() -> str:
+def browser_program() -> str:
     """The browser: what ``CHROME`` names, or what is installed. Without one the test is skipped."""
     found = [os.environ.get("CHROME"), *map(shutil.which, _NAMES)]
     program = next((path for path in found if path), None)
     if program is None:
-        pytest.skip("there is no Chromium: install one, or name one in CHROME, to see the page of a report tested")
+        pytest.skip("there is no Chromium: install one, or name one in CHROME, to see pages tested")
     return program
 
 
