@@ -1,4 +1,4 @@
-"""The command line: ``composerlite train`` and ``composerlite checkpoint …``. Only what a command needs is imported."""
+"""The command line: ``composerlite train``, ``eval``, ``checkpoint …``. Only what a command needs is imported."""
 
 from composerlite.cli.app import main
 

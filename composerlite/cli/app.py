@@ -13,6 +13,7 @@ import click
 
 from composerlite.cli.conversion import convert, unshard
 from composerlite.cli.copies import cp, pull, push
+from composerlite.cli.evaluation import evaluate, predict
 from composerlite.cli.inspection import diff, inspect
 from composerlite.cli.listing import latest, ls, verify
 from composerlite.cli.output import one_line_errors, print_json, readable_errors
@@ -110,6 +111,10 @@ def _train(description: RunConfig) -> None:
         trainer.fit()
     if trainer.state.rank == 0:
         click.echo(trainer.result)
+
+
+app.add_command(evaluate)
+app.add_command(predict)
 
 
 # ── config and report ────────────────────────────────────────────────────────────────────────────────────────────────

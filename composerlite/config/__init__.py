@@ -5,8 +5,8 @@ Importing this package and reading a file do not import torch.
 """
 
 from composerlite.config.build import build_trainer
-from composerlite.config.loading import load_config
+from composerlite.config.loading import load_config, load_kept
 from composerlite.config.reference import json_schema, reference_page
 from composerlite.config.schema import RunConfig
 
-__all__ = ["RunConfig", "build_trainer", "json_schema", "load_config", "reference_page"]
+__all__ = ["RunConfig", "build_trainer", "json_schema", "load_config", "load_kept", "reference_page"]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composerlite.config.loading import kept_config
 from composerlite.config.origin import Origin, YamlPath, dotted
 from composerlite.config.registry import Family, find, import_attribute
 from composerlite.config.schema import Component, Loader, RunConfig
@@ -42,22 +43,31 @@ def _flat(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         yield from _flat(inner, (*path, str(key)))
 
 
-def build_trainer(config: RunConfig) -> Trainer:
-    """The Trainer that ``config`` describes, ready to ``fit``.
+def build_trainer(config: RunConfig, *, evaluates: str | None = None) -> Trainer:
+    """The Trainer that ``config`` describes, ready to ``fit``. Its checkpoints keep ``config``.
 
     Every name and every argument is checked before the first object is built. ``seed`` is set before the model is
     built, so that its first weights are the same each time. The folders of the YAML files and the current directory
     are put first on ``sys.path`` and stay there.
 
+    Args:
+        config: the run.
+        evaluates: a checkpoint. The trainer is for ``eval`` and ``predict`` alone, with the weights in it and what the
+            algorithms need to evaluate them, such as an average. It has neither training data nor callbacks, loggers
+            and checkpoints.
+
     Raises:
         ConfigError: a name, an argument or a value is wrong; the message names its place in the YAML.
+        CheckpointError: the checkpoint to evaluate, or that of ``load_path``, cannot be loaded.
     """
+    if evaluates is not None:
+        config = _for_evaluation(config, evaluates)
     origin = config.origin
     for folder in (Path.cwd(), *(file.parent.resolve() for file in reversed(origin.files))):
         _make_importable(folder)
 
     make_model = find(config.model, None, origin)
-    make_train_loader = _find_loader(config.train_loader, origin)
+    make_train_loader = _find_loader(config.train_loader, origin) if evaluates is None else lambda: None
     make_eval_loaders = [_find_loader(evaluation.loader, origin) for evaluation in config.eval_loaders]
     make_optimizer = None if config.optimizer is None else find(config.optimizer, "optimizer", origin, positional=1)
     make_schedulers = _find_all([] if config.scheduler is None else [config.scheduler], "scheduler", origin)
@@ -92,7 +102,33 @@ def build_trainer(config: RunConfig) -> Trainer:
     )
     if config.trainer.auto_log_hparams:  # all of the configuration, and with the environment's secrets left out
         trainer.logger.log_hyperparameters(hyperparameters(config))
+    trainer.state.settings = {**trainer.state.settings, "config": kept_config(config)}
     return trainer
+
+
+def _for_evaluation(config: RunConfig, checkpoint: str) -> RunConfig:
+    """``config`` with what trains and saves taken out, and the weights of ``checkpoint``."""
+    from composerlite.checkpoint.record.contents import WEIGHTS_ONLY
+
+    def leave_out_training(contents: dict[str, Any]) -> None:
+        for key in contents["state"].keys() - {*WEIGHTS_ONLY, "timestamp"}:
+            del contents["state"][key]
+
+    nothing = {
+        field.name: field.default
+        for field in dataclasses.fields(config.trainer)
+        if field.name.startswith(("save_", "autoresume"))
+    }
+    of_deepspeed = config.trainer.deepspeed_config is not None  # its files have what is left out, too
+    trainer = dataclasses.replace(
+        config.trainer,
+        **nothing,
+        load_path=checkpoint,
+        load_weights_only=of_deepspeed,
+        load_ignore_keys=None if of_deepspeed else leave_out_training,
+    )
+    stands_by = Component("decoupled_sgdw", {"lr": 0.1}, ("optimizer",))  # a Trainer has one: it holds no state
+    return dataclasses.replace(config, optimizer=stands_by, scheduler=None, callbacks=[], loggers=[], trainer=trainer)
 
 
 def _make_importable(folder: Path) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
 
-__all__ = ["load_config"]
+__all__ = ["kept_config", "load_config", "load_kept"]
 
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\b")
 _NOBODY = "${composerlite.unknown"
@@ -39,10 +39,41 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     given = [_parsed(override) for override in overrides]
     document, files, choices = compose(Path(file), given)
+    return _loaded(document, files, [override for override in given if override not in choices])
+
+
+def kept_config(config: RunConfig) -> dict[str, Any]:
+    """``config`` as the checkpoints of its run keep it, in plain values: what :func:`load_kept` reads.
+
+    What depends on the environment is as the file writes it.
+    """
+    return {"yaml": config.resolved, "files": [str(file.resolve()) for file in config.origin.files]}
+
+
+def load_kept(kept: Any, overrides: Sequence[str] = ()) -> RunConfig | None:
+    """Return the run that :func:`kept_config` described, with ``overrides`` applied; ``None`` if ``kept`` is none.
+
+    It comes from whoever made the checkpoint, and building it runs the code that it names.
+
+    Raises:
+        ConfigError: as :func:`load_config`.
+    """
+    from omegaconf import DictConfig, OmegaConf
+
+    match kept:
+        case {"yaml": str(text), "files": [str(), *_] as files}:
+            values = OmegaConf.create(text)
+        case _:
+            return None
+    if not isinstance(values, DictConfig):
+        return None
+    return _loaded(Document(values, {}), [Path(f"{file}") for file in files], [_parsed(text) for text in overrides])
+
+
+def _loaded(document: Document, files: Sequence[Path], overrides: Sequence[Override]) -> RunConfig:
     set_by: dict[YamlPath, str] = {}
-    for override in given:
-        if override not in choices:
-            set_by |= _applied(override, document)
+    for override in overrides:
+        set_by |= _applied(override, document)
     origin = Origin(files, document.places, set_by, {})
     resolved = _resolved(document.values, origin)
     return parse(resolved, dataclasses.replace(origin, written=_from_environment(document.values)))

@@ -13,7 +13,7 @@ from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.load.resolve import fetched
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.place import Place
-from composerlite.checkpoint.tools.inspecting import model_directory
+from composerlite.checkpoint.tools.inspecting import contents_of, model_directory
 from composerlite.checkpoint.tools.pointing import pointed
 from composerlite.checkpoint.tools.surveying import Found
 from composerlite.devices import rng
@@ -25,7 +25,7 @@ from composerlite.errors import (
 from composerlite.storage import is_uri, parse_uri
 from composerlite.types import StateDict
 
-__all__ = ["model_and_integrations", "weights_of", "whole_contents"]
+__all__ = ["metadata_of", "model_and_integrations", "weights_of", "whole_contents"]
 
 _MODELS = ("model.", "state.model.")
 
@@ -64,6 +64,20 @@ def model_and_integrations(text: str) -> StateDict:
         keys = (*_MODELS, "state.integrations.")
         contents = _read(target.place, target.the_one(whole=True), keys, _model_and_integrations_in)
     return contents if isinstance(contents, dict) and "state" in contents else {"state": {"model": contents}}
+
+
+def metadata_of(place: Place, found: Found) -> StateDict:
+    """What the checkpoint of a run says of itself, ``state/metadata``; no tensor is read. Empty: it says nothing.
+
+    Archives of DeepSpeed are not looked into.
+    """
+    if found.kind == "deepspeed":
+        return {}
+    directory = model_directory(place, found)
+    contents: Any = contents_of(place, found) if directory is None else _directory(directory, ("state.metadata.",))
+    for key in ("state", "metadata"):
+        contents = cast("Mapping[Any, Any]", contents).get(key) if isinstance(contents, Mapping) else None
+    return cast("StateDict", contents) if isinstance(contents, dict) else {}
 
 
 def _read(place: Place, found: Found, keys: tuple[str, ...], part: Callable[[Any], Any]) -> Any:

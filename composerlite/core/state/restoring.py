@@ -23,6 +23,9 @@ from composerlite.types import StateDict
 __all__ = ["Integrated", "StateLoader", "rebuilt"]
 
 log = logging.getLogger(__name__)
+
+_EVALUATED = {"model", "integrations", "metadata", "algorithms", "timestamp"}
+"""What evaluation needs of a checkpoint: the weights, their averages and their moment."""
 T = TypeVar("T")
 
 
@@ -132,6 +135,11 @@ class StateLoader:
         with self._restoring("train_metrics"):
             self._load_metrics()
 
+    @property
+    def _has_training(self) -> bool:
+        """Whether there is more than what evaluation needs: what is lacking then is missed."""
+        return not self.contents.keys() <= _EVALUATED
+
     # ── the parts ────────────────────────────────────────────────────────────────────────────────────────────────
     def _distributed_parts(self) -> StateDict:
         """New tensors for those of algorithms and callbacks that are distributed over ranks."""
@@ -153,7 +161,7 @@ class StateLoader:
         if problems := self._kind_problems():
             raise IncompatibleCheckpointError("\n".join(problems))
         if "optimizers" not in self.contents:
-            if self.state.optimizers:
+            if self.state.optimizers and self._has_training:
                 log.warning("%s holds no optimizer state: the optimizer starts fresh", self.source)
             return
         for name, optimizer in by_class(self.state.optimizers).items():
@@ -229,7 +237,8 @@ class StateLoader:
         load_metric_states(state.train_metrics, contents.get("train_metrics") or {}, **ranks)
         for label, saved in (contents.get("eval_metrics") or {}).items():
             load_metric_states(state.eval_metrics.get(label, {}), saved, **ranks)
-        if state.train_metrics and int(state.timestamp.batch_in_epoch) and not contents.get("train_metrics"):
+        in_epoch = int(state.timestamp.batch_in_epoch) > 0 and self._has_training
+        if state.train_metrics and in_epoch and not contents.get("train_metrics"):
             log.warning(
                 "train metrics were not saved (save_metrics=False): those of this epoch count from the resume on"
             )
@@ -288,7 +297,7 @@ class StateLoader:
         None for objects named in ``may_lack``, which need no saved state.
         """
         if part not in contents:
-            if own:
+            if own and self._has_training:
                 log.warning("%s holds no %s: not restored: %s", self.source, part, ", ".join(own))
             return
         saved = contents[part]

@@ -1,0 +1,299 @@
+"""``composerlite eval`` and ``predict``: the weights of a checkpoint on the data that a run's YAML file names.
+
+Nothing is trained, saved or deleted, and no file of the run is changed. torch is imported when they are run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+import click
+
+from composerlite.cli import options
+from composerlite.cli.output import print_json, readable_errors
+from composerlite.errors import CheckpointNotFoundError, ConfigError
+
+if TYPE_CHECKING:
+    from composerlite.checkpoint import Manifest
+    from composerlite.config import RunConfig
+    from composerlite.core import Evaluator
+    from composerlite.trainer import Trainer
+
+__all__ = ["evaluate", "predict"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _of_a_run(command: F) -> F:
+    """Give ``command`` the arguments that say what is evaluated."""
+    for argument in (
+        click.option("--traceback", is_flag=True, help="Show where in the code an error was raised."),
+        click.option(
+            "--trust-config",
+            is_flag=True,
+            help="Use the configuration that CHECKPOINT keeps. Whatever code it names is run.",
+        ),
+        click.option(
+            "--checkpoint",
+            metavar="PLACE",
+            help="The weights: a checkpoint, or a folder or URI of such, of which it is the newest good one. Without "
+            "it, the newest good one in the save_folder of CONFIG, of its run_name if it has one.",
+        ),
+        click.argument(
+            "overrides", metavar="[KEY=VALUE]...", nargs=-1, help="Values that replace those of the configuration."
+        ),
+        click.argument(
+            "source",
+            metavar="CONFIG|CHECKPOINT",
+            help="The YAML file of a run; or a checkpoint of 'composerlite train', or a folder or URI of such, which "
+            "keeps its configuration.",
+        ),
+    ):
+        command = argument(command)
+    return command
+
+
+@click.command("eval")
+@_of_a_run
+@options.as_json
+def evaluate(
+    source: str, overrides: Sequence[str], checkpoint: str | None, trust_config: bool, traceback: bool, as_json: bool
+) -> None:
+    """Evaluate a checkpoint on each eval_loader of its run.
+
+    Prints a line for each, with the loss and all metrics. Nothing is trained or saved.
+
+    Exit status: 0; 2 if the configuration or the command is wrong; 1 if anything else is.
+    """
+    with readable_errors(traceback=traceback):
+        chosen = _chosen(source, overrides, checkpoint, trust_config)
+        with _trainer(chosen) as trainer:
+            from composerlite.core import metric_values
+
+            trainer.eval()
+            state = trainer.state
+            values = {one.label: metric_values(state.eval_metrics[one.label]) for one in state.evaluators}
+        if state.rank == 0 and as_json:
+            print_json({**chosen.described(), "metrics": values})
+        elif state.rank == 0:
+            from composerlite.loggers.values import shown
+
+            for label, measured in values.items():
+                parts = shown({f"metrics/{label}/{name}": value for name, value in measured.items()})
+                click.echo(f"{label}: {', '.join(parts)}")
+
+
+@click.command()
+@_of_a_run
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    required=True,
+    help="The file to write, which must not be there: a list of the outputs of each batch, for torch.load. "
+    "With several ranks a name with {rank}, and each writes the outputs of its part of the data.",
+)
+@click.option("--data", metavar="LABEL", help="The eval_loader of this label, where there are several.")
+def predict(
+    source: str,
+    overrides: Sequence[str],
+    checkpoint: str | None,
+    trust_config: bool,
+    traceback: bool,
+    output: str,
+    data: str | None,
+) -> None:
+    """Write what the model of a checkpoint gives for each batch of an eval_loader of its run.
+
+    Nothing is trained or saved. The outputs are in memory until they are written.
+
+    Exit status: 0; 2 if the configuration or the command is wrong; 1 if anything else is.
+    """
+    with readable_errors(traceback=traceback):
+        path = _path_to_write(output)
+        chosen = _chosen(source, overrides, checkpoint, trust_config)
+        label = _label(chosen.config, data)
+        with _trainer(chosen) as trainer:
+            evaluator: Evaluator = next(one for one in trainer.state.evaluators if one.label == label)
+            limit = evaluator.subset_num_batches
+            outputs = trainer.predict(evaluator.dataloader, -1 if limit is None else limit)
+            _write(outputs, path)
+        click.echo(f"wrote {path}")
+
+
+# ── what is evaluated ────────────────────────────────────────────────────────────────────────────────────────────────
+class _Chosen(NamedTuple):
+    """A run, and the checkpoint of it that is evaluated."""
+
+    config: RunConfig
+    checkpoint: str
+    manifest: Manifest | None
+
+    def described(self) -> dict[str, Any]:
+        """The checkpoint as JSON has it. What is not known is ``null``."""
+        time = {} if self.manifest is None else self.manifest.timestamp
+        name = None if self.manifest is None else self.manifest.run_name
+        return {"checkpoint": self.checkpoint, "run_name": name, "epoch": time.get("epoch"), "batch": time.get("batch")}
+
+
+def _chosen(source: str, overrides: Sequence[str], checkpoint: str | None, trust_config: bool) -> _Chosen:
+    from composerlite.config import load_config
+
+    if checkpoint is not None or source.lower().endswith((".yaml", ".yml")):
+        config = load_config(source, overrides)
+        if ("load_path",) in config.origin.overrides:
+            path = config.trainer.load_path
+            raise ConfigError(f"load_path={path!r} is what training begins with. Want --checkpoint {path}.")
+        chosen = _Chosen(config, *_of_config(config) if checkpoint is None else _found(checkpoint)[:2])
+    else:
+        chosen = _keeping(source, overrides, trust_config)
+    if not chosen.config.eval_loaders:
+        raise ConfigError(f"{chosen.config.origin.where()}: there is no eval_loader, and nothing to evaluate on.")
+    return chosen
+
+
+def _of_config(config: RunConfig) -> tuple[str, Manifest | None]:
+    """The newest good checkpoint of the run."""
+    from composerlite.checkpoint.record.naming import format_name_with_dist
+    from composerlite.trainer.build import resolve_run_name
+
+    folder = config.trainer.save_folder
+    if folder is None:
+        raise ConfigError(f"{config.origin.where()}: there is no save_folder. Want --checkpoint PLACE.")
+    name, is_named = resolve_run_name(config.trainer.run_name, autoresume=config.trainer.autoresume)
+    if "{run_name}" in folder and not is_named:
+        raise ConfigError(
+            f"{config.origin.says(('save_folder',), folder)}: nothing says which run is meant. Want run_name=NAME, or "
+            "--checkpoint PLACE."
+        )
+    try:
+        return _found(format_name_with_dist(folder, name), name if is_named else None)[:2]
+    except CheckpointNotFoundError as e:
+        e.add_note("It is the save_folder of the run: --checkpoint PLACE evaluates another checkpoint.")
+        raise
+
+
+def _keeping(source: str, overrides: Sequence[str], trust_config: bool) -> _Chosen:
+    """The checkpoint at ``source`` and the configuration that it keeps."""
+    from composerlite.config import load_kept
+
+    place, manifest, metadata = _found(source, with_metadata=True)
+    settings = metadata.get("settings")
+    kept = cast("Mapping[str, Any]", settings).get("config") if isinstance(settings, Mapping) else None
+    config = load_kept(kept, overrides)
+    way = f"'composerlite eval CONFIG --checkpoint {source}', with the YAML file of the run"
+    if config is None:
+        raise ConfigError(
+            f"{place!r} keeps no configuration that could be read: it is of an earlier version, not of 'composerlite "
+            f"train', or an archive of DeepSpeed. Want {way}."
+        )
+    if not trust_config:
+        raise ConfigError(
+            f"{place!r} keeps the configuration of its run, which names code that would be run, such as "
+            f"{config.model.name!r}. If you trust whoever made the checkpoint, add --trust-config; else want {way}."
+        )
+    return _Chosen(config, place, manifest)
+
+
+def _found(
+    text: str, run_name: str | None = None, *, with_metadata: bool = False
+) -> tuple[str, Manifest | None, Mapping[str, Any]]:
+    """Find the checkpoint at ``text``: the path or URI, the manifest, and what it says of itself if that is wanted.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CorruptCheckpointError: it is torn.
+    """
+    from composerlite.checkpoint.tools.pointing import pointed
+    from composerlite.checkpoint.tools.surveying import newest
+
+    with pointed(text) as target:
+        if target.name is None:
+            listed = [one for one in target.found() if run_name in (None, one.run_name)]
+            found = newest(one for one in listed if one.manifest is None or not one.manifest.not_finite)
+            if found is None:
+                of_run = "" if run_name is None else f" of run {run_name!r}"
+                raise CheckpointNotFoundError(
+                    f"no good checkpoint{of_run} in {text}: 'composerlite checkpoint ls' shows what is there."
+                )
+        else:
+            found = target.the_one(whole=True)
+        metadata: Mapping[str, Any] = {}
+        if with_metadata:
+            from composerlite.checkpoint.tools.whole import metadata_of
+
+            metadata = metadata_of(target.place, found)
+        return target.place.uri(found.name), found.manifest, metadata
+
+
+def _trainer(chosen: _Chosen) -> Trainer:
+    """The trainer with the weights, which says nothing but what is wrong; and the checkpoint, on stderr."""
+    from composerlite.config import build_trainer
+
+    logging.getLogger("composerlite").setLevel(logging.WARNING)
+    trainer = build_trainer(chosen.config, evaluates=chosen.checkpoint)
+    if trainer.state.rank == 0:
+        parts = (
+            f"{name.replace('_name', '')} {value}" for name, value in chosen.described().items() if value is not None
+        )
+        click.echo(", ".join(parts), err=True)
+    return trainer
+
+
+# ── what is written ──────────────────────────────────────────────────────────────────────────────────────────────────
+def _path_to_write(output: str) -> Path:
+    from composerlite import dist
+    from composerlite.checkpoint.record.naming import format_name_with_dist
+
+    if dist.get_world_size() > 1 and "{rank}" not in output:
+        raise ConfigError(
+            f"--output {output}: each rank writes a file. Want a name with {{rank}}: preds-rank{{rank}}.pt."
+        )
+    path = Path(format_name_with_dist(output, ""))
+    if path.exists():
+        raise ConfigError(f"--output {path}: it is there already. Want another name.")
+    return path
+
+
+def _label(config: RunConfig, wanted: str | None) -> str:
+    labels = [one.arguments.label for one in config.eval_loaders]
+    if wanted is None and len(labels) > 1:
+        raise ConfigError(f"there are several eval_loader: {', '.join(labels)}. Want one of them as --data LABEL.")
+    if wanted is not None and wanted not in labels:
+        raise ConfigError(f"--data {wanted}: there is no such eval_loader. Want one of {', '.join(labels)}.")
+    return labels[0] if wanted is None else wanted
+
+
+def _write(outputs: list[Any], path: Path) -> None:
+    import torch
+
+    from composerlite.storage import StagedFile
+
+    plain = _plain(outputs)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with StagedFile(path) as staged:
+        torch.save(plain, staged.file)
+        staged.flush()
+        staged.publish()
+
+
+def _plain(value: Any) -> Any:
+    """``value`` of tensors, numbers and texts in dicts and lists: what torch.load opens without running code."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        is_part = value.untyped_storage().nbytes() > value.numel() * value.element_size()
+        return value.clone() if is_part else value  # a part would be written with the whole
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in cast("Sequence[Any]", value)]
+    raise ConfigError(
+        f"the model gives a {type(value).__qualname__}, and a file has tensors, numbers and texts in dicts and "
+        "lists. Want an eval_forward that returns such, or Trainer.predict in Python."
+    )
