@@ -230,9 +230,11 @@ class CheckpointSaver(Callback):
 
     def _save_if_due(self, state: State, event: Event) -> None:
         due, ephemeral = self._due(state, event)
+        if not (due or ephemeral):
+            return
         is_stop = state.stopped is not None and self._last_says != _says(state) and not self.weights_only
         saved_already = self.last_checkpoint_batch == int(state.timestamp.batch) and not is_stop
-        if (due or ephemeral) and (not saved_already or (due and self._last_was_ephemeral)):
+        if not saved_already or (due and self._last_was_ephemeral):
             self._start(state, ephemeral=ephemeral)
 
     def _due(self, state: State, event: Event) -> tuple[bool, bool]:

@@ -118,15 +118,14 @@ class Engine:
         Raises:
             RuntimeError: the engine is closed.
         """
-        event = Event(event)
+        if type(event) is not Event:
+            event = Event(event)
         if event in _RESOLVE_AT or self._closed:
             self._resolve()
-        if event is Event.INIT:
-            self._run_callbacks(event)
-            return self._run_algorithms(event)
-        traces = self._run_algorithms(event)
-        self._run_callbacks(event)
-        return traces
+        traces = self._run_algorithms(event) if self._algorithms and event is not Event.INIT else _NO_TRACES
+        for handler in self._handlers[event]:
+            handler(self.state, self.logger)
+        return self._run_algorithms(event) if event is Event.INIT else traces
 
     def close(self) -> None:
         """Close every callback, then call their ``post_close``. Safe to call twice.
@@ -173,10 +172,6 @@ class Engine:
 
     def _run_for(self, event: Event, state: State, logger: Logger) -> None:
         self.run_event(event)
-
-    def _run_callbacks(self, event: Event) -> None:
-        for handler in self._handlers[event]:
-            handler(self.state, self.logger)
 
     def _run_algorithms(self, event: Event) -> Traces:
         matched: Sequence[Algorithm] = [a for a in self._algorithms if a.match(event, self.state)]

@@ -435,11 +435,14 @@ class PiggybackCounter:
     def __init__(self, number: Callable[[], int]) -> None:
         self.number = number
         self.reduced = 0
+        self._is_alone: bool | None = None
 
     @property
     def total(self) -> int:
         """Of all ranks, as it was at the last reduction: the same on every rank. In one process: as it is now."""
-        return self.number() if get_world_size() == 1 else self.reduced
+        if self._is_alone is None:  # asked while training, when there is the process group, if there will be one
+            self._is_alone = get_world_size() == 1
+        return self.number() if self._is_alone else self.reduced
 
 
 @final

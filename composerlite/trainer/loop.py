@@ -54,6 +54,7 @@ class Loop:
             samples of all, from the first batch on if that has no tokens. may_stop_asking: whether they know.
         logs: whether any rank logs.
         moves_batches: whether batches go to another device than the CPU.
+        is_alone: whether there is no other rank.
         share: how much the last batch of this rank counts, see :meth:`TrainStep.run`.
     """
 
@@ -69,6 +70,7 @@ class Loop:
     step_schedulers_every_batch: bool
     spin_dataloaders: bool
     data_ranks: int = field(init=False)
+    is_alone: bool = field(init=False)
     moves_batches: bool = field(init=False)
     logs: bool = field(init=False)
     asks: bool = field(init=False, default=True)
@@ -87,6 +89,7 @@ class Loop:
     def __post_init__(self) -> None:
         self.moves_batches = self.state.device.type != "cpu"
         self.data_ranks = self.ranks.share.world_size
+        self.is_alone = self.state.world_size == 1
         communicator = self.ranks.communicator
         self.logs = communicator.any(bool(self.logger.destinations))
         knows = self.position.knows_samples() and self.spec.get_num_samples_in_batch is count_samples
@@ -255,7 +258,7 @@ def _batch(loop: Loop, batch: Batch, clock: int, own: tuple[int, int], counted: 
         now = time.perf_counter_ns() // 1000  # evaluation is not training time; saving a checkpoint is
     if counted.stops:
         state.end_as_stopped()
-    if evaluated or loop.agrees_at_end:
+    if not loop.is_alone and (evaluated or loop.agrees_at_end):
         loop.ranks.communicator.sync_stop(state)  # before a checkpoint, which all save together
     for handler in on[Event.BATCH_CHECKPOINT]:
         handler(state, logger)

@@ -90,8 +90,9 @@ class TrainStep:
             TrainingError: with automatic microbatching, if a single sample does not fit into memory.
         """
         state = self._state
-        self._cuts_alike = are_even and self._cuts_by_samples and not state.algorithms
-        elsewhere = [there for one in algorithms_of(state) if (there := one.perturbed(state)) is not None]
+        algorithms = algorithms_of(state)
+        self._cuts_alike = are_even and self._cuts_by_samples and not algorithms
+        elsewhere = algorithms and [there for one in algorithms if (there := one.perturbed(state)) is not None]
         if elsewhere:
             self._train_elsewhere(samples, share, elsewhere)
         else:
@@ -173,7 +174,7 @@ class TrainStep:
                 torch.cuda.empty_cache()
 
     def _train(self, samples: int, share: float) -> None:
-        state, engine = self._state, self._engine
+        state = self._state
         for optimizer in () if self._parallel.steps_itself else state.optimizers:
             if _zeroes_plainly(optimizer):
                 for group in optimizer.param_groups:
@@ -181,7 +182,8 @@ class TrainStep:
                         parameter.grad = None
             else:
                 optimizer.zero_grad()
-        engine.run_event(Event.BEFORE_TRAIN_BATCH)
+        for handler in self._engine.handlers[Event.BEFORE_TRAIN_BATCH]:
+            handler(state, self._engine.logger)
 
         microbatches = self._microbatches(samples)
         may_stop = state.interruption.may_abandon and state.device_train_microbatch_size is not None
@@ -243,13 +245,14 @@ class TrainStep:
         state.batch = whole
 
     def _finish_gradients(self) -> None:
-        state, engine = self._state, self._engine
+        state = self._state
         if not self._is_alone:
             self._parallel.reduce(state.model)
         if state.scaler is not None:
             for optimizer in state.optimizers:
                 state.scaler.unscale_(optimizer)
-        engine.run_event(Event.AFTER_TRAIN_BATCH)
+        for handler in self._engine.handlers[Event.AFTER_TRAIN_BATCH]:
+            handler(state, self._engine.logger)
 
     def _microbatch(self, weight: float | None, *, last: bool) -> None:
         """Forward, loss and backward on ``state.batch``; ``weight`` is its share of the batch, ``None`` for all."""

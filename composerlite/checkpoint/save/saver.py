@@ -338,7 +338,7 @@ class Saver:
 
     def take_ended(self) -> list[SaveReport | None]:
         """Return how saves went that have ended since the last time, oldest first; ``None``: one failed."""
-        return [self._ended.popleft() for _ in range(len(self._ended))]
+        return [self._ended.popleft() for _ in range(len(self._ended))] if self._ended else []
 
     # ── how it went ──────────────────────────────────────────────────────────────────────────────────────────────
     def collect(self, *, alone: bool = False) -> None:
