@@ -154,8 +154,11 @@ def schema(as_json: bool) -> None:
     help="The page to write.",
 )
 @click.option("--run", metavar="NAME", help="The run of this name; the one that was active last if none is given.")
+@click.option(
+    "--compare", metavar="OTHER", help="The folder, URI or record of another run, to be shown beside this one."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON and write no page.")
-def report(runs: Sequence[str], output: Path, run: str | None, as_json: bool) -> None:
+def report(runs: Sequence[str], output: Path, run: str | None, compare: str | None, as_json: bool) -> None:
     """Write a page on what happened to RUN: launches, kills, lost work, saves, curves, and what is kept.
 
     Launches and curves need the record that a JSONLLogger has written. Exit status: 0; 1 if there is no run, or it
@@ -165,11 +168,12 @@ def report(runs: Sequence[str], output: Path, run: str | None, as_json: bool) ->
         from composerlite.report import facts_of, page_of, sentences, to_plain
 
         facts = facts_of(runs, run)
+        other = None if compare is None else facts_of([compare])
         if as_json:
-            print_json(to_plain(facts))
+            print_json(to_plain(facts) if other is None else {**to_plain(facts), "compare": to_plain(other)})
             return
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(page_of(facts), encoding="utf-8")
+        output.write_text(page_of(facts, other), encoding="utf-8")
         for sentence in sentences(facts):
             click.echo(sentence)
         for fault in facts.faults:

@@ -9,12 +9,13 @@ from importlib.resources import files
 from typing import Any, cast
 
 from composerlite.checkpoint.record.manifest import bytes_text
+from composerlite.report.comparison import compared, names_of
 from composerlite.report.curves import curve
 from composerlite.report.facts import Facts
 from composerlite.report.launches import Launch
 from composerlite.report.plot import Axis, plain
 from composerlite.report.saves import Save, Stored
-from composerlite.report.story import missing, sentences, tiles, title_of
+from composerlite.report.story import missing, story, tiles, title_of
 from composerlite.report.timeline import ENDS, lanes, time_parts
 from composerlite.report.words import clock, duration, number
 
@@ -25,6 +26,10 @@ _MOST_ROWS = 500
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 """The browser refuses whatever is not in the page."""
 _UNIT = re.compile(r"(?<=\d) (?=%|(?:ms|s|min|h|d|B|kB|MB|GB|TB)\b)")
+_CONTROLS = (
+    '<p class="controls" hidden><label><input type="checkbox" id="log"> log scale</label> '
+    '<label>smoothing <input type="range" id="smooth" min="0" max="0.99" step="0.01" value="0"></label></p>'
+)
 _STATUS = {
     "finished": "finished",
     "running": "running",
@@ -36,13 +41,14 @@ _STATUS = {
 }
 
 
-def page_of(facts: Facts) -> str:
-    """The page."""
+def page_of(facts: Facts, other: Facts | None = None) -> str:
+    """Write the page of a run; with ``other``, another run is shown beside it."""
     title, places = plain(title_of(facts)), ", ".join(facts.places)
     sections = [
+        _section("Comparison", "" if other is None else _comparison(facts, other)),
         _section("Where the time went", time_parts(facts)),
         _section("Timeline", lanes(facts)),
-        _section("Loss and metrics", _curves(facts)),
+        _section("Loss and metrics", _curves(facts, other)),
         _section("Launches", _launches(facts.launches)),
         _section("Checkpoints that are kept", _stored(facts.stored)),
         _section("Saves", _saves(facts.saves)),
@@ -83,7 +89,7 @@ def _section(title: str, content: str) -> str:
 
 def _header(facts: Facts) -> str:
     status = f'<span class="status {plain(facts.status)}">{plain(_STATUS.get(facts.status, facts.status))}</span>'
-    said = _UNIT.sub("\u00a0", " ".join(sentences(facts)))
+    said = _UNIT.sub("\u00a0", " ".join(story(facts)))
     shown = "".join(
         f"<div><dt>{plain(name)}</dt><dd>{plain(value)}</dd><dd>{plain(more)}</dd></div>"
         for name, value, more in tiles(facts)
@@ -106,19 +112,34 @@ def _notices(facts: Facts) -> str:
 
 
 # ── curves ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _curves(facts: Facts) -> str:
-    batches = [point.batch for series in facts.metrics for point in series.points]
+def _curves(facts: Facts, other: Facts | None) -> str:
+    beside = {} if other is None else {series.name: series for series in other.metrics}
+    every = [*facts.metrics, *(beside[series.name] for series in facts.metrics if series.name in beside)]
+    batches = [point.batch for series in every for point in series.points]
     if not batches:
         return ""
     resumes = [launch.first_batch for launch in facts.launches[1:]]
     axis = Axis.around([0, *batches])
-    shown = [curve(series, resumes, axis) for series in facts.metrics[:_MOST_CURVES]]
+    shown = [curve(series, resumes, axis, beside.get(series.name)) for series in facts.metrics[:_MOST_CURVES]]
     keys = ['<span><i class="key resume"></i> resumed here</span>'] if resumes else []
     keys += ['<span><i class="key wasted"></i> lost, trained again</span>'] if facts.lost_batches else []
+    if other is not None:
+        name, beside_name = names_of(facts, other)
+        keys.append(f'<span><i class="key training"></i> {plain(name)}</span>')
+        keys.append(f'<span><i class="key beside"></i> {plain(beside_name)}</span>')
     legend = f'<p class="legend">{"".join(keys)}</p>' if keys else ""
     others = ", ".join(series.name for series in facts.metrics[_MOST_CURVES:])
     more = f'<p class="note">Also in the record: {plain(others)}.</p>' if others else ""
-    return f'{legend}<div class="charts">{"".join(shown)}</div>{more}'
+    return f'{_CONTROLS}{legend}<div class="charts">{"".join(shown)}</div>{more}'
+
+
+def _comparison(facts: Facts, other: Facts) -> str:
+    names = names_of(facts, other)
+    tables = [
+        _table((title, *names), [tuple(plain(cell) for cell in row) for row in rows])
+        for title, rows in compared(facts, other)
+    ]
+    return "".join(tables)
 
 
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -141,8 +162,7 @@ def _launches(launches: Sequence[Launch]) -> str:
             f"{number(launch.first_batch)} → {number(launch.last_batch)}",
             duration(launch.ended_at - launch.launched_at),
             "" if launch.began_at is None else duration(launch.began_at - launch.launched_at),
-            number(launch.lost_batches) if launch.lost_batches else "",
-            duration(launch.lost_seconds) if launch.lost_batches else "",
+            f"{number(launch.lost_batches)} ({duration(launch.lost_seconds)})" if launch.lost_batches else "",
             plain(ENDS.get(launch.end, launch.end)),
             "" if launch.resumed_from is None else f"<code>{plain(launch.resumed_from)}</code>",
             plain(" ".join(str(launch.setting[name]) for name in ("host", "pid") if name in launch.setting)),
@@ -156,12 +176,11 @@ def _launches(launches: Sequence[Launch]) -> str:
         "took",
         "starting",
         "lost batches",
-        "lost time",
         "how it ended",
         "resumed from",
         "process",
     )
-    return _table(heads, rows, ("took", "starting", "lost batches", "lost time")) if rows else ""
+    return _table(heads, rows, ("took", "starting", "lost batches")) if rows else ""
 
 
 def _stored(stored: Sequence[Stored]) -> str:
@@ -186,7 +205,8 @@ def _stored(stored: Sequence[Stored]) -> str:
         there = [one.size_bytes for one in stored if one.where == where]
         totals += [f"{where}: {bytes_text(sum(there))} in {number(len(there))}"] if there else []
     heads = ("name", "epoch", "batch", "saved", "size", "kind", "where", "state", "metrics")
-    return f'<p class="note">{plain("; ".join(totals))}.</p>{_table(heads, rows, ("epoch", "batch", "size"))}'
+    table = _table(heads, rows, ("epoch", "batch", "size"))
+    return f"<details><summary>{plain('; '.join(totals))}</summary>{table}</details>"
 
 
 def _saves(saves: Sequence[Save]) -> str:

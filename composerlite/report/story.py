@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+
 from composerlite.checkpoint.record.manifest import bytes_text
-from composerlite.report.facts import Facts
+from composerlite.report.facts import Facts, Series
 from composerlite.report.timeline import ENDS
 from composerlite.report.words import count, duration, number, share
 
-__all__ = ["HOW_TO_GET_A_RECORD", "missing", "sentences", "tiles", "title_of"]
+__all__ = ["HOW_TO_GET_A_RECORD", "missing", "sentences", "story", "tiles", "title_of"]
 
 HOW_TO_GET_A_RECORD = (
     "Give the Trainer loggers=JSONLLogger(), or a YAML run 'loggers: {jsonl: }': it keeps the record in the folder of "
@@ -21,10 +24,15 @@ def title_of(facts: Facts) -> str:
 
 
 def sentences(facts: Facts) -> list[str]:
-    """A few sentences."""
+    """Summary of the run, for a terminal: the story and the goodput."""
+    return [*story(facts), *([_goodput(facts)] if facts.launches and facts.goodput is not None else [])]
+
+
+def story(facts: Facts) -> list[str]:
+    """Summary of the run, beside the numbers of :func:`tiles`."""
     if not facts.launches:
         return _from_manifests(facts)
-    said = [_training(facts), _launches(facts), _lost(facts), _saves(facts), _goodput(facts), _storage(facts)]
+    said = [_training(facts), _launches(facts), _lost(facts), _saves(facts), _storage(facts)]
     return [sentence for sentence in said if sentence]
 
 
@@ -89,9 +97,7 @@ def _saves(facts: Facts) -> str:
 
 
 def _goodput(facts: Facts) -> str:
-    if facts.goodput is None:
-        return ""
-    return f"{share(facts.goodput, 1.0)} of the wall time was training that counts (goodput)."
+    return f"{share(facts.goodput or 0.0, 1.0)} of the wall time was training that counts (goodput)."
 
 
 def _storage(facts: Facts) -> str:
@@ -135,26 +141,32 @@ def missing(facts: Facts) -> list[str]:
 
 
 def tiles(facts: Facts) -> list[tuple[str, str, str]]:
-    """The numbers at the top: what, how much, and something about it."""
+    """The numbers at the top, none of which is in :func:`story`: what, how much, and something about it."""
     found: list[tuple[str, str, str]] = []
-    if facts.last_batch is not None:
-        found.append(("Batches", number(facts.last_batch), f"of {facts.max_duration}" if facts.max_duration else ""))
-    if facts.launches:
-        kills = count(facts.kills, "kill") if facts.kills else "none killed"
-        lost = duration(facts.seconds["lost"])
-        found += [
-            ("Wall time", duration(facts.wall_seconds), ""),
-            ("Launches", number(len(facts.launches)), kills),
-            ("Lost work", number(facts.lost_batches), f"batches, {lost}" if facts.lost_batches else "batches"),
-        ]
-        stalls = sum(save.stall_seconds or 0.0 for save in facts.saves)
-        found.append(("Stalls of saves", duration(stalls), share(stalls, facts.wall_seconds)))
-        if facts.goodput is not None:
-            found.append(("Goodput", share(facts.goodput, 1.0), "training that counts"))
-    if facts.stored:
-        committed = facts.committed
-        what = "checkpoint" if len(committed) == 1 else "checkpoints"
-        found.append(
-            ("Kept", number(len(committed)), f"{what}, {bytes_text(sum(one.size_bytes for one in committed))}")
-        )
+    if facts.goodput is not None:
+        found.append(("Goodput", share(facts.goodput, 1.0), "training that counts"))
+        batches = sum(max(0, one.last_batch - one.first_batch - one.lost_batches) for one in facts.launches)
+        if batches and facts.seconds["training"] > 0:
+            found.append(("Throughput", f"{number(batches / facts.seconds['training'])}/s", "batches, while training"))
+    for series in _headline(facts):
+        values = [point.value for point in series.kept if math.isfinite(point.value)]
+        lowest, highest = number(min(values)), number(max(values))
+        found.append((series.name.removeprefix("metrics/"), number(values[-1]), f"{lowest} to {highest}"))
+    stalls = [save.stall_seconds for save in facts.saves if save.stall_seconds is not None]
+    if stalls:
+        found.append(("Longest stall", duration(max(stalls)), f"median {duration(statistics.median(stalls))}"))
+    newest = max(facts.committed, key=lambda one: one.saved_at or 0.0, default=None)
+    if newest is not None:
+        epoch = "" if newest.epoch is None else f"epoch {number(newest.epoch)}"
+        found.append(("Newest checkpoint", bytes_text(newest.size_bytes), epoch))
     return found
+
+
+def _headline(facts: Facts) -> list[Series]:
+    """The loss and the first metric of an evaluation, where they have values."""
+    known = [one for one in facts.metrics if any(math.isfinite(point.value) for point in one.kept)]
+    loss = next((one for one in known if one.name.startswith("loss/")), None)
+    metric = next(
+        (one for one in known if one.name.startswith("metrics/") and not one.name.startswith("metrics/train/")), None
+    )
+    return [one for one in (loss, metric) if one is not None]

@@ -29,12 +29,12 @@ def _pair(smaller: int, factor: int, unit: str, lower: str) -> str:
 
 
 def number(value: float) -> str:
-    """A metric with four significant digits, and large counts in groups of three."""
+    """A metric with four significant digits, and large numbers in groups of three."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}".replace(",", "\u202f")  # a narrow space at which no line breaks
-    return f"{value:.4g}"
+    return f"{value:,.0f}".replace(",", "\u202f") if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def count(many: int, one: str, more: str = "") -> str:

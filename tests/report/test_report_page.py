@@ -9,8 +9,11 @@ from pathlib import Path
 
 from browser import Shown, open_page
 from PIL import Image
+from recorded_run import launch
 
 from composerlite.report import facts_of, page_of
+from composerlite.report.story import story, tiles
+from composerlite.report.words import number
 
 LIGHT, DARK = (246, 247, 249), (18, 22, 29)  # --bg in page.css
 TRAINING, WASTED = (37, 99, 201), (209, 73, 91)
@@ -107,3 +110,94 @@ def test_without_a_record_the_page_says_what_is_missing(run_copy: Path, tmp_path
     assert "There is no record of this run here" in text
     assert "JSONLLogger" in text
     assert "ep2-ba24-rank0.pt" in text
+
+
+def with_script(page: Path, script: str) -> Path:
+    """``page``, at whose end ``script`` runs."""
+    page.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
+    return page
+
+
+def test_cards_and_story_say_different_things(killed_run: Path) -> None:
+    """The numbers at the top are none of those in the sentence above them."""
+    facts = facts_of([str(killed_run)])
+    cards, text = [name for name, _, _ in tiles(facts)], " ".join(story(facts))
+    assert cards == [
+        "Goodput",
+        "Throughput",
+        "loss/train/total",
+        "eval/MulticlassAccuracy",
+        "Longest stall",
+        "Newest checkpoint",
+    ]
+    assert [word for word in ("goodput", "/s", "loss", "Accuracy", "longest", "newest") if word in text] == []
+
+
+def test_large_numbers_have_separators() -> None:
+    """A reader counts no digits."""
+    assert (number(1234567), number(1234567.8), number(0.123456)) == (
+        "1\u202f234\u202f567",
+        "1\u202f234\u202f568",
+        "0.1235",
+    )
+
+
+def test_checkpoints_are_folded(killed_run: Path) -> None:
+    """The list of checkpoints is one line until it is opened."""
+    page = page_of(facts_of([str(killed_run)]))
+    section = page.partition("<h2>Checkpoints that are kept</h2>")[2].partition("</section>")[0]
+    assert section.startswith("<details><summary>")
+
+
+def test_no_column_is_cut_off_on_a_wide_screen(killed_run: Path, tmp_path: Path) -> None:
+    """At 1360 pixels every table is seen to its last column, and on a phone the page does not scroll sideways."""
+    measure = """
+    document.querySelectorAll("details").forEach((fold) => { fold.open = true; });
+    const cut = [...document.querySelectorAll(".scroll")].filter((box) => box.scrollWidth > box.clientWidth);
+    const root = document.documentElement;
+    document.title = `cut ${cut.length} wide ${root.scrollWidth > root.clientWidth}`;
+    """
+    page = with_script(written([killed_run], tmp_path), measure)
+    assert "<title>cut 0 wide false</title>" in open_page(page, tmp_path, size=(1360, 2400)).dom
+    assert "wide false</title>" in open_page(page, tmp_path, size=(500, 2400)).dom
+
+
+def test_curves_have_a_log_scale_and_smoothing(killed_run: Path, tmp_path: Path) -> None:
+    """Each changes what is drawn: with smoothing the values stay, faint; on a log scale the ticks are logarithmic."""
+    script = """
+    const chart = [...document.querySelectorAll("[data-chart]")].find((one) => one.textContent.includes("loss/train"));
+    const drawn = () => chart.querySelector("path.curve").getAttribute("d");
+    const set = (name, key, value) => {
+      const control = document.getElementById(name);
+      control[key] = value;
+      control.dispatchEvent(new Event("input"));
+    };
+    const seen = [drawn()];
+    set("smooth", "value", "0.9");
+    seen.push(drawn());
+    const raw = chart.querySelector("path.raw").getAttribute("d");
+    set("smooth", "value", "0");
+    set("log", "checked", true);
+    seen.push(drawn());
+    const labels = [...chart.querySelectorAll(".ytick")].map((one) => Number(one.textContent));
+    const logarithmic = labels.every((one) => [1, 2, 5].includes(Number(one.toExponential().split("e")[0])));
+    document.title = `different ${new Set(seen).size} raw ${raw.length > 0} ticks ${labels.length > 0 && logarithmic}`;
+    """
+    shown = open_page(with_script(written([killed_run], tmp_path), script), tmp_path)
+    assert shown.console == []
+    assert "<title>different 3 raw true ticks true</title>" in shown.dom
+
+
+def test_two_runs_side_by_side(killed_run: Path, tmp_path: Path) -> None:
+    """Numbers, last values and settings that differ are in two columns, and each chart has both curves."""
+    assert launch(tmp_path / "other", "0", "1ep") == 0
+    one, two = facts_of([str(killed_run)]), facts_of([str(tmp_path / "other")])
+    page = page_of(one, two)
+    comparison = page.partition("<h2>Comparison</h2>")[2].partition("</section>")[0]
+    rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", comparison)
+    told = {name: (left, right) for name, left, right in rows}
+    assert told["batches"] == ("24", "8")
+    assert told["max_duration"] == ("3ep", "1ep")
+    assert "seed" not in told, "a setting that is the same is left out"
+    assert str(killed_run) in comparison, "runs of one name are told apart by their places"
+    assert page.count('<path class="other"') == page.count("data-chart=")
