@@ -92,7 +92,9 @@ class TrainStep:
         state = self._state
         algorithms = algorithms_of(state)
         self._cuts_alike = are_even and self._cuts_by_samples and not algorithms
-        elsewhere = algorithms and [there for one in algorithms if (there := one.perturbed(state)) is not None]
+        elsewhere: list[contextlib.AbstractContextManager[object]] = []
+        if algorithms:
+            elsewhere = [there for one in algorithms if (there := one.perturbed(state)) is not None]
         if elsewhere:
             self._train_elsewhere(samples, share, elsewhere)
         else:
