@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 __all__ = [
+    "change_count",
     "dcp_memory_format_class",
     "dcp_plan_errors",
     "dcp_storage_info_class",
@@ -68,6 +69,11 @@ def negative_view(tensor: Tensor) -> Tensor:
     """``tensor`` with the bit set that says to read its numbers with the other sign, as ``conj().imag`` has it."""
     view: Any = torch._neg_view(tensor)  # pyright: ignore[reportAttributeAccessIssue]
     return view
+
+
+def change_count(tensor: Tensor) -> int:
+    """Return how often autograd has counted an in-place change of ``tensor`` or its memory; -1 where it does not."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

@@ -43,6 +43,19 @@ def test_rebuild_tensor_is_the_function_that_files_name() -> None:
     assert torch.arange(3.0).__reduce_ex__(2)[0] is compat.rebuild_tensor
 
 
+@seen_with("change_count", "2.13")
+def test_change_count_counts_changes_in_place() -> None:
+    """Also through a view; not through ``.data``. Tensors of inference mode are not counted."""
+    tensor = torch.zeros(4)
+    before = compat.change_count(tensor)
+    tensor[1:].add_(1)
+    assert compat.change_count(tensor) == before + 1
+    tensor.data.add_(1)
+    assert compat.change_count(tensor) == before + 1
+    with torch.inference_mode():
+        assert compat.change_count(torch.zeros(1)) == -1
+
+
 @seen_with("rebuild_quantized_tensor", "2.11", "2.12", "2.13", "2.15")
 def test_rebuild_quantized_tensor_makes_what_was_saved() -> None:
     """From what pickling a quantized tensor gives."""

@@ -68,6 +68,9 @@ class CheckpointSaver(Callback):
             half of what is free. With less, training waits while the rest is written.
         lazy: training continues before weights and optimizer state are copied; the optimizer's next step waits for
             the rest. ``None``: where nothing else can change them: no algorithms, no callbacks but composerlite's.
+        verify_copy: at which saves the content of what was copied is compared with what it was: ``'first'``,
+            ``'always'``, ``'never'``, or every so many. On the CPU the kernel tells of each change at each save:
+            there only ``'always'`` and a number compare, and only what is copied late. What differs is not committed.
         on_exception: if training fails, save what there is then as ``crash-<filename>``. Autoresume skips it;
             ``load_path`` loads it. In one process only.
         in_memory: the folder is in memory that outlives the process: it is emptied at the end, once another saver has
@@ -104,6 +107,7 @@ class CheckpointSaver(Callback):
         asynchronous: bool = True,
         staging_bytes: int | None = None,
         lazy: bool | None = None,
+        verify_copy: int | str = "first",
         on_exception: bool = False,
         in_memory: bool = False,
         failure_limit: int = 0,
@@ -133,6 +137,7 @@ class CheckpointSaver(Callback):
             ignore_keys=ignore_keys,
             asynchronous=asynchronous,
             staging_bytes=staging_bytes,
+            verify_copy=verify_copy,
             in_memory=in_memory,
             on_exception=on_exception,
             failure_limit=failure_limit,

@@ -207,7 +207,7 @@ _owns_training_group = False
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 _TRAINING_TIMES = 3
-"""How many times longer than our groups NCCL waits: its watchdog ends the process, and says less than our errors."""
+"""Ratio of NCCL's timeout to that of our groups: its watchdog ends the process, and says less than our errors."""
 _GOODBYE = timedelta(seconds=10)
 _GOODBYE_AT_EXIT = timedelta(seconds=2)
 

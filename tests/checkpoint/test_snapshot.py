@@ -113,3 +113,24 @@ def test_processes_of_a_machine_share_what_is_free(staging: Staging, monkeypatch
         monkeypatch.setenv(name, value)
     assert not staging.fits(third)
     assert staging.fits(available_memory() // 20)
+
+
+@pytest.mark.parametrize(("verify", "compared"), [("always", True), (1, True), ("first", False), ("never", False)])
+def test_memory_that_loses_a_bit_is_found_where_content_is_compared(
+    verify: int | str, compared: bool, weight: nn.Parameter
+) -> None:
+    """``save_verify_copy='always'`` or a number: the copy is what the tensors held, or it is not committed."""
+    staging = Staging(verify=verify)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    tried(staging, optimizer, weight)
+    lazily(staging, optimizer, weight).wait()
+    optimizer.step()
+    snapshot = lazily(staging, optimizer, weight)
+    snapshot.complete()
+    snapshot.memory.view(SIZE, 1)[0] ^= 1
+    if compared:
+        with pytest.raises(SaveError, match="save_verify_copy"):
+            snapshot.wait()
+    else:
+        snapshot.wait()
+    staging.close()

@@ -31,7 +31,7 @@ from composerlite.checkpoint.record.manifest import Manifest, bytes_text, plain_
 from composerlite.checkpoint.record.naming import check_template
 from composerlite.checkpoint.record.retention import Retention
 from composerlite.checkpoint.save.form import DiskWriter, RankWriter, SaveRequest, first_name, form_of, gathering
-from composerlite.checkpoint.save.staging import Snapshot, Staging
+from composerlite.checkpoint.save.staging import Snapshot, Staging, finish_device_work
 from composerlite.errors import CorruptCheckpointError, SaveError
 from composerlite.storage import RING_BYTES, HostMemory, start_threads
 from composerlite.types import Lineage, StateDict
@@ -247,6 +247,8 @@ class PendingSave:
 
     def _write(self, *, may_grow: bool = False) -> None:
         try:
+            if self._memory is None:
+                finish_device_work(self.writer)
             self.writer.write(self._memory, self.ring_bytes, may_grow=may_grow)
         except BaseException:
             self.writer.close(may_be_committed=False)
@@ -427,10 +429,11 @@ class Pipeline:
         staging_bytes: memory for the copy of what is saved, kept from save to save. ``None`` takes what a checkpoint
             needs if that is at most half of what is free. Where it does not suffice, the training thread waits while
             the bytes go through a ring of that size.
+        verify_copy: at which saves the copy is compared with what it was: see :class:`Staging`.
     """
 
-    def __init__(self, staging_bytes: int | None = None) -> None:
-        self._staging = Staging(staging_bytes)
+    def __init__(self, staging_bytes: int | None = None, verify_copy: int | str = "first") -> None:
+        self._staging = Staging(staging_bytes, verify_copy)
         self._pending: PendingSave | None = None
         self._given_up: set[str] = set()  # by the save before, and perhaps not deleted yet
         self._previous: dict[str, SaveReport] = {}

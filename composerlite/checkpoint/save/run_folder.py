@@ -68,6 +68,7 @@ class SaveOptions:
     ignore_keys: IgnoreKeys = None
     asynchronous: bool = True
     staging_bytes: int | None = None
+    verify_copy: int | str = "first"
     in_memory: bool = False
     on_exception: bool = False
     failure_limit: int = 0
@@ -87,6 +88,12 @@ class SaveOptions:
     def __post_init__(self) -> None:
         if self.staging_bytes is not None:
             _check_number(self.staging_bytes, argument="save_staging_bytes")
+        if self.verify_copy not in ("first", "always", "never"):
+            if isinstance(self.verify_copy, str):
+                raise ConfigError(
+                    f"save_verify_copy={self.verify_copy!r}: want 'first', 'always', 'never', or a number of saves."
+                )
+            _check_number(self.verify_copy, argument="save_verify_copy", least=1)
         check_template(self.folder, argument="save_folder", allow_time=False)
         _check_number(self.failure_limit, argument="save_failure_limit")
         _check_number(self.num_concurrent_uploads, argument="num_concurrent_uploads", least=1)

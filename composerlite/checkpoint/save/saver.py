@@ -65,7 +65,7 @@ class Saver:
         self._publishing = Publishing(options)
         self._started = 0.0
         self._checked: StateDict | None = None
-        self._pipeline = Pipeline(options.staging_bytes)
+        self._pipeline = Pipeline(options.staging_bytes, options.verify_copy)
         self._saves_done = dist.PiggybackCounter(lambda: int(self._pending is not None and self._pending.done))
         self.counters = (self._saves_done, self._publishing.ranks_with_news)
         self._retention = retention_policy(

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, Protocol, final
+from typing import Protocol, final
 from weakref import WeakSet
 
 import torch
@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from composerlite import dist
-from composerlite._torch_compat import local_part, storage_id
+from composerlite._torch_compat import change_count, local_part, storage_id
 from composerlite.checkpoint.format.torch_file import StorageCopy, is_dense
+from composerlite.devices import DeviceCopier, Devices, PageableCopier, Pin, content_sums, this_machine
 from composerlite.errors import SaveError
 from composerlite.storage import (
     RING_BYTES,
@@ -37,7 +38,16 @@ from composerlite.storage import (
     whole_pages,
 )
 
-__all__ = ["HandOver", "OptimizerStepBarrier", "Snapshot", "Stageable", "Staging", "shared_staging"]
+__all__ = [
+    "HandOver",
+    "OptimizerStepBarrier",
+    "Snapshot",
+    "Stageable",
+    "Staging",
+    "VerifyCopy",
+    "finish_device_work",
+    "shared_staging",
+]
 
 log = logging.getLogger(__name__)
 _GRANULE_BYTES = 4 << 20  # what a checkpoint may grow by before it needs new memory
@@ -48,6 +58,10 @@ _WAIT_SECONDS = 600.0
 _HAND_OVER_SECONDS = 3600.0
 
 Job = tuple[int, int, int]  # address to, address from, bytes
+
+VerifyCopy = int | str
+"""At which saves the content of what was copied is compared with what it was: 'first', 'always', 'never', every so
+many."""
 
 
 class Stageable(Protocol):
@@ -145,7 +159,8 @@ class Snapshot:
         self.seconds = 0.0
         self.stall_seconds = 0.0
         self.copying: Copying | None = None
-        self.events: list[Any] = []
+        self.on_devices: list[_DeviceCopy] = []
+        self.checks: list[_ContentCheck] = []
         self._late: _LateCopy | None = None
 
     def start(self, copier: Copier, late: _LateCopy) -> None:
@@ -154,8 +169,13 @@ class Snapshot:
         self.copying = copier.start(late.jobs, late.watch.end)
 
     def finish(self) -> None:
-        """On the training thread, before an optimizer steps: :meth:`complete`, which training waits for."""
+        """On the training thread, before an optimizer steps: :meth:`complete`, which training waits for.
+
+        Of devices only the device waits: the step is queued behind the copy.
+        """
         started = time.perf_counter()
+        for copy in self.on_devices:
+            copy.before_step()
         self.complete()
         self.stall_seconds += time.perf_counter() - started
 
@@ -173,16 +193,27 @@ class Snapshot:
         if self.copying is not None:
             self.copying.wait(_WAIT_SECONDS)
             self.seconds += self.copying.seconds
-        for event in self.events:
-            event.synchronize()
+        on_devices = self.on_devices
+        for copy in on_devices:
+            copy.wait()
+            self.stall_seconds += copy.waited_seconds()
         self.is_over = True
-        late, self._late = self._late, None  # what it keeps may go now
-        self.was_torn = late is not None and late.was_written_to()
+        self.on_devices = []  # what they keep may go now, and no step needs to wait
+        late, self._late = self._late, None
+        self.was_torn = (late is not None and late.was_written_to()) or any(c.was_written_to() for c in on_devices)
         if self.was_torn:
             raise SaveError(
                 "a weight or an optimizer's state was changed between the save and the optimizer's next step: by the "
                 "model's forward pass, a callback, or an optimizer that the saver does not know. From now on this run "
                 "copies before training continues; save_lazy=False does so from the start."
+            )
+        checks, self.checks = [*self.checks, *(check for copy in on_devices for check in copy.checks)], []
+        self.was_torn = any(check.differs(self.memory) for check in checks)
+        if self.was_torn:
+            raise SaveError(
+                "what was copied is not what the tensors held at the save (save_verify_copy): something else than the "
+                "optimizers has changed them since, or the machine's memory fails. Nothing was committed. From now on "
+                "this run copies before training resumes; save_lazy=False does so from the start."
             )
 
 
@@ -208,6 +239,171 @@ class _LateCopy:
 
 
 @final
+class _ContentCheck:
+    """Content of storages at the moment of a save.
+
+    Args:
+        copier: of the device that they are on.
+        copies: the storages, and where each goes to.
+    """
+
+    def __init__(self, copier: DeviceCopier, copies: Sequence[StorageCopy]) -> None:
+        self._copier = copier
+        self._copies = copies
+        self._sums = copier.sum_up([copy.storage for copy in copies])
+
+    def has_changed(self) -> bool:
+        """Return true if they hold something else by now. For the training thread."""
+        again = self._copier.sum_up([copy.storage for copy in self._copies])
+        return self._copier.fetch(again) != self._copier.fetch(self._sums)
+
+    def differs(self, memory: HostMemory) -> bool:
+        """Return true if ``memory`` holds something else."""
+        copied = [
+            torch.frombuffer(memory.view(offset, storage.nbytes()), dtype=torch.uint8)
+            for storage, offset in self._copies
+        ]
+        return content_sums(copied).tolist() != self._copier.fetch(self._sums)
+
+
+@final
+class _Changes:
+    """Count of changes of tensors, as torch keeps it: not by fused optimizers, nor through ``.data``."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._seen = [(tensor, change_count(tensor)) for tensor in tensors]
+        self._lock = threading.Lock()  # no optimizer steps while another thread looks
+        self._found: bool | None = None
+
+    def found(self) -> bool:
+        """Return true if any was changed up to now, or up to the first call."""
+        with self._lock:
+            if self._found is None:
+                self._found = any(change_count(tensor) != count for tensor, count in self._seen)
+                self._seen = []
+            return self._found
+
+
+@final
+class _DeviceCopy:
+    """The copies of a snapshot that one device makes: at first what training waits for, there, and then the others.
+
+    Args:
+        copier: of the device.
+        memory: where to.
+        early: is copied before training changes anything.
+        late: may be copied until an optimizer steps.
+        tensors: of what is late.
+        waits_for_step: it is; else all is copied before training changes anything.
+        verify: note what all of it holds, to be compared with what is copied.
+    """
+
+    def __init__(
+        self,
+        copier: DeviceCopier,
+        memory: HostMemory,
+        early: Sequence[StorageCopy],
+        late: Sequence[StorageCopy],
+        tensors: Sequence[Tensor],
+        *,
+        waits_for_step: bool,
+        verify: bool,
+    ) -> None:
+        self._copier = copier
+        self._kept = [*early, *late]  # so that what replaces a tensor's memory does not free what is being copied
+        self._changes = _Changes(tensors if waits_for_step else ())
+        self.checks = [_ContentCheck(copier, copies) for copies in (early, late) if verify and copies]
+        self.late_check = self.checks[-1] if verify and late else None
+        copier.after_training()
+        for storage, offset in early if waits_for_step else self._kept:
+            copier.copy(storage, memory, offset)
+        self._is_late = bool(late) and waits_for_step
+        if early or not self._is_late:
+            copier.before_training(copier.mark())
+        for storage, offset in late if waits_for_step else ():
+            copier.copy(storage, memory, offset)
+        self._copied = copier.mark()
+
+    def before_step(self) -> None:
+        """Queue an optimizer's step, which is about to come, after the copy. For the training thread."""
+        self._changes.found()
+        if self._is_late:
+            self._copier.before_training(self._copied)
+
+    def wait(self) -> None:
+        """Wait until everything is copied.
+
+        Raises:
+            TimeoutError: it is not.
+        """
+        self._copier.wait(self._copied, _WAIT_SECONDS)
+
+    def was_written_to(self) -> bool:
+        """Return true if torch has seen a change up to now, or up to an optimizer's step."""
+        return self._changes.found()
+
+    def waited_seconds(self) -> float:
+        """Return how long training has waited for copies on the device."""
+        return self._copier.waited_seconds()
+
+
+@final
+class _Trial:
+    """Watch over state that could have been copied late, and was copied at once: only optimizers should change it."""
+
+    def __init__(self, late: _LateCopy | None, changes: _Changes, checks: Sequence[_ContentCheck]) -> None:
+        self._late = late
+        self._changes = changes
+        self._checks = checks
+
+    def was_written_to(self) -> bool:
+        """Return true if anything was changed up to now."""
+        written = self._late is not None and self._late.was_written_to()
+        return written or self._changes.found() or any(check.has_changed() for check in self._checks)
+
+    def end(self) -> None:
+        """Watch no longer."""
+        if self._late is not None:
+            self._late.watch.end()
+
+
+def finish_device_work(image: Stageable, devices: Devices = this_machine) -> None:
+    """Wait until devices have done what concerns ``image``, so that any thread may read it. For the training thread.
+
+    A thread has queues of its own on a device, which do not wait for those of training.
+
+    Raises:
+        TimeoutError: a device does not get done.
+    """
+    found = {id(copier): copier for storage, _ in image.storages() if (copier := devices.of(storage)) is not None}
+    for copier in found.values():
+        copier.finish_training(_WAIT_SECONDS)
+
+
+@final
+class _Partition:
+    """Partition of an image's copies.
+
+    Attributes:
+        now: copies to make at once.
+        late: copies of this machine's memory that may be made later, watched from now on.
+        late_storages: whole storages of those, and where they go to.
+        on_devices: by device, what is copied at once and what may be later.
+    """
+
+    def __init__(self) -> None:
+        self.now: list[Job] = []
+        self.late: _LateCopy | None = None
+        self.late_storages: list[StorageCopy] = []
+        self.on_devices: dict[DeviceCopier, tuple[list[StorageCopy], list[StorageCopy]]] = {}
+
+    @property
+    def late_on_devices(self) -> set[int]:
+        """Storages that devices may copy later."""
+        return {storage_id(copy.storage) for _, late in self.on_devices.values() for copy in late}
+
+
+@final
 class Staging:
     """The memory for copies, one after the other: allocated and faulted in once, and kept from save to save.
 
@@ -217,10 +413,18 @@ class Staging:
     Args:
         limit_bytes: the most memory to use; ``None`` for half of what is free when it is allocated, divided by the
             processes of this run on this machine.
+        verify: at which saves the copy of what is on a device is compared with what it was. A number or ``'always'``
+            compares what this machine's memory holds, too, of which the kernel tells every change at every save.
+        devices: that storages may be on.
     """
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self, limit_bytes: int | None = None, verify: VerifyCopy = "first", *, devices: Devices = this_machine
+    ) -> None:
         self._limit_bytes = limit_bytes
+        self._verify = verify
+        self._devices = devices
+        self._taken = 0
         self._lock = threading.RLock()  # copies are given back in the threads that have written them
         self._free = WarmMemory()
         self._lent = 0
@@ -229,10 +433,8 @@ class Staging:
         self._new: HostMemory | None = None  # what is being prepared
         self._go = threading.Event()  # set: memory may be prepared, which takes the machine's time
         self._go.set()
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._pinned: WeakSet[HostMemory] = WeakSet()
         self._barrier = OptimizerStepBarrier()
-        self._trial: _LateCopy | None = None
+        self._trial: _Trial | None = None
         self._last: Snapshot | None = None
         self._may_copy_late: bool | None = None  # None: not known yet
         self._has_warned = False
@@ -266,7 +468,7 @@ class Staging:
         size_bytes, have = image.size_bytes, self._have()
         if size_bytes <= _LITTLE_BYTES or (self.prepared(0) and size_bytes <= have):
             return False
-        if any(copy.storage.device.type != "cpu" for copy in image.storages()):
+        if any(self._devices.of(copy.storage) is not None for copy in image.storages()):
             return False  # from there copies are made by the device, and only into memory that is pinned
         return self.fits(size_bytes + max(have, size_bytes))
 
@@ -321,15 +523,17 @@ class Staging:
             if self._lent or self._have() >= size_bytes or (memory := self._allocated(size_bytes)) is None:
                 return
             self._new = memory
-            run = functools.partial(self._fault_in, memory)
+            run = functools.partial(self._fault_in, memory, self._devices.pinner())
             self._preparing = next(iter(start_threads(run, 1, name="checkpoint-memory")), None)
             if self._preparing is None:
                 self._new = None
                 self._release(self._free.keep(memory))
 
-    def _fault_in(self, memory: HostMemory) -> None:
+    def _fault_in(self, memory: HostMemory, pin: Pin) -> None:
         try:
             memory.fault_in(self._go)
+            if not memory.is_closed:
+                pin(memory, self._go)
         except OSError as e:  # whoever needs it meets that again
             log.info("memory for checkpoints could not be prepared: %s", e)
         with self._lock:
@@ -356,7 +560,9 @@ class Staging:
             if self._new is not None:
                 self._new.close()  # which ends that
         self.prepared()
-        self._end_trial()
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            trial.end()
         if self._copier is not None:
             self._copier.close()
             self._copier = None
@@ -364,12 +570,9 @@ class Staging:
 
     def _release(self, memory: HostMemory | None) -> None:
         """Give ``memory`` back to the system."""
-        if memory is None:
-            return
-        if memory in self._pinned:
-            self._pinned.discard(memory)
-            _cudart().cudaHostUnregister(memory.address)
-        memory.close()
+        if memory is not None:
+            self._devices.release(memory)
+            memory.close()
 
     # ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────
     def take(self, image: Stageable, lazy: Sequence[Optimizer] = ()) -> Snapshot:
@@ -394,51 +597,74 @@ class Staging:
         self._end_trial()
         if self._last is not None and self._last.was_torn:
             self._may_copy_late = False
-        now, on_devices, late = self._dealt(image.storages(), lazy, memory)
+        verify = self._is_verified()
+        self._taken += 1
+        shares = self._partition(image.storages(), lazy, memory)
+        tries = self._may_copy_late is None
         snapshot = self._last = Snapshot(memory)
-        snapshot.events = self._copy_from_devices(on_devices, memory)
-        self._copier.copy(now)
-        snapshot.seconds = time.perf_counter() - started
-        if late is not None and self._may_copy_late is not None:
-            snapshot.start(self._copier, late)
-            self._barrier.set(lazy, snapshot.finish)
-        elif late is not None:
-            self._copier.copy(late.jobs)
-            self._trial = late
+        late_tensors = _tensors_in(lazy, shares.late_on_devices)
+        if shares.on_devices:
+            self._devices.pinner()(memory, None)
+        for copier, (early, late) in shares.on_devices.items():
+            copy = _DeviceCopy(copier, memory, early, late, late_tensors, waits_for_step=not tries, verify=verify)
+            snapshot.on_devices.append(copy)
+        self._copier.copy(shares.now)
+        if tries and (shares.late is not None or late_tensors):
+            if shares.late is not None:
+                self._copier.copy(shares.late.jobs)
+            checks = [copy.late_check for copy in snapshot.on_devices if copy.late_check is not None]
+            self._trial = _Trial(shares.late, _Changes(late_tensors), checks)
             self._barrier.set(lazy, self._end_trial)
+        snapshot.seconds = time.perf_counter() - started
+        if not tries and (shares.late is not None or late_tensors):
+            if shares.late is not None:
+                if verify and self._verify != "first":
+                    snapshot.checks.append(_ContentCheck(PageableCopier(), shares.late_storages))
+                snapshot.start(self._copier, shares.late)
+            self._barrier.set(lazy, snapshot.finish)
         image.staged_in(memory)
         snapshot.stall_seconds = time.perf_counter() - started
         return snapshot
 
-    def _dealt(
-        self, copies: Iterable[StorageCopy], lazy: Sequence[Optimizer], memory: HostMemory
-    ) -> tuple[list[Job], list[StorageCopy], _LateCopy | None]:
-        """Partition the copies: at once, by devices, and later (watched from now on)."""
+    def _is_verified(self) -> bool:
+        """Return whether the content of the next copy is to be compared."""
+        if isinstance(self._verify, str):
+            return self._verify == "always" or (self._verify == "first" and self._taken == 0)
+        return self._taken % self._verify == 0
+
+    def _partition(self, copies: Iterable[StorageCopy], lazy: Sequence[Optimizer], memory: HostMemory) -> _Partition:
+        """Return who copies what; what may be copied later is watched from now on."""
         assert self._copier is not None
-        may_wait = lazy and self._may_copy_late is not False and self._copier.has_helpers
+        may_wait = lazy and self._may_copy_late is not False
         late = {storage_id(tensor.untyped_storage()) for tensor in _tensors_of(lazy)} if may_wait else set[int]()
-        now: list[Job] = []
+        shares = _Partition()
         later: list[Job] = []
-        on_devices: list[StorageCopy] = []
         storages: list[torch.UntypedStorage] = []
         for copy in copies:
             storage, offset = copy
-            if storage.device.type != "cpu":
-                on_devices.append(copy)
-            elif size := storage.nbytes():
-                to, source = memory.address + offset, storage.data_ptr()
-                start, watched = whole_pages(source, size)
-                if storage_id(storage) not in late or watched < _LEAST_WATCHED_BYTES or storage.is_shared():
-                    now.append((to, source, size))
-                    continue
-                before, after = start - source, start + watched - source
-                now += [(to, source, before), (to + after, source + after, size - after)]
-                later.append((to + before, start, watched))
-                storages.append(storage)
+            if not (size := storage.nbytes()):
+                continue
+            if (copier := self._devices.of(storage)) is not None:
+                parts = shares.on_devices.setdefault(copier, ([], []))
+                parts[copier.may_run_late and storage_id(storage) in late].append(copy)
+                continue
+            to, source = memory.address + offset, storage.data_ptr()
+            start, watched = whole_pages(source, size)
+            can_wait = storage_id(storage) in late and self._copier.has_helpers
+            if not can_wait or watched < _LEAST_WATCHED_BYTES or storage.is_shared():
+                shares.now.append((to, source, size))
+                continue
+            before, after = start - source, start + watched - source
+            shares.now += [(to, source, before), (to + after, source + after, size - after)]
+            later.append((to + before, start, watched))
+            storages.append(storage)
+            shares.late_storages.append(copy)
         watch = PageWatch.begin([(at, size) for _, at, size in later]) if later else None
         if watch is None:
-            return [*now, *later], on_devices, None
-        return now, on_devices, _LateCopy(later, storages, watch)
+            shares.now += later
+        else:
+            shares.late = _LateCopy(later, storages, watch)
+        return shares
 
     def _end_trial(self) -> None:
         """On the training thread: see whether anybody but the optimizers changed what might be copied later."""
@@ -453,44 +679,18 @@ class Staging:
                 "process: they are copied before training continues, as with save_lazy=False."
             )
 
-    def _copy_from_devices(self, copies: Sequence[StorageCopy], memory: HostMemory) -> list[torch.cuda.Event]:
-        """Start the copies from GPUs, each on a stream of its own; events that say when they are done.
-
-        The stream that training uses waits for the copy by itself: whatever is queued from now on comes after it.
-        """
-        if not copies:
-            return []
-        if memory not in self._pinned:
-            _cudart().cudaHostRegister(memory.address, memory.size_bytes, 0)  # the GPU writes to it directly
-            self._pinned.add(memory)
-        events: list[torch.cuda.Event] = []
-        for device in {copy.storage.device for copy in copies}:
-            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-            training = torch.cuda.current_stream(device)
-            stream.wait_stream(training)
-            with torch.cuda.stream(stream):
-                for storage, offset in copies:
-                    if storage.device == device and (size := storage.nbytes()):
-                        target = torch.frombuffer(memory.view(offset, size), dtype=torch.uint8)
-                        source = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # pyright: ignore[reportArgumentType]
-                        target.copy_(source, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record(stream)
-            training.wait_stream(stream)
-            events.append(event)
-        return events
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()
-
 
 def _tensors_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """The parameters and the state of ``optimizers`` that are in this machine's memory."""
+    """The parameters and the state of ``optimizers`` that are on this rank."""
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     states = [v for optimizer in optimizers for state in optimizer.state.values() for v in state.values()]
     local = [local_part(t) for t in (*parameters, *states)]
-    return [t for t in local if isinstance(t, Tensor) and t.device.type == "cpu" and is_dense(t)]
+    return [t for t in local if isinstance(t, Tensor) and is_dense(t)]
+
+
+def _tensors_in(optimizers: Sequence[Optimizer], storages: set[int]) -> list[Tensor]:
+    """Return the tensors of ``optimizers`` that are in one of ``storages``."""
+    return [t for t in _tensors_of(optimizers) if storage_id(t.untyped_storage()) in storages] if storages else []
 
 
 shared_staging = Staging()

@@ -68,6 +68,11 @@ class HostMemory:
         self._lock = threading.Lock()
         self._open = True
 
+    @property
+    def is_closed(self) -> bool:
+        """Return true if it was given back."""
+        return not self._open
+
     def view(self, offset: int, size: int) -> memoryview:
         """``size`` bytes from ``offset`` on, writable."""
         return memoryview(self._map)[self._skipped + offset : self._skipped + offset + size]

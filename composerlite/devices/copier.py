@@ -1,0 +1,419 @@
+"""Copies from devices to memory of this machine, in the order in which each device works.
+
+Training queues its work on a device and does not wait for it, and so does whoever copies: what is read when follows
+from waits between the two queues. Those are the verbs of :class:`DeviceCopier`; ``tests/checkpoint/test_copy_order.py``
+runs a simulated device that does its work in any order that they allow. Streams and events are those of the CUDA
+programming guide, https://docs.nvidia.com/cuda/cuda-c-programming-guide/#asynchronous-concurrent-execution
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from composerlite.storage import HostMemory
+
+__all__ = [
+    "CudaCopier",
+    "DeviceCopier",
+    "Devices",
+    "MachineDevices",
+    "PageableCopier",
+    "Pin",
+    "Pinning",
+    "bytes_of",
+    "content_sum",
+    "content_sums",
+    "cuts",
+    "this_machine",
+]
+
+log = logging.getLogger(__name__)
+_CHUNK_BYTES = 32 << 20  # of one copy: small copies of training get in between two
+_SLICE_BYTES = 1 << 30  # drivers of the series r580 refuse 512 GiB in one call, and no copy may reach over two calls
+_PORTABLE = 1  # pinned for all devices, and not only for the current one
+_PAUSE_SECONDS = 0.01
+_POLL_SECONDS = 0.0005
+_MOST_POLL_SECONDS = 0.01
+
+
+class DeviceCopier(Protocol):
+    """The copies of one device. All but :meth:`wait` and :meth:`fetch` are for the training thread.
+
+    Attributes:
+        may_run_late: copies run while training does; else each is done when :meth:`copy` returns.
+    """
+
+    may_run_late: bool
+
+    def after_training(self) -> None:
+        """Let the copies that follow wait, on the device, for what training has queued up to now."""
+        ...
+
+    def copy(self, storage: torch.UntypedStorage, memory: HostMemory, offset: int) -> None:
+        """Queue a copy of ``storage`` to ``offset`` in ``memory``. It has to exist until the copy is done."""
+        ...
+
+    def mark(self) -> Any:
+        """Return the moment at which the copies queued up to now are done."""
+        ...
+
+    def before_training(self, mark: Any) -> None:
+        """Let what training queues from now on wait, on the device, for ``mark``. This thread does not wait."""
+        ...
+
+    def wait(self, mark: Any, timeout: float) -> None:
+        """Wait for ``mark`` in any thread.
+
+        Raises:
+            TimeoutError: it does not come.
+        """
+        ...
+
+    def finish_training(self, timeout: float) -> None:
+        """Wait until what training has queued is done: then the memory may be read in any order.
+
+        Raises:
+            TimeoutError: it is not.
+        """
+        ...
+
+    def sum_up(self, storages: Sequence[torch.UntypedStorage]) -> Any:
+        """Queue :func:`content_sums` of what they hold, as training has left it up to now."""
+        ...
+
+    def fetch(self, sums: Any) -> list[list[int]]:
+        """Wait for what :meth:`sum_up` gave and return it, in any thread."""
+        ...
+
+    def waited_seconds(self) -> float:
+        """Return how long training has waited for copies on the device, in waits that are over and not told yet."""
+        ...
+
+
+Pin = Callable[["HostMemory", threading.Event | None], bool]
+"""Lets devices write to a memory directly; whether they do. Twice is fine. It continues while the event is set."""
+
+
+class Devices(Protocol):
+    """The devices that storages lie on."""
+
+    def of(self, storage: torch.UntypedStorage) -> DeviceCopier | None:
+        """Return who copies ``storage``; ``None`` where it is in this machine's memory."""
+        ...
+
+    def pinner(self) -> Pin:
+        """Return what lets devices write to memory directly, for any thread; it is asked for on the training thread."""
+        ...
+
+    def release(self, memory: HostMemory) -> None:
+        """End that, before ``memory`` goes. Nothing may be copied to it any more."""
+        ...
+
+
+# ── content ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+_SMALL_BYTES = 1 << 20
+_GROUP_BYTES = 16 << 20
+_COLUMNS = 1 << 14
+_FACTORS = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64))
+"""Of the generator splitmix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2660193.2660195), as torch has them."""
+
+
+def content_sums(parts: Sequence[Tensor]) -> Tensor:
+    """Return :func:`content_sum` of each of ``parts``, but for small ones in a row, which have one together.
+
+    Equal parts have equal sums on every device.
+    """
+    groups: list[list[Tensor]] = [[]]
+    room = 0
+    for part in parts:
+        size = part.numel()
+        if size > room or size > _SMALL_BYTES:
+            groups.append([])
+            room = _GROUP_BYTES if size <= _SMALL_BYTES else 0
+        groups[-1].append(part)
+        room -= size
+    return torch.stack([content_sum(one[0] if len(one) == 1 else torch.cat(one)) for one in groups if one])
+
+
+def content_sum(data: Tensor) -> Tensor:
+    """Return two sums over bytes, modulo 2^64: of their 64-bit words, and of each word times a weight of its place.
+
+    Memory is read twice, and little is needed beside it: words are laid out as a table, and the weight of a place is
+    that of its row and that of its column.
+
+    Args:
+        data: bytes, of shape ``(size,)``; the sum is computed where they are.
+
+    Returns:
+        Two numbers of 64 bits, on that device. Equal contents have equal sums on every device.
+    """
+    whole = data.numel() // 8 * 8
+    last = torch.zeros(8, dtype=torch.uint8, device=data.device)
+    last[: data.numel() - whole] = data[whole:]
+    words = data[:whole].view(torch.int64)
+    rows = words.numel() // _COLUMNS
+    table = words[: rows * _COLUMNS].view(rows, _COLUMNS)
+    tail = torch.cat([words[rows * _COLUMNS :], last.view(torch.int64)])  # at most one row
+    of_columns, of_rows = _weights(0, _COLUMNS, data.device), _weights(_COLUMNS, rows + 1, data.device)
+    row_sums = table.sum(1)
+    plain = row_sums.sum() + tail.sum()
+    placed = (row_sums * of_rows[:rows]).sum() + (table.sum(0) * of_columns).sum()
+    placed = placed + (tail * (of_columns[: tail.numel()] + of_rows[rows])).sum()
+    return torch.stack([plain, placed])
+
+
+def _weights(start: int, count: int, device: torch.device) -> Tensor:
+    """Weights number ``start`` and up, which look drawn at random and are the same everywhere."""
+    mixed = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=device)
+    for factor in _FACTORS:
+        mixed = mixed * factor
+        mixed = mixed ^ (mixed >> 29)
+    return mixed
+
+
+def bytes_of(storage: torch.UntypedStorage, start: int = 0, size: int | None = None) -> Tensor:
+    """Return bytes of ``storage`` as a tensor that shares its memory."""
+    count = storage.nbytes() - start if size is None else size
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (count,), (1,))  # pyright: ignore[reportArgumentType]
+
+
+class Cut(NamedTuple):
+    """A part of a storage, and where it goes to in a memory."""
+
+    start: int
+    offset: int
+    size: int
+
+
+def cuts(size: int, offset: int) -> Iterator[Cut]:
+    """Cut a copy of ``size`` bytes to ``offset`` into chunks, each within one slice of pinned memory."""
+    start = 0
+    while start < size:
+        in_slice = _SLICE_BYTES - (offset + start) % _SLICE_BYTES
+        length = min(_CHUNK_BYTES, in_slice, size - start)
+        yield Cut(start, offset + start, length)
+        start += length
+
+
+# ── a GPU of CUDA or ROCm ────────────────────────────────────────────────────────────────────────────────────────────
+@final
+class Pinning:
+    """Memory that GPUs write to directly, without a copy in between.
+
+    Args:
+        register: pins memory: address, bytes, flags; returns the error's number, 0 for none.
+        unregister: ends that: address; returns the same.
+        clear_error: makes the device forget that a call failed: else the next kernel would be told of it.
+    """
+
+    def __init__(
+        self,
+        register: Callable[[int, int, int], Any],
+        unregister: Callable[[int], Any],
+        clear_error: Callable[[], object],
+    ) -> None:
+        self._register, self._unregister, self._clear_error = register, unregister, clear_error
+        self._lock = threading.Lock()
+        self._pinned: dict[int, list[int]] = {}  # addresses of the slices, by that of the memory
+        self._refused: set[int] = set()
+
+    def add(self, memory: HostMemory, go: threading.Event | None = None) -> bool:
+        """Pin ``memory`` in slices, between which others may do the like; whether all of it is. Twice is fine."""
+        with self._lock:
+            if memory.address in self._pinned or memory.address in self._refused:
+                return memory.address in self._pinned
+            done: list[int] = []
+            for offset in range(0, memory.size_bytes, _SLICE_BYTES):
+                if go is not None:
+                    go.wait(_PAUSE_SECONDS)
+                address, size = memory.address + offset, min(_SLICE_BYTES, memory.size_bytes - offset)
+                if code := int(self._register(address, size, _PORTABLE)):
+                    self._clear_error()
+                    self._undo(done)
+                    self._refused.add(memory.address)
+                    log.warning(
+                        "%d bytes of memory for checkpoints could not be pinned (CUDA error %d): the GPU copies to it "
+                        "slowly, and training waits meanwhile. Is there a limit on locked memory (ulimit -l)?",
+                        memory.size_bytes,
+                        code,
+                    )
+                    return False
+                done.append(address)
+            self._pinned[memory.address] = done
+            return True
+
+    def remove(self, memory: HostMemory) -> None:
+        """Unpin it; what was never pinned, too."""
+        with self._lock:
+            self._refused.discard(memory.address)
+            self._undo(self._pinned.pop(memory.address, []))
+
+    def _undo(self, addresses: Sequence[int]) -> None:
+        for address in addresses:
+            if code := int(self._unregister(address)):
+                self._clear_error()
+                log.warning("memory for checkpoints could not be unpinned (CUDA error %d)", code)
+
+
+@final
+class CudaCopier:
+    """A GPU that torch reaches as ``cuda``: copies have a stream of their own."""
+
+    may_run_late = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._reading = torch.cuda.Stream(device)
+        self._spacer = torch.zeros(1, device=device)
+        self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def _training(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def after_training(self) -> None:
+        self._stream.wait_stream(self._training())
+
+    def copy(self, storage: torch.UntypedStorage, memory: HostMemory, offset: int) -> None:
+        with torch.cuda.stream(self._stream):
+            for cut in cuts(storage.nbytes(), offset):
+                target = torch.frombuffer(memory.view(cut.offset, cut.size), dtype=torch.uint8)
+                target.copy_(bytes_of(storage, cut.start, cut.size), non_blocking=True)
+                # Copies of one direction run in the order in which they become ready: a kernel lets others get in
+                # (https://github.com/meta-pytorch/torchrec/pull/4373).
+                self._spacer.add_(1)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def before_training(self, mark: Any) -> None:
+        training = self._training()
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(training)
+        training.wait_event(mark)
+        after.record(training)
+        self._stalls.append((before, after))
+
+    def wait(self, mark: Any, timeout: float) -> None:
+        deadline, pause = time.monotonic() + timeout, _POLL_SECONDS
+        while not mark.query():  # an error of the device is raised here
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self._device} has not copied after {timeout:g} s what it was asked to")
+            time.sleep(pause)
+            pause = min(2 * pause, _MOST_POLL_SECONDS)
+
+    def finish_training(self, timeout: float) -> None:
+        event = torch.cuda.Event()
+        event.record(self._training())
+        self.wait(event, timeout)
+
+    def sum_up(self, storages: Sequence[torch.UntypedStorage]) -> Tensor:
+        return content_sums([bytes_of(storage) for storage in storages])
+
+    def fetch(self, sums: Any) -> list[list[int]]:
+        self._reading.wait_stream(self._training())
+        with torch.cuda.stream(self._reading):
+            return sums.cpu().tolist()
+
+    def waited_seconds(self) -> float:
+        seconds = 0.0
+        while self._stalls and self._stalls[0][1].query():
+            before, after = self._stalls.popleft()
+            seconds += before.elapsed_time(after) / 1000
+        return seconds
+
+
+# ── other devices ────────────────────────────────────────────────────────────────────────────────────────────────────
+@final
+class PageableCopier:
+    """A device without streams that we know, such as MPS or XPU: each copy is waited for."""
+
+    may_run_late = False
+
+    def after_training(self) -> None:
+        """The device copies in the order in which it is asked."""
+
+    def copy(self, storage: torch.UntypedStorage, memory: HostMemory, offset: int) -> None:
+        for cut in cuts(storage.nbytes(), offset):
+            target = torch.frombuffer(memory.view(cut.offset, cut.size), dtype=torch.uint8)
+            target.copy_(bytes_of(storage, cut.start, cut.size))
+
+    def mark(self) -> None:
+        """All is copied."""
+
+    def before_training(self, mark: Any) -> None:
+        """All is copied."""
+
+    def wait(self, mark: Any, timeout: float) -> None:
+        """All is copied."""
+
+    def finish_training(self, timeout: float) -> None:
+        """Whoever reads waits for the device by itself."""
+
+    def sum_up(self, storages: Sequence[torch.UntypedStorage]) -> Tensor:
+        return content_sums([bytes_of(storage) for storage in storages])
+
+    def fetch(self, sums: Any) -> list[list[int]]:
+        return sums.cpu().tolist()
+
+    def waited_seconds(self) -> float:
+        return 0.0
+
+
+# ── which one ────────────────────────────────────────────────────────────────────────────────────────────────────────
+@final
+class MachineDevices:
+    """The devices of this machine, as torch has them."""
+
+    def __init__(self) -> None:
+        self._copiers: dict[torch.device, DeviceCopier] = {}
+        self._pinning: Pinning | None = None
+
+    def of(self, storage: torch.UntypedStorage) -> DeviceCopier | None:
+        device = storage.device
+        if device.type == "cpu":
+            return None
+        if (copier := self._copiers.get(device)) is None:
+            copier = self._copiers[device] = CudaCopier(device) if device.type == "cuda" else PageableCopier()
+        return copier
+
+    def pinner(self) -> Pin:
+        if not torch.cuda.is_initialized():
+            return lambda memory, go: False
+        if self._pinning is None:
+            runtime: Any = torch.cuda.cudart()
+            self._pinning = Pinning(runtime.cudaHostRegister, runtime.cudaHostUnregister, _clear_cuda_error)
+        pinning, device = self._pinning, torch.cuda.current_device()
+
+        def pin(memory: HostMemory, go: threading.Event | None) -> bool:
+            with torch.cuda.device(device):  # a new thread has the first device of the machine
+                return pinning.add(memory, go)
+
+        return pin
+
+    def release(self, memory: HostMemory) -> None:
+        if self._pinning is not None:
+            self._pinning.remove(memory)
+
+
+def _clear_cuda_error() -> None:
+    """Launch a kernel for nothing: torch raises the error that was left behind, and it is forgotten."""
+    try:
+        torch.zeros(1, device="cuda").add_(1)
+    except RuntimeError as e:
+        log.debug("forgotten: %s", e)
+
+
+this_machine = MachineDevices()
+"""The devices of this machine."""

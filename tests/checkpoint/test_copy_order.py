@@ -1,0 +1,275 @@
+"""A checkpoint of what is on a GPU holds the bytes of its step, in whatever order the GPU does its work.
+
+The device is simulated: see ``simulated_device``. Each wait is needed: without any one of them there is an order in
+which a checkpoint is wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_device import WAITS, Choose, SimulatedDevice
+from torch import nn
+
+from composerlite.checkpoint.format.torch_file import TorchImage
+from composerlite.checkpoint.save.staging import Staging, VerifyCopy, finish_device_work
+from composerlite.errors import SaveError
+
+SIZE = 1 << 10  # numbers in a tensor
+STEPS = 5
+
+
+class OnDevice(torch.optim.SGD):
+    """Queues its steps on a device, as optimizers on a GPU do."""
+
+    def __init__(self, device: SimulatedDevice, parameters: list[nn.Parameter]) -> None:
+        self.device = device
+        super().__init__(parameters, lr=1.0, momentum=0.9)
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        def change() -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.detach().numpy()[:] += 1.0  # not counted, as by a fused optimizer
+                self.state[parameter]["momentum_buffer"].numpy()[:] += 2.0
+
+        self.device.train(change)
+
+
+class Run:
+    """A model on a device: a step changes its weight and the optimizer's state, a forward pass its running mean."""
+
+    def __init__(self, choose: Choose, without: str = "", verify: VerifyCopy = "never") -> None:
+        self.device = SimulatedDevice(choose, without)
+        self.weight, self.mean = nn.Parameter(torch.zeros(SIZE)), torch.zeros(SIZE)
+        self.optimizer = OnDevice(self.device, [self.weight])
+        momentum = torch.zeros(SIZE)
+        self.optimizer.state[self.weight]["momentum_buffer"] = momentum
+        self.tensors = {"weight": self.weight, "momentum": momentum, "mean": self.mean}
+        self.device.owns(*self.tensors.values())
+        self.staging = Staging(verify=verify, devices=self.device)
+        self.steps = 0
+
+    def image(self) -> TorchImage:
+        """What is saved: that it is on a device is nowhere to be seen in it."""
+        return TorchImage(self.tensors)
+
+    def forward(self, change: Callable[[], object] = lambda: None) -> None:
+        """A forward pass; with a ``change`` that nobody expects."""
+
+        def run() -> None:
+            self.mean.numpy()[:] += 4.0
+            change()
+
+        self.device.train(run)
+
+    def step(self) -> None:
+        """The rest of the batch."""
+        self.optimizer.step()
+        self.steps += 1
+
+    def values(self) -> list[float]:
+        """What the tensors have to hold when all that was queued is done."""
+        return [float(self.steps), 2.0 * self.steps, 4.0 * self.steps]
+
+    def save(self) -> tuple[Any, Callable[[], list[torch.Tensor]]]:
+        """Begin a save; the snapshot, and how to read it when it has been waited for."""
+        image = self.image()
+        assert self.staging.reserve(image.size_bytes)
+        offsets = [offset for _, offset in image.storages()]
+        snapshot = self.staging.take(image, [self.optimizer])
+
+        def read() -> list[torch.Tensor]:
+            memory = snapshot.memory
+            copies = [torch.frombuffer(memory.view(at, 4 * SIZE), dtype=torch.float32).clone() for at in offsets]
+            self.staging.give_back(memory)
+            return copies
+
+        return snapshot, read
+
+    def close(self) -> None:
+        """End it."""
+        self.device.run_all()
+        self.staging.close()
+
+
+def wrong_saves(choose: Choose, without: str = "") -> int:
+    """Train, save after every step, and look at each save before or after the next step; how many are wrong."""
+    run = Run(choose, without)
+    wrong = 0
+    try:
+        for _ in range(STEPS):
+            run.forward()
+            run.step()
+            expected = run.values()
+            snapshot, read = run.save()
+            looks_early = bool(choose(2))
+            if looks_early:
+                snapshot.wait()
+                copies = read()
+            run.forward()
+            run.step()
+            if not looks_early:
+                snapshot.wait()
+                copies = read()
+            wrong += any(bool((copy != value).any()) for copy, value in zip(copies, expected, strict=True))
+        run.device.run_all()
+        assert [float(tensor.detach()[0]) for tensor in run.tensors.values()] == run.values()
+    finally:
+        run.close()
+    return wrong
+
+
+def wrong_reads(choose: Choose, without: str = "") -> int:
+    """Train, and write what is on the device without a copy of it, as a blocking save does; whether it is wrong."""
+    run = Run(choose, without)
+    run.forward()
+    run.step()
+    finish_device_work(run.image(), run.device)
+    found = [
+        bool((tensor.detach() != value).any()) for tensor, value in zip(run.tensors.values(), run.values(), strict=True)
+    ]
+    run.close()
+    return int(any(found))
+
+
+def drawn(choices: bytes) -> Choose:
+    """One choice after the other; in the end the first of each."""
+    left = iter(choices)
+    return lambda count: next(left, 0) % count
+
+
+def at_random(seed: int) -> Choose:
+    """Choices that are even, or mostly the first, or mostly the last, by the seed."""
+    numbers = random.Random(seed)
+    evenly, side = numbers.choice([0.05, 0.3, 1.0]), numbers.choice([0, -1])
+    return lambda count: numbers.randrange(count) if numbers.random() < evenly else side % count if count == 2 else 0
+
+
+@given(st.binary(max_size=600))
+@settings(max_examples=100, deadline=None)
+def test_a_save_has_the_bytes_of_its_step_in_any_order(choices: bytes) -> None:
+    """Whatever the device does first, and however far the host is ahead of it."""
+    assert wrong_saves(drawn(choices)) == 0
+
+
+@given(st.binary(max_size=40))
+@settings(max_examples=30, deadline=None)
+def test_what_is_written_without_a_copy_is_that_of_its_step(choices: bytes) -> None:
+    """The threads that write have queues of their own on a GPU: it is done with training's work before they read."""
+    assert wrong_reads(drawn(choices)) == 0
+
+
+@pytest.mark.parametrize("without", WAITS)
+def test_without_any_one_of_the_waits_a_save_is_wrong(without: str) -> None:
+    """There is an order that shows it, and it is found: none of them is there for nothing."""
+    for seed in range(200):
+        assert wrong_saves(at_random(seed)) == wrong_reads(at_random(seed)) == 0
+        if wrong_saves(at_random(seed), without) or wrong_reads(at_random(seed), without):
+            return
+    pytest.fail(f"200 orders show nothing wrong where it is not so that {without}")
+
+
+@pytest.mark.parametrize(
+    ("verify", "without"),
+    [*((verify, wait) for verify in ("first", "always", 1) for wait in WAITS[:2]), ("always", WAITS[2])],
+)
+def test_bytes_of_another_step_are_never_committed(verify: VerifyCopy, without: str) -> None:
+    """With ``save_verify_copy`` a wait that is missing ends in an error, at the save where it does harm."""
+    wrong = 0
+    for seed in range(30):
+        run = Run(at_random(seed), without, verify)
+        run.forward()
+        run.step()
+        for _ in range(1 if verify == "first" else 3):
+            expected = run.values()
+            snapshot, read = run.save()
+            run.forward()
+            run.step()
+            try:
+                snapshot.wait()
+            except SaveError as e:
+                assert "save_verify_copy" in str(e)  # noqa: PT017
+                wrong += 1
+            else:
+                assert all(bool((copy == value).all()) for copy, value in zip(read(), expected, strict=True))
+        run.close()
+    assert wrong
+
+
+def saved_late(run: Run) -> None:
+    """Have the first save behind, which sees whether others write; nobody did."""
+    snapshot, read = run.save()
+    run.step()
+    snapshot.wait()
+    read()
+
+
+def test_a_write_that_nobody_counts_is_found_by_content() -> None:
+    """Through ``.data``, or by a fused kernel, between a save and the optimizer's step; later saves copy at once."""
+    run = Run(lambda count: 0, verify="always")  # the device trains first, and nothing is copied before it has to be
+    saved_late(run)
+    snapshot, read = run.save()
+    run.step()
+    snapshot.wait()
+    read()
+    snapshot, _ = run.save()
+    run.forward(lambda: run.weight.detach().numpy().fill(9.0))
+    with pytest.raises(SaveError, match="save_verify_copy"):
+        snapshot.wait()
+    snapshot, read = run.save()
+    run.forward(lambda: run.weight.detach().numpy().fill(3.0))
+    snapshot.wait()
+    assert bool((read()[0] == 9.0).all())
+    run.close()
+
+
+def test_a_write_that_torch_counts_is_found_at_every_save() -> None:
+    """Also where no content is compared."""
+    run = Run(lambda count: 0)
+    saved_late(run)
+    snapshot, _ = run.save()
+    with torch.no_grad():
+        run.weight.add_(1)
+    run.step()
+    with pytest.raises(SaveError, match="between the save and the optimizer's next step"):
+        snapshot.wait()
+    run.close()
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_who_writes_to_weights_in_the_forward_pass_is_seen_at_the_first_save(
+    verify: VerifyCopy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without an error: one warning, and copies that training waits for."""
+    run = Run(at_random(0), verify=verify)
+    with caplog.at_level(logging.WARNING):
+        for number in range(3):
+            snapshot, read = run.save()
+            run.forward(lambda: run.weight.detach().numpy().__iadd__(0.5))
+            run.step()
+            snapshot.wait()
+            assert float(read()[0][0]) == 1.5 * number
+    run.close()
+    assert caplog.text.count("change between a save and the optimizer's next step") == 1
+
+
+def test_a_tensor_with_new_memory_is_saved_as_it_was() -> None:
+    """``p.data = new`` after the save: what is being copied is kept until it is."""
+    run = Run(lambda count: 0, verify="always")
+    saved_late(run)
+    expected = float(run.steps)
+    run.device.run_all()
+    snapshot, read = run.save()
+    run.weight.data = torch.full((SIZE,), 5.0)
+    junk = [torch.full((SIZE,), 8.0) for _ in range(50)]  # takes memory that was let go of
+    snapshot.wait()
+    assert bool((read()[0] == expected).all())
+    assert len(junk) == 50
+    run.close()
