@@ -127,6 +127,7 @@ class BucketAdversary(Machine):
         """As :meth:`acceptable`, for a launch on this machine."""
         entries = self.entries(self.project)
         here, begun = self.on_disk()
+        begun += begun_in(self.project.folder)
         good = [*here, *(entry for entry in entries if entry.line is not None)]
         lost = [self.damaged[entry.data] for entry in entries if entry.line is None]
         newest = max((self.history.attempts[entry.launch] for entry in good), default=0)
@@ -293,5 +294,5 @@ class BucketAdversary(Machine):
         link = project.folder / "latest.pt.symlink"
         if link.exists():
             name = link.read_text().strip()
-            if name not in [f"run/{entry.name}" for entry in self.entries(project)]:
+            if name not in [f"run/{entry.name}" for entry in [*self.entries(project), *begun_in(project.folder)]]:
                 raise FoundError(f"[latest] {link.name} says {name!r}, which is not there")

@@ -128,7 +128,8 @@ def _entries_of(folder: Path, damaged: set[Path]) -> list[Entry]:
 def begun_in(folder: Path) -> list[Entry]:
     """Checkpoints whose process was killed within the commit: the next one may complete it."""
     found: list[Entry] = []
-    for path in sorted((folder / ".manifest").glob(".*.tmp-*")):
+    announced = (path for what in (".*.tmp-*", "*.json.next") for path in (folder / ".manifest").glob(what))
+    for path in sorted(announced):
         manifest = _manifest(path)
         if manifest is not None and (folder / manifest["name"]).exists():
             data = folder / manifest["name"]
