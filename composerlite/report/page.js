@@ -36,18 +36,21 @@
     const text = String(Number(value.toPrecision(4)));
     return /^-?\d{5,}$/.test(text) ? text.replace(/\B(?=(\d{3})+$)/g, "\u202f") : text;
   };
-  const ticksOf = (low, high) => {
-    const found = [];
-    if (log.checked) {
-      const factors = high - low > 2.5 ? [1] : [1, 2, 5];
-      for (let power = Math.floor(low); power <= Math.ceil(high); power++)
-        for (const factor of factors) found.push(factor * 10 ** power);
-      return found.filter((value) => Math.log10(value) >= low && Math.log10(value) <= high);
-    }
+  const multiples = (low, high) => {
     const raw = (high - low) / 5, power = 10 ** Math.floor(Math.log10(raw));
     const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw * (1 - 1e-9));
+    const found = [];
     for (let at = Math.ceil(low / step); at <= Math.floor(high / step); at++) found.push(at * step);
     return found;
+  };
+  const ticksOf = (low, high) => {
+    if (!log.checked) return multiples(low, high);
+    const factors = high - low > 2.5 ? [1] : [1, 2, 5];
+    const found = [];
+    for (let power = Math.floor(low); power <= Math.ceil(high); power++)
+      for (const factor of factors) found.push(factor * 10 ** power);
+    const seen = found.filter((value) => Math.log10(value) >= low && Math.log10(value) <= high);
+    return seen.length > 2 ? seen : multiples(10 ** low, 10 ** high);
   };
   const redraw = ({ data, plot }) => {
     const scale = log.checked ? Math.log10 : (value) => value;
