@@ -22,8 +22,8 @@ _PARTS = ("save_stall", "eval", "data", "restart")
 
 
 @runtime_checkable
-class _Saver(Protocol):
-    """A callback that knows for how many seconds its saves have blocked training."""
+class _BlockingSaver(Protocol):
+    """A callback that measures the seconds for which its saves have blocked training."""
 
     @property
     def blocked_seconds(self) -> float: ...
@@ -83,7 +83,7 @@ class GoodputMonitor(Callback):
         self._seconds = dict.fromkeys(_PARTS, 0.0)
         self._resumed_from: float | None = None  # when the checkpoint was saved that the run will resume from
         self._looked_at: float | None = None  # the clock, up to which everything is counted; None: it stands still
-        self._savers: list[_Saver] = []
+        self._savers: list[_BlockingSaver] = []
         self._blocked = self._data_began = self._eval_began = 0.0
 
     # ── report ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -152,7 +152,7 @@ class GoodputMonitor(Callback):
             self._wall += max(0.0, lost)
             self._restarts += 1
             self._resumed_from = None
-        self._savers = [callback for callback in state.callbacks if isinstance(callback, _Saver)]
+        self._savers = [callback for callback in state.callbacks if isinstance(callback, _BlockingSaver)]
         self._looked_at, self._blocked = self._clock(), self._blocked_seconds()
 
     def _look_at_the_clock(self) -> None:

@@ -205,7 +205,7 @@ def _found(
 
     Raises:
         CheckpointNotFoundError: there is none.
-        CorruptCheckpointError: it is torn.
+        CorruptCheckpointError: it is incomplete.
     """
     from composerlite.checkpoint.tools.pointing import pointed
     from composerlite.checkpoint.tools.surveying import newest

@@ -14,7 +14,7 @@ from composerlite.cli.listing import described
 from composerlite.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
-    from composerlite.checkpoint.tools.comparing import Difference
+    from composerlite.checkpoint.tools.comparing import Comparison
     from composerlite.checkpoint.tools.inspecting import Leaf
 
 __all__ = ["diff", "inspect"]
@@ -125,7 +125,7 @@ def _contents(text: str, *, everything: bool) -> Mapping[str, Any]:
         return flat(contents) if everything else weights_of(contents, text)
 
 
-def _told(found: Difference, a: str, b: str, top: int) -> dict[str, Any]:
+def _told(found: Comparison, a: str, b: str, top: int) -> dict[str, Any]:
     return {
         "a": a,
         "b": b,
@@ -140,7 +140,7 @@ def _told(found: Difference, a: str, b: str, top: int) -> dict[str, Any]:
     }
 
 
-def _print(found: Difference, a: str, b: str, top: int) -> None:
+def _print(found: Comparison, a: str, b: str, top: int) -> None:
     for place, keys in ((a, found.only_a), (b, found.only_b)):
         for key in keys[:_KEYS_SHOWN]:
             click.echo(f"only in {place}: {key}")

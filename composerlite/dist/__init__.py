@@ -56,7 +56,7 @@ if TYPE_CHECKING:
         shards_like,
         total_norm,
     )
-    from composerlite.dist.transfers import Move, NodeBroadcast, Transfer, exchange, move, node_broadcast
+    from composerlite.dist.transfers import Move, NodeBroadcast, TensorTransfer, exchange, move, node_broadcast
 
 __all__ = [
     "Control",
@@ -66,7 +66,7 @@ __all__ = [
     "PiggybackCounter",
     "PiggybackCounters",
     "SingleProcess",
-    "Transfer",
+    "TensorTransfer",
     "Vote",
     "all_gather",
     "all_gather_object",
@@ -137,6 +137,6 @@ __getattr__, __dir__ = lazy_names(
             "shards_like",
             "total_norm",
         ],
-        ".transfers": ["Move", "NodeBroadcast", "Transfer", "exchange", "move", "node_broadcast"],
+        ".transfers": ["Move", "NodeBroadcast", "TensorTransfer", "exchange", "move", "node_broadcast"],
     },
 )

@@ -22,7 +22,7 @@ from composerlite.types import Piece
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["Move", "NodeBroadcast", "Transfer", "exchange", "move", "node_broadcast"]
+__all__ = ["Move", "NodeBroadcast", "TensorTransfer", "exchange", "move", "node_broadcast"]
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ _SMALL_BYTES = 64 << 10
 
 
 @final
-class Transfer(NamedTuple):
+class TensorTransfer(NamedTuple):
     """Tensors that go from one rank to others.
 
     Attributes:
@@ -56,7 +56,7 @@ class Transfer(NamedTuple):
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def exchange(what: str, transfers: Iterable[Transfer]) -> None:
+def exchange(what: str, transfers: Iterable[TensorTransfer]) -> None:
     """Make all ``transfers``, over the gloo group that training does not use. Every rank calls it.
 
     A rank gives those in which it has a part. There is one order of all transfers, and each rank gives its own in that.
@@ -119,7 +119,7 @@ def move(
             except Exception as e:  # noqa: BLE001 - raised below; zeros are sent, and nobody uses them
                 failures.append(e)
 
-    def transfers() -> Iterator[Transfer]:
+    def transfers() -> Iterator[TensorTransfer]:
         for piece in _pieces(moves):
             if rank not in (piece.source, piece.target):
                 continue
@@ -128,7 +128,9 @@ def move(
                 attempt(lambda p=piece, m=memory: _fill(m, read(p.name, p.offset, p.size_bytes)))
             arrived = functools.partial(write, piece.name, piece.offset, memoryview(memory))
             tensors = [torch.frombuffer(memory, dtype=torch.uint8)]
-            yield Transfer(piece.source, (piece.source, piece.target), tensors, functools.partial(attempt, arrived))
+            yield TensorTransfer(
+                piece.source, (piece.source, piece.target), tensors, functools.partial(attempt, arrived)
+            )
 
     exchange(what, transfers())
     if failures:
@@ -146,12 +148,12 @@ def _pieces(moves: Sequence[Move]) -> Iterator[Move]:
             yield one._replace(offset=one.offset + start, size_bytes=size)
 
 
-def _windows(transfers: Iterable[Transfer]) -> Iterator[list[Transfer]]:
+def _windows(transfers: Iterable[TensorTransfer]) -> Iterator[list[TensorTransfer]]:
     """Yield windows of transfers: as many as fit in so many bytes, and at least one.
 
     Ranks need not have the same windows: of all transfers that are not done, the first is in those of all its ranks.
     """
-    window: list[Transfer] = []
+    window: list[TensorTransfer] = []
     size = 0
     for transfer in transfers:
         if window and size + transfer.size_bytes > _WINDOW_BYTES:
@@ -167,7 +169,7 @@ def _windows(transfers: Iterable[Transfer]) -> Iterator[list[Transfer]]:
 class _Parcel:
     """The ``bytes`` of a transfer on one rank: those of its tensor, or, where they are several or elsewhere, a copy."""
 
-    def __init__(self, transfer: Transfer, rank: int) -> None:
+    def __init__(self, transfer: TensorTransfer, rank: int) -> None:
         self._transfer = transfer
         self._rank = rank
         first, *others = transfer.tensors
@@ -291,7 +293,7 @@ class NodeBroadcast:
         small = [piece for piece in batch if piece[2] <= _SMALL_BYTES]
         for pieces in [small, *([piece] for piece in batch if piece[2] > _SMALL_BYTES)]:
             if pieces:
-                transfer = Transfer(self._source, (), [_memory(address, size) for _, address, size in pieces])
+                transfer = TensorTransfer(self._source, (), [_memory(address, size) for _, address, size in pieces])
                 parcel = _Parcel(transfer, self._rank)
                 with naming_lost_ranks(self._what, self._timeout, self._ticket):
                     work = torch.distributed.broadcast(parcel.bytes, self._source, group=self._group, async_op=True)

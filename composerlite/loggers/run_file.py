@@ -34,8 +34,8 @@ class _Publishing(Protocol):
 
 
 @runtime_checkable
-class _Saver(Protocol):
-    """A callback that saves checkpoints, as far as it is asked where."""
+class _FolderSaver(Protocol):
+    """A callback that saves checkpoints to a folder."""
 
     folder: str
     in_memory: bool
@@ -149,7 +149,7 @@ class RunFileLogger(LoggerDestination):
 
     # ── on other machines ────────────────────────────────────────────────────────────────────────────────────────
     def _beside_checkpoints(self, state: State) -> str:
-        folders = [one.folder for one in state.callbacks if isinstance(one, _Saver) and not one.in_memory]
+        folders = [one.folder for one in state.callbacks if isinstance(one, _FolderSaver) and not one.in_memory]
         return f"{folders[0] if folders else '{run_name}'}/{self._name}"
 
     @property
@@ -157,7 +157,7 @@ class RunFileLogger(LoggerDestination):
         """The publisher of the checkpoints that the file goes to a bucket with, from ``INIT`` of all callbacks on."""
         if not self._goes_along or not self.is_kept or self._state is None:
             return None
-        savers = [one for one in self._state.callbacks if isinstance(one, _Saver) and not one.in_memory]
+        savers = [one for one in self._state.callbacks if isinstance(one, _FolderSaver) and not one.in_memory]
         return next((publisher for one in savers for publisher in one.saver.publishers), None)
 
     def _fetch(self, state: State, logger: Logger) -> None:

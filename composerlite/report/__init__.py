@@ -2,6 +2,6 @@
 
 from composerlite.report.facts import Facts, facts_of, to_plain
 from composerlite.report.page import page_of
-from composerlite.report.story import sentences
+from composerlite.report.summary import sentences
 
 __all__ = ["Facts", "facts_of", "page_of", "sentences", "to_plain"]

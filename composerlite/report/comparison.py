@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from composerlite.report.facts import Facts
-from composerlite.report.story import title_of
+from composerlite.report.summary import title_of
 from composerlite.report.words import duration, number, share
 
 __all__ = ["compared", "names_of"]

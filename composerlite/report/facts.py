@@ -17,7 +17,7 @@ from composerlite.checkpoint.tools.pointing import place_at
 from composerlite.checkpoint.tools.surveying import survey
 from composerlite.errors import CheckpointNotFoundError, ConfigError
 from composerlite.report.launches import Launch, launches_in
-from composerlite.report.record import Line, Record, parse_record
+from composerlite.report.record import Line, RunRecord, parse_record
 from composerlite.report.saves import Save, Stored, saves_in, stored_at
 from composerlite.storage import is_uri
 
@@ -159,7 +159,7 @@ class _Gathered(NamedTuple):
     """The record of a run, if there is one, and its checkpoints."""
 
     run_name: str
-    record: Record | None
+    record: RunRecord | None
     stored: list[Stored]
     faults: list[str]
     other_runs: list[str]
@@ -167,7 +167,7 @@ class _Gathered(NamedTuple):
 
 def _gathered(places: Sequence[str], run: str | None) -> _Gathered:
     """Collect what there is of the run in ``places``. Of several runs, the one that was active last."""
-    records: list[Record] = []
+    records: list[RunRecord] = []
     stored: list[Stored] = []
     for text in places:
         if text.endswith(_SUFFIX):
@@ -200,8 +200,8 @@ def _gathered(places: Sequence[str], run: str | None) -> _Gathered:
     return _Gathered(run, record, stored, faults, others)
 
 
-def _records(place: Place, names: Sequence[str], run: str | None) -> list[Record]:
-    records: list[Record] = []
+def _records(place: Place, names: Sequence[str], run: str | None) -> list[RunRecord]:
+    records: list[RunRecord] = []
     for name in names:
         try:
             data = place.read(name)
@@ -213,7 +213,7 @@ def _records(place: Place, names: Sequence[str], run: str | None) -> list[Record
     return records
 
 
-def _last_run(records: Sequence[Record], stored: Sequence[Stored]) -> str | None:
+def _last_run(records: Sequence[RunRecord], stored: Sequence[Stored]) -> str | None:
     """The name of the run that did something last."""
     active = [(record.lines[-1].at, record.run_name) for record in records]
     active += [(one.saved_at, one.run_name) for one in stored if one.saved_at is not None and one.run_name is not None]

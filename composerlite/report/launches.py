@@ -10,7 +10,7 @@ from typing import Any, final
 
 from composerlite.report.record import Line
 
-__all__ = ["Evaluation", "Launch", "launches_in"]
+__all__ = ["EvaluationRecord", "Launch", "launches_in"]
 
 _QUIET_SECONDS = 120.0
 """A launch without an end that has said something so recently may be running."""
@@ -18,8 +18,15 @@ _QUIET_SECONDS = 120.0
 
 @final
 @dataclass(frozen=True, slots=True)
-class Evaluation:
-    """An evaluation: of what, at which batch, when it ended, how long it took."""
+class EvaluationRecord:
+    """An evaluation in the record of a run.
+
+    Attributes:
+        label: of the data.
+        batch: that it was done at; ``None``: not known.
+        ended_at: seconds since 1970.
+        seconds: that it took.
+    """
 
     label: str
     batch: int | None
@@ -55,7 +62,7 @@ class Launch:
     error: str | None = None
     kept_batches: int = 0
     lost_from: float | None = None
-    evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
+    evaluations: list[EvaluationRecord] = field(default_factory=list[EvaluationRecord])
     batch_times: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     setting: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -116,7 +123,9 @@ def _take(launch: Launch, line: Line) -> None:
     elif line.kind == "metrics" and line.batch is not None and "time/batch" in line.metrics:
         launch.batch_times.append((line.batch, line.at))
     elif line.kind == "evaluation":
-        launch.evaluations.append(Evaluation(line.text("label"), line.batch, line.at, line.number("seconds") or 0.0))
+        launch.evaluations.append(
+            EvaluationRecord(line.text("label"), line.batch, line.at, line.number("seconds") or 0.0)
+        )
     elif line.kind == "fit_end":
         launch.end = "finished"
     elif line.kind == "error":

@@ -15,7 +15,7 @@ from composerlite.report.facts import Facts
 from composerlite.report.launches import Launch
 from composerlite.report.plot import Axis, plain
 from composerlite.report.saves import Save, Stored
-from composerlite.report.story import missing, story, tiles, title_of
+from composerlite.report.summary import missing, story, tiles, title_of
 from composerlite.report.timeline import ENDS, lanes, time_parts
 from composerlite.report.words import clock, duration, number
 

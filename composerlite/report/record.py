@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, cast, final
 
-__all__ = ["Line", "Record", "parse_record"]
+__all__ = ["Line", "RunRecord", "parse_record"]
 
 _NUMBERS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
@@ -48,7 +48,7 @@ class Line:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Record:
+class RunRecord:
     """The lines of one run, in their order.
 
     Attributes:
@@ -69,7 +69,7 @@ class Record:
         return next((line.text("run_name") for line in self.lines if line.kind in ("start", "resume")), "")
 
 
-def parse_record(data: bytes, source: str, run: str | None = None) -> Record | None:
+def parse_record(data: bytes, source: str, run: str | None = None) -> RunRecord | None:
     """The record in ``data``; ``None``: it is none. Of several runs it is that of ``run``, or else the last one's."""
     lines: list[tuple[str, Line]] = []
     incomplete: list[int] = []
@@ -93,7 +93,7 @@ def parse_record(data: bytes, source: str, run: str | None = None) -> Record | N
     faults = (
         [] if not incomplete else [f"{source}: {_lines(incomplete)} cannot be read and left out: a kill cut it off."]
     )
-    return Record(
+    return RunRecord(
         source, [line for name, line in lines if name == chosen], faults, [name for name in names if name != chosen]
     )
 

@@ -17,7 +17,7 @@ from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStore
 from composerlite.storage.background import Background
 from composerlite.storage.disk.addresses import address_of, memory_at
 from composerlite.storage.disk.files import StagedFile, check_free, write_all
-from composerlite.storage.disk.read_work import Places, Unit, cut, layers, runs
+from composerlite.storage.disk.read_work import ReadTargets, Unit, cut, layers, runs
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress
 from composerlite.storage.part_uploads import (
     Buffers,
@@ -208,7 +208,7 @@ class Transfer:
             _check_range(name, offset, size)
         for layer in layers(targets):
             units = runs(layer, gap_bytes=_GAP_BYTES, unit_bytes=self._range_bytes(sum(t.size for t in layer)))
-            places = Places(layer)
+            places = ReadTargets(layer)
             self._pool.run(Batch(partial(self._read_unit, name, unit, places) for unit in units), progress)
 
     def read(self, name: str, offset: int, size: int) -> bytes:
@@ -297,7 +297,7 @@ class Transfer:
         self._stream(name, start, end, batch, write, beyond=1 if end == size else 0)
         return 0
 
-    def _read_unit(self, name: str, unit: Unit, places: Places, batch: Batch) -> int:
+    def _read_unit(self, name: str, unit: Unit, places: ReadTargets, batch: Batch) -> int:
         """Job of the pool: one range of the object to its places in memory. All bytes are told of as they come."""
         start, end = unit
 

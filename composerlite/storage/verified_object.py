@@ -10,7 +10,7 @@ import xxhash
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage.disk.addresses import address_of
 from composerlite.storage.disk.digests import FileDigest
-from composerlite.storage.disk.read_work import Places, Unit, cut, layers, put, touched_chunks
+from composerlite.storage.disk.read_work import ReadTargets, Unit, cut, layers, put, touched_chunks
 from composerlite.storage.transfer import Transfer
 from composerlite.types import Piece
 
@@ -48,7 +48,7 @@ class VerifiedObject:
             if offset < 0 or size < 0 or offset + size > size_bytes:
                 raise CorruptCheckpointError(f"{self._name!r} has no bytes {offset} to {offset + size}.")
         for layer in layers(targets):
-            places, batch, left = Places(layer), list[Unit](), self._BATCH_BYTES
+            places, batch, left = ReadTargets(layer), list[Unit](), self._BATCH_BYTES
             for start, end in touched_chunks(layer, step, size_bytes):
                 batch.append((start, end))
                 left -= end - start
@@ -57,7 +57,7 @@ class VerifiedObject:
                     batch, left = [], self._BATCH_BYTES
             self._read_units(batch, places, progress)
 
-    def _read_units(self, units: Sequence[Unit], places: Places, progress: Callable[[int], object]) -> None:
+    def _read_units(self, units: Sequence[Unit], places: ReadTargets, progress: Callable[[int], object]) -> None:
         """Read whole chunks at the same time, compare them, and copy what is wanted of them."""
         assert self._digest is not None
         step = self._digest.chunk_bytes

@@ -20,7 +20,7 @@ from torch.utils.data import Subset, TensorDataset
 from composerlite.core import State
 from composerlite.core.data import length_of
 
-__all__ = ["Difference", "data_settings", "differences_of_run", "optimizer_settings", "settle_optimizer", "tell"]
+__all__ = ["ChangedSetting", "data_settings", "differences_of_run", "optimizer_settings", "settle_optimizer", "tell"]
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _LONGEST = 60
 
 @final
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ChangedSetting:
     """One setting: its value before and now, and which of the two holds, with the way to the other."""
 
     what: str
@@ -45,7 +45,7 @@ class Difference:
         return f"the {self.what} was {before} in the interrupted run and is {now} now: {self.verdict}"
 
 
-def tell(state: State, differences: Sequence[Difference]) -> None:
+def tell(state: State, differences: Sequence[ChangedSetting]) -> None:
     """Warn of all ``differences`` at once, on rank 0."""
     if differences and state.rank == 0:
         settings = "1 setting" if len(differences) == 1 else f"{len(differences)} settings"
@@ -130,7 +130,7 @@ def _plain(value: Any) -> Any:
 
 
 # ── what differs ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def settle_optimizer(state: State, *, script_holds: bool) -> list[Difference]:
+def settle_optimizer(state: State, *, script_holds: bool) -> list[ChangedSetting]:
     """Compare the optimizer's settings, have those hold that are to, and note them in ``state`` as the run's.
 
     Learning rates and numbers of the script hold, if ``script_holds``; of the others the state that the optimizer was
@@ -141,13 +141,13 @@ def settle_optimizer(state: State, *, script_holds: bool) -> list[Difference]:
     return [*_settle_rates(state, script_holds), *_settle_hyperparameters(state, script_holds)]
 
 
-def _settle_rates(state: State, script_holds: bool) -> Iterator[Difference]:
+def _settle_rates(state: State, script_holds: bool) -> Iterator[ChangedSetting]:
     before, now = list(map(float, state.resumed_metadata.get("learning_rates", ()))), list(state.learning_rates)
     if len(before) != len(now) or before == now:
         return
     if not script_holds:
         state.learning_rates = tuple(before)
-        yield Difference("learning rate", tuple(before), tuple(now), _OLD_HOLDS)
+        yield ChangedSetting("learning rate", tuple(before), tuple(now), _OLD_HOLDS)
         return
     for group, old, new in zip(state.optimizers[0].param_groups, before, now, strict=True):
         group["lr"] = group["lr"] * new / old if old else new
@@ -157,10 +157,10 @@ def _settle_rates(state: State, script_holds: bool) -> Iterator[Difference]:
         if len(getattr(scheduler, "base_lrs", ())) == len(now):
             scheduler.base_lrs = list(now)
     verdict = f"it holds from here on, scaled by the schedule; to continue as before give lr={_one(before)!r}"
-    yield Difference("learning rate", tuple(before), tuple(now), verdict)
+    yield ChangedSetting("learning rate", tuple(before), tuple(now), verdict)
 
 
-def _settle_hyperparameters(state: State, script_holds: bool) -> Iterator[Difference]:
+def _settle_hyperparameters(state: State, script_holds: bool) -> Iterator[ChangedSetting]:
     groups = state.optimizers[0].param_groups
     given = state.settings.get("optimizer", {})
     saved: Mapping[str, list[Any]] | None = state.resumed_metadata.get("settings", {}).get("optimizer")
@@ -179,7 +179,7 @@ def _settle_hyperparameters(state: State, script_holds: bool) -> Iterator[Differ
         else:
             holding[name] = before
             verdict = _STATE_HOLDS.format(path=state.load_path) if script_holds else _OLD_HOLDS
-        yield Difference(name, _one(before), _one(now), verdict)
+        yield ChangedSetting(name, _one(before), _one(now), verdict)
     state.settings = {**state.settings, "optimizer": holding}
 
 
@@ -194,7 +194,7 @@ def _may_change(name: str, before: Any, now: Any) -> bool:
     return all(isinstance(value, int | float) and not isinstance(value, bool) for pair in pairs for value in pair)
 
 
-def differences_of_run(state: State, *, seed: int | None) -> list[Difference]:
+def differences_of_run(state: State, *, seed: int | None) -> list[ChangedSetting]:
     """Compare what does not belong to the optimizer. Of all but the seed what the script says holds.
 
     Args:
@@ -216,12 +216,12 @@ def differences_of_run(state: State, *, seed: int | None) -> list[Difference]:
     if data.get("samples") == now.get("samples") and data.get("kind") == now.get("kind"):
         compared.append(("digest of the training data", data.get("digest"), now.get("digest"), "the same data set"))
     found = [
-        Difference(what, old, new, _NEW_HOLDS + (way if way.startswith("launch") else f"give {way}").format(old))
+        ChangedSetting(what, old, new, _NEW_HOLDS + (way if way.startswith("launch") else f"give {way}").format(old))
         for what, old, new, way in compared
         if old is not None and new is not None and old != new
     ]
     if seed is not None and seed != state.rank_zero_seed:
-        found.append(Difference("seed", state.rank_zero_seed, seed, _SEED_HOLDS.format(path=state.load_path)))
+        found.append(ChangedSetting("seed", state.rank_zero_seed, seed, _SEED_HOLDS.format(path=state.load_path)))
     return found
 
 

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Evaluation", "log_metrics"]
+__all__ = ["EvaluationLoop", "log_metrics"]
 
 
 @final
-class Evaluation:
+class EvaluationLoop:
     """Evaluates the model and predicts with it. What training uses of the state is as before afterwards.
 
     Args:

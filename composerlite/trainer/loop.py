@@ -26,7 +26,7 @@ from composerlite.core import (
 from composerlite.devices import rng
 from composerlite.errors import ConfigError, TrainingError
 from composerlite.trainer.data.dataloading import DataPosition
-from composerlite.trainer.evaluate import Evaluation, log_metrics
+from composerlite.trainer.evaluate import EvaluationLoop, log_metrics
 from composerlite.trainer.ranks.communicator import Counted, Ranks
 from composerlite.trainer.rollback import DataRollback
 from composerlite.trainer.step import TrainStep
@@ -64,7 +64,7 @@ class Loop:
     spec: DataSpec
     position: DataPosition
     step: TrainStep
-    evaluation: Evaluation
+    evaluation: EvaluationLoop
     ranks: Ranks
     subset_num_batches: int
     step_schedulers_every_batch: bool

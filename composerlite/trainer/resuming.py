@@ -19,7 +19,7 @@ from composerlite.core import LoggerDestination, State
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.storage import ObjectStore
 from composerlite.trainer.checks import Arguments, check_names, check_seconds
-from composerlite.trainer.differences import Difference, settle_optimizer
+from composerlite.trainer.differences import ChangedSetting, settle_optimizer
 from composerlite.trainer.messages import began_with
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Start(NamedTuple):
     """
 
     resumed: bool
-    differences: list[Difference]
+    differences: list[ChangedSetting]
 
 
 def load_or_resume(

@@ -45,7 +45,7 @@ from composerlite.storage import ObjectStore
 from composerlite.trainer import build, checks, messages
 from composerlite.trainer.data.dataloading import DataPosition, Share, batches_per_epoch, is_same_data, position_in
 from composerlite.trainer.differences import data_settings, differences_of_run, optimizer_settings, tell
-from composerlite.trainer.evaluate import Evaluation
+from composerlite.trainer.evaluate import EvaluationLoop
 from composerlite.trainer.loop import Loop, run
 from composerlite.trainer.ranks.communicator import Communicator, Membership, Ranks, connected, failing_together
 from composerlite.trainer.ranks.parallel import check_sync_strategy, copy_model, shard_model
@@ -312,7 +312,7 @@ class Trainer:
             parallel = copy_model(self.state, ddp_sync_strategy) if sharded is None else sharded
             communicator = Communicator(dist.get_group(), counts=parallel.counts)
             self._ranks = Ranks(parallel, communicator, self._share)
-            self._evaluation = Evaluation(self.state, self.engine, self.logger, self._ranks)
+            self._evaluation = EvaluationLoop(self.state, self.engine, self.logger, self._ranks)
             seed_all(seed_of_rank(self.state.rank_zero_seed, parallel.data_rank))
             if compile_config is not None:
                 self.state.model.compile(**compile_config)

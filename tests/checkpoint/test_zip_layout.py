@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composerlite.checkpoint.format.zip_file import Entry, Layout, entries, trailer
+from composerlite.checkpoint.format.zip_file import Layout, ZipEntry, entries, trailer
 
 GiB = 1 << 30
 
@@ -71,7 +71,7 @@ def test_more_records_than_sixteen_bits_can_count(tmp_path: Path) -> None:
         assert archive.read("archive/data/69999") == b"x"
 
 
-def looked_up(path: Path) -> tuple[dict[str, Entry], list[tuple[int, int]], list[int]]:
+def looked_up(path: Path) -> tuple[dict[str, ZipEntry], list[tuple[int, int]], list[int]]:
     """The records of an archive, which parts of it were told of beforehand, and where headers were asked for."""
     data = path.read_bytes()
     told: list[tuple[int, int]] = []

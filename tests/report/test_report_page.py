@@ -12,7 +12,7 @@ from PIL import Image
 from recorded_run import launch
 
 from composerlite.report import facts_of, page_of
-from composerlite.report.story import story, tiles
+from composerlite.report.summary import story, tiles
 from composerlite.report.words import number
 
 LIGHT, DARK = (246, 247, 249), (18, 22, 29)  # --bg in page.css

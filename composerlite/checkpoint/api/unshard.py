@@ -160,7 +160,7 @@ def unshard_checkpoint(
         _check_free(target, names, overwrite=save_overwrite)
         make_folder(target)
         with _staging_folder(target) as staging:
-            job = _Job(reader, staging, suffix, write, strategy)
+            job = _OutputFile(reader, staging, suffix, write, strategy)
             for part in parts:
                 job.run(part)
             _check_free(target, names, overwrite=save_overwrite)
@@ -229,8 +229,8 @@ class _Key(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class _Job:
-    """One file to write, and its contents."""
+class _OutputFile:
+    """One output file, and its contents."""
 
     reader: sharded.RemoteFileSystemReader
     target: Path

@@ -37,12 +37,12 @@ from composerlite.errors import ConfigError
 from composerlite.storage import ObjectStore
 from composerlite.types import StateDict
 
-__all__ = ["Engine", "load_archives"]
+__all__ = ["DeepSpeedEngine", "load_archives"]
 
 log = logging.getLogger(__name__)
 
 
-class Engine(Protocol):
+class DeepSpeedEngine(Protocol):
     """The engine of DeepSpeed, as far as it loads files. Every rank calls these together."""
 
     def check_fits(self, model: StateDict, *, source: str) -> None:
@@ -93,7 +93,7 @@ class Engine(Protocol):
 
 
 def load_archives(
-    engine: Engine, template: str, plan: RestorePlan, object_store: ObjectStore | None, *, trust: bool
+    engine: DeepSpeedEngine, template: str, plan: RestorePlan, object_store: ObjectStore | None, *, trust: bool
 ) -> list[dict[str, Any]] | None:
     """Restore a state that DeepSpeed trains, on every rank; the states of the random generators, if any.
 
@@ -120,7 +120,7 @@ def load_archives(
 class _Load:
     """One load; every rank calls its methods. For the fields see :func:`load_archives`."""
 
-    engine: Engine
+    engine: DeepSpeedEngine
     template: str
     plan: RestorePlan
     object_store: ObjectStore | None

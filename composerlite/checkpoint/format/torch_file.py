@@ -30,7 +30,7 @@ from composerlite._torch_compat import (
     typed_storage_class,
     untyped_storage,
 )
-from composerlite.checkpoint.format.zip_file import Layout, Record, trailer
+from composerlite.checkpoint.format.zip_file import Layout, ZipRecord, trailer
 from composerlite.checkpoint.trust.trusted import is_loadable
 from composerlite.dist import is_distributed_tensor
 from composerlite.errors import SaveError
@@ -104,7 +104,7 @@ class TorchImage:
         sink.write(trailer(self._layout.records, crcs, self._layout.end))
         return crcs[: len(crcs) - len(self._rest)]
 
-    def _write_record(self, sink: Sink, number: int, record: Record) -> int:
+    def _write_record(self, sink: Sink, number: int, record: ZipRecord) -> int:
         """Write one record, from its header to its descriptor; the CRC-32 of its data."""
         sink.write(record.header)
         rest = number - (len(self._layout.records) - len(self._rest))

@@ -21,7 +21,7 @@ import torch
 from isal import isal_zlib
 from torch import Tensor, nn
 
-from composerlite.checkpoint.format.zip_file import Entry, Layout, entries, records_root
+from composerlite.checkpoint.format.zip_file import Layout, ZipEntry, entries, records_root
 from composerlite.checkpoint.trust.trusted import StorageKind, storage_kind
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
 from composerlite.errors import CorruptCheckpointError
@@ -349,7 +349,7 @@ class TorchFile:
                 self._check_sum(name, entry, (ctypes.c_char * entry.size).from_address(address))
 
     def _read_records(
-        self, records: Sequence[Entry], pieces: Sequence[Piece], progress: Callable[[int], object]
+        self, records: Sequence[ZipEntry], pieces: Sequence[Piece], progress: Callable[[int], object]
     ) -> None:
         """Read ``pieces`` of data, and the headers of ``records``: all are in the order of the file.
 
@@ -382,10 +382,10 @@ class TorchFile:
             self._check_sum(name, entry, data)
         return data
 
-    def _check_sum(self, name: str, entry: Entry, data: Any) -> None:
+    def _check_sum(self, name: str, entry: ZipEntry, data: Any) -> None:
         self._compare_sum(name, entry, isal_zlib.crc32(data))
 
-    def _compare_sum(self, name: str, entry: Entry, crc: int) -> None:
+    def _compare_sum(self, name: str, entry: ZipEntry, crc: int) -> None:
         if crc != entry.crc:
             raise CorruptCheckpointError(f"the bytes of its record {name!r} have another CRC-32 than it says")
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, Self, final
 
 from composerlite.errors import CorruptCheckpointError
 
-__all__ = ["ROOT", "Entry", "Layout", "Record", "entries", "records_root", "trailer"]
+__all__ = ["ROOT", "Layout", "ZipEntry", "ZipRecord", "entries", "records_root", "trailer"]
 
 ROOT = "archive"
 _LARGE_BYTES = 64 << 10
@@ -32,7 +32,7 @@ _FLAGS = 0x0808
 
 
 @final
-class Record(NamedTuple):  # one is made for each tensor of each save
+class ZipRecord(NamedTuple):  # one is made for each tensor of each save
     """One file of the archive.
 
     Attributes:
@@ -73,7 +73,7 @@ class Record(NamedTuple):  # one is made for each tensor of each save
         return self._descriptor.pack(b"PK\x07\x08", crc, self.size_bytes, self.size_bytes)
 
     def directory_entry(self, crc: int) -> bytes:
-        """Entry in the central directory."""
+        """ZipEntry in the central directory."""
         name = self.name.encode()
         wide = self._wide
         extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
@@ -101,7 +101,7 @@ class Layout:
     """
 
     def __init__(self, sizes: Sequence[tuple[str, int]] = ()) -> None:
-        self.records: list[Record] = []
+        self.records: list[ZipRecord] = []
         self.end = 0
         self.directory_bytes = 0
         for name, size in sizes:
@@ -135,7 +135,7 @@ def _data_layout(sizes: tuple[int, ...]) -> Layout:
     return Layout([(f"data/{number}", size) for number, size in enumerate(sizes)])
 
 
-def _record(name: str, size: int, offset: int) -> Record:
+def _record(name: str, size: int, offset: int) -> ZipRecord:
     encoded = name.encode()
     extra = b""
     if size >= _MAX_32:
@@ -147,10 +147,10 @@ def _record(name: str, size: int, offset: int) -> Record:
     extra += struct.pack("<2H", 0x4246, padding) + bytes(padding)
     shown = _MAX_32 if size >= _MAX_32 else 0
     header = _LOCAL.pack(b"PK\x03\x04", 45, _FLAGS, 0, 0, 0, 0, shown, shown, len(encoded), len(extra))
-    return Record(name, size, header + encoded + extra, offset)
+    return ZipRecord(name, size, header + encoded + extra, offset)
 
 
-def trailer(records: Sequence[Record], crcs: Sequence[int], start: int) -> bytes:
+def trailer(records: Sequence[ZipRecord], crcs: Sequence[int], start: int) -> bytes:
     """The central directory at ``start`` and the end of the archive."""
     directory = b"".join(record.directory_entry(crc) for record, crc in zip(records, crcs, strict=True))
     count, size, end = len(records), len(directory), start + len(directory)
@@ -178,7 +178,7 @@ Expect = Callable[[int, int], object]
 _Listed = tuple[int, int, int]  # offset of the local header, size, CRC-32
 
 
-class Entry(NamedTuple):
+class ZipEntry(NamedTuple):
     """One record of the archive.
 
     Attributes:
@@ -196,7 +196,7 @@ class Entry(NamedTuple):
     crc: int
 
 
-def entries(size_bytes: int, read: Read, peek: Read, expect: Expect | None = None) -> dict[str, Entry]:
+def entries(size_bytes: int, read: Read, peek: Read, expect: Expect | None = None) -> dict[str, ZipEntry]:
     """The records of a zip archive of ``size_bytes``, by name.
 
     ``read`` gives bytes of the directory. ``peek`` gives those of local headers, of which there is one per record: it
@@ -215,7 +215,7 @@ def entries(size_bytes: int, read: Read, peek: Read, expect: Expect | None = Non
     ordered = sorted(listed.items(), key=lambda item: item[1][0])
     if (own := _own_entries(ordered, directory, start)) is not None:
         return own
-    found: dict[str, Entry] = {}
+    found: dict[str, ZipEntry] = {}
     end = 0
     if expect is not None:
         for page in {header // _PAGE_BYTES: None for _, (header, *_) in ordered if header < start}:
@@ -233,11 +233,11 @@ def entries(size_bytes: int, read: Read, peek: Read, expect: Expect | None = Non
         header_bytes = peek(header, offset - header) if longer else header_bytes[: offset - header]
         if header_bytes[_LOCAL.size : _LOCAL.size + fixed[9]] != name.encode():
             raise CorruptCheckpointError(f"its record {name!r} at {header} has another name there")
-        found[name] = Entry(header, header_bytes, offset, length, crc)
+        found[name] = ZipEntry(header, header_bytes, offset, length, crc)
     return found
 
 
-def records_root(names: dict[str, Entry]) -> str:
+def records_root(names: dict[str, ZipEntry]) -> str:
     """The folder of the archive that holds the checkpoint, with a slash.
 
     Raises:
@@ -304,7 +304,7 @@ def _listed(directory: bytes, count: int) -> dict[str, _Listed]:
     return listed
 
 
-def _own_entries(ordered: Sequence[tuple[str, _Listed]], directory: bytes, start: int) -> dict[str, Entry] | None:
+def _own_entries(ordered: Sequence[tuple[str, _Listed]], directory: bytes, start: int) -> dict[str, ZipEntry] | None:
     """The records, if the directory is byte for byte that of our own layout: then the headers are, too.
 
     They lie all over the file, and are compared when the data are read.
@@ -318,7 +318,7 @@ def _own_entries(ordered: Sequence[tuple[str, _Listed]], directory: bytes, start
     if layout.end != start or not trailer(layout.records, crcs, start).startswith(directory):
         return None
     return {
-        record.name: Entry(record.offset, record.header, record.data_offset, record.size_bytes, crc)
+        record.name: ZipEntry(record.offset, record.header, record.data_offset, record.size_bytes, crc)
         for record, crc in zip(layout.records, crcs, strict=True)
     }
 

@@ -474,8 +474,8 @@ def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
 
 
 @final
-class _Part:
-    """A part of an item that is read to memory of our own."""
+class _Buffer:
+    """A part of an item, read into a buffer of our own."""
 
     def __init__(self, start: int, size: int) -> None:
         self.start = start
@@ -498,22 +498,22 @@ class _Reading:
         self._source = source
         self._item = item
         self._whole = item.shape is None or item.size_bytes <= _SMALL_BYTES
-        self._frame: list[_Part] = []
+        self._frame: list[_Buffer] = []
         self._expected: StoredTensor | None = None
         self._filled: list[_Filled] = []
         if self._whole:
-            self._frame = [_Part(0, item.size_bytes)]
+            self._frame = [_Buffer(0, item.size_bytes)]
         elif ours and item.shape is not None and item.dtype is not None:
             self._expect(*predicted(item.shape, item.dtype))
         else:
-            self._frame = [_Part(0, _PROBE_BYTES), _Part(item.size_bytes - _PROBE_BYTES, _PROBE_BYTES)]
+            self._frame = [_Buffer(0, _PROBE_BYTES), _Buffer(item.size_bytes - _PROBE_BYTES, _PROBE_BYTES)]
 
     def _expect(self, stored: StoredTensor, end: int) -> None:
         size = self._item.size_bytes
         if not stored.start < end < size or size - end > _SMALL_BYTES:
-            self._whole, self._frame = True, [_Part(0, size)]
+            self._whole, self._frame = True, [_Buffer(0, size)]
             return
-        self._frame = [_Part(0, stored.start), _Part(end, size - end)]
+        self._frame = [_Buffer(0, stored.start), _Buffer(end, size - end)]
         self._fill(stored)
 
     def _fill(self, stored: StoredTensor) -> None:
@@ -539,7 +539,7 @@ class _Reading:
             found = stored_tensor(Window(self._source, self._item.offset, self._item.size_bytes, parts))
             self._frame = []
             if found is None or (found.shape, found.dtype) != (self._item.shape, self._item.dtype):
-                self._filled, self._whole, self._frame = [], True, [_Part(0, self._item.size_bytes)]
+                self._filled, self._whole, self._frame = [], True, [_Buffer(0, self._item.size_bytes)]
                 return False
             if found != self._expected:
                 self._fill(found)

@@ -48,7 +48,7 @@ Ranking = tuple[int, ...]
 
 
 @final
-class _Part(NamedTuple):
+class _SharedItem(NamedTuple):
     """A part of what several ranks want: an item of the plan, or some rows of it.
 
     Attributes:
@@ -97,7 +97,7 @@ class ReadRequests:
         digest = xxhash.xxh3_128_digest(self._names) if self._parts else b""
         self.told = RankReport(digest, self._names if len(self._parts) <= _FEW_NAMES else b"")
 
-    def divided(self, group: dist.Group, told: Sequence[RankReport]) -> tuple[LoadPlan, Sequence[dist.Transfer]]:
+    def divided(self, group: dist.Group, told: Sequence[RankReport]) -> tuple[LoadPlan, Sequence[dist.TensorTransfer]]:
         """Divide the reading: what this rank reads, and what it sends and gets. All of ``group`` call it.
 
         Args:
@@ -116,13 +116,13 @@ class ReadRequests:
         return dataclasses.replace(self._plan, items=[*own, *items]), transfers
 
 
-def _named(items: Iterable[ReadItem], planner: DefaultLoadPlanner, place: str) -> Sequence[tuple[bytes, _Part]]:
+def _named(items: Iterable[ReadItem], planner: DefaultLoadPlanner, place: str) -> Sequence[tuple[bytes, _SharedItem]]:
     """List what other ranks may want too, by a name that says what it is; in the order of names.
 
     Nothing that is no tensor: it is small. Nor that of which each rank has another part.
     """
     assert planner.metadata is not None
-    found: list[tuple[bytes, _Part]] = []
+    found: list[tuple[bytes, _SharedItem]] = []
     for item in items:
         if item.type is LoadItemType.BYTE_IO or not math.prod(item.lengths):
             continue
@@ -132,11 +132,11 @@ def _named(items: Iterable[ReadItem], planner: DefaultLoadPlanner, place: str) -
         target = planner.resolve_tensor(item).detach()
         what = (place, item.storage_index, tuple(item.storage_offsets), tuple(item.lengths), target.dtype)
         name = xxhash.xxh3_128_digest(repr(what).encode())
-        found.append((name, _Part(name, (stored.relative_path, stored.offset), item, target)))
+        found.append((name, _SharedItem(name, (stored.relative_path, stored.offset), item, target)))
     return sorted(found, key=lambda pair: pair[0])
 
 
-def _groups(mine: Mapping[bytes, _Part], wanted: Sequence[bytes]) -> dict[Ranking, list[bytes]]:
+def _groups(mine: Mapping[bytes, _SharedItem], wanted: Sequence[bytes]) -> dict[Ranking, list[bytes]]:
     """By the ranks that want it what this rank wants and others, too."""
     common: dict[bytes, set[bytes]] = {}
     members: dict[bytes, list[int]] = {}
@@ -153,14 +153,14 @@ def _groups(mine: Mapping[bytes, _Part], wanted: Sequence[bytes]) -> dict[Rankin
 
 
 def _dealt(
-    groups: Mapping[Ranking, Sequence[bytes]], mine: Mapping[bytes, _Part], rank: int
-) -> tuple[list[ReadItem], list[dist.Transfer]]:
+    groups: Mapping[Ranking, Sequence[bytes]], mine: Mapping[bytes, _SharedItem], rank: int
+) -> tuple[list[ReadItem], list[dist.TensorTransfer]]:
     """Deal what is wanted: what this rank reads for others, and all transfers that it has a part in."""
     items: list[ReadItem] = []
-    transfers: list[tuple[bytes, dist.Transfer]] = []
+    transfers: list[tuple[bytes, dist.TensorTransfer]] = []
     for members, names in groups.items():
         parts = [part for name in sorted(names, key=lambda name: mine[name].place) for part in _cut(mine[name])]
-        by_reader: dict[int, list[_Part]] = {member: [] for member in members}
+        by_reader: dict[int, list[_SharedItem]] = {member: [] for member in members}
         total, done = sum(part.target.nbytes for part in parts), 0
         for part in parts:  # each reads what lies together
             by_reader[members[done * len(members) // total]].append(part)
@@ -169,12 +169,12 @@ def _dealt(
         for reader, its in by_reader.items():
             for parcel in _parcels(its):
                 tensors = [part.target for part in parcel]
-                transfers.append((parcel[0].name, dist.Transfer(reader, members, tensors)))
+                transfers.append((parcel[0].name, dist.TensorTransfer(reader, members, tensors)))
     transfers.sort(key=lambda pair: pair[0])
     return items, [transfer for _, transfer in transfers]
 
 
-def _cut(part: _Part) -> Iterator[_Part]:
+def _cut(part: _SharedItem) -> Iterator[_SharedItem]:
     """The part in pieces of rows, none of them large if its rows are not."""
     rows = part.target.shape[0] if part.target.dim() else 1
     most = max(1, _LARGE_BYTES * rows // part.target.nbytes)
@@ -190,16 +190,16 @@ def _cut(part: _Part) -> Iterator[_Part]:
             lengths=torch.Size((count, *part.item.lengths[1:])),
         )
         name = part.name + start.to_bytes(8, "big")
-        yield _Part(name, part.place, item, part.target.narrow(0, start, count))
+        yield _SharedItem(name, part.place, item, part.target.narrow(0, start, count))
 
 
 def _moved(offsets: Sequence[int], rows: int) -> torch.Size:
     return torch.Size((offsets[0] + rows, *offsets[1:]))
 
 
-def _parcels(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+def _parcels(parts: Iterable[_SharedItem]) -> Iterator[list[_SharedItem]]:
     """Parcels to be sent at once: each large part, and small ones together."""
-    together: list[_Part] = []
+    together: list[_SharedItem] = []
     size = 0
     for part in parts:
         if part.target.nbytes > _SMALL_BYTES:
@@ -360,16 +360,16 @@ class RemoteShardFetcher:
         )
 
     @contextlib.contextmanager
-    def _files(self) -> Generator[_Files]:
+    def _files(self) -> Generator[_SharedFiles]:
         assert self._here is not None
         with contextlib.ExitStack() as stack:
             sizes = {name: record.size_bytes for name, record in self._records.items()}
-            yield _Files(stack, self._here, self._place, sizes)
+            yield _SharedFiles(stack, self._here, self._place, sizes)
 
 
 @final
-class _Files:
-    """The files of a checkpoint, and those that parts of them are brought to: with holes, as large as the whole."""
+class _SharedFiles:
+    """The files of a checkpoint, and sparse copies of them that receive the parts that this node needs."""
 
     def __init__(self, stack: contextlib.ExitStack, here: Path, place: Path | None, sizes: Mapping[str, int]) -> None:
         self._stack = stack

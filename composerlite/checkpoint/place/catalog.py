@@ -26,14 +26,14 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Together(Protocol):
-    """A vote: each process calls ``write``, the first one ``commit`` when all have, and all return what that gave."""
+class CollectiveStep(Protocol):
+    """A step of several processes: each calls ``write``, the first one then ``commit``, and all return its result."""
 
     def __call__(self, write: Callable[[], T], commit: Callable[[list[T]], R], /) -> R: ...
 
 
 def alone(write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
-    """Vote in one process."""
+    """CollectiveStep in one process."""
     return commit([write()])
 
 
@@ -290,8 +290,8 @@ class Catalog:
         link: str | None = None,
         links: Mapping[str, str] | None = None,
         overwrite: bool = False,
-        begins: Together = alone,
-        ends: Together = alone,
+        begins: CollectiveStep = alone,
+        ends: CollectiveStep = alone,
     ) -> None:
         """Make a checkpoint exist in a bucket, and point ``link`` to it: one commit, of files that are sent to it.
 

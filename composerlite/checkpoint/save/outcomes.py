@@ -99,7 +99,7 @@ class Outcomes:
         self._begun = CheckpointNews(what="begun", name="", where="", batch=0, at=0.0)
 
     def tell_to(self, logger: RunLogger) -> None:
-        """Whom to tell."""
+        """Set the loggers that receive the outcomes."""
         self._logger = logger
 
     def begun(self, name: str, where: str, batch: int, *, ephemeral: bool) -> None:

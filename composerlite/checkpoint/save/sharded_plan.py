@@ -39,7 +39,7 @@ from composerlite.dist import Group
 from composerlite.errors import SaveError
 from composerlite.types import StateDict
 
-__all__ = ["KnownPlan", "PackedPlan", "Planner", "Share", "merge_plans", "plan_together"]
+__all__ = ["AssignedItems", "KnownPlan", "PackedPlan", "Planner", "merge_plans", "plan_together"]
 
 log = logging.getLogger(__name__)
 A = TypeVar("A")
@@ -123,7 +123,7 @@ def _in_order(plan: SavePlan) -> tuple[list[WriteItem], list[WriteItem]]:
 
 @final
 @dataclass(frozen=True)
-class Share:
+class AssignedItems:
     """Items of its plan that a rank is assigned to write.
 
     Attributes:
@@ -163,7 +163,7 @@ class _Items:
         return 1 if sizes is None or properties is None else math.prod(sizes) * properties.dtype.itemsize
 
 
-def merge_plans(plans: Sequence[PackedPlan]) -> tuple[list[Share], Metadata]:
+def merge_plans(plans: Sequence[PackedPlan]) -> tuple[list[AssignedItems], Metadata]:
     """On the first rank: what each rank is to write, and the index, without where the data are.
 
     What several ranks have is written by one of them, so that all write about as many bytes.
@@ -221,11 +221,11 @@ def _dealt(ranks: Sequence[_Items]) -> list[list[int]]:
     return [sorted(numbers) for numbers in written]
 
 
-def _index(ranks: Sequence[_Items], written: Sequence[list[int]]) -> tuple[list[Share], dict[str, Any]]:
+def _index(ranks: Sequence[_Items], written: Sequence[list[int]]) -> tuple[list[AssignedItems], dict[str, Any]]:
     """The shares, and what the index says of each key."""
     entries: dict[str, Any] = {}
     shapes: dict[tuple[int, ...], torch.Size] = {}
-    shares: list[Share] = []
+    shares: list[AssignedItems] = []
 
     def shape_of(sizes: tuple[int, ...]) -> torch.Size:  # one object for all that are equal: the index is smaller
         return shapes.get(sizes) or shapes.setdefault(sizes, torch.Size(sizes))
@@ -244,7 +244,7 @@ def _index(ranks: Sequence[_Items], written: Sequence[list[int]]) -> tuple[list[
             hints.append(len(entry.chunks))
             offsets, sizes = cast("Any", items.offsets[number]), cast("Any", items.sizes[number])
             entry.chunks.append(ChunkStorageMetadata(shape_of(offsets), shape_of(sizes)))
-        shares.append(Share(numbers, hints))
+        shares.append(AssignedItems(numbers, hints))
     return shares, entries
 
 
@@ -405,7 +405,7 @@ def _plan(group: Group, local_plan: Callable[[], SavePlan], assign: Callable[[in
         local.append(local_plan())
         return PackedPlan.of(local[0])
 
-    def first(plans: list[PackedPlan]) -> list[tuple[str, Share, A]]:
+    def first(plans: list[PackedPlan]) -> list[tuple[str, AssignedItems, A]]:
         shares, metadata = merge_plans(plans)
         found.append(metadata)
         name = secrets.token_hex(8)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from composerlite.checkpoint.tools.inspecting import leaves_in, shortened
 
-__all__ = ["Change", "Difference", "compared", "flat"]
+__all__ = ["Change", "Comparison", "compared", "flat"]
 
 _STEP = 1 << 24
 """Numbers that are compared at a time."""
@@ -39,7 +39,7 @@ class Change(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class Difference:
+class Comparison:
     """Differences between two flat state dicts.
 
     Attributes:
@@ -74,7 +74,7 @@ def _is_numeric(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.dtype.kind in "fiub" and value.dtype.isnative  # pyright: ignore
 
 
-def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Difference:
+def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
     """Compare ``a`` with ``b``, each by flat keys."""
     forms: list[tuple[str, str, str]] = []
     changes: list[Change] = []
@@ -98,7 +98,7 @@ def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Difference:
             equal_count += 1
     changes.sort(key=lambda change: (-math.inf if math.isnan(change.max_abs) else -change.max_abs, change.key))
     only_a, only_b = [key for key in a if key not in b], [key for key in b if key not in a]
-    return Difference(only_a, only_b, forms, changes, values, equal_count)
+    return Comparison(only_a, only_b, forms, changes, values, equal_count)
 
 
 def _form(value: Any) -> str:

@@ -67,7 +67,7 @@ def model_and_integrations(text: str) -> StateDict:
 
 
 def metadata_of(place: Place, found: Found) -> StateDict:
-    """What the checkpoint of a run says of itself, ``state/metadata``; no tensor is read. Empty: it says nothing.
+    """Return ``state/metadata`` of a run's checkpoint; no tensor is read. Empty if it has none.
 
     Archives of DeepSpeed are not looked into.
     """

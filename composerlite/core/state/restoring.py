@@ -137,7 +137,7 @@ class StateLoader:
 
     @property
     def _has_training(self) -> bool:
-        """Whether there is more than what evaluation needs: what is lacking then is missed."""
+        """Return true if there is more than evaluation needs: then a missing part is an error."""
         return not self.contents.keys() <= _EVALUATED
 
     # ── the parts ────────────────────────────────────────────────────────────────────────────────────────────────

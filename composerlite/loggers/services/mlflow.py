@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 from composerlite import dist
 from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.errors import ConfigError, checked_arguments
-from composerlite.loggers.services.mlflow_run import MOST_METRICS, MlflowRun, Point, allowed, open_experiment
+from composerlite.loggers.services.mlflow_run import MOST_METRICS, MetricValue, MlflowRun, allowed, open_experiment
 from composerlite.loggers.services.service import ServiceLogger, exit_code, json_of, need_package, pictures, scalars
 from composerlite.loggers.values import to_json
 from composerlite.storage import check_name
@@ -114,10 +114,10 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
         self._ignored_parameters = tuple(ignore_hyperparameters or ())
         self._resume = resume
         self._ids: list[str | None] = []
-        self._unsent: list[Point] = []
+        self._unsent: list[MetricValue] = []
         self._client: MlflowClient | None = None
-        self._points: list[Point] = []
-        self._sending: deque[list[Point]] = deque()
+        self._points: list[MetricValue] = []
+        self._sending: deque[list[MetricValue]] = deque()
         self._flushed_at = time.monotonic()
         self.experiment_id: str | None = None
 
@@ -176,7 +176,10 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
             if not _is_in(name, self._ignored_metrics)
         }
         self._write(
-            lambda _, batch: self._points.extend(Point(name, value, now, batch) for name, value in values.items()), step
+            lambda _, batch: self._points.extend(
+                MetricValue(name, value, now, batch) for name, value in values.items()
+            ),
+            step,
         )
 
     def log_table(
@@ -268,7 +271,7 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
         """Continue that MLflow run, if it is of this run."""
         if self._resume and state_dict.get("run_name") == self._run_name and "run_ids" in state_dict:
             self._ids = list(state_dict["run_ids"])
-            self._unsent = [Point(*point) for point in state_dict["unsent"]]
+            self._unsent = [MetricValue(*point) for point in state_dict["unsent"]]
 
 
 def _is_in(name: str, globs: Sequence[str]) -> bool:

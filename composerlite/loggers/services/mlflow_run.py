@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
-__all__ = ["MOST_METRICS", "MlflowRun", "Point", "allowed", "open_experiment"]
+__all__ = ["MOST_METRICS", "MetricValue", "MlflowRun", "allowed", "open_experiment"]
 
 MOST_METRICS = 1000
 """MLflow takes so many in one request."""
@@ -24,8 +24,8 @@ _MOST_PARAMETERS = 100
 T = TypeVar("T")
 
 
-class Point(NamedTuple):
-    """A value of a metric, as MLflow has it."""
+class MetricValue(NamedTuple):
+    """A value of a metric to send to MLflow."""
 
     name: str
     value: float
@@ -108,11 +108,11 @@ class MlflowRun:
             client.set_tag(run_id, name, value)
         return cls(client, run)
 
-    def missing(self, points: Sequence[Point]) -> list[Point]:
+    def missing(self, points: Sequence[MetricValue]) -> list[MetricValue]:
         """Return those of ``points`` that had not arrived when the run was resumed. They are sent in order."""
         return [point for point in points if point.milliseconds > self._arrived.get(point.name, 0)]
 
-    def send_metrics(self, points: Sequence[Point]) -> None:
+    def send_metrics(self, points: Sequence[MetricValue]) -> None:
         """Log values of metrics."""
         from mlflow.entities import Metric
 

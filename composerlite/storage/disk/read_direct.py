@@ -15,7 +15,7 @@ from composerlite.storage.disk.memory import borrow_memory, give_memory_back
 from composerlite.storage.disk.read_work import (
     UNIT_BYTES,
     OpenFile,
-    Places,
+    ReadTargets,
     Unit,
     Work,
     cached_share,
@@ -25,13 +25,13 @@ from composerlite.storage.disk.read_work import (
     verify,
 )
 
-__all__ = ["LOOSE_LEAD", "NEAR_LEAD", "DirectWork", "Lead", "far_lead"]
+__all__ = ["SHALLOW_PREFETCH", "WIDE_PREFETCH", "DirectWork", "PrefetchDepth", "deep_prefetch"]
 
 _ALIGNMENT = 4096  # what O_DIRECT wants sizes and places in the file to be multiples of
 
 
-class Lead(NamedTuple):
-    """Distance of the disk ahead of who puts into place what it gives.
+class PrefetchDepth(NamedTuple):
+    """Amount of data that is read ahead of the thread that copies it to its targets.
 
     Attributes:
         loaders: threads that wait for the disk.
@@ -46,16 +46,16 @@ class Lead(NamedTuple):
     hot: bool = True
 
 
-NEAR_LEAD = Lead(loaders=1, block_bytes=2 << 20, blocks=3)
+SHALLOW_PREFETCH = PrefetchDepth(loaders=1, block_bytes=2 << 20, blocks=3)
 """So little that a fast disk is just busy: blocks are still in the processor's cache when they are put into place."""
 
-LOOSE_LEAD = Lead(loaders=1, block_bytes=2 << 20, blocks=16, hot=False)
+WIDE_PREFETCH = PrefetchDepth(loaders=1, block_bytes=2 << 20, blocks=16, hot=False)
 """Equally near, but with more memory in turn than the processor's cache holds."""
 
 
-def far_lead(loaders: int) -> Lead:
+def deep_prefetch(loaders: int) -> PrefetchDepth:
     """Enough for a disk that is slow to answer; each loads a block while another of its own is put into place."""
-    return Lead(loaders, UNIT_BYTES, 2 * loaders)
+    return PrefetchDepth(loaders, UNIT_BYTES, 2 * loaders)
 
 
 class _Block(NamedTuple):
@@ -79,30 +79,30 @@ class DirectWork(Work):
         file: to read.
         places: where the bytes belong.
         units: to read. If it is one, the caller loads it.
-        lead: how far ahead of the caller.
+        depth: data to read ahead of the caller.
 
     Attributes:
         helpers: how many threads are to call :meth:`help`.
     """
 
-    def __init__(self, file: OpenFile, places: Places, units: Sequence[Unit], lead: Lead) -> None:
+    def __init__(self, file: OpenFile, places: ReadTargets, units: Sequence[Unit], depth: PrefetchDepth) -> None:
         super().__init__(file, places, units)
-        self.helpers = min(len(units), lead.loaders) if len(units) > 1 else 0
+        self.helpers = min(len(units), depth.loaders) if len(units) > 1 else 0
         self._all = units
-        self._block_bytes = lead.block_bytes
-        self._room_bytes = lead.block_bytes + 2 * _ALIGNMENT
+        self._block_bytes = depth.block_bytes
+        self._room_bytes = depth.block_bytes + 2 * _ALIGNMENT
         # A chunk in more than one block is digested block by block: by one thread, in the order of its loading.
         chunk_bytes = file.chunk_bytes
         self._any_order = (
-            not chunk_bytes or lead.block_bytes % chunk_bytes == 0 or (chunk_bytes <= UNIT_BYTES <= lead.block_bytes)
+            not chunk_bytes or depth.block_bytes % chunk_bytes == 0 or (chunk_bytes <= UNIT_BYTES <= depth.block_bytes)
         )
-        self._untouched = lead.blocks  # the first use of memory takes long, whatever the disk does
+        self._untouched = depth.blocks  # the first use of memory takes long, whatever the disk does
         self._made = self._begun = self._ended = time.perf_counter()
         self._waited_seconds = 0.0
-        self._memory = borrow_memory(lead.blocks * self._room_bytes)
-        self._free: queue.Queue[int] = queue.LifoQueue() if lead.hot else queue.Queue()
+        self._memory = borrow_memory(depth.blocks * self._room_bytes)
+        self._free: queue.Queue[int] = queue.LifoQueue() if depth.hot else queue.Queue()
         self._full: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
-        for number in range(lead.blocks):
+        for number in range(depth.blocks):
             self._free.put(number)
 
     def help(self) -> None:

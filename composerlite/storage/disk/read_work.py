@@ -21,7 +21,7 @@ __all__ = [
     "UNIT_BYTES",
     "CachedWork",
     "OpenFile",
-    "Places",
+    "ReadTargets",
     "Target",
     "Unit",
     "Work",
@@ -124,7 +124,7 @@ def _units(first: int, end: int, chunk_bytes: int, size_bytes: int) -> list[Unit
 
 
 @final
-class Places:
+class ReadTargets:
     """Targets in memory for parts of the file. ``targets`` are in order and do not overlap in the file."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
@@ -176,7 +176,7 @@ class Work(ABC):
         stopped: threads end after the part they are at.
     """
 
-    def __init__(self, file: OpenFile, places: Places, units: Sequence[Unit]) -> None:
+    def __init__(self, file: OpenFile, places: ReadTargets, units: Sequence[Unit]) -> None:
         self.stopped = False
         self._file = file
         self._places = places
@@ -249,7 +249,7 @@ class CachedWork(Work):
 class _UnitReader:
     """Reads units in one thread, with memory of its own for what does not go straight into place."""
 
-    def __init__(self, file: OpenFile, places: Places) -> None:
+    def __init__(self, file: OpenFile, places: ReadTargets) -> None:
         self._file = file
         self._places = places
         self._aside = bytearray(_PIECE_BYTES)
@@ -310,7 +310,7 @@ def verify(file: OpenFile, digest: xxhash.xxh3_64, views: Sequence[memoryview], 
     digest.reset()
 
 
-def put(places: Places, data: memoryview, start: int) -> None:
+def put(places: ReadTargets, data: memoryview, start: int) -> None:
     """Move ``data``, which begins at ``start`` in the file, to where they belong."""
     source = address_of(data)
     for address, size in places.of(start, start + len(data)):

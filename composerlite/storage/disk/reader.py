@@ -15,12 +15,18 @@ from composerlite.errors import CorruptCheckpointError
 from composerlite.storage.disk.addresses import address_of
 from composerlite.storage.disk.digests import FileDigest
 from composerlite.storage.disk.files import open_direct
-from composerlite.storage.disk.read_direct import LOOSE_LEAD, NEAR_LEAD, DirectWork, Lead, far_lead
+from composerlite.storage.disk.read_direct import (
+    SHALLOW_PREFETCH,
+    WIDE_PREFETCH,
+    DirectWork,
+    PrefetchDepth,
+    deep_prefetch,
+)
 from composerlite.storage.disk.read_work import (
     UNIT_BYTES,
     CachedWork,
     OpenFile,
-    Places,
+    ReadTargets,
     Unit,
     Work,
     all_chunks,
@@ -108,7 +114,7 @@ class ParallelReader:
         for layer in layers(targets):
             chunk_bytes = self._file.chunk_bytes
             units = touched_chunks(layer, chunk_bytes, self.size_bytes) if chunk_bytes else runs(layer)
-            self._run(Places(layer), units, progress)
+            self._run(ReadTargets(layer), units, progress)
 
     def verify(self, progress: Callable[[int], object] = int) -> None:
         """Read everything there is a digest of. ``progress`` is told, in this thread, of each so many bytes read.
@@ -118,7 +124,7 @@ class ParallelReader:
         """
         self._verify_whole(progress)
         if self._file.chunk_bytes:
-            self._run(Places([]), all_chunks(self._file.chunk_bytes, self.size_bytes), progress)
+            self._run(ReadTargets([]), all_chunks(self._file.chunk_bytes, self.size_bytes), progress)
 
     def close(self) -> None:
         """Close the file; twice is fine."""
@@ -171,7 +177,7 @@ class ParallelReader:
             raise CorruptCheckpointError(f"the bytes of {str(self._path)!r} are not those that were saved.")
         self._unverified = None
 
-    def _run(self, places: Places, units: Sequence[Unit], progress: Callable[[int], object]) -> None:
+    def _run(self, places: ReadTargets, units: Sequence[Unit], progress: Callable[[int], object]) -> None:
         """Read ``units`` with several threads, this one included."""
         if self._direct is None or cached_share(self._buffered, 0, self.size_bytes) >= 0.9:
             _do(CachedWork(self._file, places, units), min(len(units), self._threads) - 1, progress)
@@ -179,10 +185,12 @@ class ParallelReader:
         if self._cores <= _FEW_CORES:
             units = self._read_near(places, units, progress)
         if units:
-            self._run_direct(places, units, far_lead(self._threads + 2), progress)
+            self._run_direct(places, units, deep_prefetch(self._threads + 2), progress)
 
-    def _read_near(self, places: Places, units: Sequence[Unit], progress: Callable[[int], object]) -> Sequence[Unit]:
-        """Read ``units`` with a near lead as long as that is quicker; those that are left.
+    def _read_near(
+        self, places: ReadTargets, units: Sequence[Unit], progress: Callable[[int], object]
+    ) -> Sequence[Unit]:
+        """Read ``units`` with a shallow prefetch as long as that is quicker; returns those that are left.
 
         It is not where the disk is slow to answer. It is not either where cores that share no cache bring the bytes and
         use them, which in a virtual machine changes from minute to minute: then memory is quicker than the cache.
@@ -190,24 +198,24 @@ class ParallelReader:
         unit_bytes = max(UNIT_BYTES, self._file.chunk_bytes)
         trial, stretch = max(1, _TRIAL_BYTES // unit_bytes), max(1, _STRETCH_BYTES // unit_bytes)
         while units:
-            near = self._run_direct(places, units[:trial], NEAR_LEAD, progress)
+            near = self._run_direct(places, units[:trial], SHALLOW_PREFETCH, progress)
             units = units[trial:]
             if near.waited_share > _MOST_WAITED or not units:
                 break
             if len(units) > trial:
-                loose = self._run_direct(places, units[:trial], LOOSE_LEAD, progress)
+                loose = self._run_direct(places, units[:trial], WIDE_PREFETCH, progress)
                 units = units[trial:]
                 if loose.bytes_per_s > near.bytes_per_s:
                     break
-            self._run_direct(places, units[:stretch], NEAR_LEAD, progress)
+            self._run_direct(places, units[:stretch], SHALLOW_PREFETCH, progress)
             units = units[stretch:]
         return units
 
     def _run_direct(
-        self, places: Places, units: Sequence[Unit], lead: Lead, progress: Callable[[int], object]
+        self, places: ReadTargets, units: Sequence[Unit], depth: PrefetchDepth, progress: Callable[[int], object]
     ) -> DirectWork:
         """Read ``units`` past the page cache; return how that went."""
-        work = DirectWork(self._file, places, units, lead)
+        work = DirectWork(self._file, places, units, depth)
         _do(work, work.helpers, progress)
         return work
 

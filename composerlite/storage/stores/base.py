@@ -29,10 +29,10 @@ __all__ = [
     "CONNECTIONS",
     "PIECE_BYTES",
     "BackendStore",
-    "Body",
     "Entry",
     "Meaning",
     "MultipartStore",
+    "RequestBody",
     "WritesTold",
     "base64_md5",
     "checked_url",
@@ -392,8 +392,8 @@ class _Parts(PartUpload):
 
 # ── what libraries read and write ────────────────────────────────────────────────────────────────────────────────
 @final
-class Body:
-    """Memory, as libraries read a file, without a copy of it."""
+class RequestBody:
+    """Body of a request: memory that SDKs read like a file, without a copy."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data.cast("B")

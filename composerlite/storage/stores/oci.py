@@ -20,10 +20,10 @@ from composerlite.storage.sdk import importing_sdk
 from composerlite.storage.stores.base import (
     CONNECTIONS,
     PIECE_BYTES,
-    Body,
     Entry,
     Meaning,
     MultipartStore,
+    RequestBody,
     base64_md5,
     checked_url,
     root_cause,
@@ -44,7 +44,7 @@ _WANTED = "composerlite needs the keys user, tenancy, fingerprint, region and ke
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _UploadedPart:
     """A part that the service has: how it calls it, and the MD5 of its bytes."""
 
     etag: str
@@ -160,19 +160,19 @@ class OCIObjectStore(MultipartStore):
             if entry.object.startswith(prefix):
                 yield entry.object, entry.upload_id, entry.time_created
 
-    def _list_parts(self, key: str, upload_id: str) -> dict[int, _Part]:
+    def _list_parts(self, key: str, upload_id: str) -> dict[int, _UploadedPart]:
         entries = self._pages("list_multipart_upload_parts", key, upload_id)
-        return {entry.part_number: _Part(entry.etag, entry.md5) for entry in entries}
+        return {entry.part_number: _UploadedPart(entry.etag, entry.md5) for entry in entries}
 
-    def _recognized(self, part: _Part, data: memoryview) -> _Part | None:
+    def _recognized(self, part: _UploadedPart, data: memoryview) -> _UploadedPart | None:
         return part if part.md5 == base64_md5(data) else None
 
-    def _send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> _Part:
+    def _send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> _UploadedPart:
         md5 = base64_md5(data)
         answer = self._call("upload_part", key, upload_id, number, _body(data), content_md5=md5)
-        return _Part(answer.headers["etag"], md5)
+        return _UploadedPart(answer.headers["etag"], md5)
 
-    def _complete(self, key: str, upload_id: str, parts: Sequence[_Part]) -> None:
+    def _complete(self, key: str, upload_id: str, parts: Sequence[_UploadedPart]) -> None:
         models = oci.object_storage.models
         chosen = [
             models.CommitMultipartUploadPartDetails(part_num=number, etag=part.etag)
@@ -222,9 +222,9 @@ def _answered(error: sdk.ServiceError) -> Meaning:
     return ObjectStoreTransientError if error.code in _TRANSIENT_CODES else meaning_of_status(error.status), said
 
 
-def _body(data: memoryview) -> bytes | Body:
+def _body(data: memoryview) -> bytes | RequestBody:
     """An empty one as bytes: the SDK would send it in another encoding."""
-    return Body(data) if data.nbytes else b""
+    return RequestBody(data) if data.nbytes else b""
 
 
 def _read_config(path: Path, profile: str) -> dict[str, Any]:

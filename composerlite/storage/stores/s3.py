@@ -22,10 +22,10 @@ from composerlite.storage.sdk import importing_sdk
 from composerlite.storage.stores.base import (
     CONNECTIONS,
     PIECE_BYTES,
-    Body,
     Entry,
     Meaning,
     MultipartStore,
+    RequestBody,
     base64_md5,
 )
 
@@ -399,9 +399,9 @@ def _client_settings(endpoint_url: str | None, unsigned: bool, connect: float, r
 
 
 # ── bytes ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _body(data: memoryview) -> bytes | Body:
+def _body(data: memoryview) -> bytes | RequestBody:
     """Small ones as bytes: before it sends a file the SDK waits for the service to agree."""
-    return bytes(data) if data.nbytes <= PIECE_BYTES else Body(data)
+    return bytes(data) if data.nbytes <= PIECE_BYTES else RequestBody(data)
 
 
 def _crc32(data: memoryview) -> str:

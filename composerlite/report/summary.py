@@ -1,4 +1,4 @@
-"""Story of a run, in words."""
+"""Summary of a run, in sentences."""
 
 from __future__ import annotations
 
