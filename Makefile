@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BENCH := benchmarks/.venv
+GPU_PYTHON ?= $(if $(wildcard .gpu-wheels),$(PYTHON),$(BIN)/python)
 ONLY ?= step_overhead import_time checkpoint_saves object_stores many_ranks interruptions
 
 # One thread per torch process: the test workers are the parallelism.
@@ -15,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak chaos lint fmt types reference migration walks docs examples bench clean install
+.PHONY: help gpu gpu-wheels demo test soak chaos lint fmt types reference migration walks docs examples bench clean install
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -65,6 +66,18 @@ examples: $(VENV)/.installed ## run every code block of README.md and docs/
 bench: $(BENCH)/.installed ## time composerlite beside its peers: benchmarks/out, docs/images; ONLY=checkpoint_saves for one, ARGS=--no-peers
 	set -e; for name in $(ONLY); do $(BENCH)/bin/python benchmarks/$$name.py $(ARGS); done
 	$(BENCH)/bin/python benchmarks/report.py
+
+# A machine with a GPU may have no network: what its python lacks is carried in .gpu-wheels, which git ignores.
+gpu: $(if $(wildcard .gpu-wheels),,$(VENV)/.installed) ## checkpoints on a GPU: correct, and what they cost; benchmarks/out/gpu.jsonl. Without one: one line
+	@set -e; site=; if [ -d .gpu-wheels ]; then site=$$(mktemp -d); trap 'rm -rf $$site' EXIT; \
+	$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --target $$site .gpu-wheels/*.whl; fi; \
+	PYTHONPATH=$(CURDIR):$$site $(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
+
+gpu-wheels: $(VENV)/.installed ## get what a machine with a GPU, python 3.12 and torch needs besides, into .gpu-wheels
+	rm -rf .gpu-wheels
+	$(BIN)/pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux2014_x86_64 \
+	    --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64 -c constraints.txt -d .gpu-wheels isal omegaconf pyyaml
+	$(BIN)/pip wheel --quiet --no-deps -w .gpu-wheels antlr4-python3-runtime==4.9.3
 
 clean: ## remove what the targets made, the environments included
 	rm -rf $(VENV) $(BENCH) benchmarks/out build dist site runs *.egg-info

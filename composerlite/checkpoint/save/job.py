@@ -544,7 +544,6 @@ class Pipeline:
             request = SaveRequest(
                 state=state,
                 gathered=gathered,
-                path=catalog.folder / name,
                 catalog=catalog,
                 names=names,
                 template=template,
@@ -570,7 +569,7 @@ class Pipeline:
                 not_finite=tuple(getattr(state, "not_finite", ())),
                 lineage=getattr(state, "lineage", Lineage()),  # a loop of the user's own may have none
             ),
-            path=request.path,
+            path=catalog.folder / name,
             writer=writer,
             votes=votes,
             group=group,
