@@ -88,7 +88,7 @@ class WeightAverage:
         yield from self._averages().items()
 
     def transfer_ema_params(self, model: nn.Module) -> None:
-        """Overwrite the weights of ``model`` with the average: the name that Composer has for it."""
+        """Overwrite the weights of ``model`` with the average. Kept for scripts of Composer."""
         self.copy_to(model)
 
     def show(self, model: nn.Module) -> None:

@@ -105,7 +105,7 @@ class Callback:
         """After ``epoch_end`` and evaluation: the moment to save."""
 
     def iteration_end(self, state: State, logger: Logger) -> None:
-        """The iteration is over and ``state.timestamp`` counts it."""
+        """Called after an iteration, when ``state.timestamp`` counts it."""
 
     def iteration_checkpoint(self, state: State, logger: Logger) -> None:
         """After ``iteration_end``: the moment to save."""

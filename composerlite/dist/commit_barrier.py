@@ -139,7 +139,7 @@ class CommitRound:
                 self._store.set("voted", "")
 
     def pass_by(self) -> None:
-        """Vote for it, instead of :meth:`run`, on a rank other than 0 that need not know how it ends."""
+        """Vote without waiting for the result, in place of :meth:`run`, on a rank other than 0."""
         self.arrive()
         with reaching_the_store(self._what):
             self._leave()

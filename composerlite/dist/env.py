@@ -213,7 +213,7 @@ _GOODBYE_AT_EXIT = timedelta(seconds=2)
 
 
 def get_control() -> Control:
-    """Return what :func:`initialize_dist` made.
+    """Return the control connection that :func:`initialize_dist` made.
 
     Raises:
         ConfigError: it was not called.
@@ -369,7 +369,7 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> Store:
 
 
 def _find_layout(store: Store, barrier: StoreBarrier, timeout: timedelta) -> _Layout | None:
-    """Return which ranks are on one node; ``None`` where the environment of each says so."""
+    """Return the layout of ranks on nodes; ``None`` where the environment of each says so."""
     with barrier.all_succeed("telling each other the nodes", timeout):
         store.set(str(barrier.rank), socket.gethostname())
         if not _environment_is_of_the_group():

@@ -172,7 +172,7 @@ class Group(ABC):
             raise self.first_error(outcomes, error) from error
 
     def from_first(self, what: str, make: Callable[[], T]) -> T:
-        """Return what ``make`` gives on rank 0; it is called there only, and its error is raised by all."""
+        """Broadcast the result of ``make`` from rank 0, where alone it is called; all raise its error."""
         value: T | None = None
         with self.all_or_none(what):
             if self.is_first:

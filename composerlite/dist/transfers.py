@@ -240,7 +240,7 @@ class NodeBroadcast:
         self._timeout = get_control().timeout
 
     def object(self, make: Callable[[], T]) -> T:
-        """Return what ``make`` gives on the source; it is called nowhere else."""
+        """Broadcast the result of ``make``, which is called on the source only."""
         box: list[bytes | None] = [None]
         value: T | None = None
         failure: Exception | None = None

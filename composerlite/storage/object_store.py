@@ -20,7 +20,7 @@ __all__ = ["ObjectInfo", "ObjectStore", "PartUpload", "Progress", "check_name", 
 _PIECE_BYTES = 8 << 20
 
 Progress = Callable[[int, int], object]
-"""Is told how many bytes of how many were moved so far."""
+"""Called with (bytes moved, total)."""
 
 
 @final

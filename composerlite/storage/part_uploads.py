@@ -40,7 +40,7 @@ def part_bytes_for(size_bytes: int, store: ObjectStore, wanted: int | None = Non
 
 
 def summed(callback: Progress | None, total: int) -> Callable[[int], None]:
-    """Make a function that is told of each so many bytes, and tells ``callback`` how many of ``total`` they are."""
+    """Make a callback for numbers of bytes that calls ``callback`` with (bytes moved, ``total``)."""
     done = 0
 
     def progress(count: int) -> None:
@@ -154,7 +154,7 @@ class Buffers:
                 self._free.append(memory)
 
     def clear(self) -> None:
-        """Give back what is not borrowed."""
+        """Release all memory that is not borrowed."""
         with self._lock:
             free, self._free = self._free, []
         for memory in free:
@@ -206,7 +206,7 @@ class PartSender:
         aborted; what may pass, and what is interrupted, is left for the next upload of this name.
 
         Args:
-            callback: is told, in this thread, how many bytes the store has.
+            callback: is called in this thread with the number of bytes in the store.
 
         Raises:
             ObjectStoreTransientError: an operation failed too often.

@@ -60,7 +60,7 @@ class RetryPolicy:
                 raise ConfigError(f"{name}={getattr(self, name)}: want 0 or more")
 
     def run(self, operation: Callable[[], T], what: str, stopped: threading.Event | None = None) -> T:
-        """Return what ``operation`` returns, once it succeeds.
+        """Call ``operation`` until it succeeds and return its result.
 
         The first attempt that failed is logged as a warning, the others for debugging. What fails for the same cause
         within half a minute is warned of once: every operation of every thread would warn of an outage.

@@ -96,7 +96,7 @@ class Transfer:
         Args:
             name: of the object.
             path: must not be changed meanwhile.
-            callback: is told how many bytes of how many the store has; of parts, in this thread.
+            callback: is called with (bytes in the store, total); of parts, in this thread.
 
         Raises:
             FileNotFoundError: there is no such file, or no such bucket.
@@ -174,7 +174,7 @@ class Transfer:
             path: of the file.
             overwrite: replace a file that is there.
             size_bytes: of the object, if it is known: the store is not asked for it.
-            callback: is told, in this thread, how many bytes of how many have come.
+            callback: is called in this thread with (bytes received, total).
             check: is called with the path of the temporary that has all bytes; the file appears unless it raises.
 
         Raises:
@@ -199,7 +199,7 @@ class Transfer:
             name: of the object.
             targets: an offset in the object, an address in memory and a number of bytes each, in any order. The memory
                 must be there until this returns.
-            progress: is told, in this thread, of each so many bytes read. Small gaps are read, too.
+            progress: is called in this thread with each number of bytes read. Small gaps are read, too.
 
         Raises:
             CorruptCheckpointError: the object ends before.

@@ -209,7 +209,7 @@ class WorkerPool:
         return future
 
     def run(self, batch: Batch, progress: Callable[[int], object]) -> None:
-        """Do all of ``batch``. ``progress`` is told, in this thread, of each so many bytes moved.
+        """Do all of ``batch``. ``progress`` is called in this thread with each number of bytes moved.
 
         Raises:
             Exception: the first that a job raised. Then, and after an interrupt, no job touches any more what is the

@@ -373,7 +373,7 @@ def parallelism(value: Mapping[str, Any] | ParallelismConfig | None) -> Parallel
 
 
 def deepspeed_config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what DeepSpeed is told, as the trainer's ``arguments`` say; ``None`` where it does not train.
+    """Return DeepSpeed's configuration by the trainer's ``arguments``; ``None`` where it does not train.
 
     Raises:
         ConfigError: it cannot be read, or contradicts another argument.

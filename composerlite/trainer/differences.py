@@ -66,7 +66,7 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]
 
 
 def data_settings(loader: object) -> dict[str, Any]:
-    """Kind, length and identity of the data set of ``loader``, as far as they can be told without reading samples.
+    """Kind, length and identity of the data set of ``loader``, as far as they are known without reading samples.
 
     The identity is a digest of some values of a ``TensorDataset`` and of some indices of a ``Subset``, or what the data
     set itself has as its ``fingerprint`` (OLMo-core) or ``_fingerprint`` (Hugging Face).

@@ -330,7 +330,7 @@ def _in_precision(state: State, function: Callable[..., Any]) -> Callable[..., A
 
 
 def total_loss(loss: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return what to call ``backward`` on, and all losses by logged name.
+    """Return the loss to call ``backward`` on, and all losses by logged name.
 
     Raises:
         TrainingError: ``loss`` is neither a tensor nor several.

@@ -173,7 +173,7 @@ class MissingConditionalImportError(ImportError):
 # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @contextlib.contextmanager
 def model_eval_mode(model: nn.Module) -> Generator[None]:
-    """Have ``model`` in evaluation mode within the context, and as it was after it."""
+    """Switch ``model`` to evaluation mode within the block, and restore its modes after it."""
     training = model.training
     model.eval()
     try:

@@ -48,7 +48,7 @@ class Encoder(ABC):
 
     @abstractmethod
     def encode(self, block: memoryview) -> bytes:
-        """Return what comes next in the file."""
+        """Return the next bytes of the file."""
 
     def finish(self) -> bytes:
         """Return the end of the file. Nothing may be encoded any more."""

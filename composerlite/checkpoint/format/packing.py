@@ -180,7 +180,7 @@ def unpacked(
         path: the checkpoint.
         size_bytes: what it unpacks to, if that is known. If not, more than a hundred times its size and more than
             1 GiB is taken for an attack.
-        progress: is told of each so many bytes read.
+        progress: is called with each number of bytes read.
 
     Raises:
         CorruptCheckpointError: it is damaged, cut off, unpacks to too much, or holds something else.

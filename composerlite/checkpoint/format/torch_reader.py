@@ -59,7 +59,7 @@ class ByteSource(Protocol):
         ...
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = ...) -> None:
-        """Fill memory. ``progress`` is told of each so many bytes."""
+        """Fill memory. ``progress`` is called with each number of bytes."""
         ...
 
 
@@ -172,7 +172,7 @@ class TorchFile:
         source: its bytes.
         size_bytes: how many there are.
         peek: reads bytes that need not be verified: they are verified when the tensors are read.
-        expect: is told which bytes ``peek`` will be asked for.
+        expect: is called with the bytes that ``peek`` will be asked for.
         map_location: where tensors go.
         trust: load any type, **running whatever code the file holds**.
         check_sums: compare the CRC-32 of each record with that in the archive; for what nothing else verifies.
@@ -278,7 +278,7 @@ class TorchFile:
         Args:
             places: addresses of memory that has the size of a record and is filled with it as well, by record name.
             sieves: what else takes records, by their names.
-            progress: is told of each so many bytes.
+            progress: is called with each number of bytes.
         """
         alive = [
             (item, storage)

@@ -59,7 +59,7 @@ class RawFile(NamedTuple):
         size_bytes: how many there are.
         peek: reads bytes that are verified later, or not at all.
         check_sums: whether nothing but the sums in the file verifies them.
-        expect: is told which bytes ``peek`` will be asked for.
+        expect: is called with the bytes that ``peek`` will be asked for.
     """
 
     source: ByteSource
@@ -69,7 +69,7 @@ class RawFile(NamedTuple):
     expect: Callable[[int, int], object] | None = None
 
     def torch_file(self, *, map_location: MapLocation = "cpu", trust: bool = False) -> TorchFile:
-        """Return what is in it."""
+        """Return its contents."""
         return TorchFile(
             self.source,
             self.size_bytes,
@@ -123,7 +123,7 @@ def opened_as(
 
 
 def _opened_whole(stack: contextlib.ExitStack, path: Path, make: Callable[[RawFile], T]) -> T:
-    """Return what ``make`` makes of one file: of the old one or the new one, if it is replaced meanwhile."""
+    """Call ``make`` on one version of the file, the old or the new one, if it is replaced meanwhile."""
     for left in reversed(range(_ATTEMPTS)):
         before = _version(path)
         with contextlib.ExitStack() as opening:

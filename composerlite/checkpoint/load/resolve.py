@@ -127,7 +127,7 @@ def _elsewhere(stack: contextlib.ExitStack, name: str, object_store: ObjectStore
 _PLAIN_NAME, _ARCHIVED_NAME = "rank0_checkpoint", "composer_states.pt"
 _LARGE_BYTES = 1 << 28
 BytesRead = Callable[[int], object]
-"""Is told of each so many bytes."""
+"""Called with each number of bytes."""
 _MOST_LINKS, _MOST_LINK_BYTES = 8, 4096
 
 
@@ -374,7 +374,7 @@ def _download_url(url: str, target: Path, progress_bar: bool) -> None:
 # ── progress bars ────────────────────────────────────────────────────────────────────────────────────────────────────
 @contextlib.contextmanager
 def progress_of(what: str, total_bytes: int, wanted: bool) -> Generator[BytesRead]:
-    """Show a bar for ``total_bytes``, as :func:`download_bar` does; gives what is told of each so many bytes."""
+    """Show a bar for ``total_bytes``, as :func:`download_bar` does; gives what is called with each number of bytes."""
     if not _is_shown(wanted) or total_bytes < _LARGE_BYTES:
         yield int
         return

@@ -170,7 +170,7 @@ def choose(
     Args:
         places: of each of its savers.
         run_name: of the run.
-        progress: is told how many bytes of how many were fetched.
+        progress: is called with (bytes received, total).
 
     Raises:
         CheckpointError: there are checkpoints, and none of them is good, or all are marked.

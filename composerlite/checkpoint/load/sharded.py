@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 
 
 def load_directory(folder: ShardedDirectory, plan: RestorePlan) -> list[dict[str, Any]] | None:
-    """Restore a state from the directory ``folder``, on every rank; the states of the random generators, if any.
+    """Restore a state from the directory ``folder``, on every rank. Returns the states of random generators, if any.
 
     What it holds is compared with the state before a tensor is read. Tensors are then read in place.
 

@@ -444,7 +444,7 @@ def read_items(
         source: the file.
         items: in any order.
         ours: whether this package has written the file: then it is known where numbers lie before a byte is read.
-        progress: is told of each so many bytes read.
+        progress: is called with each number of bytes read.
 
     Raises:
         CorruptCheckpointError: the bytes are not those that were saved, or no tensors of that shape.

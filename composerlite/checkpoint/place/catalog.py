@@ -167,7 +167,7 @@ class Catalog:
     def verify(self, manifest: Manifest, progress: Callable[[int], object] = int) -> None:
         """Read all data of a checkpoint that are here and compare them with its manifest.
 
-        ``progress`` is told of each so many bytes.
+        ``progress`` is called with each number of bytes.
 
         Raises:
             CorruptCheckpointError: a file is missing, has another size or other bytes.
@@ -247,7 +247,7 @@ class Catalog:
     def fetch(self, manifest: Manifest, target: Catalog, progress: Callable[[int, int], object] | None = None) -> None:
         """Bring a checkpoint to the place of ``target``, verified, and commit it there.
 
-        ``progress`` is told how many bytes of how many have come.
+        ``progress`` is called with (bytes received, total).
 
         Raises:
             CorruptCheckpointError: a file is missing or its bytes are not those that were saved. There is no

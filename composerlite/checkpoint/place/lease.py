@@ -111,7 +111,7 @@ def _own_name() -> dict[str, Any]:
 
 
 def _started(pid: int) -> str | None:
-    """Return when the process ``pid`` of this machine began, as its kernel counts; ``None``: there is none."""
+    """Return the start time of the process ``pid`` in kernel ticks; ``None`` if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

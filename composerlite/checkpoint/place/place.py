@@ -166,7 +166,7 @@ class Place(ABC):
 
     @abstractmethod
     def verify(self, record: FileRecord, progress: Callable[[int], object] = int) -> None:
-        """Read a file and compare it with its record. ``progress`` is told of each so many bytes.
+        """Read a file and compare it with its record. ``progress`` is called with each number of bytes.
 
         Raises:
             CorruptCheckpointError: it has another size or other bytes.
@@ -183,7 +183,7 @@ class Place(ABC):
     ) -> None:
         """Make the file ``path`` the local file ``target``, durable, and verified by ``digest``. Raises as ``verify``.
 
-        ``progress`` is told how many bytes of how many have come.
+        ``progress`` is called with (bytes received, total).
         """
 
     @contextlib.contextmanager
@@ -307,7 +307,7 @@ class Place(ABC):
         """Yield the manifests of commits of ``name`` that have begun and not ended."""
 
     def between_names(self, name: str) -> Iterator[str]:
-        """Yield where the directory ``name`` is while it has none, whole and committed."""
+        """Yield the temporary paths of the directory ``name`` during its commit, if it is complete there."""
         return iter(())
 
     # ── links and locks ──────────────────────────────────────────────────────────────────────────────────────────
@@ -323,7 +323,7 @@ class Place(ABC):
 
     @abstractmethod
     def target_of(self, link: str, *, ahead: bool = False) -> str:
-        """Return the name that ``link`` leads to, or is about to; FileNotFoundError."""
+        """Return the target of ``link``, or the one it is about to get. Raises FileNotFoundError."""
 
     def broken_links(self) -> Iterator[tuple[str, str]]:
         """Yield the links that lead to nothing, and the name that each leads to."""
@@ -375,7 +375,7 @@ class Place(ABC):
 
 
 def by_total(size_bytes: int, progress: Callable[[int, int], object] | None) -> Callable[[int], object]:
-    """Return what is told of each so many bytes, and tells ``progress`` how many of how many that makes."""
+    """Return what is called with each number of bytes, and tells ``progress`` how many of how many that makes."""
     done = 0
 
     def tell(size: int) -> None:
@@ -388,7 +388,7 @@ def by_total(size_bytes: int, progress: Callable[[int, int], object] | None) -> 
 
 
 def by_steps(progress: Callable[[int], object]) -> Callable[[int, int], object]:
-    """Return what is told how many bytes of how many have come, and tells ``progress`` how many that is more."""
+    """Return what is called with (bytes received, total), and tells ``progress`` how many that is more."""
     told = 0
 
     def tell(done: int, _: int) -> None:

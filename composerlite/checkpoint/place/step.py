@@ -64,7 +64,7 @@ class Successor(NamedTuple):
             raise CorruptCheckpointError(f"{source!r} is damaged: {e}") from e
 
     def staged(self, name: str) -> str:
-        """Return the name that the file ``name`` of a rank has until then."""
+        """Return the temporary name of a rank's file ``name`` before the commit."""
         return _with_suffix(name, self.suffix)
 
     @property
@@ -94,7 +94,7 @@ class StepFolder:
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _path(self, name: str) -> str:
-        """Return where the file ``name`` is to be read."""
+        """Return the path to read the file ``name`` from."""
         return "/".join(part for part in (self._shown, name) if part)
 
     @property

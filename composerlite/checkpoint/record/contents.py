@@ -47,7 +47,7 @@ class EngineFiles(Protocol):
     """The engine of DeepSpeed, as far as it saves and loads files. Every rank calls these together."""
 
     def saved(self) -> dict[str, StateDict]:
-        """Return what this rank's files are to hold, by name. Tensors are those in use."""
+        """Return the contents of this rank's files, by name. Tensors are those in use."""
         ...
 
     def load_checkpoint(

@@ -424,7 +424,7 @@ MANIFESTS = ".manifest"
 
 
 def record_path(name: str) -> str:
-    """Return where the manifest of the checkpoint ``name`` is, or would be."""
+    """Return the path of the manifest of the checkpoint ``name``, existing or not."""
     return f"{MANIFESTS}/{name}.json"
 
 

@@ -168,7 +168,7 @@ class Form(ABC):
 
     @abstractmethod
     def writer(self, request: SaveRequest) -> RankWriter:
-        """Return what this rank is to write; all ranks call it."""
+        """Return the writer of this rank; all ranks call it."""
 
 
 def form_of(state: TrainingState) -> Form:

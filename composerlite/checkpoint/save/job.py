@@ -109,7 +109,7 @@ class FollowUp:
 @final
 @dataclass(kw_only=True)
 class PendingSave:
-    """A save that all ranks of ``group`` have planned. To be made on the training thread.
+    """A save that all ranks of ``group`` have planned. Create it on the training thread.
 
     Attributes:
         manifest: what will be committed, but for its files.

@@ -168,7 +168,7 @@ class SavedState(TrainingState, Protocol):
 
 
 def position_of(state: SavedState) -> Position:
-    """Return where ``state`` stands now."""
+    """Return the position of ``state`` in training."""
     return Position(state.run_name, (len(state.fit_starts), int(state.timestamp.batch)), state.lineage)
 
 

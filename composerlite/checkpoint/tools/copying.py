@@ -37,7 +37,7 @@ def copy(
         target: gets it.
         overwrite: replace another one of that name, which is deleted first, and files of the same names. An incomplete
             copy of this very checkpoint is replaced in any case.
-        progress: is told of each so many bytes.
+        progress: is called with each number of bytes.
 
     Raises:
         CheckpointExistsError: there is another one of that name, or a file of the same name with other bytes.

@@ -37,7 +37,7 @@ class RestrictedUnpickler:
         self._memo: dict[int, Any] = {}
 
     def load(self) -> Any:
-        """Return what the pickle holds.
+        """Return the contents of the pickle.
 
         Raises:
             RefusedError: it names something that is not known to be safe.

@@ -38,7 +38,7 @@ class Integrated(Protocol):
         ...
 
     def integration_problems(self, saved: StateDict, *, source: str) -> list[str]:
-        """Why the rest of a checkpoint with ``saved`` in it must not be loaded. What only differs is logged.
+        """List the reasons not to load a checkpoint with ``saved`` in it. Harmless differences are logged.
 
         Called before anything of the checkpoint is loaded.
         """

@@ -90,7 +90,7 @@ class RunState:
         data_position: gives ``dataset_state`` while training; set by the training loop.
         device_train_microbatch_size: samples per forward pass; ``None`` for a whole batch.
         parallelism: how the model is sharded over ranks; ``None`` for a replica on each rank.
-        deepspeed_config: what DeepSpeed is told, which trains the model; ``None`` without it.
+        deepspeed_config: the configuration of DeepSpeed, which trains the model; ``None`` without it.
         deepspeed: what DeepSpeed saves and loads, once it has the model. Else ``None``.
         piggyback: numbers that are added up over the ranks in each batch.
         interruption: whether the process was asked from outside to end.

@@ -102,7 +102,7 @@ class ParallelReader:
         Args:
             targets: an offset in the file, an address in memory and a number of bytes each, in any order. The memory
                 must be there until this returns.
-            progress: is told, in this thread, of each so many bytes read. Whole chunks are more than the targets.
+            progress: is called in this thread with each number of bytes read. Whole chunks are more than the targets.
 
         Raises:
             CorruptCheckpointError: the file ends before, or the bytes are not those that were saved; the message says
@@ -117,7 +117,7 @@ class ParallelReader:
             self._run(ReadTargets(layer), units, progress)
 
     def verify(self, progress: Callable[[int], object] = int) -> None:
-        """Read everything there is a digest of. ``progress`` is told, in this thread, of each so many bytes read.
+        """Read everything there is a digest of. ``progress`` is called in this thread with each number of bytes read.
 
         Raises:
             CorruptCheckpointError: the bytes are not those that were saved; the message says which.
@@ -242,7 +242,7 @@ def _do(work: Work, helpers: int, progress: Callable[[int], object]) -> None:
 
 
 def verify_file(path: Path, digest: FileDigest, progress: Callable[[int], object] = int, *, threads: int = 2) -> None:
-    """Compare the file ``path`` with ``digest``. ``progress`` is told of each so many bytes read.
+    """Compare the file ``path`` with ``digest``. ``progress`` is called with each number of bytes read.
 
     Raises:
         CorruptCheckpointError: it has another size or other bytes.

@@ -187,7 +187,7 @@ class OCIObjectStore(MultipartStore):
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
     def _call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
-        """Return what the SDK's ``verb`` answers for this bucket."""
+        """Call the SDK's ``verb`` for this bucket and return its answer."""
         with self._lock:
             if self._namespace is None:
                 self._namespace = str(self._client.get_namespace().data)

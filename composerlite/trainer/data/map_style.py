@@ -208,7 +208,7 @@ class DealtPosition(DataPosition):
         return {}
 
     def _where(self, skip: int) -> tuple[int, int | None, SavedBatches | None]:
-        """Return how much of the order is done after ``skip`` batches; its digest; or else what one process noted."""
+        """Return the position in the order after ``skip`` batches; its digest; or else what one process noted."""
         saved = self._restored
         if saved is None:
             for batches, done, digest in self._reached:

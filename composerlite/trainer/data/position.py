@@ -47,7 +47,7 @@ def put_back(loader: Any) -> Generator[None]:
 
 
 def generator_state(generator: Any) -> Any:
-    """Return where ``generator`` stands, as tensors and plain values."""
+    """Return the state of ``generator``, as tensors and plain values."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):

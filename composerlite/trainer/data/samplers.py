@@ -319,7 +319,7 @@ class GlobalSampler:
         return self._digest
 
     def __iter__(self) -> Iterator[Any]:
-        """Return what this rank loads, from where :meth:`begin` has put it."""
+        """Return the samples that this rank loads, from the position set by :meth:`begin`."""
         while batch := self._draw():
             if self._drop_last and len(batch) < self.global_batch:
                 return

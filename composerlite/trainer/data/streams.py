@@ -266,7 +266,7 @@ class _Pass:
         self._last: Batch = None
 
     def after(self, count: int) -> Iterator[Batch]:
-        """Return what comes after ``count`` batches: training may have failed on the one that was given last."""
+        """Return the batches after the first ``count``: training may have failed on the last one that was given."""
         if self._given == count + 1:
             self._given = count
             self._batches = itertools.chain([self._last], self._batches)

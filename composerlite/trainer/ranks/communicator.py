@@ -83,7 +83,7 @@ class Communicator:
             self._sums(state, 0, 0, 0, 0, int(state.stop_requested), 0)
 
     def step(self, state: State, has_batch: bool, samples: int, tokens: int) -> tuple[int, int] | None:
-        """Count as :meth:`count` does where one rank may have more batches: ``None`` when no rank has another."""
+        """Count like :meth:`count` where ranks may have unequal data; ``None`` once no rank has a batch."""
         if self._is_single:
             return (samples, tokens) if has_batch else None
         own = [samples, tokens] if self._counts else [0, 0]

@@ -74,7 +74,7 @@ class Parallel:
     steps_itself: bool = False
 
     def trained(self, model: nn.Module) -> Callable[..., Any]:
-        """Return what to call for the forward pass of a training batch."""
+        """Return the module to call for the forward pass of a training batch."""
         return model
 
     def before_microbatch(self, *, last: bool) -> None:
@@ -287,7 +287,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _differences(first: list[tuple[str, str]], own: list[tuple[str, str]]) -> list[str]:
-    """Return what this rank has other than rank 0."""
+    """List the differences between this rank and rank 0."""
     theirs, mine = dict(first), dict(own)
     found = [
         f"{name!r} is {mine[name]} and not {theirs[name]}"

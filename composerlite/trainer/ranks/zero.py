@@ -63,7 +63,7 @@ class ZeRO(Parallel):
 
     Args:
         state: its model and optimizer.
-        config: what DeepSpeed is told, as :func:`~composerlite.trainer.ranks.zero_config.read_config` gave it.
+        config: of DeepSpeed, as :func:`~composerlite.trainer.ranks.zero_config.read_config` gave it.
         batch_size: samples per batch and rank, if that is known.
 
     Raises:
@@ -125,7 +125,7 @@ class ZeRO(Parallel):
         return found
 
     def saved(self) -> dict[str, StateDict]:
-        """Return what this rank's files are to hold, by name. Tensors are those in use."""
+        """Return the contents of this rank's files, by name. Tensors are those in use."""
         shelf = _Shelf()
         with tempfile.TemporaryDirectory(prefix="composerlite-") as folder, self._with(shelf):
             # It writes scripts to the folder, and nothing else.
@@ -291,7 +291,7 @@ class _Shelf:
         self.files[Path(path).name] = state_dict
 
     def load(self, path: str | Path, map_location: object = None) -> StateDict:
-        """Return what the file holds."""
+        """Return the contents of the file."""
         return self.files[Path(path).name]
 
     def commit(self, info: object) -> bool:

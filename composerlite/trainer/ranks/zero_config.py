@@ -79,7 +79,7 @@ def read_config(value: DeepSpeedConfig | None) -> dict[str, Any] | None:
 
 
 def engine_config(given: Mapping[str, Any], state: State, batch_size: int | None) -> dict[str, Any]:
-    """Return what DeepSpeed's engine is given: ``given``, with all that follows from the run.
+    """Return the configuration of DeepSpeed's engine: ``given``, with all that follows from the run.
 
     Args:
         given: as :func:`read_config` gave it.
