@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from fnmatch import fnmatch
@@ -57,3 +58,33 @@ def test_the_check_reads_prose_and_not_code() -> None:
     """A forbidden word is found across a line break and in any case, and left alone in code, links and comments."""
     page = "The run Goes\non.\n\n```text\nit goes on\n```\n`goes on` [link](goes-on) <!-- goes on -->\nIt is torn.\n"
     assert forbidden_in(prose_of(page)) == [(1, "goes on"), (8, "torn")]
+
+
+OF_OTHERS = {"CUDA out of memory", "No space left on device"}
+"""Messages on the page on troubleshooting that torch and the operating system give."""
+
+
+def texts_of_code() -> str:
+    """All strings of the package, with ``…`` for what is filled in, and the names of its exceptions."""
+    texts: list[str] = []
+    for path in sorted((ROOT / "composerlite").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+            elif isinstance(node, ast.ClassDef | ast.Name):
+                texts.append(node.name if isinstance(node, ast.ClassDef) else node.id)
+    return "\n".join(texts)
+
+
+def test_messages_of_the_troubleshooting_page_exist() -> None:
+    """Whoever searches the page for a part of an error message finds the message that the code raises."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", page, re.M)
+    messages = {message for row in rows for message in re.findall(r"`([^`]+)`", row)} - OF_OTHERS
+    code = texts_of_code()
+    missing = [message for message in messages if not re.search(".*".join(map(re.escape, message.split("…"))), code)]
+    assert len(messages) > 25
+    assert missing == []
