@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final, runtime_checkable
 
-from composerlite.core import Callback, span
+import torch
+
+from composerlite.core import Callback, Precision, span
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 
 if TYPE_CHECKING:
@@ -30,6 +33,43 @@ def _seconds_per(time_unit: str, *, owner: str) -> int:
 
 
 log = logging.getLogger(__name__)
+
+_PEAK_TFLOPS: list[tuple[frozenset[str], float, bool]] = [
+    (frozenset(words.split()), tflops, has_bf16)
+    for words, tflops, has_bf16 in (
+        ("B200", 2250.0, True),
+        ("H200 NVL", 835.5, True),
+        ("H200", 989.5, True),
+        ("GH200", 989.5, True),
+        ("H100 NVL", 835.5, True),
+        ("H100 PCIE", 756.5, True),
+        ("H100 HBM3", 989.5, True),
+        ("A100", 312.0, True),
+        ("L40S", 362.0, True),
+        ("L4", 121.0, True),
+        ("A10", 125.0, True),
+        ("V100", 125.0, False),
+        ("T4", 65.0, False),
+    )
+]
+"""Words of a GPU's name, 10^12 operations a second in dense products of 16-bit matrices, and whether it has bfloat16.
+From the data sheets at https://www.nvidia.com/en-us/data-center/, most of which give twice as many, for sparse ones."""
+
+
+def peak_flops(name: str, precision: Precision) -> float | None:
+    """Return floating-point operations per second that a GPU can do at most; ``None`` where that is not known.
+
+    Args:
+        name: as torch tells it, ``'NVIDIA H100 80GB HBM3'``.
+        precision: of training; known are those that compute with 16 bits.
+    """
+    if precision not in (Precision.AMP_BF16, Precision.AMP_FP16):
+        return None
+    words = set(re.split(r"[^A-Z0-9]+", name.upper()))
+    for wanted, tflops, has_bf16 in _PEAK_TFLOPS:
+        if wanted <= words:
+            return tflops * 1e12 if has_bf16 or precision is Precision.AMP_FP16 else None
+    return None
 
 
 @runtime_checkable
@@ -59,14 +99,15 @@ class SpeedMonitor(Callback):
     ``throughput/tokens_per_sec``        the same, where the batches have tokens
     ``throughput/flops_per_sec``         the same, where the model has a method ``flops_per_batch(batch)``
     ``throughput/device/flops_per_sec``  that of one device
-    ``throughput/device/mfu``            that as a part of ``gpu_flops_available``
+    ``throughput/device/mfu``            that as a part of ``gpu_flops_available``, where that is given or known
     ``wall_clock/train``                 time spent training, ``wall_clock/val`` evaluating, ``wall_clock/total`` both,
                                          in ``time_unit``; a resumed run continues counting
     ===================================  ==============================================================================
 
     Args:
         window_size: batches to take the mean over.
-        gpu_flops_available: floating-point operations per second that one device can do at most.
+        gpu_flops_available: floating-point operations per second that one device can do at most. ``None``: what the
+            data sheets of NVIDIA's common GPUs say, where training computes in bfloat16 or float16.
         time_unit: ``'seconds'``, ``'minutes'``, ``'hours'`` or ``'days'``.
     """
 
@@ -83,6 +124,7 @@ class SpeedMonitor(Callback):
         self._gpu_flops_available = gpu_flops_available
         self._unit_seconds = _seconds_per(time_unit, owner="SpeedMonitor")
         self._points: deque[_Point] = deque(maxlen=window_size + 1)
+        self._device_limit = gpu_flops_available
         self._model: _CountsFlops | None = None
         self._device_flops = 0.0
         self._eval_seconds = 0.0
@@ -97,6 +139,9 @@ class SpeedMonitor(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         self._points.clear()
         self._model = state.model if isinstance(state.model, _CountsFlops) else None
+        self._device_limit = self._gpu_flops_available
+        if self._device_limit is None and state.device.type == "cuda":
+            self._device_limit = peak_flops(torch.cuda.get_device_name(state.device), state.precision)
         if self._gpu_flops_available is not None and self._model is None:
             log.warning(
                 "SpeedMonitor(gpu_flops_available=…): %s has no method flops_per_batch(batch), so the share of it that "
@@ -142,8 +187,8 @@ class SpeedMonitor(Callback):
             device_flops_per_sec = (last.device_flops - first.device_flops) / seconds
             metrics["throughput/flops_per_sec"] = device_flops_per_sec * world_size
             metrics["throughput/device/flops_per_sec"] = device_flops_per_sec
-            if self._gpu_flops_available is not None:
-                metrics["throughput/device/mfu"] = device_flops_per_sec / self._gpu_flops_available
+            if self._device_limit is not None:
+                metrics["throughput/device/mfu"] = device_flops_per_sec / self._device_limit
         return metrics
 
 

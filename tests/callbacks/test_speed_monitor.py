@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from composerlite.callbacks import SpeedMonitor
+from composerlite.callbacks.speed_monitor import peak_flops
+from composerlite.core import Precision
 from composerlite.errors import ConfigError
 
 
@@ -120,3 +122,26 @@ def test_bad_arguments(arguments, says):
     """A bad argument is an error at construction that names it."""
     with pytest.raises(ConfigError, match=says):
         SpeedMonitor(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp16"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5e12, 989.5e12),
+        ("NVIDIA H100 PCIe", 756.5e12, 756.5e12),
+        ("NVIDIA H100 NVL", 835.5e12, 835.5e12),
+        ("NVIDIA H200", 989.5e12, 989.5e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12, 312e12),
+        ("NVIDIA L40S", 362e12, 362e12),
+        ("NVIDIA L40", None, None),
+        ("NVIDIA A10G", None, None),
+        ("Tesla V100-SXM2-16GB", None, 125e12),
+        ("Tesla T4", None, 65e12),
+        ("NVIDIA GeForce RTX 4090", None, None),
+    ],
+)
+def test_what_a_gpu_can_do_is_known_by_its_name(name: str, bf16: float | None, fp16: float | None) -> None:
+    """For the share of it that is used; of a GPU that only resembles one, or in float32, nothing is claimed."""
+    assert peak_flops(name, Precision.AMP_BF16) == bf16
+    assert peak_flops(name, Precision.AMP_FP16) == fp16
+    assert peak_flops(name, Precision.FP32) is None
