@@ -137,7 +137,7 @@ class StateLoader:
 
     @property
     def _has_training(self) -> bool:
-        """Return true if there is more than evaluation needs: then a missing part is an error."""
+        """Return true if there is more than evaluation needs: then a missing part is warned of."""
         return not self.contents.keys() <= _EVALUATED
 
     # ── the parts ────────────────────────────────────────────────────────────────────────────────────────────────
