@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO, cast, final
 
 from composerlite.loggers.console import is_terminal
-from composerlite.loggers.values import clock, fitting, speed
+from composerlite.loggers.values import clock, fitting, lines_of, speed
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -38,8 +38,8 @@ class Bars:
     def advance(self, values: Callable[[], list[str]]) -> None:
         """Count one more on the top bar. ``values`` are asked for when it is drawn."""
 
-    def finish(self, values: list[str]) -> None:
-        """Take the top bar off; it stays visible as it is."""
+    def finish(self, values: list[str], *, whole: bool = False) -> None:
+        """Take the top bar off; it stays visible as it is, if ``whole`` with all values, on more lines where needed."""
 
     def stop(self) -> None:
         """Take all bars off and leave the terminal as it was. Safe to call at any time."""
@@ -52,6 +52,7 @@ class _Bar:
     completed: int
     values: list[str] = field(default_factory=list[str])
     is_finished: bool = False
+    is_whole: bool = False
     first: int = field(init=False)
     began: float = field(init=False)
 
@@ -61,7 +62,7 @@ class _Bar:
     def text(self, width: int) -> str:
         """The bar on a line of ``width``: title, bar, count, speed, elapsed time, time left and values, in this order.
 
-        What does not fit is left out whole, the last first.
+        What does not fit is left out whole, the last first; of a bar that is whole it is on the lines below.
         """
         elapsed, done = time.monotonic() - self.began, self.completed - self.first
         parts = [f"{self.completed}/{'?' if self.total is None else self.total}"]
@@ -71,7 +72,10 @@ class _Bar:
         if done and self.total is not None and not self.is_finished:
             parts.append(f"{clock(elapsed / done * max(0, self.total - self.completed))} left")
         head = f"{self.title} {self._drawn(20 if width >= 100 else 10)} "
-        return head + fitting([*parts, *self.values], width - len(head))
+        parts += self.values
+        if self.is_whole:
+            return "\n".join(lines_of(head, parts, width))
+        return head + fitting(parts, width - len(head))
 
     def _drawn(self, length: int) -> str:
         done = self.is_finished or not self.total
@@ -103,11 +107,11 @@ class _DrawnBars(Bars, ABC):
             self._bars[-1].values = values()
             self._draw_now()
 
-    def finish(self, values: list[str]) -> None:
+    def finish(self, values: list[str], *, whole: bool = False) -> None:
         if not self._bars:
             return
         bar = self._bars[-1]
-        bar.values, bar.is_finished = values, True
+        bar.values, bar.is_finished, bar.is_whole = values, True, whole
         self._leave(bar)
 
     def flush(self) -> object:

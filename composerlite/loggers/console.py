@@ -18,7 +18,7 @@ from composerlite.core import (
     span,
 )
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
-from composerlite.loggers.values import clock, fitting, out_of, shown, speed, to_json
+from composerlite.loggers.values import clock, fitting, lines_of, out_of, shown, speed, to_json
 
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
@@ -186,13 +186,9 @@ class ConsoleLogger(LoggerDestination):
         found = {name: value for name, value in self._unwritten.items() if name.startswith(prefix)}
         for name in found:
             del self._unwritten[name]
-        head, parts = f"[{state.dataloader_label}] batch {int(state.timestamp.batch)}: ", shown(found)
-        while parts:  # its values are what it was run for: each is shown, on as many lines as they need
-            count = len(parts)
-            while count > 1 and len(head + ", ".join(parts[:count])) > _LONGEST_LINE:
-                count -= 1
-            self._write(head + ", ".join(parts[:count]))
-            head, parts = "    ", parts[count:]
+        head = f"[{state.dataloader_label}] batch {int(state.timestamp.batch)}: "
+        for line in lines_of(head, shown(found), _LONGEST_LINE):  # its values are what it was run for
+            self._write(line)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._write_train(state)

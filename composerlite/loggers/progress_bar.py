@@ -110,7 +110,7 @@ class ProgressBarLogger(LoggerDestination):
         self._lines.eval_batch_end(state, logger)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        self._bars.finish(shown(self._metrics_of(state)))
+        self._bars.finish(shown(self._metrics_of(state)), whole=True)  # they are what it was run for
         self._lines.eval_end(state, logger)
 
     def predict_start(self, state: State, logger: Logger) -> None:

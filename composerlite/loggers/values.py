@@ -11,7 +11,7 @@ import torch
 
 from composerlite.core import Time, TimeUnit
 
-__all__ = ["clock", "fitting", "out_of", "plain", "shown", "speed", "to_json"]
+__all__ = ["clock", "fitting", "lines_of", "out_of", "plain", "shown", "speed", "to_json"]
 
 
 def plain(value: Any) -> Any:
@@ -80,6 +80,18 @@ def fitting(parts: Sequence[str], width: int) -> str:
     if not left:
         return text
     return f"{text}, +{left}" if text else f"+{left}"
+
+
+def lines_of(head: str, parts: Sequence[str], width: int) -> list[str]:
+    """Return ``head`` and all ``parts``, with commas between them, on as many lines of ``width`` as they need."""
+    lines: list[str] = []
+    while parts:
+        count = len(parts)
+        while count > 1 and len(head + ", ".join(parts[:count])) > width:
+            count -= 1
+        lines.append(head + ", ".join(parts[:count]))
+        head, parts = "    ", parts[count:]
+    return lines
 
 
 def out_of(end: Time | None, unit: TimeUnit) -> str:

@@ -304,3 +304,16 @@ def test_bad_arguments(arguments, says):
     """A bad argument is an error at construction that says what is allowed."""
     with pytest.raises(ConfigError, match=says):
         ProgressBarLogger(**arguments)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_finished_evaluation_shows_all_that_it_measured(run, terminal, width):
+    """Where a line is too narrow the rest is on the next; a bar that moves says how many it leaves out."""
+    fcntl.ioctl(terminal.stream, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+    names = ["MulticlassAccuracy", "CrossEntropy", "MulticlassF1Score", "BinaryAveragePrecision", "loss"]
+    run(ProgressBarLogger(stream=terminal.stream)).evaluate(**dict.fromkeys(names, 0.25))
+    lines = text(terminal.shown())
+
+    assert all(any(f"{name} 0.25" in line for line in lines) for name in names)
+    assert not any(", +" in line for line in lines)
+    assert max(map(len, lines)) <= width
