@@ -82,7 +82,7 @@ def _refuse_package(text: str, file: Path) -> None:
     for number, line in enumerate(text.splitlines(), 1):
         if re.match(r"\s*#\s*@package\b", line):
             raise ConfigError(
-                f"{file}:{number}: '@package' of Hydra cannot be used here. The values of a file go to where its "
+                f"{file}:{number}: '@package' of Hydra is not supported. The values of a file go to where its "
                 "folder says: those of model/gpt.yaml below 'model'."
             )
         if line.strip() and not line.lstrip().startswith("#"):
@@ -256,8 +256,7 @@ def _check_supported(text: str, where: str) -> None:
     ):
         if sign in text:
             raise ConfigError(
-                f"{where}: defaults: {text!r}: {what} of Hydra cannot be used here. What can is in "
-                "docs/configuration.md."
+                f"{where}: defaults: {text!r}: {what} of Hydra is not supported. See docs/configuration.md."
             )
 
 

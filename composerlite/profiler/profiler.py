@@ -182,5 +182,5 @@ class Profiler(Callback):
             for handler in self.trace_handlers:
                 handler.process_chrome_json_trace_file(path, state, logger)
             self._files.written(path, state, logger)
-            log.info("the trace of the last batches is in %s", path)
+            log.info("saved the trace of the last batches to %s", path)
         self._profile = None

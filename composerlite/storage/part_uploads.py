@@ -257,7 +257,7 @@ class PartSender:
             try:
                 self._abort(*(other for other in self._unfinished() if other.upload_id != upload.upload_id))
             except ObjectStoreTransientError as e:  # it costs space, no more: abort_stale removes it
-                _log.warning("upload of %r: an unfinished one may be left: %s", self._name, e)
+                _log.warning("upload of %r: could not abort it, parts may remain in the bucket: %s", self._name, e)
         return upload
 
     # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────

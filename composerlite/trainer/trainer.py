@@ -473,7 +473,7 @@ class Trainer:
             time = Time.from_input(duration, TimeUnit.EPOCH)
             state.max_duration = state.fit_starts[number].get(time.unit) + time
         if state.max_duration is None:
-            raise ConfigError("there is no end: pass max_duration to Trainer or duration to fit.")
+            raise ConfigError("no duration to train for: pass max_duration to Trainer or duration to fit.")
         if not begun_before or build.is_later(state.max_duration, state.stopped):
             state.stopped = None
         elif state.stopped is not None:

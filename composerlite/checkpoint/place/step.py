@@ -247,7 +247,7 @@ class StepFolder:
             try:
                 self._settle()
             except (OSError, ObjectStoreError) as e:  # it is there: see the top of the page
-                log.warning("%s: the next save gives its files their names: %s", self.uri, e)
+                log.warning("%s: could not rename its files, which the next save will do: %s", self.uri, e)
         else:
             parts = self._place.parts(self._name, handle, MARKER, marker)
             self.check_free(overwrite=self._overwrite)  # another process may have saved here meanwhile

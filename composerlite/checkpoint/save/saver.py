@@ -312,7 +312,7 @@ class Saver:
                 after_crash=True,
             ).wait()
         except Exception as e:  # noqa: BLE001 - told with the error that matters
-            log.error("what training had reached could not be saved after %r: %s", error, e)
+            log.error("could not save the state of training after %r: %s", error, e)
             error.add_note(f"What training had reached could not be saved: {type(e).__name__}: {e}")
         else:
             error.add_note(f"What training had reached was saved as {str(report.path)!r}.")
