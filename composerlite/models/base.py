@@ -48,6 +48,14 @@ class ComposerModel(nn.Module, ABC):
         """The outputs that metrics are computed from; ``outputs``, where there are some already, are used again."""
         return self(batch) if outputs is None else outputs
 
+    @property
+    def has_eval_loss(self) -> bool:
+        """Tell if :meth:`loss` takes what :meth:`eval_forward` gives, so that evaluation has a loss unasked.
+
+        By default if ``eval_forward`` is not overridden: nobody knows what else it gives.
+        """
+        return type(self).eval_forward is ComposerModel.eval_forward
+
     def get_metrics(self, is_train: bool) -> dict[str, Metric]:
         """Metrics by name, for training or for evaluation. By default none; override :meth:`update_metric` as well."""
         return {}

@@ -117,6 +117,11 @@ class HuggingFaceModel(ComposerModel):
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """The loss that the model has computed from ``batch['labels']``."""
+        if isinstance(outputs, Tensor):
+            raise TrainingError(
+                "use_logits=True: eval_forward gives logits, and no loss is computed from these. Pass "
+                "use_logits=False, or override HuggingFaceModel.loss."
+            )
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0] if "labels" in batch else None  # pyright: ignore
         if loss is None:
             raise TrainingError(
@@ -134,6 +139,11 @@ class HuggingFaceModel(ComposerModel):
             outputs = self({key: value for key, value in batch.items() if key != "labels" or has_decoder})
         logits: Tensor = outputs["logits"] if isinstance(outputs, Mapping) else outputs[1 if len(outputs) > 1 else 0]
         return logits.squeeze(1) if logits.dim() == 2 and logits.shape[1] == 1 else logits
+
+    @property
+    def has_eval_loss(self) -> bool:
+        """Tell if :meth:`eval_forward` gives all that the model returns, its loss among it."""
+        return type(self).eval_forward is HuggingFaceModel.eval_forward and not self.use_logits
 
     def get_metrics(self, is_train: bool) -> dict[str, Metric]:
         """Fresh metrics by class name, or by the names they were given under."""

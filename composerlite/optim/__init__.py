@@ -1,6 +1,7 @@
 """Optimizers with decoupled weight decay, and learning-rate schedules as functions of training time."""
 
 from composerlite.optim.decoupled import DecoupledAdamW, DecoupledSGDW
+from composerlite.optim.plateau import ReduceLROnPlateau
 from composerlite.optim.schedulers import (
     ComposerScheduler,
     ConstantScheduler,
@@ -35,6 +36,7 @@ __all__ = [
     "MultiStepWithWarmupScheduler",
     "PolynomialScheduler",
     "PolynomialWithWarmupScheduler",
+    "ReduceLROnPlateau",
     "StepScheduler",
     "compile_composer_scheduler",
 ]

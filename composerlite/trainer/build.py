@@ -211,8 +211,8 @@ def limited(evaluator: Evaluator, subset_num_batches: int) -> Evaluator:
 def eval_metrics(model: ComposerModel, evaluator: Evaluator, device: Device) -> dict[str, Any]:
     """The model's metrics that ``evaluator`` asks for, its own copies, on ``device``, and the model's loss.
 
-    The loss is computed from what ``eval_forward`` gives: by default where that is what ``forward`` gives, else where
-    the evaluator names it.
+    The loss is computed from what ``eval_forward`` gives: by default where the model says that its ``loss`` takes
+    that, else where the evaluator names it.
 
     Raises:
         ConfigError: it asks for one that the model has not.
@@ -221,7 +221,7 @@ def eval_metrics(model: ComposerModel, evaluator: Evaluator, device: Device) -> 
 
     available: dict[str, Any] = dict(model.get_metrics(is_train=False))
     is_named = evaluator.metric_names is not None and NAME in evaluator.metric_names
-    if NAME not in available and (is_named or type(model).eval_forward is ComposerModel.eval_forward):
+    if NAME not in available and (is_named or model.has_eval_loss):
         dtype = torch.float32 if device.type == "mps" else torch.float64  # which has no float64
         available = {NAME: EvalLoss(is_asked_for=is_named, dtype=dtype), **available}
     if evaluator.metric_names is None:

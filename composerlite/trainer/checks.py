@@ -24,6 +24,7 @@ from composerlite.core import (
     SchedulePredicate,
     State,
     TimeInput,
+    check_metric_exists,
     create_interval_scheduler,
 )
 from composerlite.core.data import length_of
@@ -322,15 +323,20 @@ def check_plateau(state: State) -> None:
     Raises:
         ConfigError: nothing is evaluated, its loss is not computed, or another scheduler would undo its steps.
     """
-    if not any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in state.schedulers):
+    followed = [getattr(one, "metric", None) for one in state.schedulers if isinstance(one, ReduceLROnPlateau)]
+    if not followed:
         return
     if not state.evaluators:
         raise ConfigError(
             "schedulers: ReduceLROnPlateau follows the loss of the first evaluator, and there is none. Pass "
             "eval_dataloader."
         )
+    for name in filter(None, followed):
+        check_metric_exists(name, state, argument="ReduceLROnPlateau: metric")
+        if name.startswith("train/") and all(one.label != "train" for one in state.evaluators):
+            raise ConfigError(f"ReduceLROnPlateau(metric={name!r}): want a metric of evaluation, as 'eval/loss'.")
     label = state.evaluators[0].label
-    if "loss" not in state.eval_metrics.get(label, {}):
+    if None in followed and "loss" not in state.eval_metrics.get(label, {}):
         raise ConfigError(
             f"schedulers: ReduceLROnPlateau follows the loss of the evaluator {label!r}, which does not compute it. "
             f"Pass Evaluator(label={label!r}, metric_names=['loss', …])."

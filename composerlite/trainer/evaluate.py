@@ -95,8 +95,7 @@ class EvaluationLoop:
         state.interruption.evaluation = event, tuple(left)
 
         def done(evaluator: Evaluator) -> None:
-            if evaluator.label == state.evaluators[0].label:
-                self._step_plateau_schedulers()
+            self._step_plateau_schedulers(evaluator.label)
             left.remove(evaluator.label)
             state.evaluated_at[evaluator.label] = batch
             state.interruption.evaluation = event, tuple(left)
@@ -108,17 +107,21 @@ class EvaluationLoop:
                 return
         state.interruption.evaluation = None
 
-    def _step_plateau_schedulers(self) -> None:
-        """Step the schedulers that follow the loss of the first evaluator, which was measured now."""
+    def _step_plateau_schedulers(self, label: str) -> None:
+        """Step the schedulers that follow a metric of the evaluator ``label``, which was measured now."""
         state = self._state
         for scheduler in state.schedulers:
             if isinstance(scheduler, ReduceLROnPlateau):
-                if "loss" not in state.eval_metric_values:
+                followed = getattr(scheduler, "metric", None) or f"{state.evaluators[0].label}/loss"
+                name = followed.removeprefix(f"{label}/")
+                if name == followed:
+                    continue
+                if name not in state.eval_metric_values:
+                    what = "the loss of evaluation" if name == "loss" else repr(followed)
                     raise TrainingError(
-                        "ReduceLROnPlateau follows the loss of evaluation, which could not be computed: see the "
-                        "warning in the log."
+                        f"ReduceLROnPlateau follows {what}, which could not be computed: see the warning in the log."
                     )
-                scheduler.step(state.eval_metric_values["loss"])
+                scheduler.step(state.eval_metric_values[name])
 
     def run(
         self,

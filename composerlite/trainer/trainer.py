@@ -89,7 +89,7 @@ class Trainer:
         algorithms: changes to training. algorithm_passes: reorder them.
         optimizers: the optimizer; ``DecoupledSGDW(lr=0.1)`` with a warning if none is given.
         schedulers: learning rate schedules, Composer's or torch's. A ``ReduceLROnPlateau`` follows the loss of the
-            first evaluator, and steps each time it is measured.
+            first evaluator or, composerlite's, the metric that it names, and steps each time it is measured.
         scale_schedule_ratio: scales ``max_duration`` and Composer schedules.
         step_schedulers_every_batch: whether schedulers step each batch, as Composer's do by default, or each epoch, as
             torch's do.

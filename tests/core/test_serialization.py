@@ -275,6 +275,18 @@ def test_what_has_no_partner_is_logged(caplog: pytest.LogCaptureFixture) -> None
     assert "holds state of 'Counter' in callbacks, which this run has not: not restored" in caplog.text
 
 
+def test_what_keeps_no_state_is_not_said_to_start_fresh(caplog: pytest.LogCaptureFixture) -> None:
+    """A callback or an algorithm that is new in the script and has nothing to be restored is no difference."""
+
+    class Silent(Callback):
+        """Has no progress."""
+
+    saved = through_a_file(run(steps=1, algorithms=[Shift()], callbacks=[Counter(3)]).state_dict())
+    with caplog.at_level(logging.WARNING):
+        restored(saved, run(callbacks=[Silent(), Counter(3)], algorithms=[Shift(), Deepen(4)]))
+    assert "starts fresh" not in caplog.text
+
+
 @pytest.mark.parametrize("part", State.serialized_attributes)
 def test_a_part_that_was_left_out_stays_as_it_is(part: str) -> None:
     """With ``load_ignore_keys=['state/<part>']`` the rest is restored and the part keeps its own value."""

@@ -14,6 +14,7 @@ import transformers
 from models.hf_parts import VOCABULARY, Tokens, causal_model, logits, same, tokenizer, train, trainer_of
 from torch.utils.data import DataLoader
 
+from composerlite import Evaluator
 from composerlite.checkpoint import read_checkpoint
 from composerlite.errors import ConfigError, IncompatibleCheckpointError, TrainingError
 from composerlite.models import HuggingFaceModel
@@ -80,6 +81,24 @@ def test_metrics_get_logits_and_the_next_token() -> None:
     trainer.eval()
     assert trainer.state.eval_metric_values["Perplexity"] > 1
     trainer.close()
+
+
+def test_evaluation_has_a_loss_without_a_metric() -> None:
+    """The model's own, of the labels; the mean over samples. With logits alone there is none, and asking says so."""
+    model = HuggingFaceModel(causal_model(), tokenizer())
+    with trainer_of(model, None, eval_dataloader=DataLoader(Tokens(7), batch_size=5)) as trainer:
+        trainer.eval()
+        value = trainer.state.eval_metric_values["loss"]
+    with torch.no_grad():
+        each = [model.loss(model(one), one).item() for one in DataLoader(Tokens(7), batch_size=1)]
+    assert value == pytest.approx(sum(each) / 7, rel=1e-5)
+    asked = Evaluator(label="asked", dataloader=DataLoader(Tokens(7), batch_size=5), metric_names=["loss"])
+    logits = HuggingFaceModel(causal_model(), tokenizer(), use_logits=True)
+    with trainer_of(logits, None, eval_dataloader=DataLoader(Tokens(7), batch_size=5)) as trainer:
+        trainer.eval()
+        assert "loss" not in trainer.state.eval_metric_values
+        with pytest.raises(TrainingError, match="use_logits=True: eval_forward gives logits"):
+            trainer.eval(asked)
 
 
 @pytest.mark.parametrize("size", [None, 2])

@@ -7,6 +7,9 @@ from typing import Any
 
 import metric_ranks
 import pytest
+import torch
+from torch.utils.data import DataLoader
+from trainer_parts import Points
 
 from composerlite.testing import run_ranks
 
@@ -24,6 +27,20 @@ def test_a_rank_without_a_sample_does_not_end_the_evaluation(ranks: int, samples
     expected = metric_ranks.evaluate(samples)
     for values in run_ranks(metric_ranks.evaluate, ranks, samples, fsdp, dist_timeout=None):
         assert values == pytest.approx(expected, nan_ok=True)
+
+
+def test_the_loss_of_evaluation_is_the_mean_over_the_samples_of_all_ranks() -> None:
+    """Each sample counts once, where one rank has a batch of two at last and the other a batch of one."""
+    torch.manual_seed(3)
+    model, points = metric_ranks.Counting(), Points(7)
+    with torch.no_grad():
+        each = [model.loss(model(one), one).item() for one in DataLoader(points, batch_size=1)]
+    first, second = each[0::2], each[1::2]  # samples of each rank, four and three
+    means = [sum(part) / len(part) for part in (first[:2], first[2:], second[:2], second[2:])]
+    by_hand = sum(each) / 7
+    assert by_hand != pytest.approx(sum(means) / 4, rel=1e-3)  # as if each batch counted alike
+    for values in run_ranks(metric_ranks.evaluate, 2, 7, dist_timeout=None):
+        assert values["loss"] == pytest.approx(by_hand, rel=1e-6)
 
 
 @pytest.mark.parametrize("parallelism", list(PARALLEL.values()), ids=list(PARALLEL))

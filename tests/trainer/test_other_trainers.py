@@ -284,6 +284,31 @@ def test_reduce_lr_on_plateau_follows_the_loss_of_the_first_evaluator() -> None:
         assert trainer.state.optimizers[0].param_groups[0]["lr"] == 0.5 * 0.5**2
 
 
+def test_reduce_lr_on_plateau_follows_a_metric_by_its_name() -> None:
+    """That of any evaluator, at each measurement of it; a name that nothing measures is told before training."""
+    from composerlite.optim import ReduceLROnPlateau
+
+    def run(metric: str) -> Any:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scheduler = ReduceLROnPlateau(optimizer, metric, factor=0.5, patience=0, threshold=10.0, threshold_mode="abs")
+        return build(
+            model=model, optimizers=optimizer, schedulers=scheduler, eval_dataloader=[loader(8), loader(4)],
+            max_duration="3ep",
+        )  # fmt: skip
+
+    with run("eval_1/loss") as trainer:
+        trainer.fit()
+        scheduler: Any = trainer.state.schedulers[0]
+        assert scheduler.last_epoch == 3
+        assert scheduler.best != trainer.state.eval_metric_values["loss"]
+        assert trainer.state.optimizers[0].param_groups[0]["lr"] == 0.5 * 0.5**2
+        assert "metric" not in scheduler.state_dict()
+    with run("eval_1/accuracy") as trainer, pytest.raises(ConfigError) as error:
+        trainer.fit()
+    assert first_line(error).startswith("ReduceLROnPlateau: metric='eval_1/accuracy': nothing measures that.")
+
+
 def test_reduce_lr_on_plateau_is_resumed_exactly(tmp_path: Path) -> None:
     """What it has seen and what it has done are in the checkpoint."""
     with plateau_run(max_duration="6ep") as whole:

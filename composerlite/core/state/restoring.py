@@ -292,7 +292,7 @@ class StateLoader:
     def _matching(
         self, own: Mapping[str, T], contents: StateDict, part: str, may_lack: Sequence[str] = ()
     ) -> Iterable[tuple[Any, T]]:
-        """(saved state, object) of each object that has a saved state; a warning for each thing that has no partner.
+        """(saved state, object) of each object that has a saved state; a warning for each state that has no partner.
 
         None for objects named in ``may_lack``, which need no saved state.
         """
@@ -304,7 +304,7 @@ class StateLoader:
         for name, thing in own.items():
             if name in saved:
                 yield saved[name], thing
-            elif name not in may_lack:
+            elif name not in may_lack and _keeps_state(thing):
                 log.warning("%s holds no state of %r in %s: it starts fresh", self.source, name, part)
         for name in saved:
             if name not in own and saved[name]:
@@ -327,6 +327,12 @@ class StateLoader:
                 f"{self.source} is damaged or of another kind: {', '.join(wrong)} in it is not what it is in a "
                 "checkpoint."
             )
+
+
+def _keeps_state(thing: object) -> bool:
+    """Return false for a callback or an algorithm with the ``state_dict`` of its base class, which is empty."""
+    owner = next((kind for kind in type(thing).__mro__ if "state_dict" in vars(kind)), object)
+    return not owner.__module__.startswith("composerlite.core.")
 
 
 def _is_optimizer(saved: Any) -> bool:
