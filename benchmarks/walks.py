@@ -144,10 +144,12 @@ def _module(frame: FrameType) -> str | None:
 
 
 def _counted(frame: FrameType) -> str | None:
-    if frame.f_code not in _KNOWN:
+    # Codes of two files are equal where name, line and instructions are, so the file belongs to the key.
+    key = frame.f_code, frame.f_code.co_filename
+    if key not in _KNOWN:
         module = _module(frame)
-        _KNOWN[frame.f_code] = module if module and module.split(".")[0] in LAYERS else None
-    return _KNOWN[frame.f_code]
+        _KNOWN[key] = module if module and module.split(".")[0] in LAYERS else None
+    return _KNOWN[key]
 
 
 _KNOWN: dict[Any, str | None] = {}
