@@ -33,5 +33,5 @@ class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
         self.metric = metric
 
     def state_dict(self) -> StateDict:
-        """What torch's has seen and done. Which metric it follows is the script's to say."""
+        """Return the state of torch's scheduler. The name of the metric is an argument of the script, and not in it."""
         return {name: value for name, value in super().state_dict().items() if name != "metric"}
