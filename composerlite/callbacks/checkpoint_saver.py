@@ -154,7 +154,6 @@ class CheckpointSaver(Callback):
         self.saver = Saver(self.options)
         self.weights_only = weights_only
         self.lazy = lazy
-        self.on_exception = on_exception
         self.in_memory = in_memory
         self.last_checkpoint_batch: int | None = None
         self._last_was_ephemeral = False
@@ -165,9 +164,8 @@ class CheckpointSaver(Callback):
     def init(self, state: State, logger: Logger) -> None:
         """Fill in names, make the folder, and finish or remove what a killed run left. See :meth:`Saver.open`."""
         fsdp = None if state.parallelism is None else state.parallelism.fsdp
-        directory = None if fsdp is None else fsdp.given_prefix_dir
         others = [one.saver for one in state.callbacks if isinstance(one, CheckpointSaver) and one is not self]
-        self.saver.open(state, logger, others=others, directory=directory)
+        self.saver.open(state, logger, others=others, directory=None if fsdp is None else fsdp.given_prefix_dir)
         for counter in self.saver.counters:
             state.piggyback.add(counter)
 

@@ -12,8 +12,9 @@ from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import IgnoreKeys, load_checkpoint
 from composerlite.checkpoint.load.resolve import download_bar
-from composerlite.checkpoint.load.resume import Choice, RunBucket, RunPlace, begin_attempt, choose
+from composerlite.checkpoint.load.resume import Choice, RunBucket, RunPlace, choose
 from composerlite.checkpoint.record.contents import check_ignore_keys
+from composerlite.checkpoint.save.run_folder import begin_attempt
 from composerlite.core import LoggerDestination, State
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.storage import ObjectStore
@@ -91,7 +92,9 @@ def load_or_resume(
         state.lineage = choice.lineage
     else:
         origin = None if settings.load_weights_only else state.load_path  # with weights alone a run starts from scratch
-        state.lineage = begin_attempt([_place_of(saver) for saver in savers], state.run_name, origin=origin)
+        places = [_place_of(saver) for saver in savers]
+        buckets = [bucket for place in places for bucket in place.buckets]
+        state.lineage = begin_attempt([place.catalog for place in places], buckets, state.run_name, origin=origin)
     return Start(resumed, differences)
 
 

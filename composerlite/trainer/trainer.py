@@ -429,7 +429,7 @@ class Trainer:
         except BaseException as e:
             if isinstance(e, Exception):
                 for saver in self._savers:
-                    if saver.on_exception:
+                    if saver.options.on_exception:
                         saver.saver.save_after_exception(state, e)
             self._ranks.parallel.give_up()
             raise

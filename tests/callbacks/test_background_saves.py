@@ -279,9 +279,9 @@ def test_every_save_is_logged(tmp_path: Path) -> None:
     assert [value for _, value in logger.data["checkpoint/batch"]] == list(range(1, 13))
     for name in ("stall", "snapshot", "hash", "write", "flush", "commit", "waiting", "total"):
         assert len(logger.data[f"checkpoint/{name}_seconds"]) == 12
-    assert [report.batch for report in saver.saver.reports] == list(range(1, 13))
+    assert [report.batch for report in saver.saver.outcomes.reports] == list(range(1, 13))
     assert saver.blocked_seconds > 0
-    assert saver.blocked_seconds >= sum(report.seconds["stall"] for report in saver.saver.reports)
+    assert saver.blocked_seconds >= sum(report.seconds["stall"] for report in saver.saver.outcomes.reports)
 
 
 def test_an_interval_may_be_a_budget(tmp_path: Path) -> None:

@@ -422,7 +422,7 @@ class _StepWriter:
         """Write the file of this rank, and its part of the directory, as :meth:`ShardWriter.write` does."""
         name = f"{TRAIN}/rank{self._group.rank}.pt"
         digest = self._folder.write(self._staging, name, self._train)
-        self._record = FileRecord(name, digest.size_bytes, digest.xxh3_128, digest.chunk_bytes, digest.chunks)
+        self._record = FileRecord.of(name, digest)
         self._shards.write(memory, ring_bytes, may_grow=may_grow)
 
     def finish(self) -> tuple[FileRecord, Any]:

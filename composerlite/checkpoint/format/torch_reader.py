@@ -427,9 +427,6 @@ def _moved(storage: torch.UntypedStorage, map_location: MapLocation, location: s
 
 
 # ── a file inside another: an item of a sharded checkpoint ───────────────────────────────────────────────────────────
-_MOST_RUNS = 4096
-
-
 class StoredTensor(NamedTuple):
     """A tensor whose numbers lie in a file, in row-major order.
 

@@ -38,7 +38,7 @@ from composerlite.errors import (
 )
 from composerlite.types import Lineage
 
-__all__ = ["Choice", "RunBucket", "RunPlace", "begin_attempt", "choose"]
+__all__ = ["Choice", "RunBucket", "RunPlace", "choose"]
 
 log = logging.getLogger(__name__)
 
@@ -211,45 +211,6 @@ def choose(
             _follow(offer, error, damaged, its_links)
         if error is None:
             return Choice(offer.place, group.broadcast(lineage))
-
-
-def begin_attempt(places: Sequence[RunPlace], run_name: str, *, origin: str | Path | None = None) -> Lineage:
-    """Begin an attempt of ``run_name`` that does not resume from its newest checkpoint. The same on every rank.
-
-    Args:
-        places: of each of its savers.
-        run_name: of the run.
-        origin: the checkpoint that training resumes from; of an older one of the same run, in one of these places,
-            what was saved until then belongs to the new attempt, too.
-    """
-
-    def begun() -> Lineage:
-        known = [m for place in places for m in place.catalog.manifests()]
-        for bucket in (bucket for place in places for bucket in place.buckets):
-            latest = None if bucket.link is None else bucket.remote.latest(bucket.link)
-            known += bucket.remote.manifests() if latest is None else [latest]
-        parent = None if origin is None else _manifest_at(str(origin), places)
-        of_run = parent if parent is not None and parent.run_name == run_name else None
-        return new_attempt(highest_attempt([m for m in known if m.run_name == run_name]), of_run)
-
-    return dist.get_group().from_first("looking for earlier attempts", begun)
-
-
-def _manifest_at(origin: str, places: Sequence[RunPlace]) -> Manifest | None:
-    """The manifest of the checkpoint ``origin``, if it is in one of the folders or buckets and can be read."""
-    try:
-        for bucket in (bucket for place in places for bucket in place.buckets):
-            root = bucket.remote.place.uri().rstrip("/") + "/"
-            if origin.startswith(root) and (there := bucket.remote.manifest_of(origin.removeprefix(root))) is not None:
-                return there
-        path = Path(origin).resolve()
-        for catalog in (place.catalog for place in places):
-            folder = catalog.folder.resolve()
-            if path.is_relative_to(folder) and (here := catalog.manifest_of(str(path.relative_to(folder)))) is not None:
-                return here
-    except CorruptCheckpointError as e:
-        log.warning("the manifest of %s cannot be read: %s", origin, e)
-    return None
 
 
 @final

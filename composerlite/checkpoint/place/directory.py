@@ -340,10 +340,8 @@ class ShardedDirectory:
     ) -> Manifest:
         digests = {**files, INDEX: FileDigest(len(index), xxhash.xxh3_128_hexdigest(index))}
         records = tuple(
-            FileRecord(
-                f"{self.name}/{name}", d.size_bytes, d.xxh3_128, d.chunk_bytes, d.chunks, (nodes or {}).get(name)
-            )
-            for name, d in sorted(digests.items())
+            FileRecord.of(f"{self.name}/{name}", digest, (nodes or {}).get(name))
+            for name, digest in sorted(digests.items())
         )
         if self.record is not None:
             return dataclasses.replace(self.record, files=records)

@@ -83,6 +83,11 @@ class FileRecord:
     chunks: str = ""
     node: int | None = None
 
+    @classmethod
+    def of(cls, path: str, digest: FileDigest, node: int | None = None) -> FileRecord:
+        """Make the record of the file ``path``, which contains what ``digest`` says."""
+        return cls(path, digest.size_bytes, digest.xxh3_128, digest.chunk_bytes, digest.chunks, node)
+
     @property
     def digest(self) -> FileDigest:
         """Digest of what the file must contain."""

@@ -127,38 +127,84 @@ class NullWriter:
 
 
 # ── one file ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+class _Written(NamedTuple):
+    """Facts about a rank's file that rank 0 needs for the manifest."""
+
+    name: str
+    temporary: Path
+    digest: FileDigest
+    unpacked_bytes: int
+
+
 @final
 class _FileBeingWritten:
-    """A file under a temporary name, and who takes its bytes."""
+    """A file of a checkpoint under a temporary name: who takes its bytes, and how it becomes a part of the whole.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    Args:
+        catalog: the folder of the checkpoint.
+        name: of the file.
+        overwrite: replace what has the names of the checkpoint.
+
+    Attributes:
+        seconds: spent by name, after :meth:`finish`.
+    """
+
+    def __init__(self, catalog: Catalog, name: str, *, overwrite: bool) -> None:
+        self.seconds: dict[str, float] = {}
+        self._catalog = catalog
+        self._name = name
+        self._overwrite = overwrite
+        self._path = catalog.folder / name
         self._stack = ExitStack()
         self._sink: Sink | None = None
-        self.data: StagedFile | None = None
+        self._data: StagedFile | None = None
 
     def write(self, open_sink: Callable[[Path], AbstractContextManager[Sink]], fill: Callable[[Sink], object]) -> None:
         """Hand all bytes to the sink. After an error nothing is left."""
         with ExitStack() as stack:
-            self.data = stack.enter_context(StagedFile(self._path))
-            self._sink = stack.enter_context(open_sink(self.data.temporary))
+            self._data = stack.enter_context(StagedFile(self._path))
+            self._sink = stack.enter_context(open_sink(self._data.temporary))
             with self._named():
                 fill(self._sink)
             self._stack = stack.pop_all()
 
-    def finish(self) -> tuple[FileDigest, dict[str, float]]:
-        """Wait until it is durable; what it contains, and what took how long."""
+    def finish(self, unpacked_bytes: int) -> _Written:
+        """Wait until it is durable; what rank 0 needs to know of it."""
         assert self._sink is not None
+        assert self._data is not None
         try:
             with self._named():
                 digest = self._sink.finish()
         except BaseException as e:
-            self.leave(e)
+            self._leave(e)
             raise
-        return digest, self._sink.seconds
+        self.seconds.update(self._sink.seconds)
+        return _Written(self._name, self._data.temporary, digest, unpacked_bytes)
 
-    def leave(self, error: BaseException | None = None) -> None:
-        """Remove it unless it was left behind or has its name; twice is fine."""
+    def commit(self, manifest: Manifest, parts: Sequence[_Written | None]) -> Manifest:
+        """On rank 0: give the files of all ranks that have one their names, and then their manifest."""
+        assert self._data is not None
+        written = [one for one in parts if one is not None]
+        manifest = dataclasses.replace(
+            manifest,
+            files=tuple(FileRecord.of(one.name, one.digest) for one in written),
+            unpacked_bytes=max(one.unpacked_bytes for one in written),
+        )
+        try:
+            self._catalog.commit(manifest, {one.name: one.temporary for one in written}, overwrite=self._overwrite)
+            self._data.leave_behind()  # it has its name
+        except BaseException as e:
+            self._leave(e)
+            raise
+        return manifest
+
+    def close(self, *, may_be_committed: bool) -> None:
+        """Remove it unless it has its name, or may have: then the next start finds out. Twice is fine."""
+        if may_be_committed and self._data is not None:
+            self._data.leave_behind()
+        self._leave()
+
+    def _leave(self, error: BaseException | None = None) -> None:
         stack, self._stack = self._stack, ExitStack()
         stack.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
 
@@ -189,21 +235,19 @@ class SingleFileWriter:
         name: str,
         template: str,
         overwrite: bool,
-        weights: Iterable[Any],
+        weights: Iterable[Any] = (),
         gathering: Gathering | None = None,
     ) -> None:
         self._format = format_of(template)
         self.gathers = gathering is not None
         self.size_bytes = image.size_bytes
         self.may_stream = self._format.compressor is None
-        self.seconds: dict[str, float] = {}
         self.weights_crc: Sequence[int] = ()
         self._image = image
         self._gathering = gathering
         self._weights = image.numbers_of(weights)
-        self._catalog = catalog
-        self._overwrite = overwrite
-        self._file = _FileBeingWritten(catalog.folder / name)
+        self._file = _FileBeingWritten(catalog, name, overwrite=overwrite)
+        self.seconds = self._file.seconds
 
     def storages(self) -> list[StorageCopy]:
         """Return the storages to copy before training changes them, except those that are gathered."""
@@ -240,29 +284,17 @@ class SingleFileWriter:
             return storage
         return self._gathering.next().untyped_storage()
 
-    def finish(self) -> FileDigest:
-        """Wait until the file is durable; what it contains."""
-        digest, self.seconds = self._file.finish()
-        return digest
+    def finish(self) -> _Written:
+        """Wait until the file is durable; what rank 0 needs to know of it."""
+        return self._file.finish(self.size_bytes)
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
         """Give the file its name and its manifest."""
-        record = _record(manifest.name, parts[0])
-        manifest = dataclasses.replace(manifest, files=(record,), unpacked_bytes=self.size_bytes)
-        data = self._file.data
-        assert data is not None
-        try:
-            self._catalog.commit(manifest, {manifest.name: data.temporary}, overwrite=self._overwrite)
-            data.leave_behind()  # it has its name
-        except BaseException as e:
-            self._file.leave(e)
-            raise
-        self._file.leave()
-        return manifest
+        return self._file.commit(manifest, parts)
 
     def close(self, *, may_be_committed: bool) -> None:
-        """Remove the file unless it has its name. This rank commits, so it knows."""
-        self._file.leave()
+        """Remove the file unless it has its name, or may have."""
+        self._file.close(may_be_committed=may_be_committed)
         if self._gathering is not None:
             self._gathering.finish()
 
@@ -271,20 +303,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)  # pyright: ignore[reportArgumentType]
 
 
-def _record(name: str, digest: FileDigest) -> FileRecord:
-    return FileRecord(name, digest.size_bytes, digest.xxh3_128, digest.chunk_bytes, digest.chunks)
-
-
 # ── a file for each rank ─────────────────────────────────────────────────────────────────────────────────────────────
-class _Written(NamedTuple):
-    """Facts about one rank's archive that rank 0 needs for the manifest."""
-
-    name: str
-    temporary: Path
-    digest: FileDigest
-    unpacked_bytes: int
-
-
 @final
 class RankArchiveWriter:
     """Writer of this rank's files of a DeepSpeed checkpoint, as an archive of its own.
@@ -300,11 +319,9 @@ class RankArchiveWriter:
     def __init__(
         self, images: Mapping[str, TorchImage], catalog: Catalog, *, names: Sequence[str], rank: int, overwrite: bool
     ) -> None:
-        self._name = names[rank]
-        self._format = format_of(self._name)
+        self._format = format_of(names[rank])
         self.gathers = False
         self.may_stream = self._format.compressor is None
-        self.seconds: dict[str, float] = {}
         self.weights_crc: Sequence[int] = ()
         self._images = dict(images)
         self._starts: dict[str, int] = {}
@@ -312,9 +329,8 @@ class RankArchiveWriter:
         for name, image in self._images.items():
             self._starts[name] = self.size_bytes
             self.size_bytes += -(-image.size_bytes // _ALIGNMENT) * _ALIGNMENT
-        self._catalog = catalog
-        self._overwrite = overwrite
-        self._file = _FileBeingWritten(catalog.folder / self._name)
+        self._file = _FileBeingWritten(catalog, names[rank], overwrite=overwrite)
+        self.seconds = self._file.seconds
 
     def storages(self) -> list[StorageCopy]:
         """Return the storages to copy before training changes them."""
@@ -339,28 +355,15 @@ class RankArchiveWriter:
 
     def finish(self) -> _Written:
         """Wait until the archive is durable; what rank 0 needs to know of it."""
-        digest, self.seconds = self._file.finish()
-        assert self._file.data is not None
-        unpacked_bytes = tar_bytes(*(image.size_bytes for image in self._images.values()))
-        return _Written(self._name, self._file.data.temporary, digest, unpacked_bytes)
+        return self._file.finish(tar_bytes(*(image.size_bytes for image in self._images.values())))
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
         """Give the archives of all ranks their names, and then their manifest."""
-        written: list[_Written] = list(parts)
-        records = tuple(_record(one.name, one.digest) for one in written)
-        manifest = dataclasses.replace(
-            manifest, files=records, unpacked_bytes=max(one.unpacked_bytes for one in written)
-        )
-        assert self._file.data is not None
-        self._catalog.commit(manifest, {one.name: one.temporary for one in written}, overwrite=self._overwrite)
-        self._file.data.leave_behind()  # it has its name
-        return manifest
+        return self._file.commit(manifest, parts)
 
     def close(self, *, may_be_committed: bool) -> None:
-        """Remove the archive unless it has its name, or may have: then the next start finds out."""
-        if may_be_committed and self._file.data is not None:
-            self._file.data.leave_behind()
-        self._file.leave()
+        """Remove the archive unless it has its name, or may have."""
+        self._file.close(may_be_committed=may_be_committed)
 
 
 # ── files that are no checkpoints of a run: a state dict, for torch or for safetensors ───────────────────────────────

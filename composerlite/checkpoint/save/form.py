@@ -114,6 +114,7 @@ class SaveRequest:
 
     Attributes:
         state: of the run. gathered: makes what is saved of it.
+        path: of the checkpoint.
         catalog: the folder. names: of the files of the checkpoint, as :meth:`Form.names` gives them.
         template: of these names.
         weights_only: nothing but the model is saved.
@@ -123,6 +124,7 @@ class SaveRequest:
 
     state: TrainingState
     gathered: Gathered
+    path: Path
     catalog: Catalog
     names: Sequence[str]
     template: str
@@ -205,7 +207,7 @@ class _File(Form):
             contents = gathering.contents
         if dist.get_global_rank() != 0:
             return NullWriter(gathering)
-        image = _image(contents, f"checkpoint {str(request.catalog.folder / request.names[0])!r}")
+        image = _image(contents, f"checkpoint {str(request.path)!r}")
         return SingleFileWriter(
             image,
             request.catalog,
@@ -241,7 +243,7 @@ class _Directory(Form):
         own = {str(dist.get_global_rank()): rng.packed(rng.of_training())}
         return ShardWriter(
             lambda: request.gathered(generators=own),
-            ShardedDirectory.on_disk(request.catalog.folder / request.names[0], request.catalog.folder),
+            ShardedDirectory.on_disk(request.path, request.catalog.folder),
             overwrite=request.overwrite,
             disks=request.disks,
             of_run=True,

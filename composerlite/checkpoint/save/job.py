@@ -544,6 +544,7 @@ class Pipeline:
             request = SaveRequest(
                 state=state,
                 gathered=gathered,
+                path=catalog.folder / name,
                 catalog=catalog,
                 names=names,
                 template=template,
@@ -569,7 +570,7 @@ class Pipeline:
                 not_finite=tuple(getattr(state, "not_finite", ())),
                 lineage=getattr(state, "lineage", Lineage()),  # a loop of the user's own may have none
             ),
-            path=catalog.folder / name,
+            path=request.path,
             writer=writer,
             votes=votes,
             group=group,

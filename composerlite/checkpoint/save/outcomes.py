@@ -1,10 +1,11 @@
-"""Outcomes of saves and uploads: counts failures against the limit and reports them to the run's loggers."""
+"""Outcomes of saves, deletions and uploads: counts failures against the limit and reports them to the run's loggers."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, final
 
@@ -14,11 +15,12 @@ from composerlite.checkpoint.save.publish import Destinations, Publication
 from composerlite.errors import CheckpointError, ObjectStoreError, RankError
 from composerlite.types import CheckpointNews, CheckpointStep
 
-__all__ = ["FAILURES", "FailuresInARow", "RunLogger", "SaveNews"]
+__all__ = ["FAILURES", "Outcomes", "RunLogger"]
 
 log = logging.getLogger(__name__)
 FAILURES = (OSError, CheckpointError, ObjectStoreError)
 """What makes a save fail and is not our own error."""
+_REPORTS = 100
 
 
 class RunLogger(Destinations, Protocol):
@@ -30,7 +32,7 @@ class RunLogger(Destinations, Protocol):
 
 
 @final
-class FailuresInARow:
+class _FailuresInARow:
     """Counts failures since the last success, the same on every rank: rank 0 warns for all.
 
     Args:
@@ -48,16 +50,15 @@ class FailuresInARow:
         """True if the last save or upload failed."""
         return self._count > 0
 
-    def succeeded(self) -> None:
-        """Begin to count anew."""
-        self._count = 0
-
-    def failed(self, error: Exception, logger: RunLogger | None) -> None:
-        """Continue with a warning, as long as it is not too often.
+    def note(self, error: Exception | None, logger: RunLogger | None) -> None:
+        """Take note of one that went well, or continue with a warning after ``error``, as long as it is not too often.
 
         Raises:
             Exception: ``error``, if it is, or if it is none of those that may be tolerated.
         """
+        if error is None:
+            self._count = 0
+            return
         self._count += 1
         if self._count > self._limit or not _may_be_tolerated(error):
             raise error
@@ -75,13 +76,24 @@ class FailuresInARow:
 
 
 @final
-class SaveNews:
-    """Tells those who keep a record what happens, on rank 0, and logs what it cost as metrics ``checkpoint/…``.
+class Outcomes:
+    """Counts failures, tells those who keep a record what happens, and logs what it cost as metrics ``checkpoint/…``.
 
-    All of it on the training thread. Nothing is told before :meth:`tell_to`.
+    All of it on the training thread, by all ranks; rank 0 tells. Nothing is told before :meth:`tell_to`.
+
+    Args:
+        failure_limit: so many in a row are tolerated, with a warning each, of saves, of deletions and of uploads.
+
+    Attributes:
+        reports: how the last saves went.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, failure_limit: int) -> None:
+        self.reports: deque[SaveReport] = deque(maxlen=_REPORTS)
+        self._ended: deque[SaveReport | None] = deque()
+        self._saves = _FailuresInARow(failure_limit, "saved")
+        self._deletions = _FailuresInARow(failure_limit, "deleted")
+        self._uploads = _FailuresInARow(failure_limit, "published")
         self._logger: RunLogger | None = None
         # One save is in flight at a time.
         self._begun = CheckpointNews(what="begun", name="", where="", batch=0, at=0.0)
@@ -97,8 +109,20 @@ class SaveNews:
         )
         self._tell(self._begun)
 
+    @property
+    def last_failed(self) -> bool:
+        """True if the save that ended last failed."""
+        return self._saves.last_failed
+
+    def take_ended(self) -> list[SaveReport | None]:
+        """Return how saves went that have ended since the last time, oldest first; ``None``: one failed."""
+        return [self._ended.popleft() for _ in range(len(self._ended))] if self._ended else []
+
     def committed(self, report: SaveReport) -> None:
         """The checkpoint that was begun last exists, and older ones were given up for it."""
+        self._saves.note(None, self._logger)
+        self.reports.append(report)
+        self._ended.append(report)
         at = self._begun.at + report.seconds["total"] - report.seconds.get("waiting", 0.0)
         size, seconds = report.size_bytes, dict(report.seconds)
         self._tell(dataclasses.replace(self._begun, what="committed", at=at, size_bytes=size, seconds=seconds))
@@ -107,11 +131,29 @@ class SaveNews:
         self._log(**costs, bytes=report.size_bytes, batch=report.batch)
 
     def failed(self, error: Exception) -> None:
-        """The save that was begun last has failed."""
+        """The save that was begun last has failed.
+
+        Raises:
+            Exception: ``error``, unless it is tolerated.
+        """
         self._tell(dataclasses.replace(self._begun, what="failed", at=time.time(), error=_text(error)))
+        self._ended.append(None)
+        self._saves.note(error, self._logger)
+
+    def tidied(self, error: Exception | None) -> None:
+        """Older checkpoints than the last are deleted, or could not be: the newest is there, whatever becomes of them.
+
+        Raises:
+            Exception: ``error``, unless it is tolerated.
+        """
+        self._deletions.note(error, self._logger)
 
     def published(self, one: Publication) -> None:
-        """An upload has ended, well or not."""
+        """An upload has ended, well or not.
+
+        Raises:
+            Exception: what made it fail, unless it is tolerated.
+        """
         what: CheckpointStep = "uploaded" if one.error is None else "upload failed"
         self._tell(
             CheckpointNews(
@@ -133,6 +175,7 @@ class SaveNews:
                 upload_seconds=one.seconds,
                 upload_lag_seconds=one.lag_seconds,
             )
+        self._uploads.note(one.error, self._logger)
 
     def deleted(self, names: Sequence[str], where: str, at: float | None = None) -> None:
         """Checkpoints are gone from ``where``, since ``at`` or now."""

@@ -16,7 +16,7 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.lease import Lease, take_leases
 from composerlite.checkpoint.place.node_disks import Disks, recover_on_other_disks
 from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, check_ignore_keys
-from composerlite.checkpoint.record.manifest import Manifest, Position, may_be_replaced
+from composerlite.checkpoint.record.manifest import Manifest, Position, highest_attempt, may_be_replaced, new_attempt
 from composerlite.checkpoint.record.naming import (
     FIRST_RANK,
     PartialFilePath,
@@ -31,11 +31,19 @@ from composerlite.checkpoint.record.naming import (
 from composerlite.checkpoint.record.retention import Interval
 from composerlite.checkpoint.save.form import Form, form_of
 from composerlite.checkpoint.save.memory_folder import folder_key, make_private, warn_of_others
-from composerlite.errors import CheckpointError, ConfigError
+from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError
 from composerlite.storage import make_folder, parse_uri
 from composerlite.types import Lineage
 
-__all__ = ["OWN_REMOTE_LATEST", "OWN_REMOTE_NAME", "RunFolder", "SaveOptions", "SavedState", "position_of"]
+__all__ = [
+    "OWN_REMOTE_LATEST",
+    "OWN_REMOTE_NAME",
+    "RunFolder",
+    "SaveOptions",
+    "SavedState",
+    "begin_attempt",
+    "position_of",
+]
 
 log = logging.getLogger(__name__)
 OWN_REMOTE_NAME, OWN_REMOTE_LATEST = "{run_name}/checkpoints/{filename}", "{run_name}/checkpoints/{latest_filename}"
@@ -436,6 +444,53 @@ class RunFolder:
         leases, self._leases = self._leases, []
         for lease in leases:
             lease.release()
+
+
+def begin_attempt(
+    folders: Sequence[Catalog],
+    buckets: Sequence[tuple[Catalog, str | None]],
+    run_name: str,
+    *,
+    origin: str | Path | None = None,
+) -> Lineage:
+    """Begin an attempt of ``run_name`` that does not resume from its newest checkpoint. The same on every rank.
+
+    Args:
+        folders: of its savers. buckets: theirs, each with the name of its link to the latest.
+        run_name: of the run.
+        origin: the checkpoint that training resumes from; of an older one of the same run, in one of these places,
+            what was saved until then belongs to the new attempt, too.
+    """
+
+    def begun() -> Lineage:
+        known = [manifest for folder in folders for manifest in folder.manifests()]
+        for bucket, link in buckets:
+            latest = None if link is None else bucket.latest(link)
+            known += bucket.manifests() if latest is None else [latest]
+        parent = None if origin is None else _manifest_at(str(origin), folders, buckets)
+        of_run = parent if parent is not None and parent.run_name == run_name else None
+        return new_attempt(highest_attempt([one for one in known if one.run_name == run_name]), of_run)
+
+    return dist.get_group().from_first("looking for earlier attempts", begun)
+
+
+def _manifest_at(
+    origin: str, folders: Sequence[Catalog], buckets: Sequence[tuple[Catalog, str | None]]
+) -> Manifest | None:
+    """The manifest of the checkpoint ``origin``, if it is in one of the folders or buckets and can be read."""
+    try:
+        for bucket, _ in buckets:
+            root = bucket.place.uri().rstrip("/") + "/"
+            if origin.startswith(root) and (there := bucket.manifest_of(origin.removeprefix(root))) is not None:
+                return there
+        path = Path(origin).resolve()
+        for catalog in folders:
+            folder = catalog.folder.resolve()
+            if path.is_relative_to(folder) and (here := catalog.manifest_of(str(path.relative_to(folder)))) is not None:
+                return here
+    except CorruptCheckpointError as e:
+        log.warning("the manifest of %s cannot be read: %s", origin, e)
+    return None
 
 
 def _may_replace(state: SavedState, place: Catalog, name: str) -> bool:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import time
-from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from typing import final
 
@@ -14,7 +13,7 @@ from composerlite import dist
 from composerlite.checkpoint.record.contents import check_kinds
 from composerlite.checkpoint.record.retention import Retention, retention_policy
 from composerlite.checkpoint.save.job import PendingSave, Pipeline, SaveReport
-from composerlite.checkpoint.save.outcomes import FAILURES, FailuresInARow, RunLogger, SaveNews
+from composerlite.checkpoint.save.outcomes import FAILURES, Outcomes, RunLogger
 from composerlite.checkpoint.save.publish import Publisher, Publishing, PublishingNews
 from composerlite.checkpoint.save.run_folder import RunFolder, SavedState, SaveOptions, position_of
 from composerlite.errors import ConfigError, RankError
@@ -23,7 +22,6 @@ from composerlite.types import StateDict
 __all__ = ["Saver"]
 
 log = logging.getLogger(__name__)
-_REPORTS = 100
 _LEASE_SECONDS = 10.0
 """How long a run that does not resume waits for another process to end."""
 
@@ -38,7 +36,7 @@ class Saver:
     Attributes:
         options: what it was told. where: the folder.
         saved_checkpoints: paths of the checkpoints of this run, oldest first.
-        reports: how the last saves went.
+        outcomes: how saves and uploads went.
         blocked_seconds: how long training has waited for saves.
         counters: what ranks tell each other as they reduce something in a batch, so that all take note at the same one.
 
@@ -51,17 +49,11 @@ class Saver:
         self.where = RunFolder(options)
         self.saved_checkpoints: list[str] = []
         self.blocked_seconds = 0.0
-        self.reports: deque[SaveReport] = deque(maxlen=_REPORTS)
-        self._ended: deque[SaveReport | None] = deque()
+        self.outcomes = Outcomes(options.failure_limit)
         self._others: Sequence[Saver] = ()
-        self._failures = FailuresInARow(options.failure_limit, "saved")
-        self._deletion_failures = FailuresInARow(options.failure_limit, "deleted")
-        self._upload_failures = FailuresInARow(options.failure_limit, "published")
         self._warned = False
         self._pending: PendingSave | None = None
         self._tidying: PendingSave | None = None  # the last that ended; older checkpoints may still be deleted for it
-        self._logger: RunLogger | None = None
-        self._news = SaveNews()
         self._publishing = Publishing(options)
         self._started = 0.0
         self._checked: StateDict | None = None
@@ -93,8 +85,8 @@ class Saver:
                 ranks that save a directory together and do not see one folder with any rank of their node.
             PermissionError: the bucket cannot be written to. FileNotFoundError: there is no such bucket.
         """
-        self._logger, self._others = logger, others
-        self._news.tell_to(logger)
+        self._others = others
+        self.outcomes.tell_to(logger)
         form = self.where.name(state, [other.where for other in others], directory=directory)
         if self.options.on_exception and (dist.get_world_size() > 1 or form.is_spread):
             raise ConfigError(
@@ -232,14 +224,14 @@ class Saver:
         """
         name = self.where.name_now(state)
         self._started = time.perf_counter()
-        self._news.begun(name, self.where.folder, int(state.timestamp.batch), ephemeral=ephemeral)
+        self.outcomes.begun(name, self.where.folder, int(state.timestamp.batch), ephemeral=ephemeral)
         held: StateDict = {}
         try:
             with dist.get_group().all_or_none(f"checkpoint {name!r}"):
                 yield held
         except (*FAILURES, RankError) as e:
             held.clear()
-            self._failed(e)
+            self.outcomes.failed(e)
 
     def save(
         self, state: SavedState, state_dict: StateDict, *, ephemeral: bool, metrics: Mapping[str, float], lazy: bool
@@ -286,7 +278,7 @@ class Saver:
                 started=self._started,
             )
         except (*FAILURES, RankError) as e:
-            self._failed(e)
+            self.outcomes.failed(e)
             return None
         self._pending = pending
         if not options.asynchronous:
@@ -320,12 +312,16 @@ class Saver:
     @property
     def last_failed(self) -> bool:
         """True if the save that ended last failed."""
-        return self._failures.last_failed
+        return self.outcomes.last_failed
+
+    def take_ended(self) -> list[SaveReport | None]:
+        """Return how saves went that have ended since the last time, oldest first; ``None``: one failed."""
+        return self.outcomes.take_ended()
 
     @property
     def expected_seconds(self) -> float | None:
         """Estimate the seconds of a save by the last one, if there was one. Known on rank 0."""
-        return self.reports[-1].seconds["total"] if self.reports else None
+        return self.outcomes.reports[-1].seconds["total"] if self.outcomes.reports else None
 
     def published(self, seconds: float) -> bool | None:
         """Wait until all is published, ``seconds`` at most; whether it is, on every rank; ``None``: nowhere to."""
@@ -335,10 +331,6 @@ class Saver:
     def newest(self) -> str | None:
         """Path of the newest checkpoint in the folder; ``None`` if there is none."""
         return self.saved_checkpoints[-1] if self.saved_checkpoints else None
-
-    def take_ended(self) -> list[SaveReport | None]:
-        """Return how saves went that have ended since the last time, oldest first; ``None``: one failed."""
-        return [self._ended.popleft() for _ in range(len(self._ended))] if self._ended else []
 
     # ── how it went ──────────────────────────────────────────────────────────────────────────────────────────────
     def collect(self, *, alone: bool = False) -> None:
@@ -360,10 +352,7 @@ class Saver:
             self._note_deletions(before, alone=alone)
 
     def _note_deletions(self, pending: PendingSave, *, alone: bool) -> None:
-        """Take note of how deletions went after the save had ended; on all ranks unless ``alone``.
-
-        They count apart from saves: the newest checkpoint is there, whatever becomes of older ones.
-        """
+        """Take note of how deletions went after the save had ended; on all ranks unless ``alone``."""
         group = dist.SingleProcess() if alone or not self._deletes else dist.get_group()
         error, pending.deletion_error = pending.deletion_error, None
         try:
@@ -371,9 +360,9 @@ class Saver:
                 if error is not None:
                     raise error
         except (*FAILURES, RankError) as e:
-            self._deletion_failures.failed(e, self._logger)
+            self.outcomes.tidied(e)
         else:
-            self._deletion_failures.succeeded()
+            self.outcomes.tidied(None)
 
     def collect_all(self, *, alone: bool = False) -> None:
         """Wait for the save in flight and for the deletions after it.
@@ -392,12 +381,9 @@ class Saver:
         try:
             report = pending.wait()
         except (*FAILURES, RankError) as e:
-            self._failed(e)
+            self.outcomes.failed(e)
             return
-        self._news.committed(report)
-        self._failures.succeeded()
-        self.reports.append(report)
-        self._ended.append(report)
+        self.outcomes.committed(report)
         self.blocked_seconds += report.seconds["stall"]
         for name in report.deleted:
             self._forget(self.where.path(name))
@@ -411,15 +397,11 @@ class Saver:
         Raises:
             Exception: what made one fail, unless that is tolerated.
         """
-        self._news.deleted(news.gone, str(self.where.root))
+        self.outcomes.deleted(news.gone, str(self.where.root))
         for name in news.gone:
             self._forget(self.where.path(name))
         for outcome in news.outcomes:
-            self._news.published(outcome)
-            if outcome.error is None:
-                self._upload_failures.succeeded()
-            else:
-                self._upload_failures.failed(outcome.error, self._logger)
+            self.outcomes.published(outcome)
 
     def _may_overwrite(self, name: str) -> bool:
         """Return true if a checkpoint may replace another of its name.
@@ -431,11 +413,6 @@ class Saver:
     def _forget(self, path: str) -> None:
         if path in self.saved_checkpoints:
             self.saved_checkpoints.remove(path)
-
-    def _failed(self, error: Exception) -> None:
-        self._news.failed(error)
-        self._ended.append(None)
-        self._failures.failed(error, self._logger)
 
     def _warn_of_missing_metric(self, name: str) -> None:
         """Once, on rank 0: it is the same at every save and on every rank."""
@@ -479,7 +456,8 @@ class Saver:
     def _empty(self) -> None:
         """Give memory back in which nothing is that another saver has not saved, too."""
         savers = [saver for saver in self._others if not saver.options.in_memory]
-        saved = [saver.reports[-1].batch for saver in savers if saver.reports and not saver.options.weights_only]
+        reports = [saver.outcomes.reports for saver in savers if not saver.options.weights_only]
+        saved = [its[-1].batch for its in reports if its]
         for manifest in self.where.catalog.manifests() if saved and self.where.is_leader else ():
             if manifest.batch <= max(saved):
                 self.where.catalog.delete(manifest)

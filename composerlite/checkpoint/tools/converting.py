@@ -12,13 +12,16 @@ from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, versions
-from composerlite.checkpoint.save.file_writer import plain_writer
+from composerlite.checkpoint.record.manifest import Manifest, versions
+from composerlite.checkpoint.save.file_writer import SingleFileWriter, plain_writer
+from composerlite.checkpoint.save.form import RankWriter
+from composerlite.checkpoint.save.job import PendingSave
 from composerlite.checkpoint.save.sharded_writer import ShardWriter
 from composerlite.checkpoint.tools.whole import weights_of
 from composerlite.devices import rng
+from composerlite.dist import SingleProcess
 from composerlite.errors import CheckpointExistsError
-from composerlite.storage import StagedFile, make_folder
+from composerlite.storage import make_folder
 from composerlite.types import StateDict
 
 __all__ = ["write_directory", "write_file", "write_safetensors"]
@@ -40,17 +43,10 @@ def write_file(contents: Any, path: Path, manifest: Manifest | None, *, overwrit
     form = format_of(path.name)
     form.check()
     catalog = Catalog(path.parent)
-    target = catalog.reserve(path.name, overwrite=overwrite)
+    catalog.reserve(path.name, overwrite=overwrite)
+    record = _record(manifest, path.name, "weights" if _is_model(contents) else "monolithic")
     image = TorchImage(contents)
-    with StagedFile(target) as staged:
-        with form.open_sink(staged.temporary, image.size_bytes) as sink:
-            image.write(sink)
-            digest = sink.finish()
-        record = FileRecord(path.name, digest.size_bytes, digest.xxh3_128, digest.chunk_bytes, digest.chunks)
-        facts = _record(manifest, path.name, "weights" if _is_model(contents) else "monolithic")
-        facts = dataclasses.replace(facts, files=(record,), unpacked_bytes=image.size_bytes)
-        catalog.commit(facts, {path.name: staged.temporary}, overwrite=overwrite)
-        staged.leave_behind()  # it has its name
+    _save(SingleFileWriter(image, catalog, name=path.name, template=path.name, overwrite=overwrite), record, path)
 
 
 def write_directory(contents: Any, path: Path, manifest: Manifest | None, *, overwrite: bool) -> None:
@@ -71,14 +67,14 @@ def write_directory(contents: Any, path: Path, manifest: Manifest | None, *, ove
     if isinstance(generators, list):
         own = enumerate(cast("list[Any]", generators))
         state = {**state, "rng": {str(rank): rng.packed(one) for rank, one in own}}
-    shards = ShardWriter(lambda: state, folder, overwrite=overwrite, of_run=True, reuse_plan=True)
-    is_committed = False
-    try:
-        shards.write(None, 0)
-        shards.commit(record, [shards.finish()])
-        is_committed = True
-    finally:
-        shards.close(may_be_committed=is_committed)
+    _save(ShardWriter(lambda: state, folder, overwrite=overwrite, of_run=True, reuse_plan=True), record, path)
+
+
+def _save(writer: RankWriter, record: Manifest, path: Path) -> None:
+    group = SingleProcess()
+    PendingSave(
+        manifest=record, path=path, writer=writer, votes=[group.vote(f"writing {str(path)!r}")], group=group
+    ).run()
 
 
 def write_safetensors(contents: Any, path: Path, *, overwrite: bool, source: str) -> None:
