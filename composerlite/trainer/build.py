@@ -221,7 +221,7 @@ def eval_metrics(model: ComposerModel, evaluator: Evaluator, device: Device) -> 
 
     available: dict[str, Any] = dict(model.get_metrics(is_train=False))
     is_named = evaluator.metric_names is not None and NAME in evaluator.metric_names
-    if NAME not in available and (is_named or model.has_eval_loss):
+    if NAME not in available and (is_named or getattr(model, "has_eval_loss", False)):
         dtype = torch.float32 if device.type == "mps" else torch.float64  # which has no float64
         available = {NAME: EvalLoss(is_asked_for=is_named, dtype=dtype), **available}
     if evaluator.metric_names is None:
