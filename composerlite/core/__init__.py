@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         metric_values,
         note_not_finite,
         note_unread_losses,
+        read_losses,
     )
     from composerlite.core.numerics import (
         MAX_SEED,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
         seed_of_rank,
         seed_torch,
     )
+    from composerlite.core.state.loss_reading import LossReading
     from composerlite.core.state.optimizer_state import clean_name, lost_parameters
     from composerlite.core.state.run_state import RunState, by_class
     from composerlite.core.state.state import State
@@ -88,6 +90,7 @@ __all__ = [
     "IntervalScheduler",
     "Logger",
     "LoggerDestination",
+    "LossReading",
     "MeasuredMetrics",
     "ParallelismConfig",
     "Precision",
@@ -131,6 +134,7 @@ __all__ = [
     "move_to_device",
     "note_not_finite",
     "note_unread_losses",
+    "read_losses",
     "read_time",
     "seed_all",
     "seed_context",
@@ -160,6 +164,7 @@ __getattr__, __dir__ = lazy_names(
         ],
         ".engine": ["AlgorithmPass", "Engine", "Trace", "Traces", "algorithms_of", "callbacks_of"],
         ".interruption": ["BatchAbandonedError", "EvaluationAbandonedError", "Interruption"],
+        ".state.loss_reading": ["LossReading"],
         ".measured": [
             "MeasuredMetrics",
             "check_metric_exists",
@@ -167,6 +172,8 @@ __getattr__, __dir__ = lazy_names(
             "metric_values",
             "note_not_finite",
             "note_unread_losses",
+            "read_losses",
+            "read_losses",
         ],
         ".numerics": [
             "MAX_SEED",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from composerlite import dist
+from composerlite.core.state.loss_reading import LossReading
 from composerlite.core.state.state import State
 from composerlite.errors import ConfigError, did_you_mean
 
@@ -24,6 +25,7 @@ __all__ = [
     "metric_values",
     "note_not_finite",
     "note_unread_losses",
+    "read_losses",
 ]
 
 log = logging.getLogger(__name__)
@@ -149,11 +151,16 @@ def note_not_finite(state: State, values: Mapping[str, float]) -> tuple[str, ...
     return found
 
 
+def read_losses(state: State) -> dict[str, Any]:
+    """Return the losses of this rank's last batch as numbers."""
+    reading = state.loss_reading or LossReading()
+    return {name: reading.value(loss) for name, loss in state.total_loss_dict.items()}
+
+
 def note_unread_losses(state: State) -> None:
     """Note which losses of the last batch are not finite, where no logger has read them. Every rank calls it."""
     if any(isinstance(loss, torch.Tensor) for loss in state.total_loss_dict.values()):
-        losses = {name: float(loss) for name, loss in state.total_loss_dict.items()}
-        state.not_finite = note_not_finite(state, dist.get_group().broadcast(losses))
+        state.not_finite = note_not_finite(state, dist.get_group().broadcast(read_losses(state)))
 
 
 def _moment(state: State) -> tuple[int, int]:

@@ -41,8 +41,9 @@ _CHUNK_BYTES = 32 << 20  # of one copy: small copies of training get in between 
 _SLICE_BYTES = 1 << 30  # drivers of the series r580 refuse 512 GiB in one call, and no copy may reach over two calls
 _PORTABLE = 1  # pinned for all devices, and not only for the current one
 _PAUSE_SECONDS = 0.01
-_POLL_SECONDS = 0.0005
+_POLL_SECONDS = 0.00005  # then an eighth of what was waited
 _MOST_POLL_SECONDS = 0.01
+_READ_SECONDS = 600.0
 
 
 class DeviceCopier(Protocol):
@@ -86,12 +87,20 @@ class DeviceCopier(Protocol):
         """
         ...
 
-    def sum_up(self, storages: Sequence[torch.UntypedStorage]) -> Any:
-        """Queue :func:`content_sums` of what they hold, as training has left it up to now."""
+    def read(self, numbers: Tensor) -> Any:
+        """Queue a copy of a few ``numbers`` as training has left them up to now; training does not wait for it."""
         ...
 
-    def fetch(self, sums: Any) -> list[list[int]]:
-        """Wait for what :meth:`sum_up` gave and return it, in any thread."""
+    def sum_up(self, storages: Sequence[torch.UntypedStorage]) -> Any:
+        """:meth:`read` :func:`content_sums` of what they hold."""
+        ...
+
+    def fetch(self, read: Any) -> Any:
+        """Wait for what :meth:`read` or :meth:`sum_up` gave, and for no later work; the numbers. In any thread.
+
+        Raises:
+            TimeoutError: it does not come.
+        """
         ...
 
     def waited_seconds(self) -> float:
@@ -306,25 +315,35 @@ class CudaCopier:
         self._stalls.append((before, after))
 
     def wait(self, mark: Any, timeout: float) -> None:
-        deadline, pause = time.monotonic() + timeout, _POLL_SECONDS
+        started = time.monotonic()
         while not mark.query():  # an error of the device is raised here
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - started
+            if waited > timeout:
                 raise TimeoutError(f"{self._device} has not copied after {timeout:g} s what it was asked to")
-            time.sleep(pause)
-            pause = min(2 * pause, _MOST_POLL_SECONDS)
+            time.sleep(min(max(waited / 8, _POLL_SECONDS), _MOST_POLL_SECONDS))
 
     def finish_training(self, timeout: float) -> None:
         event = torch.cuda.Event()
         event.record(self._training())
         self.wait(event, timeout)
 
-    def sum_up(self, storages: Sequence[torch.UntypedStorage]) -> Tensor:
-        return content_sums([bytes_of(storage) for storage in storages])
-
-    def fetch(self, sums: Any) -> list[list[int]]:
+    def read(self, numbers: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        target = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         self._reading.wait_stream(self._training())
         with torch.cuda.stream(self._reading):
-            return sums.cpu().tolist()
+            target.copy_(numbers, non_blocking=True)
+        numbers.record_stream(self._reading)  # its memory is not used again before that
+        event = torch.cuda.Event()
+        event.record(self._reading)
+        return target, event
+
+    def sum_up(self, storages: Sequence[torch.UntypedStorage]) -> Any:
+        return self.read(content_sums([bytes_of(storage) for storage in storages]))
+
+    def fetch(self, read: Any) -> Any:
+        target, event = read
+        self.wait(event, _READ_SECONDS)
+        return target.tolist()
 
     def waited_seconds(self) -> float:
         seconds = 0.0
@@ -361,11 +380,14 @@ class PageableCopier:
     def finish_training(self, timeout: float) -> None:
         """Whoever reads waits for the device by itself."""
 
+    def read(self, numbers: Tensor) -> Tensor:
+        return numbers
+
     def sum_up(self, storages: Sequence[torch.UntypedStorage]) -> Tensor:
         return content_sums([bytes_of(storage) for storage in storages])
 
-    def fetch(self, sums: Any) -> list[list[int]]:
-        return sums.cpu().tolist()
+    def fetch(self, read: Any) -> Any:
+        return read.tolist()
 
     def waited_seconds(self) -> float:
         return 0.0

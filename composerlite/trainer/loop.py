@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from composerlite.core import (
@@ -22,6 +21,7 @@ from composerlite.core import (
     count_samples,
     move_to_device,
     note_not_finite,
+    read_losses,
 )
 from composerlite.devices import rng
 from composerlite.errors import ConfigError, TrainingError
@@ -366,8 +366,4 @@ def _log_batch(loop: Loop) -> None:
 
 def _read_losses(loop: Loop) -> None:
     """Make the losses of the last batch plain numbers, those of all ranks."""
-    losses = {
-        name: loss.item() if isinstance(loss, torch.Tensor) else loss
-        for name, loss in loop.state.total_loss_dict.items()
-    }
-    loop.state.total_loss_dict = loop.ranks.communicator.mean(losses, loop.share)
+    loop.state.total_loss_dict = loop.ranks.communicator.mean(read_losses(loop.state), loop.share)

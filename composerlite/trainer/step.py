@@ -15,6 +15,7 @@ from composerlite.core import (
     DataSpec,
     Engine,
     Event,
+    LossReading,
     Precision,
     State,
     algorithms_of,
@@ -77,6 +78,7 @@ class TrainStep:
         plainly = spec.split_batch is split_batch and spec.get_num_samples_in_batch is count_samples
         self._cuts_by_samples = plainly and spec.batch_transforms is None
         self._cuts_alike = False
+        self._losses: dict[str, Any] = {}  # of the pieces of the batch so far
 
     def run(self, samples: int, share: float = 1.0, *, are_even: bool = False) -> None:
         """Train on ``state.batch``, which has ``samples`` samples.
@@ -131,14 +133,14 @@ class TrainStep:
         self._compute_gradients(samples, share)
         if not self._is_alone:
             self._parallel.reduce(state.model)
-        after, seen = BatchRollback(state), (state.batch, state.outputs, state.loss)
+        after, seen = BatchRollback(state), (state.batch, state.outputs, state.loss, state.loss_reading)
         before.restore()
         with contextlib.ExitStack() as there:
             for context in elsewhere:
                 there.enter_context(context)
             self._compute_gradients(samples, share)
         after.restore()
-        state.batch, state.outputs, state.loss = seen
+        state.batch, state.outputs, state.loss, state.loss_reading = seen
 
     def _compute_gradients(self, samples: int, share: float) -> None:
         if self._state.auto_microbatching:
@@ -192,7 +194,7 @@ class TrainStep:
         if may_stop:
             self._stop_if_asked(self._communicator.max(len(microbatches)) - len(microbatches))
         if len(microbatches) == 1 and not may_stop:
-            self._microbatch(None if share == 1.0 else share, last=True)
+            self._microbatch(None if share == 1.0 else share, None, last=True)
         else:
             self._accumulate(microbatches, share, may_stop=may_stop)
 
@@ -234,16 +236,14 @@ class TrainStep:
                 "accumulate_train_batch_on_tokens=True: the batch has no tokens to weigh its microbatches by. Pass "
                 "DataSpec(loader, get_num_tokens_in_batch=lambda batch: …)."
             )
-        losses: dict[str, Any] = {}
+        self._losses = {}
         for number, (piece, count) in enumerate(zip(microbatches, counts, strict=True), 1):
             if may_stop:
                 self._stop_if_asked()
             state.batch = piece.batch if isinstance(piece, _Padding) else piece
             part = count / total if total else 0.0
-            self._microbatch(part * share, last=number == len(microbatches))
-            for name, value in state.total_loss_dict.items():
-                losses[name] = losses.get(name, 0.0) + value * part
-        state.total_loss_dict = losses
+            self._microbatch(part * share, part, last=number == len(microbatches))
+        state.total_loss_dict = self._losses
         state.batch = whole
 
     def _finish_gradients(self) -> None:
@@ -256,8 +256,13 @@ class TrainStep:
         for handler in self._engine.handlers[Event.AFTER_TRAIN_BATCH]:
             handler(state, self._engine.logger)
 
-    def _microbatch(self, weight: float | None, *, last: bool) -> None:
-        """Forward, loss and backward on ``state.batch``; ``weight`` is its share of the batch, ``None`` for all."""
+    def _microbatch(self, weight: float | None, part: float | None, *, last: bool) -> None:
+        """Forward, loss and backward on ``state.batch``; ``None`` for a batch that is whole.
+
+        Args:
+            weight: what its gradients count. part: what its losses count.
+            last: there are no more of the batch.
+        """
         state, spec, on, logger = self._state, self._spec, self._engine.handlers, self._engine.logger
         model: Any = state.model
         if spec.microbatch_transforms is not None:
@@ -287,6 +292,13 @@ class TrainStep:
             state.total_loss_dict = {"loss/train/total": total.detach()}
         else:
             total, state.total_loss_dict = total_loss(total)
+        losses = state.total_loss_dict
+        if part is not None:
+            for name, value in losses.items():
+                self._losses[name] = self._losses.get(name, 0.0) + value * part
+            losses = self._losses
+        if last and state.devices is not None:
+            state.loss_reading = LossReading(losses, state.devices)
         for handler in on[Event.BEFORE_BACKWARD]:
             handler(state, logger)
         if weight is not None:

@@ -28,6 +28,7 @@ WAITS = (
     "an optimizer waits for what is copied late",
     "the host waits for the copies",
     "the host waits for training",
+    "numbers that are read wait for training",
 )
 
 
@@ -49,7 +50,7 @@ class SimulatedDevice:
     def __init__(self, choose: Choose, without: str = "") -> None:
         assert without == "" or without in WAITS
         self._choose = choose
-        self._queues: dict[str, deque[Callable[[], bool]]] = {"training": deque(), "copies": deque()}
+        self._queues: dict[str, deque[Callable[[], bool]]] = {"training": deque(), "copies": deque(), "reads": deque()}
         self._storages = dict[int, torch.UntypedStorage]()
         self._copier = _Copier(self, without)
         self._lock = threading.RLock()
@@ -165,21 +166,31 @@ class _Copier:
         if self._without != WAITS[4]:
             self._device.run_until(self._device.record("training"))
 
+    def read(self, numbers: torch.Tensor) -> Any:
+        found: list[Any] = []
+        if self._without != WAITS[5]:
+            self._device.wait_in("reads", self._device.record("training"))
+        self._device.queue("reads", lambda: found.append(numbers.tolist()))
+        return found, self._device.record("reads")
+
     def sum_up(self, storages: Sequence[torch.UntypedStorage]) -> Any:
-        found: list[list[int]] = []
         places = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
 
+        def now() -> torch.Tensor:
+            return content_sums([torch.frombuffer(memory_at(*place), dtype=torch.uint8) for place in places])
+
+        sums = now() * 0
+
         def compute() -> None:
-            parts = [torch.frombuffer(memory_at(*place), dtype=torch.uint8) for place in places]
-            found.extend(content_sums(parts).tolist())
+            sums.copy_(now())
 
         self._device.train(compute)
-        return found, self._device.record("training")
+        return self.read(sums)
 
-    def fetch(self, sums: Any) -> list[list[int]]:
-        found, moment = sums
+    def fetch(self, read: Any) -> Any:
+        found, moment = read
         self._device.run_until(moment)
-        return found
+        return found[0]
 
     def waited_seconds(self) -> float:
         return 0.0

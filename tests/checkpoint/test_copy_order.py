@@ -20,6 +20,7 @@ from torch import nn
 
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.save.staging import Staging, VerifyCopy, finish_device_work
+from composerlite.core import LossReading
 from composerlite.errors import SaveError
 
 SIZE = 1 << 10  # numbers in a tensor
@@ -139,6 +140,20 @@ def wrong_reads(choose: Choose, without: str = "") -> int:
     return int(any(found))
 
 
+def wrong_losses(choose: Choose, without: str = "") -> int:
+    """Read the loss of each batch while its backward pass and step are queued; how many are wrong."""
+    device = SimulatedDevice(choose, without)
+    wrong = 0
+    for step in range(STEPS):
+        loss = torch.zeros(())
+        device.owns(loss)
+        device.train(lambda loss=loss, step=step: loss.fill_(step + 1.0))
+        reading = LossReading({"loss": loss}, device)
+        device.train(lambda: None)
+        wrong += reading.value(loss) != step + 1.0
+    return wrong
+
+
 def drawn(choices: bytes) -> Choose:
     """One choice after the other; in the end the first of each."""
     left = iter(choices)
@@ -149,7 +164,7 @@ def at_random(seed: int) -> Choose:
     """Choices that are even, or mostly the first, or mostly the last, by the seed."""
     numbers = random.Random(seed)
     evenly, side = numbers.choice([0.05, 0.3, 1.0]), numbers.choice([0, -1])
-    return lambda count: numbers.randrange(count) if numbers.random() < evenly else side % count if count == 2 else 0
+    return lambda count: numbers.randrange(count) if numbers.random() < evenly else side % count if count < 4 else 0
 
 
 @given(st.binary(max_size=600))
@@ -166,12 +181,34 @@ def test_what_is_written_without_a_copy_is_that_of_its_step(choices: bytes) -> N
     assert wrong_reads(drawn(choices)) == 0
 
 
+@given(st.binary(max_size=200))
+@settings(max_examples=50, deadline=None)
+def test_a_loss_that_is_read_is_that_of_its_batch(choices: bytes) -> None:
+    """Whatever the device does first."""
+    assert wrong_losses(drawn(choices)) == 0
+
+
+def test_reading_a_loss_leaves_the_device_its_work() -> None:
+    """The host waits for the forward pass, and for nothing that was queued after it: the device stays busy."""
+    late = SimulatedDevice(lambda count: count - 1 if count < 4 else 0)  # nothing before it is waited for
+    device, done, loss = late, list[str](), torch.zeros(())
+    device.owns(loss)
+    device.train(lambda: loss.fill_(3.0))
+    reading = LossReading({"loss": loss}, device)
+    device.train(lambda: done.append("backward"))
+    assert reading.value(loss) == 3.0
+    assert not done
+    device.run_all()
+    assert done == ["backward"]
+    assert reading.value(torch.tensor(4.0)) == 4.0  # another loss is read now
+
+
 @pytest.mark.parametrize("without", WAITS)
 def test_without_any_one_of_the_waits_a_save_is_wrong(without: str) -> None:
     """There is an order that shows it, and it is found: none of them is there for nothing."""
     for seed in range(200):
-        assert wrong_saves(at_random(seed)) == wrong_reads(at_random(seed)) == 0
-        if wrong_saves(at_random(seed), without) or wrong_reads(at_random(seed), without):
+        assert [wrong(at_random(seed), "") for wrong in (wrong_saves, wrong_reads, wrong_losses)] == [0, 0, 0]
+        if any(wrong(at_random(seed), without) for wrong in (wrong_saves, wrong_reads, wrong_losses)):
             return
     pytest.fail(f"200 orders show nothing wrong where it is not so that {without}")
 

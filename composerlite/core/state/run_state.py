@@ -16,12 +16,14 @@ from composerlite.core.interruption import Interruption
 from composerlite.core.numerics import Precision, seed_of_rank
 from composerlite.core.parallelism import ParallelismConfig
 from composerlite.core.time import MICROSECONDS, Time, TimeInput, Timestamp, TimeUnit
-from composerlite.devices import Device
+from composerlite.devices import Device, Devices, this_machine
 from composerlite.errors import ConfigError, naming
 from composerlite.types import Batch, Lineage, StateDict, Stateful
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
+
+    from composerlite.core.state.loss_reading import LossReading
 
 __all__ = ["KeptAlgorithm", "KeptCallback", "RunState", "by_class", "by_key"]
 
@@ -73,6 +75,8 @@ class RunState:
         outputs: what the model returned for it.
         loss: the loss of the current microbatch.
         total_loss_dict: mean losses of the last batch by name, as logged.
+        loss_reading: of these, where they are on their way from a device.
+        devices: reads them while training continues; ``None`` on the CPU, where they are there.
         not_finite: names of the losses and gradient norms of the last batch that are no finite numbers, where anybody
             has read them: checkpoints are marked with them.
         timestamp: where the run stands.
@@ -190,6 +194,8 @@ class RunState:
         self.outputs: Any = None
         self.loss: Any = None
         self.total_loss_dict: dict[str, Any] = {}
+        self.loss_reading: LossReading | None = None
+        self.devices: Devices | None = None if self.device.type == "cpu" else this_machine
         self.not_finite: tuple[str, ...] = ()
         self.train_metrics: dict[str, Metric] = {}
         self.eval_metrics: dict[str, dict[str, Metric]] = {}
