@@ -127,8 +127,8 @@ class BucketAdversary(Machine):
         """As :meth:`acceptable`, for a launch on this machine."""
         entries = self.entries(self.project)
         here, begun = self.on_disk()
-        begun += begun_in(self.project.folder)
-        good = [*here, *(entry for entry in entries if entry.line is not None)]
+        replaced = begun_in(self.project.folder)  # the next launch completes it if its data is there
+        good = [*here, *replaced, *(entry for entry in entries if entry.line is not None)]
         lost = [self.damaged[entry.data] for entry in entries if entry.line is None]
         newest = max((self.history.attempts[entry.launch] for entry in good), default=0)
         if not good:

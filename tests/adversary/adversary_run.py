@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any
 
 import torch
+from clocks import set_clock
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -29,7 +29,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from composerlite import Callback, ComposerModel, Event, Logger, State, Trainer
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Checkpointer, load_state_dict, save_state_dict
-from composerlite.checkpoint.record import manifest
 from composerlite.utils import dist
 
 __all__ = [
@@ -345,7 +344,7 @@ def live_alone(given: str) -> None:
     torch.set_num_threads(1)
     order = Order(**json.loads(given))
     if order.clock:
-        manifest.datetime = ahead(order.clock)  # type: ignore[attr-defined]
+        set_clock(order.clock)
     live(order)
 
 
@@ -390,17 +389,6 @@ def load_saved(kind: str, folder: str) -> int:
     if set(weights.flatten().tolist()) != {value}:
         raise AssertionError(f"weights {weights.tolist()} with the value {value}")
     return value
-
-
-def ahead(hours: float) -> type[datetime]:
-    """What a process sees whose clock is wrong."""
-
-    class Ahead(datetime):
-        @classmethod
-        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
-            return datetime.now(tz) + timedelta(hours=hours)
-
-    return Ahead
 
 
 def as_json(order: Order) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from clocks import set_clock
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -291,6 +292,8 @@ def killed(root: str, kind: str, exchange: str, stride: str) -> None:
         refuse_exchange()
 
     def begin(place: str) -> None:
+        """On a machine whose clock is ahead: what replaces it says that it was saved earlier."""
+        set_clock(48)
         one.save(place, 1, False)
         if one.own:
             put(place, one.own, "{}")

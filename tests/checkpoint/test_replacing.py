@@ -26,6 +26,7 @@ from composerlite.checkpoint import (
     load_state_dict,
     save_state_dict,
 )
+from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.errors import CheckpointExistsError, CheckpointNotFoundError
@@ -139,11 +140,10 @@ def _publish(store: ObjectStore, folder: Path, value: int) -> None:
 
 
 def _published(store: ObjectStore, folder: Path) -> float:
+    """As a run does that resumes."""
     with Transfer(store) as transfer:
-        remote = Catalog(Bucket(transfer, "run"))
-        latest = remote.latest("run/latest")
-        assert latest is not None
-        remote.fetch(latest, Catalog(folder))
+        buckets = [RunBucket(Catalog(Bucket(transfer, "run")), "run/latest")]
+        choose([RunPlace(Catalog(folder), "c", buckets=buckets)], "run")
     return value_of(folder, "file")
 
 

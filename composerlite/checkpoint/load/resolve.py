@@ -352,8 +352,14 @@ def _download(transfer: Transfer, name: str, folder: Path, progress_bar: bool) -
         target = folder / PurePosixPath(name).name
         _download_object(transfer, name, target, progress_bar)
         return target
+    remote = Catalog(home)
     with download_bar(progress_bar) as tell:
-        Catalog(home).fetch(manifest, Catalog(folder), tell)
+        try:
+            remote.fetch(manifest, Catalog(folder), tell)
+        except CorruptCheckpointError:
+            if (begun := next(remote.begun(manifest.name), None)) is None:
+                raise
+            remote.fetch(begun, Catalog(folder), tell)  # its process was killed between the data and the manifest
     return folder / manifest.name
 
 

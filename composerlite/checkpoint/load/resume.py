@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from composerlite import dist
+from composerlite.checkpoint.format import INDEX
 from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.load.restore import read_checkpoint
+from composerlite.checkpoint.place.bucket import has_index
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ON_ALL_NODES
 from composerlite.checkpoint.record.manifest import (
@@ -66,7 +68,7 @@ class RunPlace:
         template: of the names of checkpoints; ``None``: only what has a manifest counts.
         link: of the names of links to the latest; ``None``: there are none. Only those that are called so and lead to a
             checkpoint of ``template`` are mended or removed.
-        buckets: where else checkpoints are. Three requests find the latest of one; only if that is not good is
+        buckets: where else checkpoints are. Four requests find the latest of one; only if that is not good is
             everything in it looked at.
     """
 
@@ -83,6 +85,7 @@ class _Candidate:
     catalog: Catalog
     remote: Catalog | None = None  # it is there and not in the folder
     listed: bool = True  # it has a manifest
+    begun: bool = False  # its commit in the bucket has begun: a manifest is announced, and the data may be another's
 
     @property
     def whole(self) -> bool:
@@ -113,11 +116,15 @@ class _Candidate:
             self.catalog.verify(self.manifest)
             return
         if self.is_directory:
+            if self.begun and not has_index(self.manifest, self.remote.place.read(f"{self.manifest.name}/{INDEX}")):
+                raise CorruptCheckpointError("its index is that of another checkpoint.")
             self.remote.check_sizes(self.manifest)  # bytes are verified as they are read
             return
         try:
             self.remote.fetch(self.manifest, self.catalog, progress)
         except CorruptCheckpointError as e:
+            if self.begun:
+                raise
             log.warning("fetching it once more, it may have been damaged on its way: %s", e)
             self.remote.fetch(self.manifest, self.catalog, progress)
 
@@ -247,6 +254,8 @@ class _Search:
         self._run_name = run_name
         self._unreadable: list[OSError] = []
         self._rejected: list[tuple[_Candidate, CheckpointError | OSError]] = []
+        self._interrupted: set[int] = set()
+        """Candidates whose upload has turned out to be incomplete: they only show which attempts there were."""
         self._unseen: set[str] = set()
         """Buckets of which only the latest is a candidate, until that does not hold."""
         found = [
@@ -266,8 +275,16 @@ class _Search:
             if place.template is not None:
                 found += self._unlisted(place.catalog, place.template, [candidate.manifest for candidate in found])
         self._known = found
-        self._candidates = living_line([c for c in found if c.manifest.kind in RESUMABLE], _manifest)
-        self._left = list(self._candidates)
+        self._look_at_line()
+
+    def _look_at_line(self) -> None:
+        """What is known has changed: so may the living line, of which what was not tried is left."""
+        tried = {id(one) for one, _ in self._rejected}
+        known = [
+            c for c in self._known if c.manifest.kind in RESUMABLE and not (c.begun and id(c) in self._interrupted)
+        ]
+        self._candidates = living_line(known, _manifest)
+        self._left = [one for one in self._candidates if id(one) not in tried]
 
     def _unlisted(self, catalog: Catalog, template: str, known: Sequence[Manifest]) -> list[_Candidate]:
         """Find what has no manifest; its attempt is not known, unless the run has one only."""
@@ -326,6 +343,11 @@ class _Search:
 
     def reject(self, candidate: _Candidate, error: CheckpointError | OSError) -> None:
         """Skip a candidate that is damaged or marked, or that a rank cannot read."""
+        if candidate.begun and isinstance(error, CorruptCheckpointError):
+            log.info("skipped %s at batch %d: its upload was interrupted", candidate.source, candidate.manifest.batch)
+            self._interrupted.add(id(candidate))
+            self._look_at_line()
+            return
         log.warning("skipped %s: %s", candidate.source, error)
         self._rejected.append((candidate, error))
         if isinstance(error, OSError):
@@ -333,11 +355,8 @@ class _Search:
         if candidate.remote is not None and (uri := candidate.remote.place.uri()) in self._unseen:
             self._unseen.remove(uri)
             others = _everything_in(candidate.remote, candidate.catalog, self._run_name)
-            self._known += [other for other in others if other.manifest.name != candidate.manifest.name]
-            line = living_line([c for c in self._known if c.manifest.kind in RESUMABLE], _manifest)
-            self._candidates = line
-            tried = {id(one) for one, _ in self._rejected}
-            self._left = [one for one in line if id(one) not in tried]
+            self._known += [o for o in others if o.begun or o.manifest.name != candidate.manifest.name]
+            self._look_at_line()
 
     def accept(self, candidate: _Candidate) -> Lineage:
         """Accept a candidate and quarantine damaged ones in folders. Returns the lineage of the following saves."""
@@ -357,6 +376,9 @@ class _Search:
             )
         elif newer:
             log.info("%s is not the newest: newer ones were saved without some of their keys", candidate.source)
+        if candidate.begun and candidate.remote is not None:
+            candidate.remote.adopt(candidate.manifest)
+            log.info("completed the upload of %s, whose process had died", candidate.source)
         is_here = isinstance(candidate.place, Path)
         _mend(candidate.catalog, candidate.manifest if is_here else None, self._links, quarantined)
         return continued(candidate.manifest, [c.manifest for c in self._known], [c.manifest for c in self._candidates])
@@ -479,8 +501,10 @@ def _of(run_name: str, manifests: Sequence[Manifest]) -> list[Manifest]:
 
 
 def _everything_in(remote: Catalog, catalog: Catalog, run_name: str) -> list[_Candidate]:
-    """All checkpoints of the run in a bucket, of every kind, which takes a request for each."""
-    return [_Candidate(m, catalog, remote) for m in remote.manifests() if m.run_name == run_name]
+    """All checkpoints of the run in a bucket, of every kind, which takes a request for each; begun ones, too."""
+    found = [_Candidate(manifest, catalog, remote) for manifest in remote.manifests()]
+    found += [_Candidate(manifest, catalog, remote, begun=True) for manifest in remote.begun()]
+    return [one for one in found if one.manifest.run_name == run_name]
 
 
 def _manifest(candidate: _Candidate) -> Manifest:

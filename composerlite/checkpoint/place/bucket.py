@@ -290,9 +290,11 @@ class Bucket(Place):
         small = {path: data for path, data in parts.items() if isinstance(data, bytes)}
         return _BucketCommit(self, name, small, overwrite=overwrite, has_manifest=has_manifest)
 
-    def announced(self, name: str) -> Iterator[bytes]:
-        with contextlib.suppress(FileNotFoundError):
-            yield self.read(record_path(name) + _NEXT)
+    def announced(self, name: str | None) -> Iterator[bytes]:
+        all_of_them = [] if name else [path for path in self.files(MANIFESTS) if path.endswith(f".json{_NEXT}")]
+        for path in [record_path(name) + _NEXT] if name else all_of_them:
+            with contextlib.suppress(FileNotFoundError):
+                yield self.read(path)
 
     # ── links and locks ──────────────────────────────────────────────────────────────────────────────────────────
     def point(self, link: str, name: str | None, *, ahead: bool = False) -> None:

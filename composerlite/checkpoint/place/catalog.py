@@ -96,24 +96,25 @@ class Catalog:
             )
         return manifest
 
-    def begun(self, name: str) -> Iterator[Manifest]:
-        """Yield the manifests of commits of ``name`` that have begun and not ended."""
+    def begun(self, name: str | None = None) -> Iterator[Manifest]:
+        """Yield the manifests of commits that have begun and not ended: of the checkpoint ``name``, or of all."""
         for data in self.place.announced(name):
             with contextlib.suppress(CorruptCheckpointError):
-                manifest = Manifest.from_json(data, self.place.uri(name))
-                if manifest.name == name:
+                manifest = Manifest.from_json(data, self.place.uri(name or ""))
+                if name in (None, manifest.name):
                     yield manifest
 
     def latest(self, link: str) -> Manifest | None:
-        """Return the newest checkpoint of a bucket, if its data are there: three requests. ``None`` if there is none.
+        """Return the newest checkpoint of a bucket, if its data are there: four requests. ``None`` if there is none.
 
         It is the one that was being published last, or, where that has not come to exist, the one that ``link`` leads
-        to, a full name. A checkpoint that does not hold is logged and is ``None``, too: :meth:`manifests` tells what
-        else there is.
+        to, a full name. A checkpoint that does not hold is logged and is ``None``, too, and so is one in whose place
+        another was being published: :meth:`manifests` and :meth:`begun` tell what there is.
         """
         for ahead in (True, False):
             try:
-                return self._complete(self.place.target_of(f"/{link}", ahead=ahead))
+                manifest = self._complete(self.place.target_of(f"/{link}", ahead=ahead))
+                return None if any(True for _ in self.begun(manifest.name)) else manifest
             except FileNotFoundError as e:
                 log.debug("no checkpoint is behind %s: %s", link, e)
             except (CorruptCheckpointError, ConfigError) as e:
@@ -125,14 +126,6 @@ class Catalog:
         manifest = self.manifest_of(name)
         if manifest is None:
             raise FileNotFoundError(f"{self.place.uri(name)} has no manifest")
-        try:
-            return self._with_data(manifest)
-        except CorruptCheckpointError:
-            for begun in self.begun(name):
-                return self._with_data(begun)
-            raise
-
-    def _with_data(self, manifest: Manifest) -> Manifest:
         self.check_sizes(manifest)
         return manifest
 
@@ -260,16 +253,6 @@ class Catalog:
                 f"checkpoint {self.place.uri(manifest.name)!r} has {len(manifest.files)} files, which are not all "
                 f"beside it: {', '.join(strange)}"
             )
-        try:
-            self._fetch_all(manifest, target, progress)
-        except CorruptCheckpointError:
-            for begun in self.begun(manifest.name):
-                if begun.files != manifest.files:
-                    self._fetch_all(begun, target, progress)
-                    return
-            raise
-
-    def _fetch_all(self, manifest: Manifest, target: Catalog, progress: Callable[[int, int], object] | None) -> None:
         tell = by_total(manifest.size_bytes, progress)
         for record in manifest.files:
             uri, size = self.place.uri(record.path), bytes_text(record.size_bytes)
@@ -315,7 +298,7 @@ class Catalog:
 
         def begin(_: object) -> bool:
             nonlocal commit
-            commit = self._announced(manifest, overwrite=overwrite)
+            commit = self._announced(manifest, link, overwrite=overwrite)
             return commit is None
 
         def send() -> None:
@@ -341,11 +324,11 @@ class Catalog:
         finally:
             self.place.let_go(manifest.name)
 
-    def _announced(self, manifest: Manifest, *, overwrite: bool) -> Commit | None:
+    def _announced(self, manifest: Manifest, link: str | None, *, overwrite: bool) -> Commit | None:
         """Return the commit of what is to be published, prepared; ``None``: the bucket has just this checkpoint.
 
         Where files are replaced one by one before the commit, which those with names of their own are not, the
-        announced manifest tells readers what they are.
+        announced manifest tells readers what they are, and ``link`` leads them to it.
         """
         self.place.hold(manifest.name)
         there = self._readable(manifest.name)
@@ -357,6 +340,8 @@ class Catalog:
             raise exists_error(self.place.uri(there.name), there)
         commit = self.place.commit(manifest.name, {}, overwrite=there is not None)
         commit.prepare(manifest)
+        if there is not None and link is not None:
+            self.place.point(f"/{link}", manifest.name, ahead=True)
         return commit
 
     # ── links ────────────────────────────────────────────────────────────────────────────────────────────────────

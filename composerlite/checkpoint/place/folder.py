@@ -329,9 +329,9 @@ class Folder(Place):
         record = self.path / record_path(name) if has_manifest else None
         return folder_commit.FolderCommit(paths, record, overwrite=overwrite)
 
-    def announced(self, name: str) -> Iterator[bytes]:
-        record = self.path / record_path(name)
-        for path in record.parent.glob(f".{glob.escape(record.name)}.tmp-*"):
+    def announced(self, name: str | None) -> Iterator[bytes]:
+        record = self.path / record_path(name or "*")
+        for path in record.parent.glob(f".{glob.escape(record.name) if name else record.name}.tmp-*"):
             with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
                 yield read_small_file(path)
 

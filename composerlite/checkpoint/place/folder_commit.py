@@ -347,9 +347,8 @@ def _end_commit(root: Path, temporary: Path, committed: Mapping[str, str] | None
         temporary.unlink(missing_ok=True)
         return ()
     record = root / record_path(manifest.name)
-    there = _announced(record)
-    parts = None if there is not None and there.saved_at > manifest.saved_at else _parts_of(root, manifest)
-    if parts is not None and not _has_begun(parts):
+    parts = _parts_of(root, manifest)
+    if parts is not None and (not _has_begun(parts) or _is_whole(root, _announced(record))):
         if manifest.node is not None and committed is None:
             return temporary, *parts
         if manifest.node is None or (committed or {}).get(manifest.name) != manifest.identity:
@@ -374,6 +373,14 @@ def _has_begun(parts: Mapping[Path, Path]) -> bool:
         place == path or (not os.path.lexists(path) and place.with_name(f"{place.name}-old").is_dir())
         for path, place in parts.items()
     )
+
+
+def _is_whole(root: Path, there: Manifest | None) -> bool:
+    """Return true if all that the manifest ``there`` speaks of has its name, as after a later commit of that name.
+
+    The times at which two processes saved do not tell which was first: their clocks may differ.
+    """
+    return there is not None and all(_holds(root, root / one.path, one) for one in there.here)
 
 
 def _forget(root: Path, manifest: Manifest, temporary: Path) -> None:

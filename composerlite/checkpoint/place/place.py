@@ -303,8 +303,8 @@ class Place(ABC):
         """
 
     @abstractmethod
-    def announced(self, name: str) -> Iterator[bytes]:
-        """Yield the manifests of commits of ``name`` that have begun and not ended."""
+    def announced(self, name: str | None) -> Iterator[bytes]:
+        """Yield the manifests of commits that have begun and not ended: of the checkpoint ``name``, or of all."""
 
     def between_names(self, name: str) -> Iterator[str]:
         """Yield the temporary paths of the directory ``name`` during its commit, if it is complete there."""
