@@ -278,7 +278,7 @@ class _Search:
         self._look_at_line()
 
     def _look_at_line(self) -> None:
-        """What is known has changed: so may the living line, of which what was not tried is left."""
+        """Find the living line of what is known now, and what of it was not tried."""
         tried = {id(one) for one, _ in self._rejected}
         known = [
             c for c in self._known if c.manifest.kind in RESUMABLE and not (c.begun and id(c) in self._interrupted)
