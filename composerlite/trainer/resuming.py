@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -46,6 +46,7 @@ class LoadSettings(Arguments):
     load_progress_bar: bool
     load_ignore_keys: IgnoreKeys
     load_exclude_algorithms: Sequence[str] | None
+    load_key_map: Mapping[str, str] | None
     trust_checkpoint: bool
     autoresume: bool
     autoresume_timeout: float
@@ -53,6 +54,10 @@ class LoadSettings(Arguments):
     def __post_init__(self) -> None:
         self.load_exclude_algorithms = check_names(self.load_exclude_algorithms, argument="load_exclude_algorithms")
         self.load_ignore_keys = check_ignore_keys(self.load_ignore_keys, argument="load_ignore_keys")
+        if self.load_key_map is not None:
+            from composerlite.checkpoint.foreign.keys import check_key_map  # rarely needed
+
+            self.load_key_map = check_key_map(self.load_key_map)
         if self.autoresume:
             check_seconds(self.autoresume_timeout, argument="autoresume_timeout")
 
@@ -110,6 +115,7 @@ def _load(state: State, settings: LoadSettings, loggers: Iterable[LoggerDestinat
         "strict_model_weights": settings.load_strict_model_weights,
         "ignore_keys": settings.load_ignore_keys,
         "exclude_algorithms": settings.load_exclude_algorithms,
+        "key_map": settings.load_key_map,
     }
     fsdp = None if state.parallelism is None else state.parallelism.fsdp
     try:

@@ -111,6 +111,8 @@ class Trainer:
             ``load_path``. A run that ``autoresume`` resumes takes back all that it has saved, whatever the ``load_…``
             arguments leave out.
         load_exclude_algorithms: names of algorithms that are not restored from ``load_path``.
+        load_key_map: where the parts of a run are in a file of another program, with dots between keys:
+            ``{'model': 'net.*', 'batch': 'step'}``. Common formats are recognised without it.
         trust_checkpoint: load checkpoints with any type in them, **running whatever code they hold**.
         save_folder: save checkpoints there: in a folder or, as a URI, in a bucket. The other ``save_…`` arguments are
             those of :class:`CheckpointSaver`.
@@ -183,6 +185,7 @@ class Trainer:
         load_progress_bar: bool = True,
         load_ignore_keys: IgnoreKeys = None,
         load_exclude_algorithms: Sequence[str] | None = None,
+        load_key_map: Mapping[str, str] | None = None,
         trust_checkpoint: bool = False,
         save_folder: str | Path | None = None,
         save_filename: str | Path = "ep{epoch}-ba{batch}-rank{rank}.pt",

@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_said_whole(tmp_path: Path) -> None:
     for text in ("missing in the checkpoint (1): more", "weight: (2, 2) in the checkpoint, (2, 3)", "momentum_buffer"):
         assert text in str(error.value)
     assert other.model.more.item() == 1.0
-    save_state_dict(tmp_path / "bare", {"w": torch.ones(1)})
+    save_state_dict(tmp_path / "bare", {"w": 1.0})
     with pytest.raises(IncompatibleCheckpointError, match="holds 'w' and no 'state'"):
         load_checkpoint(tmp_path / "bare", new_state())
 

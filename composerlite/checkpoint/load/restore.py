@@ -81,6 +81,7 @@ def load_checkpoint(
     *,
     trust_checkpoint: bool = False,
     monolith_rank0_only: bool = False,
+    key_map: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]] | None:
     """Restore ``state`` from the checkpoint ``path`` and return the states of the random generators, one per rank.
 
@@ -108,6 +109,7 @@ def load_checkpoint(
         algorithm_passes: not used; accepted because Composer's function has it.
         trust_checkpoint: load any type, **running whatever code the file holds**. Directories have only known types.
         monolith_rank0_only: no rank but the first reads a checkpoint that is one file.
+        key_map: where the parts are in a checkpoint of another program, as the trainer's ``load_key_map``.
 
     Returns:
         The generator states, or ``None`` where weights only were loaded or saved.
@@ -125,6 +127,7 @@ def load_checkpoint(
         ignore_keys=ignore_keys,
         exclude_algorithms=tuple(exclude_algorithms or ()),
         source=f"checkpoint {name!r}",
+        key_map=key_map,
     )
     if state.deepspeed is not None:
         return state.deepspeed.load_checkpoint(str(path), plan, object_store, trust=trust_checkpoint)

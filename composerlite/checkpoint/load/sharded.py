@@ -87,7 +87,7 @@ def _read_state(reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, pla
     tensors = _unread_tensors(metadata)
     with dist.get_group().all_or_none("comparing the checkpoint with the run"):
         held = nested(metadata, "", list(metadata.state_dict_metadata), {**values, **tensors})
-        wanted = plan.wanted(_as_of_a_run(held, plan))
+        wanted = plan.wanted(as_in_a_file(cast("StateDict", held)) if isinstance(held, dict) else held)
         live = plan.places(wanted)
     key_of = {id(tensor): key for key, tensor in tensors.items()}
     targets: dict[str, Tensor] = {}
@@ -128,16 +128,6 @@ def _unread_tensors(metadata: Metadata) -> dict[str, Tensor]:
     }
 
 
-def _as_of_a_run(held: Any, plan: RestorePlan) -> Any:
-    """The contents of a checkpoint of a run; those of a model and its optimizer have another form there."""
-    if not isinstance(held, dict):
-        return held
-    contents = cast("StateDict", held)
-    if "state" not in contents and isinstance(contents.get("model"), dict):
-        contents = _of_model_and_optimizer(contents, plan)
-    return as_in_a_file(contents)
-
-
 def as_in_a_file(contents: StateDict) -> StateDict:
     """The contents of a directory of a run as a file has them: with what is empty, and a list of generators."""
     generators = contents.get("rng")
@@ -154,28 +144,13 @@ def as_in_a_file(contents: StateDict) -> StateDict:
     return contents
 
 
-def _of_model_and_optimizer(held: StateDict, plan: RestorePlan) -> StateDict:
-    """Contents of a run from what ``save_model_and_optim_state`` and OLMo-core save: a model and one optimizer."""
-    state: StateDict = {"model": held["model"]}
-    optimizers = plan.state.optimizers
-    saved = held.get("optim")
-    if isinstance(saved, dict) and optimizers:
-        if not isinstance(saved.get("param_groups"), list):  # pyright: ignore[reportUnknownMemberType]
-            raise IncompatibleCheckpointError(
-                f"{plan.source} has the settings of its optimizer by parameter, not by group: load it with "
-                "composerlite.checkpoint.load_model_and_optim_state, or its model alone with load_weights_only=True."
-            )
-        state["optimizers"] = {type(optimizers[0]).__qualname__: saved}
-    log.warning("%s holds a model and its optimizer only: time, data and callbacks start afresh", plan.source)
-    return {"state": state}
-
-
 def _with_targets(wanted: Any, live: Any, key_of: dict[int, str], targets: dict[str, Tensor], taken: set[int]) -> Any:
     """``wanted`` with a tensor to be filled for each unread one: the live one where it is of the same form."""
     if isinstance(wanted, Tensor) and id(wanted) in key_of:
-        target = _live_or_new(wanted, live, taken)
-        targets[key_of[id(wanted)]] = target
-        return target
+        key = key_of[id(wanted)]
+        if key not in targets:  # one weight may have two names
+            targets[key] = _live_or_new(wanted, live, taken)
+        return targets[key]
     lives = dict(items_of(live))
     return with_items(wanted, lambda key, value: _with_targets(value, lives.get(key), key_of, targets, taken))
 

@@ -6,13 +6,14 @@ import contextlib
 import fnmatch
 import io
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, Protocol, SupportsInt, TypeAlias, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from composerlite import dist
 from composerlite.checkpoint.format.torch_file import check_tensor
@@ -33,6 +34,7 @@ __all__ = [
     "gather",
     "glob_filter",
     "half_loaded",
+    "is_of_a_run",
     "without",
 ]
 
@@ -84,6 +86,22 @@ class TrainingState(Protocol):
 
     @property
     def optimizers(self) -> Sequence[Optimizer]: ...
+
+    @property
+    def schedulers(self) -> Sequence[LRScheduler]: ...
+
+    @property
+    def dataloader_len(self) -> SupportsInt | None:
+        """Batches of an epoch, if they are known."""
+        ...
+
+    def get_model_state_dict(self) -> StateDict:
+        """Return the weights by name."""
+        ...
+
+    def get_optim_state_dict(self) -> StateDict:
+        """Return the state of each optimizer, with names of parameters, by the name of its class."""
+        ...
 
     def state_dict(self) -> StateDict: ...
 
@@ -302,6 +320,8 @@ class RestorePlan:
         strict: parameter names must agree exactly.
         ignore_keys: what to leave as it is in ``state``.
         exclude_algorithms: names of those that are not restored.
+        key_map: where the parts are in a checkpoint of another program.
+        is_foreign: it was found to be one.
     """
 
     state: TrainingState
@@ -310,20 +330,37 @@ class RestorePlan:
     strict: bool = True
     ignore_keys: IgnoreKeys = None
     exclude_algorithms: Sequence[str] = ()
+    key_map: Mapping[str, str] | None = None
+    is_foreign: bool = False
 
     def wanted(self, contents: Any) -> StateDict:
-        """Select what of ``contents`` is wanted; the numbers in its tensors do not matter.
+        """Select what of ``contents``, of any system, is wanted; the numbers in its tensors do not matter.
 
         Raises:
             IncompatibleCheckpointError: they are not those of a checkpoint.
+            ConfigError: ``key_map`` names what they do not have.
         """
-        check_kind(contents, self.source)
+        if self.key_map is not None or not is_of_a_run(contents):
+            contents = self._of_another_system(contents)
         self.weights_only = self.weights_only or set(contents["state"]) <= WEIGHTS_ONLY
         contents = without(contents, self.ignore_keys)
         state = contents.get("state", {})
         if self.weights_only:
             return {"state": {key: value for key, value in state.items() if key in WEIGHTS_ONLY}}
         return {"state": state, "rng": contents.get("rng")}
+
+    def _of_another_system(self, contents: Any) -> StateDict:
+        from composerlite.checkpoint.foreign.systems import as_of_a_run  # rarely needed
+        from composerlite.checkpoint.foreign.taken import Run
+
+        self.is_foreign = True
+
+        def run() -> Run:
+            state = self.state
+            schedulers = {type(one).__qualname__: one.state_dict() for one in state.schedulers}
+            return Run(state.get_model_state_dict(), state.get_optim_state_dict(), schedulers, self.strict, self.source)
+
+        return as_of_a_run(contents, run, key_map=self.key_map, source=self.source)
 
     def places(self, wanted: StateDict) -> StateDict:
         """The live tensors that those in ``wanted`` are to become, after all that does not fit has been said."""
@@ -344,6 +381,11 @@ class RestorePlan:
             )
             log.debug("loaded the weights of %s", self.source)
             return None
+        if self.is_foreign:
+            from composerlite.checkpoint.foreign.taken import settle_time
+
+            length = self.state.dataloader_len
+            settle_time(wanted["state"], None if length is None else int(length), self.source)
         self.state.load_state_dict(
             wanted["state"], strict=self.strict, exclude_algorithms=self.exclude_algorithms, source=self.source
         )
@@ -368,13 +410,20 @@ def half_loaded(in_place: bool) -> Generator[None]:
         raise damaged from e
 
 
+def is_of_a_run(contents: Any) -> bool:
+    """Return true for contents of a checkpoint of ours or Composer's."""
+    if not isinstance(contents, dict):
+        return False
+    return isinstance(contents.get("state"), dict) and "param_groups" not in contents  # pyright: ignore[reportUnknownMemberType]
+
+
 def check_kind(contents: Any, source: str) -> None:
     """See that ``contents`` are those of a checkpoint.
 
     Raises:
         IncompatibleCheckpointError: they are something else.
     """
-    if isinstance(contents, dict) and isinstance(contents.get("state"), dict):  # pyright: ignore[reportUnknownMemberType]
+    if is_of_a_run(contents):
         return
     found = ", ".join(map(repr, list(contents)[:8])) if isinstance(contents, dict) else type(contents).__name__  # pyright: ignore
     raise IncompatibleCheckpointError(

@@ -1,0 +1,145 @@
+"""Names in checkpoints of others: where a part lies, and how its weights are called here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast, final
+
+from torch import Tensor
+
+from composerlite.errors import ConfigError, did_you_mean
+from composerlite.types import StateDict
+
+__all__ = ["PARTS", "KeyMap", "Rename", "check_key_map", "common_rename", "flat_tensors", "picked"]
+
+KeyMap = Mapping[str, str]
+"""The key of a part here, by which a checkpoint of another program is asked for its own key."""
+PARTS = ("model", "optimizer", "scheduler", "epoch", "batch")
+_NOTHING = object()
+
+
+def check_key_map(key_map: Any) -> KeyMap | None:
+    """``key_map`` if it can be used.
+
+    Raises:
+        ConfigError: it is no dict of texts, or names a part that there is not.
+    """
+    if key_map is None:
+        return None
+    pairs = cast("Mapping[Any, Any]", key_map).items() if isinstance(key_map, Mapping) else None
+    if not pairs or not all(isinstance(text, str) and text for pair in pairs for text in pair):
+        raise ConfigError(f"load_key_map={key_map!r}: want a dict such as {{'model': 'net.*', 'batch': 'step'}}.")
+    for ours, _ in pairs:
+        part = ours.partition(".")[0]
+        if part not in PARTS or (part != ours and part != "model"):
+            raise ConfigError(
+                f"load_key_map={key_map!r}: {ours!r} is no part of a run.{did_you_mean(part, PARTS)} Want 'model', "
+                "'model.<name>' or 'model.<names>.*' for some of its weights, 'optimizer', 'scheduler', 'epoch' or "
+                "'batch'."
+            )
+    return dict(pairs)
+
+
+def picked(contents: Any, key_map: KeyMap, source: str) -> dict[str, Any]:
+    """Parts of a run by their names here, each from where ``key_map`` says that it is in ``contents``.
+
+    Raises:
+        ConfigError: there is nothing.
+    """
+    found: dict[str, Any] = {}
+    for ours, theirs in key_map.items():
+        value = _found_at(contents, theirs)
+        if value is _NOTHING:
+            have = sorted({".".join(map(str, path[:2])) for path in itertools.islice(_paths(contents), 1000)})
+            raise ConfigError(f"load_key_map: {source} has nothing at {theirs!r}.{did_you_mean(theirs, have)}")
+        part, _, inner = ours.partition(".")
+        if part != "model":
+            found[part] = value
+            continue
+        prefix = inner.removesuffix("*")
+        weights = flat_tensors(value) if not isinstance(value, Tensor) else {"": value}
+        found.setdefault("model", {}).update({prefix + name: tensor for name, tensor in weights.items()})
+    return found
+
+
+def _paths(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if isinstance(node, Mapping) and len(path) < 2:
+        for key, inner in cast("Mapping[Any, Any]", node).items():
+            yield from _paths(inner, (*path, key))
+    else:
+        yield path
+
+
+def _found_at(node: Any, path: str) -> Any:
+    """Find what lies at ``path``, keys joined by dots; with ``*`` at its end all whose keys begin so, in a dict."""
+    if path in ("", "*"):
+        return node
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(node, Mapping):
+        items = cast("Mapping[Any, Any]", node).items()
+    elif isinstance(node, list | tuple):
+        items = enumerate(cast("Sequence[Any]", node))
+    flat: StateDict = {}
+    for key, value in items:
+        name = str(key)
+        if name == path or path == f"{name}.*":
+            return value
+        if path.startswith(f"{name}.") and (found := _found_at(value, path[len(name) + 1 :])) is not _NOTHING:
+            return found
+        if path.endswith("*") and name.startswith(path[:-1]):
+            flat[name[len(path) - 1 :]] = value
+    return flat or _NOTHING
+
+
+def flat_tensors(node: Any, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors in nested dicts, by their keys with dots between. What is no tensor is left out."""
+    if isinstance(node, Tensor):
+        return {prefix: node}
+    found: dict[str, Tensor] = {}
+    for key, value in cast("Mapping[Any, Any]", node).items() if isinstance(node, Mapping) else ():
+        found |= flat_tensors(value, f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
+# ── the same weights under another prefix ────────────────────────────────────────────────────────────────────────────
+@final
+class Rename(NamedTuple):
+    """Names that begin otherwise here: ``net.0.weight`` is ``module.0.weight``.
+
+    Attributes:
+        strip: how all of them begin there.
+        add: how they begin here.
+    """
+
+    strip: str = ""
+    add: str = ""
+
+    def of(self, name: str) -> str:
+        """Return the name here."""
+        return self.add + name[len(self.strip) :] if name.startswith(self.strip) else name
+
+
+def common_rename(saved: Collection[str], live: Collection[str], *, all_must: bool) -> Rename:
+    """Find the change of one prefix that makes the names ``saved`` those that are ``live``; none if there is none.
+
+    Args:
+        saved: names in the checkpoint.
+        live: names in the model.
+        all_must: each name must be one of the model; otherwise the change counts that makes most of them so.
+    """
+    wanted = set(live)
+    best, most = Rename(), len(wanted & set(saved))
+    for strip, add in itertools.product(_prefixes(saved), _prefixes(live)):
+        rename = Rename(strip, add)
+        count = sum(rename.of(name) in wanted for name in saved)
+        if count > most and (count == len(saved) or not all_must):
+            best, most = rename, count
+    return best
+
+
+def _prefixes(names: Collection[str]) -> list[str]:
+    """All that every one of ``names`` begins with, up to a dot; the shortest first."""
+    first, last = (min(names), max(names)) if names else ("", "")
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
+    return ["", *(first[: at + 1] for at in range(same) if first[at] == ".")]

@@ -1,0 +1,88 @@
+"""The systems whose checkpoints are read, in the order in which they are asked whether one is theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast, final
+
+from composerlite.checkpoint.foreign.keys import KeyMap
+from composerlite.checkpoint.foreign.lightning import is_lightning, taken_from_lightning
+from composerlite.checkpoint.foreign.taken import Run, Taken, state_of
+from composerlite.checkpoint.foreign.torch_dicts import (
+    is_state_dict,
+    is_torch_dict,
+    taken_by_map,
+    taken_from_state_dict,
+    taken_from_torch_dict,
+)
+from composerlite.errors import IncompatibleCheckpointError
+from composerlite.types import StateDict
+
+__all__ = ["SYSTEMS", "System", "as_of_a_run", "model_in"]
+
+
+@final
+class System(NamedTuple):
+    """One of the systems.
+
+    Attributes:
+        name: for messages: what is recognised.
+        is_one: tells by the contents, tensors without their numbers.
+        take: takes what a run continues from; called with the contents and the checkpoint's name for messages.
+    """
+
+    name: str
+    is_one: Callable[[StateDict], bool]
+    take: Callable[[StateDict, str], Taken]
+
+
+SYSTEMS = (
+    System("Lightning (.ckpt)", is_lightning, taken_from_lightning),
+    System("torch, a dict with a model", is_torch_dict, taken_from_torch_dict),
+    System("torch, a state dict of a model", is_state_dict, taken_from_state_dict),
+)
+
+
+def as_of_a_run(contents: Any, run: Callable[[], Run], *, key_map: KeyMap | None, source: str) -> StateDict:
+    """``contents`` in the form of a checkpoint of a run of ours.
+
+    Args:
+        contents: of a checkpoint of another system; tensors need not have been read.
+        run: gives the run that they are for.
+        key_map: where the parts are; ``None``: that is recognised.
+        source: the checkpoint, for messages.
+
+    Raises:
+        IncompatibleCheckpointError: they are of none of the systems, or do not fit.
+        ConfigError: there is nothing where ``key_map`` says.
+    """
+    if key_map is not None:
+        return state_of(taken_by_map(contents, key_map, source), run(), "the keys in load_key_map")
+    system = _system_of(contents)
+    if system is None:
+        keys = ", ".join(map(repr, list(contents)[:8])) if isinstance(contents, dict) else type(contents).__name__
+        raise IncompatibleCheckpointError(
+            f"{source} is not a checkpoint of a run: it holds {keys or 'nothing'} and no 'state'. Recognised are, "
+            f"besides ours and Composer's: {'; '.join(system.name for system in SYSTEMS)}. For other files of torch "
+            "say where the parts are: load_key_map={'model': 'net.*', 'optimizer': 'optim'}; or load the model "
+            "with model.load_state_dict(torch.load(path))."
+        )
+    return state_of(system.take(cast("StateDict", contents), source), run(), system.name)
+
+
+def model_in(contents: Any) -> Any:
+    """Return the model in ``contents`` of a checkpoint of any system; ``contents`` where none is recognised."""
+    for keys in (("state", "model"), ("model",)):
+        inner = contents
+        for key in keys:
+            inner = cast("Mapping[Any, Any]", inner).get(key) if isinstance(inner, Mapping) else None
+        if isinstance(inner, Mapping):
+            return cast("Any", inner)
+    system = _system_of(contents)
+    return contents if system is None else system.take(cast("StateDict", contents), "it").model
+
+
+def _system_of(contents: Any) -> System | None:
+    if not isinstance(contents, dict):
+        return None
+    return next((one for one in SYSTEMS if one.is_one(cast("StateDict", contents))), None)

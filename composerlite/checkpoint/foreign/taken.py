@@ -1,0 +1,227 @@
+"""State of a run from what was taken of a checkpoint of another system."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast, final
+
+import torch
+from torch import Tensor
+
+from composerlite import dist
+from composerlite.checkpoint.foreign.keys import Rename, common_rename, flat_tensors
+from composerlite.errors import IncompatibleCheckpointError
+from composerlite.types import StateDict
+
+__all__ = ["Counts", "Run", "Taken", "generators", "settle_time", "state_of"]
+
+log = logging.getLogger(__name__)
+
+
+@final
+class Run(NamedTuple):
+    """The run that a checkpoint is loaded into, as far as its contents have to be given its names.
+
+    Attributes:
+        model: the live weights, by name.
+        optimizers: the live states by class name, with the names of parameters.
+        schedulers: the live states by class name.
+        strict: all names must agree.
+        source: the checkpoint, for messages.
+    """
+
+    model: StateDict
+    optimizers: StateDict
+    schedulers: StateDict
+    strict: bool
+    source: str
+
+
+@final
+class Counts(NamedTuple):
+    """Training that was done: counts, or tensors of one, whose numbers may not have been read.
+
+    Attributes:
+        batch: optimizer steps.
+        epoch: epochs that have ended; ``None``: as many as the steps make.
+        batch_in_epoch: optimizer steps since the last epoch has ended; ``None``: the rest of the steps.
+    """
+
+    batch: Any
+    epoch: Any = None
+    batch_in_epoch: Any = None
+
+
+@final
+@dataclass(frozen=True)
+class Taken:
+    """Parts of a checkpoint of another system that a run continues from.
+
+    Attributes:
+        model: weights by name; nested dicts are joined by dots.
+        optimizer: its state as ``torch.optim.Optimizer`` gives it, or by names of parameters, nested or flat.
+        scheduler: state of a scheduler.
+        progress: training that was done; ``None``: it does not say, and a run starts at zero.
+        rng: states of random generators, one for each rank.
+        left: keys of what is there and is not taken over.
+    """
+
+    model: Any
+    optimizer: Any = None
+    scheduler: Any = None
+    progress: Counts | None = None
+    rng: Sequence[StateDict] | None = None
+    left: Sequence[str] = field(default=())
+
+
+def state_of(taken: Taken, run: Run, system: str) -> StateDict:
+    """Contents of a checkpoint of ours, under the names of ``run``; what is not taken over is logged.
+
+    Raises:
+        IncompatibleCheckpointError: the optimizer was another one, or had other groups.
+    """
+    weights = {name.replace("_orig_mod.", ""): tensor for name, tensor in flat_tensors(taken.model).items()}
+    tied = _tied(run.model)
+    rename = common_rename(weights, run.model, all_must=run.strict)
+    if rename != Rename():
+        log.info("%s: its weights %r* are taken for %r*", run.source, rename.strip, rename.add)
+    weights = {rename.of(name): tensor for name, tensor in weights.items()}
+    state: StateDict = {"model": weights | {name: weights[o] for name, o in tied.items() if _lacks(weights, name, o)}}
+    left = list(taken.left)
+    if taken.optimizer is not None and run.optimizers:
+        kind, live = next(iter(run.optimizers.items()))
+        state["optimizers"] = {kind: _optimizer(taken.optimizer, live, rename, run.source)}
+    if taken.scheduler is not None:
+        fitting = [kind for kind, live in run.schedulers.items() if _is_like(taken.scheduler, live)]
+        if len(fitting) == 1:
+            state["schedulers"] = {fitting[0]: taken.scheduler}
+        else:
+            left.append("the scheduler, which is of another kind than that of the run")
+    if taken.progress is None:
+        log.warning("%s does not say how far training was: time, data and callbacks start afresh", run.source)
+    else:
+        state["timestamp"] = {"Timestamp": taken.progress._asdict()}
+    contents: StateDict = {"state": state}
+    if taken.rng is not None:
+        contents["rng"] = list(taken.rng)
+    log.info("%s is of %s; taken over: %s; not: %s", run.source, system, ", ".join(state), ", ".join(left) or "nothing")
+    return contents
+
+
+def settle_time(state: StateDict, batches_per_epoch: int | None, source: str) -> None:
+    """Make ``state/timestamp`` that of a run, once its numbers are read.
+
+    Args:
+        state: what :func:`state_of` has made.
+        batches_per_epoch: of the data of the run, if they are known: they tell what the checkpoint does not.
+        source: the checkpoint, for messages.
+
+    Raises:
+        IncompatibleCheckpointError: there are no counts.
+    """
+    if "timestamp" not in state:
+        return
+    progress = Counts(**state["timestamp"]["Timestamp"])
+    batch, epoch, batch_in_epoch = (
+        value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for value in progress
+    )
+    made = divmod(batch, batches_per_epoch) if batches_per_epoch and isinstance(batch, int) else (epoch or 0, 0)
+    epoch, batch_in_epoch = made if epoch is None or batch_in_epoch is None else (epoch, batch_in_epoch)
+    counts: StateDict = {"batch": batch, "epoch": epoch, "batch_in_epoch": batch_in_epoch, "iteration": epoch}
+    if not all(isinstance(count, int) and 0 <= count < 1 << 62 for count in counts.values()):
+        raise IncompatibleCheckpointError(
+            f"{source}: its counts of training are none: batch {batch!r}, epoch {epoch!r}, batch in the epoch "
+            f"{batch_in_epoch!r}. load_ignore_keys=['state/timestamp'] starts at zero."
+        )
+    state["timestamp"] = {"Timestamp": counts}
+
+
+def generators(python: Any, numpy: Any, cpu: Any, cuda: Any = None) -> StateDict:
+    """One rank's entry of ``rng`` from the states as ``random``, ``numpy`` and ``torch`` give them."""
+    kind, keys, position, has_gauss, gauss = numpy
+    several = isinstance(cuda, list | tuple)
+    of_cuda = {} if cuda is None or not len(cuda) else {"cuda": cuda[0] if several else cuda}
+    return {"python": python, "numpy": (str(kind), keys, position, has_gauss, gauss), "torch": cpu, **of_cuda}
+
+
+# ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _tied(model: Mapping[str, Any]) -> dict[str, str]:
+    """Another name of the same live weight, for each that has one: some programs save it once."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, tensor in model.items():
+        if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.layout is torch.strided and tensor.numel():
+            local = dist.local_shard(tensor).local
+            if local.numel():
+                groups.setdefault((local.data_ptr(), tensor.shape, tensor.stride()), []).append(name)
+    return {name: other for names in groups.values() for name in names for other in names if other != name}
+
+
+def _lacks(weights: Mapping[str, Tensor], name: str, other: str) -> bool:
+    return name not in weights and other in weights
+
+
+# ── optimizers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def _optimizer(saved: Any, live: StateDict, rename: Rename, source: str) -> StateDict:
+    """State of one optimizer by the names of parameters here, with the settings of its groups."""
+    way_out = "load_ignore_keys=['state/optimizers'] starts with a fresh one, load_weights_only=True takes the model."
+
+    def refused(why: str) -> IncompatibleCheckpointError:
+        return IncompatibleCheckpointError(f"{source}: its optimizer cannot be taken over: {why}. {way_out}")
+
+    if not isinstance(saved, Mapping):
+        raise refused(f"it is {type(saved).__name__}")
+    state = cast("Mapping[Any, Any]", saved)
+    if "param_groups" not in state:
+        state = _unflattened(state, live, rename)
+    groups, values = state.get("param_groups"), state.get("state")
+    if not isinstance(groups, list) or not isinstance(values, Mapping):
+        raise refused("it has no 'state' and no 'param_groups'")
+    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):  # pyright: ignore
+        raise refused("a group of it has no parameters")
+    its, own = cast("list[StateDict]", groups), cast("list[StateDict]", live["param_groups"])
+    if numbered := any(not isinstance(name, str) for group in its for name in group["params"]):
+        have, want = ([len(group["params"]) for group in each] for each in (its, own))
+        if have != want:
+            raise refused(f"its groups have {have} parameters, and those of this run {want}")
+    new_name: dict[Any, str] = {}
+    made: list[StateDict] = []
+    for number, group in enumerate(its):
+        here = own[number] if number < len(own) else {}
+        lacks = [key for key, value in here.items() if key not in group and _is_setting(key, value)]
+        if lacks:
+            raise refused(f"its groups have no {', '.join(lacks)}: it was another kind of optimizer")
+        names = here["params"] if numbered else [rename.of(name) for name in group["params"]]
+        new_name |= dict(zip(group["params"], names, strict=True))
+        made.append({**here, **{key: value for key, value in group.items() if key != "param_names"}, "params": names})
+    try:
+        return {"state": {new_name[name]: value for name, value in values.items()}, "param_groups": made}
+    except KeyError as e:
+        raise refused(f"it has state of parameter {e}, which is in no group") from e
+
+
+def _is_setting(key: str, value: Any) -> bool:
+    """Return true for a number that training needs, and that an optimizer of this kind has saved in every version."""
+    is_number = isinstance(value, int | float | tuple) and not isinstance(value, bool)
+    return is_number and key not in ("initial_lr", "params")
+
+
+def _unflattened(saved: Mapping[Any, Any], live: StateDict, rename: Rename) -> StateDict:
+    """State by ``state.<name>.<key>`` and ``param_groups.<name>.<setting>``, in groups as those of this run."""
+    state: dict[str, StateDict] = {}
+    settings: dict[str, StateDict] = {}
+    for full, value in saved.items():
+        kind, _, rest = str(full).partition(".")
+        name, _, key = rest.rpartition(".")
+        {"state": state, "param_groups": settings}.get(kind, {}).setdefault(name, {})[key] = value
+    back = {rename.of(name): name for name in (*settings, *state)}
+    groups: list[StateDict] = []
+    for group in cast("list[StateDict]", live["param_groups"]):
+        names = [back[name] for name in group["params"] if name in back]
+        groups.append({**(settings.get(names[0], {}) if names else {}), "params": names})
+    return {"state": state, "param_groups": groups if settings else None}
+
+
+def _is_like(saved: Any, live: Any) -> bool:
+    return isinstance(saved, Mapping) and isinstance(live, Mapping) and set(saved) == set(cast("StateDict", live))  # pyright: ignore

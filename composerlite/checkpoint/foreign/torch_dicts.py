@@ -1,0 +1,62 @@
+"""Files of plain torch: the state dict of a model, and dicts with a model and an optimizer in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from composerlite.checkpoint.foreign.keys import KeyMap, picked
+from composerlite.checkpoint.foreign.taken import Counts, Taken
+from composerlite.types import StateDict
+
+__all__ = ["is_state_dict", "is_torch_dict", "taken_by_map", "taken_from_state_dict", "taken_from_torch_dict"]
+
+_MODELS = ("model", "state_dict", "model_state_dict", "model_state")
+_OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_state")
+_SCHEDULERS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
+
+
+def is_torch_dict(contents: StateDict) -> bool:
+    """Return true for a dict with one model in it, under one of the usual names."""
+    return len(_under(contents, _MODELS)) == 1
+
+
+def taken_from_torch_dict(contents: StateDict, source: str) -> Taken:
+    """Take the model, and one optimizer and scheduler. What counts epochs and steps only ``load_key_map`` can say."""
+    parts = [_under(contents, names) for names in (_MODELS, _OPTIMIZERS, _SCHEDULERS)]
+    model, optimizer, scheduler = (next(iter(part.values())) if len(part) == 1 else None for part in parts)
+    used = {key for part in parts if len(part) == 1 for key in part}
+    return Taken(model, optimizer, scheduler, left=[key for key in contents if key not in used])
+
+
+def _under(contents: StateDict, names: tuple[str, ...]) -> StateDict:
+    return {name: contents[name] for name in names if isinstance(contents.get(name), Mapping) and contents[name]}
+
+
+def is_state_dict(contents: StateDict) -> bool:
+    """Return true for a dict of tensors by name and nothing else."""
+    return bool(contents) and all(map(_is_tensor, contents.values()))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def taken_from_state_dict(contents: StateDict, source: str) -> Taken:
+    """Take it for the weights of the model."""
+    return Taken(contents)
+
+
+def taken_by_map(contents: Any, key_map: KeyMap, source: str) -> Taken:
+    """Take each part from where the user says that it is.
+
+    Raises:
+        ConfigError: there is nothing.
+    """
+    parts = picked(contents, key_map, source)
+    progress = None
+    if parts.keys() & {"epoch", "batch"}:
+        progress = Counts(parts.get("batch", 0), parts.get("epoch"))
+    return Taken(parts.get("model", {}), parts.get("optimizer"), parts.get("scheduler"), progress)

@@ -1,0 +1,211 @@
+"""Checkpoints that other systems have saved: weights bit for bit, and training that follows the system's own.
+
+The files in tests/data were written by the systems themselves: tests/interop/make_fixtures.py, with their versions.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_training import Classifier
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from composerlite import Callback, Event, Logger, State, Trainer
+from composerlite.errors import ConfigError, IncompatibleCheckpointError
+
+DATA = Path(__file__).parents[1] / "data"
+SAVED, STEPS = 6, 26
+
+
+class Losses(Callback):
+    """The loss of every batch."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event is Event.BATCH_END:
+            self.found.append(state.total_loss_dict["loss/train/total"])
+
+
+class Wrapped(Classifier):
+    """The same network under another attribute: names begin with ``module.``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        network = nn.Module()
+        network.body, network.head = self.body, self.head
+        del self.body, self.head
+        self.module = network
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.module.head(self.module.body(batch[0]).relu())
+
+
+def data() -> DataLoader[Any]:
+    """As make_fixtures.py has it."""
+    x, y = torch.arange(64).reshape(16, 4).float().sin(), torch.arange(16) % 2
+    return DataLoader(TensorDataset(x, y), batch_size=4)
+
+
+def trainer(path: Path, losses: Losses | None = None, model: nn.Module | None = None, **more: Any) -> Trainer:
+    """A run that begins with the checkpoint ``path`` and trains as long as the system itself has."""
+    model = model or Classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    chosen = {
+        "optimizers": optimizer,
+        "schedulers": torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9),
+        "step_schedulers_every_batch": True,
+        "max_duration": f"{STEPS}ba",
+    }
+    return Trainer(
+        model=model,
+        train_dataloader=data(),
+        callbacks=[losses] if losses else [],
+        progress_bar=False,
+        load_path=str(path),
+        **chosen | more,
+    )
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """Those that every system has saved, by their names in the network."""
+    return torch.load(DATA / "torch/weights.pt")
+
+
+def check_weights(model: nn.Module, prefix: str = "") -> None:
+    """They are those, bit for bit."""
+    saved, own = weights(), model.state_dict()
+    assert own.keys() == {prefix + name for name in saved}
+    assert all(torch.equal(own[prefix + name], saved[name]) for name in saved)
+
+
+WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "Lightning": ("lightning/step6.ckpt", {}),
+    "torch, by a key map": (
+        "torch/nested.pt",
+        {
+            "load_key_map": {
+                "model": "run.nets.net",
+                "optimizer": "run.opts.0",
+                "scheduler": "run.rates",
+                "batch": "run.at.step",
+            },
+        },
+    ),
+    "torch, usual names": (
+        "torch/checkpoint.pt",
+        {"load_key_map": {"model": "model.*", "optimizer": "optimizer", "scheduler": "scheduler", "batch": "step"}},
+    ),
+}
+"""Path and arguments of a run that has the rest of what the system's own has."""
+
+
+@pytest.mark.parametrize("system", WHOLE)
+@pytest.mark.parametrize("model", [Classifier, Wrapped], ids=["same names", "other prefix"])
+def test_a_run_continues_as_the_system_itself(system: str, model: type[nn.Module]) -> None:
+    """Weights, optimizer, scheduler and step are taken over: the next losses are those that the system itself had."""
+    name, more = WHOLE[system]
+    expected = json.loads((DATA / name).parents[0].joinpath("expected.json").read_text())["losses"]
+    losses = Losses()
+    with trainer(DATA / name, losses, model(), **more) as run:
+        check_weights(run.state.model, "module." if model is Wrapped else "")
+        assert int(run.state.timestamp.batch) == SAVED
+        run.fit()
+    assert losses.found == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_epoch_that_has_ended_is_not_trained_again(tmp_path: Path) -> None:
+    """Lightning saves at the end of an epoch before it counts it."""
+    with trainer(DATA / "lightning/epoch0.ckpt") as run:
+        time = run.state.timestamp
+        assert (int(time.epoch), int(time.batch), int(time.batch_in_epoch)) == (1, 4, 0)
+
+
+@pytest.mark.parametrize("name", ["torch/weights.pt", "torch/checkpoint.pt", "lightning/step6.ckpt"])
+def test_weights_are_taken_alone(name: str) -> None:
+    """A file of weights is loaded as such; of any other they can be asked for."""
+    with trainer(DATA / name, load_weights_only=True) as run:
+        check_weights(run.state.model)
+        assert int(run.state.timestamp.batch) == 0
+        assert not run.state.optimizers[0].state
+
+
+def test_what_is_not_taken_over_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The keys that are left, and that nothing tells the time."""
+    with caplog.at_level("INFO", logger="composerlite"), trainer(DATA / "torch/checkpoint.pt"):
+        pass
+    assert "taken over: model, optimizers, schedulers; not: epoch, step" in caplog.text
+    assert "does not say how far training was" in caplog.text
+
+
+def test_what_is_not_recognised_says_what_would_be(tmp_path: Path) -> None:
+    """The message lists the systems, and how to say where the parts are."""
+    torch.save({"a": 1, "nets": {"x": torch.ones(2)}}, tmp_path / "other.pt")
+    with pytest.raises(IncompatibleCheckpointError, match=r"'a', 'nets'.*Lightning.*torch, a dict.*load_key_map="):
+        trainer(tmp_path / "other.pt")
+
+
+@pytest.mark.parametrize(
+    ("key_map", "message"),
+    [
+        ({"model": "run.nets.nett"}, r"has nothing at 'run.nets.nett'.*run\.nets"),
+        ({"modell": "x"}, "'modell' is no part of a run. Did you mean 'model'"),
+        ({"batch.of": "x"}, "'batch.of' is no part of a run"),
+        ({}, "want a dict such as"),
+        ({"model": 3}, "want a dict such as"),
+    ],
+)
+def test_a_key_map_that_cannot_be_followed_is_refused(key_map: Any, message: str) -> None:
+    """It names what there is."""
+    with pytest.raises(ConfigError, match=message):
+        trainer(DATA / "torch/nested.pt", load_key_map=key_map)
+
+
+def test_a_key_map_renames_parts_of_the_model(tmp_path: Path) -> None:
+    """Weights from several places of the file, under other names."""
+    saved = weights()
+    torch.save(
+        {
+            "encoder": {"weight": saved["body.weight"], "bias": saved["body.bias"]},
+            "decoder.weight": saved["head.weight"],
+            "decoder.bias": saved["head.bias"],
+        },
+        tmp_path / "parts.pt",
+    )
+    with trainer(tmp_path / "parts.pt", load_key_map={"model.body.*": "encoder", "model.head.*": "decoder.*"}) as run:
+        check_weights(run.state.model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda saved: saved["param_groups"][0]["params"].pop(), r"its groups have \[3\] parameters.*this run \[4\]"),
+        (lambda saved: saved["param_groups"][0].pop("betas"), "have no betas: it was another kind of optimizer"),
+        (lambda saved: saved["state"].update({9: {}}), "state of parameter 9, which is in no group"),
+        (lambda saved: saved.update(param_groups=3), "no 'param_groups'"),
+        (lambda saved: saved["param_groups"].insert(0, "x"), "a group of it has no parameters"),
+    ],
+    ids=["members", "kind", "state", "no groups", "no group"],
+)
+def test_an_optimizer_that_does_not_fit_is_refused(tmp_path: Path, change: Any, message: str) -> None:
+    """Before anything is loaded, with the way to do without it."""
+    contents = torch.load(DATA / "torch/checkpoint.pt")
+    change(contents["optimizer"])
+    torch.save(contents, tmp_path / "other.pt")
+    with pytest.raises(IncompatibleCheckpointError, match=f"{message}.*load_ignore_keys"):
+        trainer(tmp_path / "other.pt")
+
+
+@pytest.mark.parametrize("count", [-1, 2.5, "6", None, [6], torch.ones(2), torch.tensor(-3)])
+def test_counts_that_are_none_are_refused(tmp_path: Path, count: Any) -> None:
+    """No run begins at a moment that never was."""
+    contents = torch.load(DATA / "torch/checkpoint.pt")
+    torch.save({**contents, "step": count}, tmp_path / "other.pt")
+    with pytest.raises(IncompatibleCheckpointError, match="counts of training are none"):
+        trainer(tmp_path / "other.pt", load_key_map={"model": "model", "optimizer": "optimizer", "batch": "step"})
