@@ -24,7 +24,7 @@ def digits(split: str = "train", test_fraction: float = 0.2) -> TensorDataset:
         raise ConfigError("the digits come with scikit-learn, which is not installed: pip install scikit-learn.") from e
 
     if split not in ("train", "test"):
-        raise ConfigError(f"split={split!r}: want 'train' or 'test'.")
+        raise ConfigError(f"split={split!r}: expected 'train' or 'test'.")
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(images))
     test_size = int(len(images) * test_fraction)

@@ -33,7 +33,7 @@ class Plays(Dataset[dict[str, Tensor]]):
 
     def __init__(self, split: str = "train", context: int = 64) -> None:
         if split not in ("train", "val"):
-            raise ConfigError(f"split={split!r}: want 'train' or 'val'.")
+            raise ConfigError(f"split={split!r}: expected 'train' or 'val'.")
         text = _read_plays()
         border = len(text) * 9 // 10
         self.text = text[:border] if split == "train" else text[border:]

@@ -34,7 +34,7 @@ def compute_ema(model: nn.Module, ema_model: nn.Module, smoothing: float = 0.99)
         ConfigError: another ``smoothing``, or two models with other names.
     """
     if not 0 <= smoothing <= 1:
-        raise ConfigError(f"compute_ema(smoothing={smoothing}): want a number from 0 to 1, e.g. 0.99.")
+        raise ConfigError(f"compute_ema(smoothing={smoothing}): expected a number from 0 to 1, such as 0.99.")
     average, own = ema_model.state_dict(), model.state_dict()
     if average.keys() != own.keys():
         raise ConfigError(
@@ -136,7 +136,7 @@ def _smoothing_and_interval(
         if smoothing is None:
             raise ConfigError("EMA(half_life=None, smoothing=None): give one of them, e.g. half_life='1000ba'.")
         if not 0 <= smoothing < 1:
-            raise ConfigError(f"EMA(smoothing={smoothing}): want a number in [0, 1), e.g. 0.999.")
+            raise ConfigError(f"EMA(smoothing={smoothing}): expected a number in [0, 1), such as 0.999.")
         return smoothing, read_update_interval("update_interval", "1ba" if update_interval is None else update_interval)
     if smoothing is not None:
         raise ConfigError(

@@ -109,4 +109,4 @@ def _check(clipping_type: str, clipping_threshold: float) -> None:
     if clipping_type not in _TYPES:
         raise ConfigError(f"clipping_type={clipping_type!r} does not exist.{did_you_mean(clipping_type, _TYPES)}")
     if not clipping_threshold > 0:
-        raise ConfigError(f"clipping_threshold={clipping_threshold}: want a number above zero, e.g. 1.0.")
+        raise ConfigError(f"clipping_threshold={clipping_threshold}: expected a number above zero, such as 1.0.")

@@ -148,6 +148,6 @@ def _freeze(parameter: nn.Parameter) -> None:
 
 def _check(owner: str, start: float, level: float) -> None:
     if not 0 <= start < 1:
-        raise ConfigError(f"{owner}(freeze_start={start}): want a part of training, from 0 to less than 1.")
+        raise ConfigError(f"{owner}(freeze_start={start}): expected a part of training, from 0 to less than 1.")
     if not 0 <= level <= 1:
-        raise ConfigError(f"{owner}(freeze_level={level}): want a part of the layers, from 0 to 1.")
+        raise ConfigError(f"{owner}(freeze_level={level}): expected a part of the layers, from 0 to 1.")

@@ -43,11 +43,11 @@ class SAM(Algorithm):
     @checked_arguments
     def __init__(self, rho: float = 0.05, epsilon: float = 1e-12, interval: int = 1) -> None:
         if not rho >= 0:
-            raise ConfigError(f"SAM(rho={rho}): want a distance, 0 or more, e.g. 0.05.")
+            raise ConfigError(f"SAM(rho={rho}): expected a distance, 0 or more, such as 0.05.")
         if not epsilon > 0:
-            raise ConfigError(f"SAM(epsilon={epsilon}): want a number above zero, e.g. 1e-12.")
+            raise ConfigError(f"SAM(epsilon={epsilon}): expected a number above zero, such as 1e-12.")
         if interval < 1:
-            raise ConfigError(f"SAM(interval={interval}): want a number of batches, 1 or more.")
+            raise ConfigError(f"SAM(interval={interval}): expected a number of batches, 1 or more.")
         self.rho = rho
         self.epsilon = epsilon
         self.interval = interval

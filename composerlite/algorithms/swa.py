@@ -60,15 +60,15 @@ class SWA(Algorithm):
         self.update_interval = read_update_interval("update_interval", update_interval)
         if self.swa_start.unit is not self.swa_end.unit or self.swa_start >= self.swa_end:
             raise ConfigError(
-                f"SWA(swa_start={str(swa_start)!r}, swa_end={str(swa_end)!r}): want a start before the end, both in "
-                "one unit, e.g. '0.7dur' and '0.97dur'."
+                f"SWA(swa_start={str(swa_start)!r}, swa_end={str(swa_end)!r}): expected a start before the end, both "
+                "in one unit, such as '0.7dur' and '0.97dur'."
             )
         if anneal_strategy not in _STRATEGIES:
             raise ConfigError(
                 f"SWA(anneal_strategy={anneal_strategy!r}) does not exist.{did_you_mean(anneal_strategy, _STRATEGIES)}"
             )
         if anneal_steps <= 0:
-            raise ConfigError(f"SWA(anneal_steps={anneal_steps}): want a number above zero.")
+            raise ConfigError(f"SWA(anneal_steps={anneal_steps}): expected a number above zero.")
         if swa_lr is not None and not schedule_swa_lr:
             log.warning("SWA(swa_lr=%g) has no effect: pass schedule_swa_lr=True as well", swa_lr)
         self.schedule_swa_lr = schedule_swa_lr

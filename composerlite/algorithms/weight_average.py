@@ -29,7 +29,7 @@ def read_update_interval(name: str, value: Time | str) -> Time:
     """
     time = Time.from_input(value)
     if time.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH) or time.value <= 0:
-        raise ConfigError(f"{name}={str(value)!r}: want batches or epochs, e.g. '10ba' or '1ep'.")
+        raise ConfigError(f"{name}={str(value)!r}: expected batches or epochs, such as '10ba' or '1ep'.")
     return time
 
 

@@ -49,10 +49,12 @@ class EarlyStopper(MetricWatcher):
         patience: TimeInput = 1,
     ) -> None:
         if min_delta < 0:
-            raise ConfigError(f"EarlyStopper(min_delta={min_delta}): want 0 or more; `comp` says what is better.")
+            raise ConfigError(f"EarlyStopper(min_delta={min_delta}): expected 0 or more; `comp` says what is better.")
         self._patience = ensure_time(patience, TimeUnit.EPOCH)
         if self._patience.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH) or self._patience.value < 0:
-            raise ConfigError(f"EarlyStopper(patience={str(patience)!r}): want epochs or batches, as '3ep' or '500ba'.")
+            raise ConfigError(
+                f"EarlyStopper(patience={str(patience)!r}): expected epochs or batches, such as '3ep' or '500ba'."
+            )
         super().__init__(monitor, dataloader_label, comp)
         self._min_delta = min_delta
 

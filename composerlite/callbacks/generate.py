@@ -44,9 +44,9 @@ class Generate(Callback):
         self, prompts: Sequence[str], interval: TimeInput, batch_size: int | None = None, **kwargs: Any
     ) -> None:
         if isinstance(prompts, str) or not prompts:
-            raise ConfigError(f"Generate(prompts={prompts!r}): want a list of texts.")
+            raise ConfigError(f"Generate(prompts={prompts!r}): expected a list of texts.")
         if batch_size is not None and batch_size < 1:
-            raise ConfigError(f"Generate(batch_size={batch_size}): want a number of prompts, 1 or more.")
+            raise ConfigError(f"Generate(batch_size={batch_size}): expected a number of prompts, 1 or more.")
         self.prompts = list(prompts)
         self.generate_kwargs = kwargs
         self.batch_size = batch_size or len(self.prompts)

@@ -44,7 +44,7 @@ class OptimizerMonitor(Callback):
     def __init__(self, log_optimizer_metrics: bool = True, batch_log_interval: int = 10) -> None:
         if batch_log_interval < 1:
             raise ConfigError(
-                f"OptimizerMonitor(batch_log_interval={batch_log_interval}): want a number of batches, 1 or more."
+                f"OptimizerMonitor(batch_log_interval={batch_log_interval}): expected a number of batches, 1 or more."
             )
         self._all = log_optimizer_metrics
         self._interval = batch_log_interval
@@ -190,7 +190,7 @@ class MemoryMonitor(Callback):
     ) -> None:
         if dist_aggregate_batch_interval is not None and dist_aggregate_batch_interval < 1:
             raise ConfigError(
-                f"MemoryMonitor(dist_aggregate_batch_interval={dist_aggregate_batch_interval}): want a number of "
+                f"MemoryMonitor(dist_aggregate_batch_interval={dist_aggregate_batch_interval}): expected a number of "
                 "batches, 1 or more."
             )
         self._keys = dict(_DEFAULT_KEYS if memory_keys is None else memory_keys)

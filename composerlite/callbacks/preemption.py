@@ -73,10 +73,10 @@ class PreemptionHandler(Callback):
         if grace_period is None and (given := os.environ.get(GRACE_VARIABLE)):
             self._grace_seconds = _seconds(given, GRACE_VARIABLE)
         if isinstance(signals, str):
-            raise ConfigError(f"signals={signals!r}: want a list of names.")
+            raise ConfigError(f"signals={signals!r}: expected a list of names.")
         self._numbers = [_signal_number(name) for name in signals]
         if exit_code is not None and not 0 <= exit_code <= 255:
-            raise ConfigError(f"exit_code={exit_code!r}: want a number from 0 to 255, or None.")
+            raise ConfigError(f"exit_code={exit_code!r}: expected a number from 0 to 255, or None.")
         self._exit_code = exit_code
         self._slurm_requeue = slurm_requeue
         self._before: dict[int, Handler] = {}
@@ -227,10 +227,12 @@ def _seconds(value: str | float | Time, argument: str) -> float:
         with naming(argument, value):
             time_ = Time.from_input(value, TimeUnit.SECOND)
         if time_.unit is not TimeUnit.SECOND:
-            raise ConfigError(f"{argument}={str(value)!r}: want a time by the clock, as '30s', '2m' or seconds.")
+            raise ConfigError(
+                f"{argument}={str(value)!r}: expected a time by the clock, such as '30s', '2m' or seconds."
+            )
         seconds = float(time_.value)
     if not 0 < seconds < math.inf:
-        raise ConfigError(f"{argument}={value!r}: want more than 0 seconds.")
+        raise ConfigError(f"{argument}={value!r}: expected more than 0 seconds.")
     return seconds
 
 

@@ -116,10 +116,10 @@ class SpeedMonitor(Callback):
         self, window_size: int = 100, gpu_flops_available: float | None = None, time_unit: str = "hours"
     ) -> None:
         if window_size < 1:
-            raise ConfigError(f"SpeedMonitor(window_size={window_size}): want a number of batches, 1 or more.")
+            raise ConfigError(f"SpeedMonitor(window_size={window_size}): expected a number of batches, 1 or more.")
         if gpu_flops_available is not None and gpu_flops_available <= 0:
             raise ConfigError(
-                f"SpeedMonitor(gpu_flops_available={gpu_flops_available}): want a positive number, as 312e12."
+                f"SpeedMonitor(gpu_flops_available={gpu_flops_available}): expected a positive number, such as 312e12."
             )
         self._gpu_flops_available = gpu_flops_available
         self._unit_seconds = _seconds_per(time_unit, owner="SpeedMonitor")
@@ -208,7 +208,9 @@ class RuntimeEstimator(Callback):
     @checked_arguments
     def __init__(self, skip_batches: int = 1, time_unit: str = "hours") -> None:
         if skip_batches < 0:
-            raise ConfigError(f"RuntimeEstimator(skip_batches={skip_batches}): want a number of batches, 0 or more.")
+            raise ConfigError(
+                f"RuntimeEstimator(skip_batches={skip_batches}): expected a number of batches, 0 or more."
+            )
         self._skip_batches = skip_batches
         self._unit_seconds = _seconds_per(time_unit, owner="RuntimeEstimator")
         self._begin(0.0, 0.0)

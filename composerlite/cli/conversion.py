@@ -46,7 +46,7 @@ def unshard(
     from composerlite.checkpoint.tools.inspecting import model_directory
 
     if per_tensor and chunk_bytes is not None:
-        raise ConfigError(f"--per-tensor --chunk-bytes {chunk_bytes}: want one of them.")
+        raise ConfigError(f"--per-tensor --chunk-bytes {chunk_bytes}: expected one of them.")
     strategy = UnshardStrategy.one_file_per_tensor() if per_tensor else UnshardStrategy.one_file()
     if chunk_bytes is not None:
         strategy = UnshardStrategy.chunks(chunk_bytes)
@@ -100,14 +100,14 @@ def convert(
     """
     if (target is None) is (output is None):
         given = "neither" if target is None else f"{target} and --output {output}"
-        raise ConfigError(f"convert: want TARGET or --output TARGET, and got {given}.")
+        raise ConfigError(f"convert: expected TARGET or --output TARGET, and got {given}.")
     target = target or str(output)
     if is_uri(target):
-        raise ConfigError(f"convert … {target}: want a path of this machine. 'push' or 'cp' copies it then.")
+        raise ConfigError(f"convert … {target}: expected a path of this machine. 'push' or 'cp' copies it then.")
     path = Path(parse_uri(target)[2])
     form = _form(path, to)
     if dtype is not None and form != "huggingface":
-        raise ConfigError(f"--dtype {dtype}: other forms keep the numbers as they are; want --to huggingface.")
+        raise ConfigError(f"--dtype {dtype}: other forms keep the numbers as they are; expected --to huggingface.")
     if not overwrite and path.exists() and (form != "huggingface" or path.is_file()):
         raise CheckpointExistsError(f"{target!r} is there already. Give another name, or --overwrite to replace it.")
     source = _convert(checkpoint, path, form, dtype=dtype, overwrite=overwrite)
@@ -154,7 +154,7 @@ def _form(path: Path, to: str | None) -> str:
 
     if to is not None:
         if to != "huggingface":
-            raise ConfigError(f"--to {to}: want huggingface; other forms are told by the end of TARGET's name.")
+            raise ConfigError(f"--to {to}: expected huggingface; the suffix of TARGET selects any other form.")
         return to
     if path.name.endswith(".safetensors"):
         return "safetensors"

@@ -93,15 +93,17 @@ def pull(
 
 def _check_kinds(verb: str, folder: str, uri: str) -> None:
     if is_uri(folder):
-        raise ConfigError(f"{verb} {folder}: want a folder of this machine there. To copy between buckets use cp.")
+        raise ConfigError(f"{verb} {folder}: expected a folder of this machine there. To copy between buckets use cp.")
     if not is_uri(uri):
-        raise ConfigError(f"{verb} {uri}: want a URI there, as s3://bucket/run. To copy between folders use cp.")
+        raise ConfigError(
+            f"{verb} {uri}: expected a URI there, such as s3://bucket/run. To copy between folders use cp."
+        )
 
 
 def _chosen(place: Place, names: Sequence[str], *, everything: bool) -> Sequence[Found]:
     """The checkpoints ``names``; the newest if there are none, or all that are committed."""
     if names and everything:
-        raise ConfigError(f"--all {' '.join(names)}: want names or --all.")
+        raise ConfigError(f"--all {' '.join(names)}: expected names or --all.")
     listed = survey(place)
     if everything:
         return [one for one in listed if one.committed]

@@ -146,7 +146,9 @@ def _chosen(source: str, overrides: Sequence[str], checkpoint: str | None, trust
         config = load_config(source, overrides)
         if ("load_path",) in config.origin.overrides:
             path = config.trainer.load_path
-            raise ConfigError(f"load_path={path!r} is what training begins with. Want --checkpoint {path}.")
+            raise ConfigError(
+                f"load_path={path!r} is what training begins with. To evaluate it pass --checkpoint {path}."
+            )
         chosen = _Chosen(config, *_of_config(config) if checkpoint is None else _found(checkpoint)[:2])
     else:
         chosen = _keeping(source, overrides, trust_config)
@@ -162,11 +164,11 @@ def _of_config(config: RunConfig) -> tuple[str, Manifest | None]:
 
     folder = config.trainer.save_folder
     if folder is None:
-        raise ConfigError(f"{config.origin.where()}: there is no save_folder. Want --checkpoint PLACE.")
+        raise ConfigError(f"{config.origin.where()}: there is no save_folder. Pass --checkpoint PLACE.")
     name, is_named = resolve_run_name(config.trainer.run_name, autoresume=config.trainer.autoresume)
     if "{run_name}" in folder and not is_named:
         raise ConfigError(
-            f"{config.origin.says(('save_folder',), folder)}: nothing says which run is meant. Want run_name=NAME, or "
+            f"{config.origin.says(('save_folder',), folder)}: nothing says which run is meant. Pass run_name=NAME, or "
             "--checkpoint PLACE."
         )
     try:
@@ -188,12 +190,12 @@ def _keeping(source: str, overrides: Sequence[str], trust_config: bool) -> _Chos
     if config is None:
         raise ConfigError(
             f"{place!r} keeps no configuration that could be read: it is of an earlier version, not of 'composerlite "
-            f"train', or an archive of DeepSpeed. Want {way}."
+            f"train', or an archive of DeepSpeed. Run {way}."
         )
     if not trust_config:
         raise ConfigError(
             f"{place!r} keeps the configuration of its run, which names code that would be run, such as "
-            f"{config.model.name!r}. If you trust whoever made the checkpoint, add --trust-config; else want {way}."
+            f"{config.model.name!r}. If you trust whoever made the checkpoint, add --trust-config; else run {way}."
         )
     return _Chosen(config, place, manifest)
 
@@ -250,20 +252,20 @@ def _path_to_write(output: str) -> Path:
 
     if dist.get_world_size() > 1 and "{rank}" not in output:
         raise ConfigError(
-            f"--output {output}: each rank writes a file. Want a name with {{rank}}: preds-rank{{rank}}.pt."
+            f"--output {output}: each rank writes a file. Expected a name with {{rank}}, such as preds-rank{{rank}}.pt."
         )
     path = Path(format_name_with_dist(output, ""))
     if path.exists():
-        raise ConfigError(f"--output {path}: it is there already. Want another name.")
+        raise ConfigError(f"--output {path}: the file exists already. Pass another name.")
     return path
 
 
 def _label(config: RunConfig, wanted: str | None) -> str:
     labels = [one.arguments.label for one in config.eval_loaders]
     if wanted is None and len(labels) > 1:
-        raise ConfigError(f"there are several eval_loader: {', '.join(labels)}. Want one of them as --data LABEL.")
+        raise ConfigError(f"there are several eval_loader: {', '.join(labels)}. Pass one of them as --data LABEL.")
     if wanted is not None and wanted not in labels:
-        raise ConfigError(f"--data {wanted}: there is no such eval_loader. Want one of {', '.join(labels)}.")
+        raise ConfigError(f"--data {wanted}: there is no such eval_loader. Expected one of {', '.join(labels)}.")
     return labels[0] if wanted is None else wanted
 
 
@@ -295,5 +297,5 @@ def _plain(value: Any) -> Any:
         return [_plain(inner) for inner in cast("Sequence[Any]", value)]
     raise ConfigError(
         f"the model gives a {type(value).__qualname__}, and a file has tensors, numbers and texts in dicts and "
-        "lists. Want an eval_forward that returns such, or Trainer.predict in Python."
+        "lists. Write an eval_forward that returns such, or use Trainer.predict in Python."
     )

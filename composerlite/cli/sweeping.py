@@ -120,7 +120,7 @@ def collect(places: Sequence[str], orphans: bool, older_than: str, dry_run: bool
 def _age(text: str) -> timedelta:
     time = Time.from_timestring(text)
     if time.unit is not TimeUnit.SECOND or time.value < 0:
-        raise ConfigError(f"--older-than {text}: want a time by the clock, as '24h', '90m' or '0s'.")
+        raise ConfigError(f"--older-than {text}: expected a time by the clock, such as '24h', '90m' or '0s'.")
     return timedelta(seconds=float(time.value))
 
 

@@ -180,7 +180,7 @@ def _checked_model(model: Any, config: RunConfig) -> ComposerModel:
 
     if not isinstance(model, ComposerModel):
         raise ConfigError(
-            f"{config.origin.where(('model',))}: model: {config.model.name!r} made a {type(model).__name__}. Want a "
-            "ComposerModel; ComposerClassifier wraps a torch module that classifies."
+            f"{config.origin.where(('model',))}: model: {config.model.name!r} made a {type(model).__name__}: expected "
+            "a ComposerModel; ComposerClassifier wraps a torch module that classifies."
         )
     return model

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Document", "Override", "compose", "unresolved"]
 
-_WANTED = "want a list such as [base, {model: gpt}, _self_]"
+_WANTED = "expected a list such as [base, {model: gpt}, _self_]"
 _SELF = "_self_"
 
 
@@ -72,7 +72,7 @@ def _read(file: Path) -> Document:
     except yaml.YAMLError as e:
         raise ConfigError(f"{file}: not valid YAML: {e}") from e
     if not isinstance(root, yaml.MappingNode) or not isinstance(values, DictConfig):
-        raise ConfigError(f"{file}: want 'key: value' lines at the top level, such as 'max_duration: 5ep'.")
+        raise ConfigError(f"{file}: expected 'key: value' lines at the top level, such as 'max_duration: 5ep'.")
     _refuse_package(text, file)
     return Document(values, {path: SourceLine(file, line) for path, line in _lines(root, ())})
 

@@ -96,7 +96,7 @@ def _parsed(text: str) -> Override:
             "adds what is not, and null stands for nothing."
         )
     if not path_of(key) or not equals:
-        raise ConfigError(f"override {text!r}: want KEY=VALUE, such as max_duration=5ep or optimizer.lr=1e-3.")
+        raise ConfigError(f"override {text!r}: expected KEY=VALUE, such as max_duration=5ep or optimizer.lr=1e-3.")
     if path_of(key)[0] == "defaults":
         raise ConfigError(f"override {text!r}: the list itself stays as it is. GROUP=NAME chooses the file of a group.")
     try:
@@ -162,7 +162,7 @@ def _unresolvable(error: OmegaConfBaseException, raw: Mapping[Any, Any], origin:
         text = re.compile(rf"\$\{{\s*oc\.env\s*:\s*{re.escape(name[1])}\s*\}}")
         key = next((".".join(path) for path, value in texts.items() if text.search(value)), key)
         problem = f"the environment has no variable {name[1]!r}"
-        hint = f" Set it, or give a value for want of it: ${{oc.env:{name[1]},VALUE}}."
+        hint = f" Set it, or give a default: ${{oc.env:{name[1]},VALUE}}."
     elif any(_ENVIRONMENT.search(text) for text in texts.values()) and not _quotes_only(problem, written):
         problem = f"{written!r} cannot be filled in: {type(error).__name__}"
     elif (variable := re.search(r"variables\.(\w+)", problem)) is not None:
@@ -170,7 +170,7 @@ def _unresolvable(error: OmegaConfBaseException, raw: Mapping[Any, Any], origin:
         names = [str(name) for name in known] if isinstance(known, dict) else []
         hint = did_you_mean(variable[1], names) if names else " There are no variables."
     elif problem.startswith("Unsupported interpolation type"):
-        hint = " A variable of the environment is ${oc.env:NAME}, or ${oc.env:NAME,VALUE} with a value for want of it."
+        hint = " A variable of the environment is ${oc.env:NAME}, or ${oc.env:NAME,VALUE} with a default."
     return f"{origin.where(path_of(key))}: {key}: {problem}.{hint}"
 
 

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["parse"]
 
-_COMPONENT = "want a mapping with 'name: module:attr' (or a name that docs/configuration.md lists) and its arguments"
+_COMPONENT = (
+    "expected a mapping with 'name: module:attr' (or a name that docs/configuration.md lists) and its arguments"
+)
 
 
 def parse(values: dict[str, Any], origin: Origin) -> RunConfig:
@@ -42,7 +44,7 @@ def parse(values: dict[str, Any], origin: Origin) -> RunConfig:
     _reject_unknown(values, {*PARTS, *OF_THE_FILE, *flat}, (), origin)
     if not isinstance(values.get("variables", {}), dict | None):
         says = origin.says(("variables",), values["variables"])
-        raise ConfigError(f"{says}: want a mapping from names to values.")
+        raise ConfigError(f"{says}: expected a mapping from names to values.")
     for key, example in (("model", "{name: my_task:MyModel}"), ("train_loader", "{…}"), ("max_duration", "5ep")):
         if values.get(key) is None:
             raise ConfigError(f"{origin.where((key,))}: {key!r} is missing. Add a line such as '{key}: {example}'.")
@@ -68,7 +70,7 @@ def _component(value: Any, path: YamlPath, origin: Origin) -> Component:
         raise ConfigError(f"{origin.says(path, value)}: {_COMPONENT}.")
     if not isinstance(value["name"], str):
         place = (*path, "name")
-        raise ConfigError(f"{origin.says(place, value['name'])}: want text, such as 'module:attr'.")
+        raise ConfigError(f"{origin.says(place, value['name'])}: expected text, such as 'module:attr'.")
     arguments = {str(key): argument for key, argument in value.items() if key != "name"}
     return Component(value["name"], arguments, path)
 
@@ -87,12 +89,14 @@ def _components(value: Any, key: str, origin: Origin) -> Iterator[Component]:
         entry = {entry: None} if isinstance(entry, str) else entry
         if not isinstance(entry, dict):
             raise ConfigError(
-                f"{origin.says(place, entry)}: want 'name: {{arguments}}', as a mapping or as items of a list."
+                f"{origin.says(place, entry)}: expected 'name: {{arguments}}', as a mapping or as items of a list."
             )
         for name, arguments in entry.items():
             path = (*place, str(name))
             if arguments is not None and not isinstance(arguments, dict):
-                raise ConfigError(f"{origin.says(path, arguments)}: want arguments as 'key: value' lines, or nothing.")
+                raise ConfigError(
+                    f"{origin.says(path, arguments)}: expected arguments as 'key: value' lines, or nothing."
+                )
             yield Component(str(name), {str(k): v for k, v in (arguments or {}).items()}, path)
 
 
@@ -102,7 +106,7 @@ def _loader(value: Any, path: YamlPath, origin: Origin, *, taken: Iterable[str] 
     ``taken`` are keys of the same mapping that are no longer in ``value``, for the list in a message.
     """
     if not isinstance(value, dict):
-        raise ConfigError(f"{origin.says(path, value)}: want a mapping with 'dataset:'.")
+        raise ConfigError(f"{origin.says(path, value)}: expected a mapping with 'dataset:'.")
     if "name" in value:
         return _component(value, path, origin)
     if "dataset" not in value:
@@ -167,7 +171,7 @@ def _typed(schema: type[D], values: Mapping[str, Any], path: YamlPath, origin: O
             elif fits("", hints[key]) and not isinstance(value, list):
                 quotes = f" For text that YAML reads as something else, write {key}: 'text'"
                 quotes += f", or {dotted(place)}='\"text\"' in a shell." if place in origin.overrides else "."
-            raise ConfigError(f"{origin.says(place, value)}: want {in_words(hints[key])}.{quotes}")
+            raise ConfigError(f"{origin.says(place, value)}: expected {in_words(hints[key])}.{quotes}")
     for field in dataclasses.fields(schema):
         if field.default is dataclasses.MISSING and field.name not in values:
             raise ConfigError(f"{origin.where(path)}: {dotted(path)} has no {field.name!r}, which it needs.")

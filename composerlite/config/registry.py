@@ -97,7 +97,9 @@ def find(component: Component, family: Family | None, origin: Origin, *, positio
                 "function."
             )
     elif family is None:
-        raise ConfigError(f"{place}{component.name!r}: want 'module:attr', a class or function in a module of yours.")
+        raise ConfigError(
+            f"{place}{component.name!r}: expected 'module:attr', a class or function in a module of yours."
+        )
     elif (name := _spelled(component.name, family)) in (known := known_classes(family)):
         target = known[name]
     else:
@@ -117,7 +119,7 @@ def import_attribute(name: str) -> Any:
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
-        raise ConfigError(f"{name!r}: want 'module:attr', such as 'my_task:MyModel'.")
+        raise ConfigError(f"{name!r}: expected 'module:attr', such as 'my_task:MyModel'.")
     try:
         value = importlib.import_module(module_name)
     except ModuleNotFoundError as e:
@@ -176,7 +178,7 @@ def _build(target: Callable[..., Any], component: Component, origin: Origin, *po
         if unfit := _unfit(target, component.arguments):
             name, hint = next(iter(unfit.items()))
             told = origin.says((*component.path, name), component.arguments[name])
-            raise ConfigError(f"{told}: want {in_words(hint)}.") from e
+            raise ConfigError(f"{told}: expected {in_words(hint)}.") from e
         if ":" in component.name:
             raise  # a bug of the user's code, as far as one can tell
         raise ConfigError(f"{origin.where(component.path)}: {dotted(component.path)}: {type(e).__name__}: {e}") from e

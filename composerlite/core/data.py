@@ -325,7 +325,7 @@ class Evaluator:
     ) -> None:
         if subset_num_batches is not None and (subset_num_batches == 0 or subset_num_batches < -1):
             raise ConfigError(
-                f"Evaluator(subset_num_batches={subset_num_batches}): want a positive number, or -1 for all."
+                f"Evaluator(subset_num_batches={subset_num_batches}): expected a positive number, or -1 for all."
             )
         self.label = label
         self.dataloader = ensure_data_spec(dataloader)

@@ -122,11 +122,11 @@ class AutoInterval:
     def __init__(self, budget: float, *, shortest_seconds: float = 10.0, include_end_of_training: bool = True) -> None:
         if not 0 < budget < 1:
             raise ConfigError(
-                f"a budget of {budget * 100:g}% of the training time: want more than 0% and less than 100%, as in "
-                "'auto:1%'."
+                f"a budget of {budget * 100:g}% of the training time: expected more than 0% and less than 100%, such "
+                "as 'auto:1%'."
             )
         if shortest_seconds < 0:
-            raise ConfigError(f"AutoInterval(shortest_seconds={shortest_seconds}): want 0 or more.")
+            raise ConfigError(f"AutoInterval(shortest_seconds={shortest_seconds}): expected 0 or more.")
         self.budget = budget
         self.shortest_seconds = shortest_seconds
         self._final_events = _FINAL if include_end_of_training else frozenset[Event]()
@@ -152,8 +152,8 @@ class AutoInterval:
             percent = None
         if percent is None:
             raise ConfigError(
-                f"interval {text!r} cannot be read: want the part of the training time that saves may block, as in "
-                "'auto:1%' or 'auto:0.5%'."
+                f"invalid interval {text!r}: expected auto:<percent>% of the training time that saves may block, such "
+                "as 'auto:1%' or 'auto:0.5%'."
             )
         return cls(percent / 100, include_end_of_training=include_end_of_training)
 
@@ -263,7 +263,7 @@ def create_interval_scheduler(
         if not allow_auto:
             raise ConfigError(
                 f"interval {interval!r}: only the interval of checkpoints (save_interval) can be found by what they "
-                "cost. Give a count and a unit here, as in '100ba' or '1ep'."
+                "cost. Pass a number and a unit here, such as '100ba' or '1ep'."
             )
         return AutoInterval.from_string(interval, include_end_of_training=include_end_of_training)
     return IntervalScheduler(

@@ -56,7 +56,7 @@ def seed_all(seed: int) -> None:
         ConfigError: ``seed`` is not in [0, MAX_SEED].
     """
     if not 0 <= seed <= MAX_SEED:
-        raise ConfigError(f"seed={seed}: want a number from 0 to {MAX_SEED}.")
+        raise ConfigError(f"seed={seed}: expected a number from 0 to {MAX_SEED}.")
     random.seed(seed)
     np.random.seed(seed)
     seed_torch(seed)

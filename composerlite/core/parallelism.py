@@ -68,12 +68,14 @@ class FSDPConfig:
         shard, replicate = self.data_parallel_shard_degree, self.data_parallel_replicate_degree
         if not _is_count(shard) and shard != -1:
             raise ConfigError(
-                f"fsdp: data_parallel_shard_degree={shard!r}: want a number of ranks, or -1 for all that are left."
+                f"fsdp: data_parallel_shard_degree={shard!r}: expected a number of ranks, or -1 for all that are left."
             )
         if replicate is not None and not _is_count(replicate):
-            raise ConfigError(f"fsdp: data_parallel_replicate_degree={replicate!r}: want a number of copies, or None.")
+            raise ConfigError(
+                f"fsdp: data_parallel_replicate_degree={replicate!r}: expected a number of copies, or None."
+            )
         if isinstance(self.wrap_classes, str):
-            raise ConfigError(f"fsdp: wrap_classes={self.wrap_classes!r}: want a list of names of classes.")
+            raise ConfigError(f"fsdp: wrap_classes={self.wrap_classes!r}: expected a list of names of classes.")
         if self.wrap_classes and not self.auto_wrap:
             raise ConfigError("fsdp: auto_wrap=False contradicts wrap_classes: give one of the two.")
         if not self.sharded_ckpt_prefix_dir:
@@ -110,11 +112,13 @@ class TPConfig:
 
     def __post_init__(self) -> None:
         if not _is_count(self.tensor_parallel_degree):
-            raise ConfigError(f"tp: tensor_parallel_degree={self.tensor_parallel_degree!r}: want a number of ranks.")
+            raise ConfigError(
+                f"tp: tensor_parallel_degree={self.tensor_parallel_degree!r}: expected a number of ranks."
+            )
         if not isinstance(self.layer_plan, Mapping) or not self.layer_plan:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
-                f"tp: layer_plan={self.layer_plan!r}: want a dict from names of modules to how they are split, e.g. "
-                "{'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}."
+                f"tp: layer_plan={self.layer_plan!r}: expected a dict from names of modules to how they are split, "
+                "such as {'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}."
             )
 
 
@@ -222,7 +226,7 @@ def _part(kind: type[D], name: str, given: Mapping[str, Any]) -> D | None:
 
 def _mapping(where: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}={value!r}: want a dict.")
+        raise ConfigError(f"{where}={value!r}: expected a dict.")
     return cast("Mapping[str, Any]", value)
 
 
@@ -236,7 +240,7 @@ def _check_flags(config: DataclassInstance, name: str) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(field.default, bool) and not isinstance(value, bool):
-            raise ConfigError(f"{name}: {field.name}={value!r}: want True or False.")
+            raise ConfigError(f"{name}: {field.name}={value!r}: expected True or False.")
 
 
 def _check_choice(name: str, field: str, value: object, known: Sequence[str]) -> None:

@@ -66,7 +66,7 @@ def read_time(name: str, value: Time | str, *, empty: bool = True) -> Time:
     time = Time.from_input(value)
     if time.value < 0 or (time.value == 0 and not empty):
         least = "zero or more" if empty else "more than zero"
-        raise ConfigError(f"{name}={str(value)!r}: want a time of {least}, e.g. '0.1dur'.")
+        raise ConfigError(f"{name}={str(value)!r}: expected a time of {least}, such as '0.1dur'.")
     return time
 
 

@@ -38,7 +38,9 @@ class TimeUnit(StrEnum):
 
 _COUNT = re.compile(r"\s*([-+]?[0-9_.]+(?:e[-+]?\d+)?)\s*(iter|ep|ba|sp|tok|dur|sec)\s*", re.IGNORECASE)
 _CLOCK = re.compile(r"\s*(?=\d)(?:(\d+)\s*h)?\s*(?:(\d+)\s*m)?\s*(?:(\d+)\s*s)?\s*", re.IGNORECASE)
-_HOW = "want a count and a unit, as in '10ba', '2ep', '1e9tok', '100sp', '0.25dur', '2iter', '90m', '1h30m' or '100s'"
+_RULE = (
+    "expected <number><unit>, such as '10ba', '2ep', '1e9tok', '100sp', '0.25dur', '2iter', '90m', '1h30m' or '100s'"
+)
 
 
 @final
@@ -58,7 +60,7 @@ class Time:
     def __init__(self, value: int | float, unit: str | TimeUnit) -> None:
         unit = TimeUnit(unit)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"Time({value!r}, {unit.value!r}): want a finite number.")
+            raise ConfigError(f"Time({value!r}, {unit.value!r}): expected a finite number.")
         if unit is TimeUnit.DURATION:
             value = float(value)
         elif isinstance(value, float):
@@ -112,12 +114,12 @@ class Time:
             except ConfigError:
                 raise
             except ValueError as e:
-                raise ConfigError(f"time {timestring!r}: {match[1]!r} is not a number; {_HOW}.") from e
+                raise ConfigError(f"invalid time {timestring!r}: {match[1]!r} is not a number; {_RULE}.") from e
         if match := _CLOCK.fullmatch(timestring):
             hours, minutes, seconds = (int(group) if group is not None else 0 for group in match.groups())
             if any(group is not None for group in match.groups()):
                 return cls(3600 * hours + 60 * minutes + seconds, TimeUnit.SECOND)
-        raise ConfigError(f"time {timestring!r} cannot be read: {_HOW}.")
+        raise ConfigError(f"invalid time {timestring!r}: {_RULE}.")
 
     @classmethod
     def from_input(cls, value: TimeInput, int_unit: str | TimeUnit | None = None) -> Time:
@@ -130,7 +132,7 @@ class Time:
             return cls.from_timedelta(value)
         if int_unit is not None and isinstance(value, int | float) and not isinstance(value, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             return cls(value, int_unit)
-        raise ConfigError(f"time {value!r} of type {type(value).__name__} cannot be read: {_HOW}.")
+        raise ConfigError(f"invalid time {value!r} of type {type(value).__name__}: {_RULE}.")
 
     @property
     def value(self) -> int | float:
@@ -306,9 +308,9 @@ def _bare(name: str, value: int | float | Time | timedelta) -> int:
         return _microseconds(value)
     unit = _UNITS[name.split("_")[0]]
     if isinstance(value, Time) and value.unit is not unit:
-        raise ConfigError(f"Timestamp({name}={value}): want a count in {unit.value!r}.")
+        raise ConfigError(f"Timestamp({name}={value}): expected a count in {unit.value!r}.")
     if isinstance(value, str | timedelta) or int(value) != value or int(value) < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"Timestamp({name}={value!r}): want a whole number that is not negative.")
+        raise ConfigError(f"Timestamp({name}={value!r}): expected a whole number that is not negative.")
     return int(value)
 
 

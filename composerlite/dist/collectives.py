@@ -140,7 +140,7 @@ def broadcast_object(obj: T, src: int = 0, timeout: timedelta | None = None) -> 
     """
     world_size = get_world_size()
     if not 0 <= src < world_size:
-        raise ConfigError(f"src={src}: want a rank from 0 to {world_size - 1}.")
+        raise ConfigError(f"src={src}: expected a rank from 0 to {world_size - 1}.")
     if world_size == 1:
         return obj
     is_source = get_control().barrier.rank == src

@@ -49,7 +49,7 @@ def _from_environment(*names: str, default: int) -> int:
                 return int(text)
             except ValueError as e:
                 raise ConfigError(
-                    f"environment variable {name}={text!r}: want a whole number, as torchrun sets it."
+                    f"environment variable {name}={text!r}: expected a whole number, as torchrun sets it."
                 ) from e
     return default
 
@@ -332,7 +332,7 @@ def _check_environment() -> None:
         "LOCAL_RANK, LOCAL_WORLD_SIZE": (get_local_rank(), get_local_world_size()),
     }.items():
         if not 0 <= rank < size:
-            raise ConfigError(f"{what} are {rank}, {size}: want a rank from 0 to {size - 1}, as torchrun sets it.")
+            raise ConfigError(f"{what} are {rank}, {size}: expected a rank from 0 to {size - 1}, as torchrun sets it.")
     if get_local_world_size() > get_world_size():
         raise ConfigError(
             f"LOCAL_WORLD_SIZE={get_local_world_size()} is more than WORLD_SIZE={get_world_size()}: "

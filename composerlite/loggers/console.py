@@ -71,7 +71,7 @@ def open_stream(stream: StreamInput) -> TextStream:
     named: dict[str, TextStream] = {"stderr": sys.stderr, "stdout": sys.stdout}
     if isinstance(stream, str):
         if stream not in named:
-            raise ConfigError(f"stream={stream!r}: want an open text file or a name.{did_you_mean(stream, named)}")
+            raise ConfigError(f"stream={stream!r}: expected an open text file or a name.{did_you_mean(stream, named)}")
         stream = named[stream]
     return stream if dist.get_global_rank() == 0 else _Silence()
 

@@ -55,7 +55,7 @@ class FileLogger(RunFileLogger):
         buffer_size: int = 1,
     ) -> None:
         if flush_interval < 1:
-            raise ConfigError(f"FileLogger(flush_interval={flush_interval}): want a number of batches, 1 or more.")
+            raise ConfigError(f"FileLogger(flush_interval={flush_interval}): expected a number of batches, 1 or more.")
         super().__init__(filename, remote_file_name, on_every_rank=True)
         self._with_traces = log_traces
         self._flush_interval = flush_interval

@@ -73,13 +73,14 @@ class RemoteUploaderDownloader(LoggerDestination):
     ) -> None:
         scheme, bucket, folder = parse_uri(bucket_uri)
         if not scheme:
-            raise ConfigError(f"bucket_uri={bucket_uri!r}: want a bucket, as in 's3://bucket'.")
+            raise ConfigError(f"bucket_uri={bucket_uri!r}: expected a bucket, such as 's3://bucket'.")
         for name, value in (("num_concurrent_uploads", num_concurrent_uploads), ("num_attempts", num_attempts)):
             if value < 1:
-                raise ConfigError(f"{name}={value!r}: want 1 or more.")
+                raise ConfigError(f"{name}={value!r}: expected 1 or more.")
         if _NAME not in file_path_format_string:
             raise ConfigError(
-                f"file_path_format_string={file_path_format_string!r}: want {_NAME} in it, or all files have one name."
+                f"file_path_format_string={file_path_format_string!r}: expected {_NAME} in it: else all files "
+                "have one name."
             )
         self.bucket_uri = bucket_uri
         self.file_path_format_string = f"{folder.strip('/')}/{file_path_format_string}".lstrip("/")

@@ -78,7 +78,7 @@ class RunFileLogger(LoggerDestination):
         flush_seconds: float = 1.0,
     ) -> None:
         if not flush_seconds >= 0:
-            raise ConfigError(f"{type(self).__name__}(flush_seconds={flush_seconds!r}): want seconds, 0 or more.")
+            raise ConfigError(f"{type(self).__name__}(flush_seconds={flush_seconds!r}): expected seconds, 0 or more.")
         template = None if template is None else str(template)
         for one in (template, remote_template):
             if one is not None:

@@ -35,8 +35,8 @@ def infer_target_type(input: Tensor, targets: Tensor) -> str:  # noqa: A002 - th
     if input.dim() == targets.dim() + 1 and input.shape[0] == targets.shape[0]:
         return "indices"
     raise ConfigError(
-        f"targets of shape {tuple(targets.shape)} do not fit logits of shape {tuple(input.shape)}: want class numbers "
-        "(N, …) or probabilities (N, C, …)."
+        f"targets of shape {tuple(targets.shape)} do not fit logits of shape {tuple(input.shape)}: expected class "
+        "numbers (N, …) or probabilities (N, C, …)."
     )
 
 

@@ -99,7 +99,7 @@ def dtype_of(name: torch.dtype | str | None) -> torch.dtype | None:
     if found is None and name is None:
         return None
     if not isinstance(found, torch.dtype):
-        raise ConfigError(f"dtype={name!r}: want a type of torch, e.g. 'bfloat16'.")
+        raise ConfigError(f"dtype={name!r}: expected a type of torch, such as 'bfloat16'.")
     return found
 
 

@@ -171,7 +171,7 @@ def _imported(model_class: type[Any] | str) -> type[Any]:
         found: Any = getattr(importlib.import_module(module or "transformers"), name)
     except (ImportError, AttributeError, ValueError) as e:
         raise ConfigError(
-            f"model_instantiation_class={model_class!r} cannot be imported: {e}. Want 'package.module.Class'."
+            f"model_instantiation_class={model_class!r} cannot be imported: {e}. Expected 'package.module.Class'."
         ) from e
     return cast("type[Any]", found)
 

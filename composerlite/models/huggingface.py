@@ -109,8 +109,8 @@ class HuggingFaceModel(ComposerModel):
         """Outputs of the model for those parts of ``batch`` that it knows."""
         if not isinstance(batch, Mapping):
             raise TrainingError(
-                f"HuggingFaceModel: a batch is a {type(batch).__name__}: want a mapping with the names of the model's "
-                "arguments, as {'input_ids': …, 'labels': …}. A collator of transformers makes one."
+                f"HuggingFaceModel: a batch is a {type(batch).__name__}: expected a mapping with the names of the "
+                "model's arguments, such as {'input_ids': …, 'labels': …}. A collator of transformers makes one."
             )
         items = cast("Mapping[str, Any]", batch).items()
         return self.model(**{key: value for key, value in items if key in self._takes})

@@ -168,7 +168,7 @@ class DecoupledAdamW(_DecoupledOptimizer):
     ) -> None:
         _check(self, lr=lr, eps=eps, weight_decay=weight_decay)
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ConfigError(f"DecoupledAdamW(betas={betas}): want two numbers in [0, 1), e.g. (0.9, 0.95).")
+            raise ConfigError(f"DecoupledAdamW(betas={betas}): expected two numbers in [0, 1), such as (0.9, 0.95).")
         defaults = {
             "lr": lr,
             "betas": (betas[0], betas[1]),  # a list that came from YAML would be in every checkpoint
@@ -215,7 +215,7 @@ def _check(optimizer: Optimizer, **values: float) -> None:
     name = type(optimizer).__name__
     for argument, value in values.items():
         if not value >= 0:
-            raise ConfigError(f"{name}({argument}={value}): want a number of zero or more.")
+            raise ConfigError(f"{name}({argument}={value}): expected a number of zero or more.")
     if values["weight_decay"] >= _HIGH_DECAY:
         log.warning(
             "%s(weight_decay=%g) takes that share of every weight at every step: it is not multiplied by the learning "

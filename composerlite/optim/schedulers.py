@@ -66,7 +66,9 @@ def compile_composer_scheduler(scheduler: ComposerScheduler, state: State, ssr: 
     if len(state.optimizers) != 1:
         raise ConfigError(f"a scheduler needs exactly one optimizer, and there are {len(state.optimizers)}.")
     if not ssr > 0:
-        raise ConfigError(f"scale_schedule_ratio={ssr}: want a number above zero; 1.0 leaves the schedule as it is.")
+        raise ConfigError(
+            f"scale_schedule_ratio={ssr}: expected a number above zero; 1.0 leaves the schedule as it is."
+        )
 
     def factor(_steps: int) -> float:
         # A function of the state alone is a schedule, too, as long as nothing is scaled.
@@ -148,7 +150,7 @@ class MultiStepScheduler(ComposerScheduler):
     @checked_arguments
     def __init__(self, milestones: Sequence[Time | str], gamma: float = 0.1) -> None:
         if isinstance(milestones, str):
-            raise ConfigError(f"milestones={milestones!r}: want a list of times, e.g. [{milestones!r}].")
+            raise ConfigError(f"milestones={milestones!r}: expected a list of times, such as [{milestones!r}].")
         self.milestones = [read_time("milestones", milestone) for milestone in milestones]
         self.gamma = gamma
 
@@ -252,7 +254,7 @@ class CosineAnnealingWarmRestartsScheduler(ComposerScheduler):
     @checked_arguments
     def __init__(self, t_0: Time | str, t_mult: float = 1.0, alpha_f: float = 0.0) -> None:
         if not t_mult >= 1:
-            raise ConfigError(f"t_mult={t_mult}: want 1 or more, or the cycles shrink to nothing.")
+            raise ConfigError(f"t_mult={t_mult}: expected 1 or more, or the cycles shrink to nothing.")
         self.t_0 = read_time("t_0", t_0, empty=False)
         self.t_mult = t_mult
         self.alpha_f = alpha_f

@@ -41,9 +41,9 @@ def cyclic_schedule(
     """
     for name, value in (("skip_first", skip_first), ("wait", wait), ("warmup", warmup), ("repeat", repeat)):
         if value < 0:
-            raise ConfigError(f"cyclic_schedule({name}={value}): want 0 or more.")
+            raise ConfigError(f"cyclic_schedule({name}={value}): expected 0 or more.")
     if active < 1:
-        raise ConfigError(f"cyclic_schedule(active={active}): want a number of batches to record, 1 or more.")
+        raise ConfigError(f"cyclic_schedule(active={active}): expected a number of batches to record, 1 or more.")
     cycle = wait + warmup + active
 
     def schedule(state: State) -> ProfilerAction:

@@ -183,7 +183,7 @@ def _gathered(places: Sequence[str], run: str | None) -> _Gathered:
     asked, run = run, _last_run(records, stored) if run is None else run
     if run is None:
         raise CheckpointNotFoundError(
-            f"there is no run in {', '.join(places)}: want a folder or a URI with checkpoints, or the file that a "
+            f"there is no run in {', '.join(places)}: expected a folder or a URI with checkpoints, or the file that a "
             "JSONLLogger has written."
         )
     mine = [record for record in records if record.run_name == run]

@@ -266,7 +266,8 @@ def check_name(name: str) -> str:
     parts = name.split("/")
     if not name or any(part in ("", ".", "..") for part in parts) or "\0" in name:
         raise ConfigError(
-            f"object name {name!r}: want parts between slashes, none of them empty, '.' or '..', as in 'run/ep1.pt'."
+            f"object name {name!r}: expected parts between slashes, none of them empty, '.' or '..', such as "
+            "'run/ep1.pt'."
         )
     if len(name.encode()) > 1024:
         raise ConfigError(f"object name {name[:40]!r}… has {len(name.encode())} bytes: stores take 1024.")

@@ -54,10 +54,10 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         if self.attempts < 1:
-            raise ConfigError(f"attempts={self.attempts}: want 1 (never again) or more")
+            raise ConfigError(f"attempts={self.attempts}: expected 1 (never again) or more")
         for name in ("first_delay_seconds", "longest_delay_seconds", "budget_seconds"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: want 0 or more")
+                raise ConfigError(f"{name}={getattr(self, name)}: expected 0 or more")
 
     def run(self, operation: Callable[[], T], what: str, stopped: threading.Event | None = None) -> T:
         """Call ``operation`` until it succeeds and return its result.
@@ -155,7 +155,7 @@ def retry(
         ConfigError: ``num_attempts`` is less than 1.
     """
     if num_attempts < 1:
-        raise ConfigError(f"num_attempts={num_attempts}: want 1 or more")
+        raise ConfigError(f"num_attempts={num_attempts}: expected 1 or more")
     errors = (exc_class,) if isinstance(exc_class, type) else tuple(exc_class)
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

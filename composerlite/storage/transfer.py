@@ -75,9 +75,9 @@ class Transfer:
         part_bytes: int | None = None,
     ) -> None:
         if threads < 1:
-            raise ConfigError(f"threads={threads}: want 1 or more")
+            raise ConfigError(f"threads={threads}: expected 1 or more")
         if part_bytes is not None and part_bytes < 1:
-            raise ConfigError(f"part_bytes={part_bytes}: want 1 or more")
+            raise ConfigError(f"part_bytes={part_bytes}: expected 1 or more")
         self.store = store
         self._threads = threads
         self._retry = retry

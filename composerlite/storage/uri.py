@@ -52,7 +52,7 @@ def parse_uri(uri: str) -> tuple[str, str, str]:
     if scheme not in _STORES and scheme not in _DOWNLOADS:
         raise ConfigError(f"{uri!r}: unknown scheme {scheme!r}.{did_you_mean(scheme, [*_STORES, *_DOWNLOADS, 'file'])}")
     if not bucket:
-        raise ConfigError(f"{uri!r}: want a bucket after the scheme, as in '{scheme}://bucket/run'.")
+        raise ConfigError(f"{uri!r}: expected a bucket after the scheme, such as '{scheme}://bucket/run'.")
     return scheme, bucket, path
 
 

@@ -61,7 +61,7 @@ def number_of(count: int | None, default: int, name: str = "thread_count") -> in
         ConfigError: it is less than 1; names ``name``.
     """
     if count is not None and count < 1:
-        raise ConfigError(f"{name}={count}: want 1 or more, or None")
+        raise ConfigError(f"{name}={count}: expected 1 or more, or None")
     return default if count is None else count
 
 

@@ -122,7 +122,7 @@ def run_ranks_to_the_end(
         TimeoutError: the ranks did not end in ``timeout``. Its notes are the stacks of all.
     """
     if world_size < 1:
-        raise ConfigError(f"world_size={world_size}: want 1 or more.")
+        raise ConfigError(f"world_size={world_size}: expected 1 or more.")
     return _pool.run(pickle.dumps((function, args, dist_timeout)), world_size, timeout, fresh=fresh)
 
 

@@ -47,7 +47,7 @@ class NetworkFaults:
     def __post_init__(self) -> None:
         shares = [getattr(self, name) for name in _KINDS]
         if min(shares) < 0 or sum(shares) > 1 + 1e-9:
-            raise ConfigError(f"{self}: want shares from 0 to 1, together at most 1")
+            raise ConfigError(f"{self}: expected shares from 0 to 1, together at most 1")
 
 
 _KINDS = [field.name for field in fields(NetworkFaults) if not field.name.endswith("seconds")]

@@ -80,7 +80,7 @@ def resolve_run_name(run_name: str | None, *, autoresume: bool) -> tuple[str, bo
         ConfigError: with ``autoresume`` and no name, a relaunch could not find its run again; or a name with a slash.
     """
     if run_name is not None and not (isinstance(run_name, str) and run_name):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"run_name={run_name!r}: want a name, or None for that of the environment or a new one.")
+        raise ConfigError(f"run_name={run_name!r}: expected a name, or None for that of the environment or a new one.")
     name = run_name or os.environ.get("COMPOSER_RUN_NAME") or os.environ.get("RUN_NAME")
     if name is None and autoresume:
         name = _job_name(os.environ)
@@ -249,7 +249,7 @@ def scaled_duration(max_duration: TimeInput | None, ratio: float) -> TimeInput |
     with naming("max_duration", max_duration):
         time = Time.from_input(max_duration, TimeUnit.EPOCH)
     if time.value <= 0:
-        raise ConfigError(f"max_duration={max_duration!r}: want more than zero.")
+        raise ConfigError(f"max_duration={max_duration!r}: expected more than zero.")
     if ratio == 1.0:
         return time
     scaled = time * ratio

@@ -175,12 +175,12 @@ def check_loss(loss: object, total: object) -> None:
     if not isinstance(total, torch.Tensor):
         hint = " .item() takes a number out of the graph." if isinstance(total, int | float) else ""
         raise TrainingError(
-            f"model.loss returned {type(loss).__name__}: want a tensor, a sequence of tensors, or a dict of tensors."
-            f"{hint}"
+            f"model.loss returned {type(loss).__name__}: expected a tensor, a sequence of tensors, or a dict of "
+            f"tensors.{hint}"
         )
     if total.numel() != 1:
         raise TrainingError(
-            f"model.loss returned a tensor of shape {list(total.shape)}: want a scalar. Take the mean over the "
+            f"model.loss returned a tensor of shape {list(total.shape)}: expected a scalar. Take the mean over the "
             "samples: loss.mean(), or reduction='mean' of the loss function."
         )
     if not total.requires_grad:
@@ -233,7 +233,7 @@ def check_flags(function: Callable[..., Any], arguments: Mapping[str, Any]) -> N
     """
     for name, parameter in inspect.signature(function).parameters.items():
         if isinstance(parameter.default, bool) and not isinstance(arguments[name], bool):
-            raise ConfigError(f"{name}={arguments[name]!r}: want True or False.")
+            raise ConfigError(f"{name}={arguments[name]!r}: expected True or False.")
 
 
 def check_subset(value: int, *, argument: str) -> int:
@@ -243,7 +243,7 @@ def check_subset(value: int, *, argument: str) -> int:
         ConfigError: it is neither.
     """
     if not _is_int(value) or value == 0 or value < -1:
-        raise ConfigError(f"{argument}={value!r}: want a positive number of batches, or -1 for all.")
+        raise ConfigError(f"{argument}={value!r}: expected a positive number of batches, or -1 for all.")
     return value
 
 
@@ -265,7 +265,7 @@ def check_ratio(value: float) -> float:
         ConfigError: not a positive number.
     """
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"scale_schedule_ratio={value!r}: want a positive number.")
+        raise ConfigError(f"scale_schedule_ratio={value!r}: expected a positive number.")
     return value
 
 
@@ -276,7 +276,7 @@ def check_seconds(value: float, *, argument: str) -> float:
         ConfigError: not a number, or less than none.
     """
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"{argument}={value!r}: want a number of seconds, 0 or more.")
+        raise ConfigError(f"{argument}={value!r}: expected a number of seconds, 0 or more.")
     return float(value)
 
 
@@ -287,7 +287,7 @@ def check_seed(value: int) -> int:
         ConfigError: not a whole number that numpy takes as a seed.
     """
     if not _is_int(value) or not 0 <= value <= MAX_SEED:
-        raise ConfigError(f"seed={value!r}: want a whole number from 0 to {MAX_SEED}.")
+        raise ConfigError(f"seed={value!r}: expected a whole number from 0 to {MAX_SEED}.")
     return value
 
 
@@ -300,7 +300,7 @@ def check_names(value: Sequence[str] | None, *, argument: str) -> list[str]:
     if value is None:
         return []
     if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(n, str) for n in value):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"{argument}={value!r}: want a list of names.")
+        raise ConfigError(f"{argument}={value!r}: expected a list of names.")
     return list(value)
 
 
@@ -334,7 +334,9 @@ def check_plateau(state: State) -> None:
     for name in filter(None, followed):
         check_metric_exists(name, state, argument="ReduceLROnPlateau: metric")
         if name.startswith("train/") and all(one.label != "train" for one in state.evaluators):
-            raise ConfigError(f"ReduceLROnPlateau(metric={name!r}): want a metric of evaluation, as 'eval/loss'.")
+            raise ConfigError(
+                f"ReduceLROnPlateau(metric={name!r}): expected a metric of evaluation, such as 'eval/loss'."
+            )
     label = state.evaluators[0].label
     if None in followed and "loss" not in state.eval_metrics.get(label, {}):
         raise ConfigError(
@@ -370,7 +372,7 @@ def check_compile_config(value: Mapping[str, Any] | None) -> dict[str, Any] | No
         return None
     if not isinstance(value, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(
-            f"compile_config={value!r}: want a dict of arguments of torch.compile, {{}} for its defaults."
+            f"compile_config={value!r}: expected a dict of arguments of torch.compile, {{}} for its defaults."
         )
     known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
     for name in value:
@@ -389,7 +391,7 @@ def microbatch_size(value: int | str | None) -> tuple[int | None, bool]:
         return None, True
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value, False
-    raise ConfigError(f"device_train_microbatch_size={value!r}: want a positive number of samples, 'auto' or None.")
+    raise ConfigError(f"device_train_microbatch_size={value!r}: expected a positive number of samples, 'auto' or None.")
 
 
 def _is_int(value: object) -> bool:

@@ -159,7 +159,7 @@ def import_object(name: str) -> Any:
     """Return the object that ``'path.to.module:name'`` names."""
     module, _, attribute = name.partition(":")
     if not attribute:
-        raise ConfigError(f"import_object({name!r}): want a module and a name, as in 'path.to.module:name'.")
+        raise ConfigError(f"import_object({name!r}): expected a module and a name, such as 'path.to.module:name'.")
     return getattr(importlib.import_module(module), attribute)
 
 
@@ -199,7 +199,7 @@ def create_symlink_file(existing_path: str, destination_filename: str | Path) ->
     """Write a text file that stands for a link to ``existing_path``: :func:`get_file` follows it, in buckets too."""
     path = Path(destination_filename)
     if path.suffix != ".symlink":
-        raise ConfigError(f"destination_filename={str(path)!r}: want a name that ends with .symlink.")
+        raise ConfigError(f"destination_filename={str(path)!r}: expected a name that ends with .symlink.")
     with path.open("x") as file:
         file.write(existing_path)
 

@@ -293,10 +293,13 @@ def test_an_interval_may_be_a_budget(tmp_path: Path) -> None:
 
 # ── bad input ────────────────────────────────────────────────────────────────────────────────────────────────────────
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"save_failure_limit": -1}, "save_failure_limit=-1: want a whole number, 0 or more"),
-    ({"save_staging_bytes": 1.5}, r"save_staging_bytes=1\.5: want a whole number"),
-    ({"save_verify_copy": "last"}, r"save_verify_copy='last': want 'first', 'always', 'never', or a number of saves"),
-    ({"save_verify_copy": 0}, r"save_verify_copy=0: want a whole number, 1 or more"),
+    ({"save_failure_limit": -1}, "save_failure_limit=-1: expected a whole number, 0 or more"),
+    ({"save_staging_bytes": 1.5}, r"save_staging_bytes=1\.5: expected a whole number"),
+    (
+        {"save_verify_copy": "last"},
+        r"save_verify_copy='last': expected 'first', 'always', 'never', or a number of saves",
+    ),
+    ({"save_verify_copy": 0}, r"save_verify_copy=0: expected a whole number, 1 or more"),
     ({"save_ephemeral_interval": "1x"}, "save_ephemeral_interval='1x'"),
     ({"save_ephemeral_interval": "auto:1%"}, "save_ephemeral_interval='auto:1%'"),
     ({"save_interval": "auto:0%"}, "save_interval='auto:0%'"),

@@ -98,7 +98,7 @@ def test_without_a_gpu_there_is_a_warning_and_training_goes_on(callback: Any, ca
 def test_bad_arguments_are_refused() -> None:
     """At once, with the rule."""
     for make, message in (
-        (lambda: ActivationMonitor("3s"), "want batches or epochs"),
+        (lambda: ActivationMonitor("3s"), "expected batches or epochs"),
         (lambda: MemorySnapshot(interval="0ba"), "interval='0ba'"),
         (lambda: MemorySnapshot(skip_batches=-1), "skip_batches=-1"),
         (lambda: MemorySnapshot(filename="{bach}"), "Did you mean 'batch'"),

@@ -203,7 +203,7 @@ def test_a_configuration_is_plain_data(tmp_path: Path) -> None:
     copied = config.copy()
     assert copied == config
     assert copied is not config
-    with pytest.raises(ConfigError, match=r"_CLASS_='olmo_core.Other': want the settings of a CheckpointerConfig"):
+    with pytest.raises(ConfigError, match=r"_CLASS_='olmo_core.Other': expected the settings of a CheckpointerConfig"):
         CheckpointerConfig.from_dict({"_CLASS_": "olmo_core.Other"})
     with pytest.raises(TypeError, match=r"no field 'save_threads'. Did you mean 'save_thread_count'"):
         config.merge(["save_threads=4"])

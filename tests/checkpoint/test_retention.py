@@ -305,7 +305,7 @@ def test_what_any_rule_keeps_stays() -> None:
 @pytest.mark.parametrize("count", [0, -2, 1.5, "3", None, True])
 def test_a_number_that_keeps_nothing_is_refused(count: Any) -> None:
     """Zero, and what is no number of checkpoints; the message says what can be asked for."""
-    with pytest.raises(ConfigError, match=rf"num_checkpoints_to_keep={count!r}: want -1 to keep all or a positive"):
+    with pytest.raises(ConfigError, match=rf"num_checkpoints_to_keep={count!r}: expected -1 to keep all or a positive"):
         retention_policy(count)
 
 
@@ -314,10 +314,10 @@ def test_a_number_that_keeps_nothing_is_refused(count: Any) -> None:
     [
         ({"best_k": 3}, r"best_k=3: by which metric\? Give best_metric='eval/<name>'"),
         ({"best_metric": ACCURACY}, r"how many of the best are to stay\? Give best_k"),
-        ({"best_k": 0, "best_metric": ACCURACY}, "best_k=0: want a positive number"),
-        ({"best_k": True, "best_metric": ACCURACY}, "best_k=True: want a positive number"),
+        ({"best_k": 0, "best_metric": ACCURACY}, "best_k=0: expected a positive number"),
+        ({"best_k": True, "best_metric": ACCURACY}, "best_k=True: expected a positive number"),
         ({"best_k": 1, "best_metric": ACCURACY, "best_mode": "mx"}, "best_mode='mx': no such mode. Did you mean 'max'"),
-        ({"keep_every": Time.from_timestring("0ba")}, "keep_every='0ba': want more than zero"),
+        ({"keep_every": Time.from_timestring("0ba")}, "keep_every='0ba': expected more than zero"),
         ({"keep_every": Time(0.1, TimeUnit.DURATION)}, "keep_every='0.1dur': .* how long training will be"),
     ],
 )

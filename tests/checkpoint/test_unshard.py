@@ -184,7 +184,7 @@ def test_mistakes_are_said_before_anything_is_written(tmp_path: Path) -> None:
         UnshardStrategy(UnshardStrategyType.chunks)
     with pytest.raises(ValueError, match="has no chunks"):
         UnshardStrategy(chunk_size_bytes=5)
-    with pytest.raises(ConfigError, match="want one of one_file"):
+    with pytest.raises(ConfigError, match="expected one of one_file"):
         UnshardStrategy("whole")  # type: ignore[arg-type]
 
 

@@ -173,7 +173,7 @@ def test_contradictions_are_errors_that_name_both_values(tmp_path: Path) -> None
         ("scheduler", "WarmupLR", "schedulers="),
         ("deepspeed_config", "parallelism_config", "fsdp"),
         ("'stage': 0", "leave deepspeed_config out"),
-        ("'stage': 9", "want {'stage': 1}"),
+        ("'stage': 9", "expected {'stage': 1}"),
         ("none.json", "no such file"),
         ("'auto'", "deepspeed_config"),
         ("save_weights_only=True", "unshard_zero"),

@@ -195,11 +195,11 @@ def test_a_wrong_copy_is_one_line(demo: Path, bucket: str) -> None:
         (["cp", "demo/foreign.pt", "there"], 1, "has no manifest"),
         (["cp", f"demo/{ONE}", f"demo/{TWO}"], 2, "is a file"),
         (["cp", "demo/ep9.pt", "there"], 1, "there is no checkpoint"),
-        (["push", "demo", "there"], 2, "want a URI there"),
-        (["push", bucket, bucket], 2, "want a folder of this machine"),
-        (["pull", "demo", "there"], 2, "want a URI there"),
+        (["push", "demo", "there"], 2, "expected a URI there"),
+        (["push", bucket, bucket], 2, "expected a folder of this machine"),
+        (["pull", "demo", "there"], 2, "expected a URI there"),
         (["push", "demo", bucket, "ep9.pt"], 1, "is no checkpoint. There are: "),
-        (["push", "demo", bucket, ONE, "--all"], 2, "want names or --all"),
+        (["push", "demo", bucket, ONE, "--all"], 2, "expected names or --all"),
         (["pull", f"{bucket}/nothing", "there"], 1, "there is nothing to copy"),
     ):
         done = composerlite("checkpoint", *arguments, cwd=demo.parent)

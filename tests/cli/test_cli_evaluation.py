@@ -288,7 +288,7 @@ def test_outputs_are_written_for_torch_load(ended: Path, tmp_path: Path) -> None
     outputs = torch.load(file, weights_only=True)
     assert [len(batch) for batch in outputs] == [8, 8, 8, 8, 5]
     before = file.read_bytes()
-    stderr = f"--output {file}: it is there already. Want another name."
+    stderr = f"--output {file}: the file exists already. Pass another name."
     refused("predict", "fox.yaml", "--data", "near", "-o", str(file), cwd=ended, status=2, stderr=stderr)
     assert file.read_bytes() == before
 
@@ -300,7 +300,7 @@ def test_code_that_a_checkpoint_names_is_not_run_unasked(project: Path) -> None:
     way = "'composerlite eval CONFIG --checkpoint runs/fox', with the YAML file of the run"
     stderr = (
         "'runs/fox/ep2-ba10-rank0.pt' keeps the configuration of its run, which names code that would be run, such as "
-        f"'task:model'. If you trust whoever made the checkpoint, add --trust-config; else want {way}."
+        f"'task:model'. If you trust whoever made the checkpoint, add --trust-config; else run {way}."
     )
     refused("eval", "runs/fox", cwd=project, status=2, stderr=stderr)
     assert not (project / "imported").exists()
@@ -311,7 +311,7 @@ def test_a_checkpoint_without_a_configuration_says_what_to_do(ended: Path, train
     way = f"'composerlite eval CONFIG --checkpoint {trained}', with the YAML file of the run"
     stderr = (
         f"'{trained}/ep3-ba12-rank0.pt' keeps no configuration that could be read: it is of an earlier version, not of "
-        f"'composerlite train', or an archive of DeepSpeed. Want {way}."
+        f"'composerlite train', or an archive of DeepSpeed. Run {way}."
     )
     refused("eval", str(trained), "--trust-config", cwd=ended, status=2, stderr=stderr)
 
@@ -320,12 +320,16 @@ def test_a_checkpoint_without_a_configuration_says_what_to_do(ended: Path, train
     ("arguments", "status", "stderr"),
     [
         (["eval_loader=null"], 2, "fox.yaml: there is no eval_loader, and nothing to evaluate on."),
-        (["save_folder=null"], 2, "fox.yaml: there is no save_folder. Want --checkpoint PLACE."),
-        (["load_path=a.pt"], 2, "load_path='a.pt' is what training begins with. Want --checkpoint a.pt."),
+        (["save_folder=null"], 2, "fox.yaml: there is no save_folder. Pass --checkpoint PLACE."),
+        (
+            ["load_path=a.pt"],
+            2,
+            "load_path='a.pt' is what training begins with. To evaluate it pass --checkpoint a.pt.",
+        ),
         (
             ["run_name=null", "autoresume=false"],
             2,
-            "fox.yaml:16: save_folder='runs/{run_name}': nothing says which run is meant. Want run_name=NAME, or "
+            "fox.yaml:16: save_folder='runs/{run_name}': nothing says which run is meant. Pass run_name=NAME, or "
             "--checkpoint PLACE.",
         ),
         (
@@ -355,7 +359,7 @@ def test_a_mistake_is_one_message(ended: Path, arguments: list[str], status: int
 def test_predict_wants_to_know_which_data(ended: Path, tmp_path: Path) -> None:
     """Where there are several, and where the label is none of them."""
     out = ("-o", f"{tmp_path}/x.pt")
-    several = "there are several eval_loader: near, far. Want one of them as --data LABEL."
+    several = "there are several eval_loader: near, far. Pass one of them as --data LABEL."
     refused("predict", "fox.yaml", *out, cwd=ended, status=2, stderr=several)
-    unknown = "--data fra: there is no such eval_loader. Want one of near, far."
+    unknown = "--data fra: there is no such eval_loader. Expected one of near, far."
     refused("predict", "fox.yaml", *out, "--data", "fra", cwd=ended, status=2, stderr=unknown)

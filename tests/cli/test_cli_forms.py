@@ -181,12 +181,12 @@ def test_nothing_is_converted_over_something(demo: Path) -> None:
 def test_a_wrong_form_is_one_line(demo: Path) -> None:
     """What was given, what is wanted, and what to do."""
     for arguments, status, words in (
-        (["convert", f"demo/{ONE}", "s3://bucket/ep1.pt"], 2, "want a path of this machine"),
+        (["convert", f"demo/{ONE}", "s3://bucket/ep1.pt"], 2, "expected a path of this machine"),
         (["convert", f"demo/{ONE}", "ep1.zip"], 2, "there is no format '.zip'"),
         (["convert", "demo", "ep1.pt"], 2, "is a folder of checkpoints"),
         (["diff", f"demo/{ONE}", "demo/ep9.pt"], 1, "there is no checkpoint"),
         (["unshard", f"demo/{ONE}", "out"], 2, "is one file already"),
-        (["unshard", f"demo/{ONE}", "out", "--per-tensor", "--chunk-bytes", "5"], 2, "want one of them"),
+        (["unshard", f"demo/{ONE}", "out", "--per-tensor", "--chunk-bytes", "5"], 2, "expected one of them"),
     ):
         done = composerlite("checkpoint", *arguments, cwd=demo.parent)
         assert (done.returncode, done.stdout) == (status, ""), arguments

@@ -62,10 +62,10 @@ def test_what_convert_cannot_do_is_said(run: tuple[Path, HuggingFaceModel]) -> N
     """Two targets or none, an unknown form, a type where there is none: status 2 and one line that says what."""
     folder, _ = run
     for arguments, message in (
-        ([], "want TARGET or --output"),
-        (["a", "-o", "b"], "want TARGET or --output"),
-        (["a", "--to", "gguf"], "--to gguf: want huggingface"),
-        (["a.pt", "--dtype", "bfloat16"], "want --to huggingface"),
+        ([], "expected TARGET or --output"),
+        (["a", "-o", "b"], "expected TARGET or --output"),
+        (["a", "--to", "gguf"], "--to gguf: expected huggingface"),
+        (["a.pt", "--dtype", "bfloat16"], "expected --to huggingface"),
         (["a", "--to", "huggingface", "--dtype", "bf17"], "bf17"),
     ):
         done = composerlite("checkpoint", "convert", "run/latest-rank0.pt", *arguments, cwd=folder)

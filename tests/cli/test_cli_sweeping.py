@@ -171,7 +171,7 @@ def test_a_wrong_rule_is_one_line_and_status_2(demo: Path) -> None:
     for arguments, words in (
         ([], "which are to stay? Give --keep-last, --keep-every, --best-k or --abandoned."),
         (["--best-k", "2"], "--best-k 3 and --best-metric NAME go together"),
-        (["--keep-every", "10"], "time '10' cannot be read"),
+        (["--keep-every", "10"], "invalid time '10'"),
         (["--keep-every", "0.5dur"], "does not know how long training will be"),
         (["--best-k", "2", "--best-metric", "x", "--best-mode", "most"], "best_mode='most'"),
         (["--keep-last", "0"], "--keep-last"),

@@ -178,9 +178,15 @@ def refused(*arguments: str, status: int, stderr: str) -> None:
 @pytest.mark.parametrize(
     ("override", "stderr"),
     [
-        ("optimizer.lr=abc", "composerlite: error: override 'optimizer.lr=abc': optimizer.lr='abc': want a number.\n"),
+        (
+            "optimizer.lr=abc",
+            "composerlite: error: override 'optimizer.lr=abc': optimizer.lr='abc': expected a number.\n",
+        ),
         ("optimizer.betas=3", "composerlite: error: configs/digits.yaml:32: optimizer: TypeError: object of "),
-        ("model.width=abc", "composerlite: error: override 'model.width=abc': model.width='abc': want a whole number."),
+        (
+            "model.width=abc",
+            "composerlite: error: override 'model.width=abc': model.width='abc': expected a whole number.",
+        ),
     ],
 )
 def test_a_value_that_cannot_be_used_is_one_message_and_status_2(override: str, stderr: str) -> None:

@@ -165,9 +165,9 @@ def test_an_error_names_the_file_and_line_that_said_it(write: Write) -> None:
     message = message_of(file)
     assert f"{folder}/base.yaml:5: unknown key 'batch_sise' in 'train_loader'. Did you mean 'batch_size'?" in message
     write(base=BASE.replace("batch_size: 4", "batch_size: 4\n  shuffle: 1"))
-    assert message_of(file).startswith(f"{folder}/base.yaml:6: train_loader.shuffle=1: want true")
+    assert message_of(file).startswith(f"{folder}/base.yaml:6: train_loader.shuffle=1: expected true")
     write(base=BASE)
-    assert message_of(file).startswith(f"{file}:2: seed='x': want a whole number")
+    assert message_of(file).startswith(f"{file}:2: seed='x': expected a whole number")
 
 
 def test_every_value_can_be_shown_with_its_place(write: Write) -> None:
@@ -200,10 +200,10 @@ def test_modules_are_found_beside_every_file(write: Write, write_run: Callable[.
     [
         ("defaults: [bese]", "run.yaml:1: there is no file '{folder}/bese.yaml'. Did you mean 'base'? Known: "),
         ("defaults:\n  - base\n  - model: gpt", "run.yaml:3: there is no file '{folder}/model/gpt.yaml'. There is no"),
-        ("defaults: base", "run.yaml:1: defaults='base': want a list such as [base, {{model: gpt}}, _self_]."),
-        ("defaults: [3]", "run.yaml:1: defaults: 3: want a list such as"),
-        ("defaults: [{a: b, c: d}]", "want a list such as"),
-        ("defaults: [[base]]", "run.yaml:1: defaults: ['base']: want a list such as"),
+        ("defaults: base", "run.yaml:1: defaults='base': expected a list such as [base, {{model: gpt}}, _self_]."),
+        ("defaults: [3]", "run.yaml:1: defaults: 3: expected a list such as"),
+        ("defaults: [{a: b, c: d}]", "expected a list such as"),
+        ("defaults: [[base]]", "run.yaml:1: defaults: ['base']: expected a list such as"),
         ("defaults: [_self_, base, _self_]", "'_self_' stands for this file's own values"),
         ("defaults: [base, base]", "{folder}/base.yaml is in a defaults list already, at {folder}/run.yaml:1."),
         ("defaults: [run]", "run.yaml:1: a file cannot start from itself: {folder}/run.yaml → {folder}/run.yaml."),

@@ -89,7 +89,9 @@ def test_what_is_logged_has_them_as_they_are_written(file: Path, tmp_path: Path)
 def test_an_error_shows_them_as_they_are_written(file: Path) -> None:
     """A value that is refused is not shown if it comes from the environment."""
     message = message_of(file, "seed=${oc.env:TOKEN_OF_TEST}")
-    assert message.startswith("override 'seed=${oc.env:TOKEN_OF_TEST}': seed='${oc.env:TOKEN_OF_TEST}': want a whole")
+    assert message.startswith(
+        "override 'seed=${oc.env:TOKEN_OF_TEST}': seed='${oc.env:TOKEN_OF_TEST}': expected a whole"
+    )
     assert "${oc.decode:${oc.env:NAME}} reads one as YAML" in message
     for override in (
         "algorithms=[[${oc.env:TOKEN_OF_TEST}]]",
@@ -132,8 +134,8 @@ def test_text_that_only_looks_like_an_interpolation_stays(file: Path, tmp_path: 
     ("text", "expected"),
     [
         ("save_folder: s3://${oc.env:BUCKET_OF_TEST}/x",
-         "run.yaml:18: save_folder: the environment has no variable 'BUCKET_OF_TEST'. Set it, or give a value for "
-         "want of it: ${oc.env:BUCKET_OF_TEST,VALUE}."),
+         "run.yaml:18: save_folder: the environment has no variable 'BUCKET_OF_TEST'. Set it, or give a default: "
+         "${oc.env:BUCKET_OF_TEST,VALUE}."),
         ("save_folder: ${env:HOME}", "run.yaml:18: save_folder: Unsupported interpolation type env. A variable of the "
          "environment is ${oc.env:NAME}, or"),
         ("save_folder: ${nothing}", "run.yaml:18: save_folder: Interpolation key 'nothing' not found"),

@@ -147,8 +147,8 @@ def test_an_unknown_override_is_named(write: Write) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("max_duration", "want KEY=VALUE"),
-        ("=3", "want KEY=VALUE"),
+        ("max_duration", "expected KEY=VALUE"),
+        ("=3", "expected KEY=VALUE"),
         ("variables.widht=3", "the file has no variable 'widht'. Did you mean 'width'?"),
         ("callbacks=[a", "not valid YAML"),
         ("eval_loader[7].label=x", "cannot be set"),
@@ -166,18 +166,21 @@ def test_an_override_that_cannot_be_applied_is_named(write: Write, override: str
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("seed: x", "seed='x': want a whole number or null"),
-        ("seed: true", "seed=True: want a whole number or null"),
-        ("autoresume: 1", "autoresume=1: want true or false"),
-        ("eval_interval: 1.5", "eval_interval=1.5: want a whole number or text"),
-        ("run_name: 7", "run_name=7: want text or null. For text that YAML reads as something else, write run_name: "),
-        ("save_ignore_keys: state/model", "want a list of text or null"),
-        ("save_ignore_keys: [1]", "want a list of text or null"),
-        ("compile_config: fast", "want a mapping or null"),
-        ("scheduler: cosine", "want a mapping with 'name: module:attr'"),
-        ("scheduler: {t_max: 1ep}", "want a mapping with 'name: module:attr'"),
-        ("loggers: 3", "want 'name: {arguments}'"),
-        ("loggers: {file: x}", "want arguments as 'key: value' lines"),
+        ("seed: x", "seed='x': expected a whole number or null"),
+        ("seed: true", "seed=True: expected a whole number or null"),
+        ("autoresume: 1", "autoresume=1: expected true or false"),
+        ("eval_interval: 1.5", "eval_interval=1.5: expected a whole number or text"),
+        (
+            "run_name: 7",
+            "run_name=7: expected text or null. For text that YAML reads as something else, write run_name: ",
+        ),
+        ("save_ignore_keys: state/model", "expected a list of text or null"),
+        ("save_ignore_keys: [1]", "expected a list of text or null"),
+        ("compile_config: fast", "expected a mapping or null"),
+        ("scheduler: cosine", "expected a mapping with 'name: module:attr'"),
+        ("scheduler: {t_max: 1ep}", "expected a mapping with 'name: module:attr'"),
+        ("loggers: 3", "expected 'name: {arguments}'"),
+        ("loggers: {file: x}", "expected arguments as 'key: value' lines"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_told_with_its_line_and_what_is_wanted(
@@ -202,13 +205,13 @@ def test_a_loader_without_its_essentials_is_refused(write: Write) -> None:
     assert "train_loader has no 'batch_size'" in message_of(
         write(GOOD.replace("  batch_size: 4\n  shuffle", "  shuffle"))
     )
-    assert "want a mapping with 'dataset:'" in message_of(write(GOOD), "train_loader=3")
+    assert "expected a mapping with 'dataset:'" in message_of(write(GOOD), "train_loader=3")
 
 
 def test_variables_are_a_mapping(write: Write) -> None:
     """Anything else gives no names to refer to."""
     file = write("variables: 3\n")
-    assert message_of(file) == f"{file}:1: variables=3: want a mapping from names to values."
+    assert message_of(file) == f"{file}:1: variables=3: expected a mapping from names to values."
     assert "the file has no variable 'x'" in message_of(file, "variables.x=3")
 
 
@@ -228,8 +231,8 @@ def test_an_undefined_variable_is_told_with_its_line_and_the_nearest(write: Writ
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "want 'key: value' lines"),
-        ("- a\n- b\n", "want 'key: value' lines"),
+        ("", "expected 'key: value' lines"),
+        ("- a\n- b\n", "expected 'key: value' lines"),
         ("seed: 1\nseed: 2\n", "run.yaml:2: not valid YAML: found duplicate key"),
         ("seed: 1\nsave_folder: {run_name}/x\n", "run.yaml:2: not valid YAML"),
         ("seed: [1\n", "run.yaml:2: not valid YAML"),

@@ -63,11 +63,11 @@ def test_base_classes_have_no_name() -> None:
     [
         ("optimizer={name: decoupled_adam}", "there is no optimizer 'decoupled_adam'. Did you mean 'decoupled_adamw'?"),
         ("callbacks.speed_monitr=null", "there is no callback 'speed_monitr'. Did you mean 'speed_monitor'?"),
-        ("model.name=net", "'net': want 'module:attr'"),
+        ("model.name=net", "'net': expected 'module:attr'"),
         ("model.name=no_such_module:net", "there is no module 'no_such_module'"),
         ("model.name=torch.no_such_module:net", "there is no module 'torch.no_such_module'"),
-        ("model.name=torch:", "model.name={'torch': None}: want text, such as 'module:attr'"),
-        ("model.name=:net", "':net': want 'module:attr'"),
+        ("model.name=torch:", "model.name={'torch': None}: expected text, such as 'module:attr'"),
+        ("model.name=:net", "':net': expected 'module:attr'"),
         ("train_loader.collate_fn=torch:no_such_function", "train_loader.collate_fn: 'torch:no_such_function'"),
     ],
 )

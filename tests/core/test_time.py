@@ -135,7 +135,7 @@ def test_a_fraction_of_an_amount_is_exact(percent: int, count: int, unit: TimeUn
 def test_the_value_is_a_finite_number(value: Any) -> None:
     """Anything else is refused at construction, whatever the unit."""
     for unit in TimeUnit:
-        with pytest.raises(ConfigError, match="want a finite number"):
+        with pytest.raises(ConfigError, match="expected a finite number"):
             Time(value, unit)
 
 

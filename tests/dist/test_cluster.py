@@ -115,5 +115,5 @@ def test_a_hang_is_killed_and_says_where_it_was() -> None:
 
 def test_no_ranks_is_an_error() -> None:
     """The message says what is wanted."""
-    with pytest.raises(ConfigError, match="world_size=0: want 1 or more"):
+    with pytest.raises(ConfigError, match="world_size=0: expected 1 or more"):
         cluster.run_ranks(_fail_on_rank_1, 0)

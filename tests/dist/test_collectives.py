@@ -102,7 +102,7 @@ def test_bad_arguments_name_what_is_allowed() -> None:
     """On every rank, before anything is sent."""
     with pytest.raises(ConfigError, match=r"'MEAN' is not known\. Known: SUM, "):
         dist.all_reduce(torch.ones(1), "MEAN")
-    with pytest.raises(ConfigError, match="src=1: want a rank from 0 to 0"):
+    with pytest.raises(ConfigError, match="src=1: expected a rank from 0 to 0"):
         dist.broadcast_object(None, src=1)
 
 

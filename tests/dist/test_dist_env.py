@@ -154,8 +154,8 @@ def test_a_rank_without_a_world_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("RANK", "2", "RANK, WORLD_SIZE are 2, 2: want a rank from 0 to 1"),
-        ("LOCAL_RANK", "2", "LOCAL_RANK, LOCAL_WORLD_SIZE are 2, 2: want a rank from 0 to 1"),
+        ("RANK", "2", "RANK, WORLD_SIZE are 2, 2: expected a rank from 0 to 1"),
+        ("LOCAL_RANK", "2", "LOCAL_RANK, LOCAL_WORLD_SIZE are 2, 2: expected a rank from 0 to 1"),
         ("LOCAL_WORLD_SIZE", "4", "LOCAL_WORLD_SIZE=4 is more than WORLD_SIZE=2"),
     ],
 )

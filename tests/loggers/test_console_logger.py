@@ -179,7 +179,7 @@ def test_only_rank_zero_writes(run, monkeypatch):
     ("arguments", "says"),
     [
         ({"stream": "stdrr"}, "Did you mean 'stderr'"),
-        ({"log_interval": "2bq"}, "'2bq' cannot be read"),
+        ({"log_interval": "2bq"}, "invalid time '2bq'"),
         ({"interval": "2ba"}, "Did you mean 'log_interval'"),
     ],
 )

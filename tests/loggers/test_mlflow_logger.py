@@ -335,7 +335,7 @@ def test_mlflow_not_installed(monkeypatch):
     ("arguments", "says"),
     [
         ({"flush_interval": -1}, "flush_interval=-1"),
-        ({"ignore_metrics": "time/*"}, "want a list"),
+        ({"ignore_metrics": "time/*"}, "expected a list"),
         ({"experiment": "x"}, "Did you mean 'experiment_name'"),
     ],
 )

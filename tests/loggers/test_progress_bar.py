@@ -296,7 +296,7 @@ def test_bars_in_a_notebook(run, monkeypatch):
     ("arguments", "says"),
     [
         ({"stream": "stdrr"}, "Did you mean 'stderr'"),
-        ({"log_to_console": True, "console_log_interval": "2bq"}, "'2bq' cannot be read"),
+        ({"log_to_console": True, "console_log_interval": "2bq"}, "invalid time '2bq'"),
         ({"progressbar": True}, "Did you mean 'progress_bar'"),
     ],
 )

@@ -118,10 +118,10 @@ def test_what_is_missing_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SLACK_LOGGING_CHANNEL_ID", "C2")
     assert SlackLogger().place == "Slack, channel C2"
     for arguments, message in (
-        ({"include_keys": "loss"}, "want a list"),
+        ({"include_keys": "loss"}, "expected a list"),
         ({"include_keys": ["("]}, "cannot be read"),
-        ({"log_interval": "3s"}, "want batches or epochs"),
-        ({"max_logs_per_message": 51}, "want 1 to 50"),
+        ({"log_interval": "3s"}, "expected batches or epochs"),
+        ({"max_logs_per_message": 51}, "expected 1 to 50"),
     ):
         with pytest.raises(ConfigError, match=message):
             SlackLogger(**arguments)  # type: ignore[arg-type]

@@ -259,7 +259,7 @@ def test_wandb_not_installed(tmp_path, monkeypatch):
     ("arguments", "says"),
     [
         ({"timeout": 0}, "timeout=0"),
-        ({"tags": "one"}, "want a list"),
+        ({"tags": "one"}, "expected a list"),
         ({"name": "a", "init_kwargs": {"name": "b"}}, "name is given as an argument and in init_kwargs"),
         ({"projct": "x"}, "Did you mean 'project'"),
     ],

@@ -76,7 +76,7 @@ def test_what_cannot_generate_is_refused() -> None:
     model = HuggingFaceModel(causal_model("gpt2"), use_logits=True)
     with pytest.raises(ConfigError, match="has no tokenizer, or no generate"):
         trainer_of(model, None, callbacks=[Generate(PROMPTS, "1ba")])
-    with pytest.raises(ConfigError, match="want a list of texts"):
+    with pytest.raises(ConfigError, match="expected a list of texts"):
         Generate("hello", "1ba")
     with pytest.raises(ConfigError, match="batch_size=0"):
         Generate(PROMPTS, "1ba", batch_size=0)

@@ -53,7 +53,7 @@ def test_the_loss_is_that_of_the_model_and_falls(tmp_path: Path) -> None:
 def test_what_is_no_batch_of_the_model_is_said() -> None:
     """A pair of tensors, and a batch without labels, are errors that say what is wanted."""
     model = HuggingFaceModel(causal_model(), tokenizer())
-    with pytest.raises(TrainingError, match="a batch is a list: want a mapping"):
+    with pytest.raises(TrainingError, match="a batch is a list: expected a mapping"):
         model([torch.zeros(1), torch.zeros(1)])
     no_labels = {"input_ids": batch()["input_ids"]}
     with pytest.raises(TrainingError, match=r"the batch has input_ids\. It takes 'labels'"):

@@ -111,7 +111,7 @@ def test_memory_that_is_too_small_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch()
     before = open_files()
-    with closing(HostMemory(MiB)) as memory, pytest.raises(ValueError, match="want at least as many"):
+    with closing(HostMemory(MiB)) as memory, pytest.raises(ValueError, match="expected at least as many"):
         StreamWriter(path, MiB + 1, memory=memory)
     assert open_files() == before
 

@@ -146,13 +146,13 @@ class LossOf(Net):
     [
         (
             lambda loss: loss,
-            "model.loss returned a tensor of shape [4]: want a scalar. Take the mean over the samples: loss.mean(), or "
-            "reduction='mean' of the loss function.",
+            "model.loss returned a tensor of shape [4]: expected a scalar. Take the mean over the samples: "
+            "loss.mean(), or reduction='mean' of the loss function.",
         ),
         (
             lambda loss: {"a": loss, "b": loss},
-            "model.loss returned a tensor of shape [4]: want a scalar. Take the mean over the samples: loss.mean(), or "
-            "reduction='mean' of the loss function.",
+            "model.loss returned a tensor of shape [4]: expected a scalar. Take the mean over the samples: "
+            "loss.mean(), or reduction='mean' of the loss function.",
         ),
         (
             lambda loss: loss.mean().detach(),
@@ -162,12 +162,12 @@ class LossOf(Net):
         ),
         (
             lambda loss: loss.mean().item(),
-            "model.loss returned float: want a tensor, a sequence of tensors, or a dict of tensors. .item() takes a "
-            "number out of the graph.",
+            "model.loss returned float: expected a tensor, a sequence of tensors, or a dict of tensors. .item() takes "
+            "a number out of the graph.",
         ),
         (
             lambda loss: None,
-            "model.loss returned NoneType: want a tensor, a sequence of tensors, or a dict of tensors.",
+            "model.loss returned NoneType: expected a tensor, a sequence of tensors, or a dict of tensors.",
         ),
     ],
 )

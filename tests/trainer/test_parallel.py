@@ -118,11 +118,11 @@ def test_an_exception_on_one_rank_is_raised_on_all(where: str) -> None:
     [
         ({"fdsp": {}}, "parallelism_config has no 'fdsp'. Did you mean 'fsdp'?"),
         ({"fsdp": {"state_dict_type": "local"}}, "state_dict_type='local' does not exist"),
-        ({"fsdp": {"cpu_offload": "yes"}}, "cpu_offload='yes': want True or False"),
+        ({"fsdp": {"cpu_offload": "yes"}}, "cpu_offload='yes': expected True or False"),
         ({"fsdp": {"auto_wrap": False, "wrap_classes": ["Linear"]}}, "auto_wrap=False contradicts wrap_classes"),
-        ({"fsdp": {"data_parallel_shard_degree": 0}}, "data_parallel_shard_degree=0: want a number of ranks"),
+        ({"fsdp": {"data_parallel_shard_degree": 0}}, "data_parallel_shard_degree=0: expected a number of ranks"),
         ({"tp": {"tensor_parallel_degree": 2}}, "has no 'layer_plan', which it needs"),
-        ({"fsdp": 3}, "want a dict"),
+        ({"fsdp": 3}, "expected a dict"),
     ],
 )
 def test_a_parallelism_config_that_says_nothing_sensible_is_refused(config: dict[str, Any], problem: str) -> None:

@@ -90,7 +90,7 @@ def test_a_name_is_filled_in_partly() -> None:
 def test_objects_are_imported_by_their_path() -> None:
     """A module and a name; anything else says how it is written."""
     assert utils.import_object("functools:partial").__name__ == "partial"
-    with pytest.raises(ConfigError, match=r"import_object\('functools'\): want a module and a name"):
+    with pytest.raises(ConfigError, match=r"import_object\('functools'\): expected a module and a name"):
         utils.import_object("functools")
     assert "pip install 'composerlite[nlp]'" in str(utils.MissingConditionalImportError("nlp", "transformers"))
 
@@ -111,7 +111,7 @@ def test_files_that_stand_for_links_and_folders_that_are_empty(tmp_path: Path) -
     assert (tmp_path / "latest.pt.symlink").read_text() == "run/ep1.pt"
     with pytest.raises(FileExistsError, match=r"latest\.pt\.symlink"):
         utils.ensure_folder_is_empty(tmp_path)
-    with pytest.raises(ConfigError, match=r"want a name that ends with \.symlink"):
+    with pytest.raises(ConfigError, match=r"expected a name that ends with \.symlink"):
         utils.create_symlink_file("run/ep1.pt", tmp_path / "latest.pt")
 
 

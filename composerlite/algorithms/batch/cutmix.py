@@ -70,7 +70,7 @@ def cutmix_batch(
     if bbox is not None and length is not None:
         raise ConfigError(f"length={length}, bbox={bbox}: give one of them.")
     if length is not None and not 0 <= length <= 1:
-        raise ConfigError(f"length={length}: want a number from 0 to 1.")
+        raise ConfigError(f"length={length}: expected a number from 0 to 1.")
     height, width = input.shape[-2:]
     if indices is None:
         indices = draw_permutation(input)
@@ -115,7 +115,7 @@ class CutMix(Mixing):
         target_key: Any = 1,
     ) -> None:
         if not alpha >= 0:
-            raise ConfigError(f"CutMix(alpha={alpha}): want a number, 0 or more, e.g. 1.0.")
+            raise ConfigError(f"CutMix(alpha={alpha}): expected a number, 0 or more, such as 1.0.")
         super().__init__(interpolate_loss, input_key, target_key)
         self.alpha = alpha
         self.uniform_sampling = uniform_sampling

@@ -100,6 +100,6 @@ class CutOut(Algorithm):
 
 def _check(owner: str, num_holes: int, length: float) -> None:
     if num_holes < 0:
-        raise ConfigError(f"{owner}(num_holes={num_holes}): want a number of holes, 0 or more.")
+        raise ConfigError(f"{owner}(num_holes={num_holes}): expected a number of holes, 0 or more.")
     if not 0 <= length <= 1:
-        raise ConfigError(f"{owner}(length={length}): want a number from 0 to 1, e.g. 0.5.")
+        raise ConfigError(f"{owner}(length={length}): expected a number from 0 to 1, such as 0.5.")

@@ -91,4 +91,4 @@ class LabelSmoothing(Algorithm):
 
 def _check(smoothing: float) -> None:
     if not 0 <= smoothing <= 1:
-        raise ConfigError(f"smoothing={smoothing}: want a number from 0 to 1, e.g. 0.1.")
+        raise ConfigError(f"smoothing={smoothing}: expected a number from 0 to 1, such as 0.1.")

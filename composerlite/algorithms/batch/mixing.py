@@ -29,7 +29,7 @@ def draw_coefficient(alpha: float) -> float:
         ConfigError: ``alpha`` is negative.
     """
     if not alpha >= 0:
-        raise ConfigError(f"alpha={alpha}: want a number, 0 or more, e.g. 0.2.")
+        raise ConfigError(f"alpha={alpha}: expected a number, 0 or more, such as 0.2.")
     return float(np.random.beta(alpha, alpha)) if alpha else 0.0
 
 

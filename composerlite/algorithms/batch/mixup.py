@@ -40,7 +40,7 @@ def mixup_batch(
         drawn = draw_coefficient(alpha)
         mixing = min(drawn, 1 - drawn)
     if not 0 <= mixing <= 1:
-        raise ConfigError(f"mixing={mixing}: want a number from 0 to 1.")
+        raise ConfigError(f"mixing={mixing}: expected a number from 0 to 1.")
     if indices is None:
         indices = draw_permutation(input)
     return (1 - mixing) * input + mixing * input[indices], target[indices], mixing
@@ -71,7 +71,7 @@ class MixUp(Mixing):
         self, alpha: float = 0.2, interpolate_loss: bool = False, input_key: Any = 0, target_key: Any = 1
     ) -> None:
         if not alpha >= 0:
-            raise ConfigError(f"MixUp(alpha={alpha}): want a number, 0 or more, e.g. 0.2.")
+            raise ConfigError(f"MixUp(alpha={alpha}): expected a number, 0 or more, such as 0.2.")
         super().__init__(interpolate_loss, input_key, target_key)
         self.alpha = alpha
 

@@ -100,7 +100,7 @@ class ProgressiveResizing(Algorithm):
             ("delay_fraction", delay_fraction),
         ):
             if not 0 <= value <= 1:
-                raise ConfigError(f"ProgressiveResizing({name}={value}): want a number from 0 to 1.")
+                raise ConfigError(f"ProgressiveResizing({name}={value}): expected a number from 0 to 1.")
         if delay_fraction + finetune_fraction > 1:
             raise ConfigError(
                 f"ProgressiveResizing(delay_fraction={delay_fraction}, finetune_fraction={finetune_fraction}): "
@@ -108,7 +108,7 @@ class ProgressiveResizing(Algorithm):
             )
         if size_increment < 1:
             raise ConfigError(
-                f"ProgressiveResizing(size_increment={size_increment}): want a number of pixels, from 1 on."
+                f"ProgressiveResizing(size_increment={size_increment}): expected a number of pixels, 1 or more."
             )
         self.mode = mode
         self.initial_scale = initial_scale

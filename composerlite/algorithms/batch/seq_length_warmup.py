@@ -44,7 +44,8 @@ def set_batch_sequence_length(
     """
     if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - what a loader gives
         raise TrainingError(
-            f"sequence length: the batch is a {type(batch).__name__}: want a mapping of tensors, as {{'input_ids': …}}."
+            f"sequence length: the batch is a {type(batch).__name__}: expected a mapping of tensors, such as "
+            "{'input_ids': …}."
         )
     length = next((value.shape[1] for value in batch.values() if _dimensions(value) > 1), 0)
     if curr_seq_len >= length:
@@ -54,7 +55,7 @@ def set_batch_sequence_length(
         if dimensions < 2 or value.shape[1] != length or not (truncate or dimensions == 2):
             found = f"has the shape {tuple(value.shape)}" if dimensions else f"is a {type(value).__name__}"
             raise TrainingError(
-                f"sequence length: batch[{name!r}] {found}: want (N, {length}"
+                f"sequence length: batch[{name!r}] {found}: expected (N, {length}"
                 f"{', …' if truncate else ''}) of every tensor in the batch."
             )
     if truncate:
@@ -119,14 +120,14 @@ class SeqLengthWarmup(Algorithm):
         preserve_end_of_sequence: bool = False,
     ) -> None:
         if not 0 <= duration <= 1:
-            raise ConfigError(f"SeqLengthWarmup(duration={duration}): want a part of training, from 0 to 1.")
+            raise ConfigError(f"SeqLengthWarmup(duration={duration}): expected a part of training, from 0 to 1.")
         if not 1 <= min_seq_length <= max_seq_length:
             raise ConfigError(
-                f"SeqLengthWarmup(min_seq_length={min_seq_length}, max_seq_length={max_seq_length}): want 1 or more, "
-                "and the second not less than the first."
+                f"SeqLengthWarmup(min_seq_length={min_seq_length}, max_seq_length={max_seq_length}): expected 1 or "
+                "more, and the second not less than the first."
             )
         if step_size < 1:
-            raise ConfigError(f"SeqLengthWarmup(step_size={step_size}): want a number of tokens, 1 or more.")
+            raise ConfigError(f"SeqLengthWarmup(step_size={step_size}): expected a number of tokens, 1 or more.")
         self.duration = duration
         self.min_seq_length = min_seq_length
         self.max_seq_length = max_seq_length

@@ -109,7 +109,8 @@ class LowPrecisionNorm(Algorithm):
         self.apply_at = Event(apply_at)
         if self.apply_at not in _EVENTS:
             raise ConfigError(
-                f"{type(self).__name__}(apply_at={str(apply_at)!r}): want one of {', '.join(_EVENTS)}, before training."
+                f"{type(self).__name__}(apply_at={str(apply_at)!r}): expected one of {', '.join(_EVENTS)}, events "
+                "before training."
             )
 
     def match(self, event: Event, state: State) -> bool:

@@ -197,4 +197,4 @@ def _check(owner: str, target: str, method: str, rate: float, distribution: str)
         if value not in known:
             raise ConfigError(f"{owner}({name}={value!r}) does not exist.{did_you_mean(value, known)}")
     if not 0 <= rate <= 1:
-        raise ConfigError(f"{owner}(drop_rate={rate}): want a number from 0 to 1, e.g. 0.2.")
+        raise ConfigError(f"{owner}(drop_rate={rate}): expected a number from 0 to 1, such as 0.2.")

@@ -51,7 +51,9 @@ class ActivationMonitor(Callback):
     ) -> None:
         self.interval = ensure_time(interval, TimeUnit.BATCH)
         if self.interval.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH) or self.interval.value <= 0:
-            raise ConfigError(f"ActivationMonitor(interval={str(interval)!r}): want batches or epochs, as '25ba'.")
+            raise ConfigError(
+                f"ActivationMonitor(interval={str(interval)!r}): expected batches or epochs, such as '25ba'."
+            )
         self._ignored = tuple(ignore_module_types or ())
         self._only_wandb = only_log_wandb
         self._hooks: list[RemovableHandle] = []

@@ -40,7 +40,7 @@ class _MemoryFiles:
         self, owner: str, folder: str, filename: str, remote_file_name: str | None, *, overwrite: bool, max_entries: int
     ) -> None:
         if max_entries < 1:
-            raise ConfigError(f"{owner}(max_entries={max_entries}): want a number of allocations, 1 or more.")
+            raise ConfigError(f"{owner}(max_entries={max_entries}): expected a number of allocations, 1 or more.")
         self.owner = owner
         self._folder = check_variables(folder, argument=f"{owner}(folder)", allow_time=False)
         self._filename = check_variables(filename, argument=f"{owner}(filename)")
@@ -123,10 +123,10 @@ class MemorySnapshot(Callback):
         overwrite: bool = False,
     ) -> None:
         if skip_batches < 0:
-            raise ConfigError(f"MemorySnapshot(skip_batches={skip_batches}): want a number of batches, 0 or more.")
+            raise ConfigError(f"MemorySnapshot(skip_batches={skip_batches}): expected a number of batches, 0 or more.")
         self._interval = ensure_time(interval, TimeUnit.BATCH)
         if self._interval.value <= 0:
-            raise ConfigError(f"MemorySnapshot(interval={str(interval)!r}): want a time, as '3ba'.")
+            raise ConfigError(f"MemorySnapshot(interval={str(interval)!r}): expected a time, such as '3ba'.")
         self._skip = skip_batches
         self._files = _MemoryFiles(
             "MemorySnapshot", folder, filename, remote_file_name, overwrite=overwrite, max_entries=max_entries

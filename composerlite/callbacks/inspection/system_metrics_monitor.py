@@ -48,7 +48,8 @@ class SystemMetricsMonitor(Callback):
     def __init__(self, log_all_data: bool = False, batch_log_interval: int = 1) -> None:
         if batch_log_interval < 1:
             raise ConfigError(
-                f"SystemMetricsMonitor(batch_log_interval={batch_log_interval}): want a number of batches, 1 or more."
+                f"SystemMetricsMonitor(batch_log_interval={batch_log_interval}): expected a number of batches, 1 or "
+                "more."
             )
         with importing_sdk("psutil, which SystemMetricsMonitor needs,", extra="system", packages=()):
             import psutil

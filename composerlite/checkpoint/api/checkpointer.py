@@ -223,7 +223,7 @@ class Checkpointer:
         own = (MARKER, NEXT, MODEL, TRAIN, MANIFESTS)
         if not parts or fname.startswith("/") or ".." in parts or parts[0] in own:
             raise ConfigError(
-                f"fname={fname!r}: want a name in the directory that is not one of the checkpoint's own: {MARKER}, "
+                f"fname={fname!r}: expected a name in the directory that is not one of the checkpoint's own: {MARKER}, "
                 f"{MODEL}, {TRAIN}."
             )
         data = contents.encode() if isinstance(contents, str) else contents

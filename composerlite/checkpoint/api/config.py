@@ -82,7 +82,7 @@ class Config:
         values = dict(data)
         of = str(values.pop(cls.CLASS_NAME_FIELD, cls.__name__))
         if of.rpartition(".")[2] != cls.__name__:
-            raise ConfigError(f"{cls.CLASS_NAME_FIELD}={of!r}: want the settings of a {cls.__name__}.")
+            raise ConfigError(f"{cls.CLASS_NAME_FIELD}={of!r}: expected the settings of a {cls.__name__}.")
         cls.check_names(values)
         return cls(**values).merge(overrides or ())
 

@@ -67,7 +67,7 @@ class UnshardStrategy:
             self.name = UnshardStrategyType(self.name)
         except ValueError as e:
             names = ", ".join(UnshardStrategyType)
-            raise ConfigError(f"UnshardStrategy(name={str(self.name)!r}): want one of {names}") from e
+            raise ConfigError(f"UnshardStrategy(name={str(self.name)!r}): expected one of {names}") from e
         if self.name is UnshardStrategyType.chunks:
             if self.chunk_size_bytes is None or self.chunk_size_bytes < 1:
                 raise ConfigError(f"chunk_size_bytes={self.chunk_size_bytes}: 'chunks' wants a number of bytes")
@@ -141,7 +141,7 @@ def unshard_checkpoint(
             "use_safetensors=True, optim=True: safetensors holds tensors only; write the optimizer as .pt"
         )
     if is_uri(os.fspath(target_dir)):
-        raise ConfigError(f"target_dir={os.fspath(target_dir)!r}: want a folder of this machine; upload it then.")
+        raise ConfigError(f"target_dir={os.fspath(target_dir)!r}: expected a folder of this machine; upload it then.")
     target = Path(parse_uri(os.fspath(target_dir))[2])
     strategy = unshard_strategy or UnshardStrategy.one_file()
     write = plain_writer(use_safetensors=use_safetensors)

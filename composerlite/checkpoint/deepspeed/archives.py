@@ -262,8 +262,8 @@ def the_file(archive: RankFiles, end: str) -> str:
     found = [name for name in archive.names if name.endswith(end)]
     if len(found) != 1:
         raise IncompatibleCheckpointError(
-            f"checkpoint {str(archive.path)!r} has {len(found)} files *{end}; want one. Those of models with experts, "
-            "or with layers split over ranks, are not understood: use DeepSpeed's own tools."
+            f"checkpoint {str(archive.path)!r} has {len(found)} files *{end}; expected one. Those of models with "
+            "experts, or with layers split over ranks, cannot be converted: use DeepSpeed's own tools."
         )
     return found[0]
 

@@ -193,7 +193,7 @@ def unshard_zero(
     if dist.get_world_size() > 1:
         raise RuntimeError("unshard_zero works in one process: call it where there are no other ranks.")
     if is_uri(os.fspath(target)):
-        raise ConfigError(f"target={os.fspath(target)!r}: want a file of this machine; upload it then.")
+        raise ConfigError(f"target={os.fspath(target)!r}: expected a file of this machine; upload it then.")
     file = Path(parse_uri(os.fspath(target))[2])
     write = plain_writer(use_safetensors=file.suffix == _SAFETENSORS if use_safetensors is None else use_safetensors)
     if file.exists() and not save_overwrite:

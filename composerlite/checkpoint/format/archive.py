@@ -189,7 +189,9 @@ def _check(member: tarfile.TarInfo) -> None:
     plain = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
     if not plain or member.name not in (STATES, f"./{STATES}"):
         kind = "file" if plain else "folder" if member.isdir() else "link, device or sparse file"
-        raise CorruptCheckpointError(f"it is an archive that holds the {kind} {member.name!r}; want {STATES!r} alone")
+        raise CorruptCheckpointError(
+            f"it is an archive that holds the {kind} {member.name!r}; expected {STATES!r} alone"
+        )
 
 
 def _is_its_folder(member: tarfile.TarInfo) -> bool:

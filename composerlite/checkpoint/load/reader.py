@@ -435,7 +435,7 @@ def _function(name: str) -> Callable[[Path, None], bool]:
         found: Any = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as e:
         raise ConfigError(
-            f"{_VALIDATION}={name!r} cannot be imported: {e}. Want 'package.module.function', a function of "
+            f"{_VALIDATION}={name!r} cannot be imported: {e}. Expected 'package.module.function', a function of "
             "(path, specs) that returns whether the file may be read."
         ) from e
     if not callable(found):

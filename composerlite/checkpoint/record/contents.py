@@ -237,7 +237,7 @@ def check_ignore_keys(ignore_keys: IgnoreKeys, *, argument: str) -> IgnoreKeys:
     iterable = isinstance(ignore_keys, Iterable) and not isinstance(ignore_keys, str)  # pyright: ignore[reportUnnecessaryIsInstance]
     if not iterable or not all(isinstance(glob, str) for glob in ignore_keys):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(
-            f"{argument}={ignore_keys!r}: want a list of globs such as ['state/optimizers/*'], or a function."
+            f"{argument}={ignore_keys!r}: expected a list of globs such as ['state/optimizers/*'], or a function."
         )
     return list(ignore_keys)
 

@@ -460,7 +460,7 @@ def relative_path(value: object) -> str:
     except UnicodeEncodeError as e:
         raise ValueError(f"{_short(value)} is no path: it has characters that no file name can have") from e
     if not parts or ".." in parts or value.startswith("/") or not value.endswith(parts[-1]):
-        rule = "want the path of a file inside the folder, relative to it, without '..'"
+        rule = "expected the path of a file inside the folder, relative to it, without '..'"
     elif any(ord(character) < 32 or ord(character) == 127 for character in value):
         rule = "it has control characters"
     elif "\\" in value and (value.startswith("\\") or ".." in value.split("\\")):

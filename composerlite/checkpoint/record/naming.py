@@ -106,7 +106,7 @@ def check_template(template: str, *, argument: str, allow_time: bool = True) -> 
     source = f"{argument}={template!r}"
     path = Path(template)
     if not path.name or template.endswith("/") or path.is_absolute() or ".." in path.parts:
-        raise ConfigError(f"{source}: want the name of a file below the folder of checkpoints, without '..'.")
+        raise ConfigError(f"{source}: expected the name of a file below the folder of checkpoints, without '..'.")
     try:
         format_of(template).check()
     except ConfigError as e:
@@ -131,7 +131,7 @@ def directory_template(template: str, *, argument: str = "save_filename") -> str
     folder, _, name = template.removesuffix(suffix).rpartition("/")
     name = _RANK.sub("", name)
     if not name:
-        raise ConfigError(f"{argument}={template!r}: want a name for the directory of a sharded checkpoint.")
+        raise ConfigError(f"{argument}={template!r}: expected a name for the directory of a sharded checkpoint.")
     return f"{folder}/{name}" if folder else name
 
 

@@ -160,8 +160,8 @@ def retention_policy(
     policies: list[RetentionPolicy] = []
     if not _is_whole(num_checkpoints_to_keep) or (num_checkpoints_to_keep != -1 and num_checkpoints_to_keep < 1):
         raise ConfigError(
-            f"num_checkpoints_to_keep={num_checkpoints_to_keep!r}: want -1 to keep all or a positive number; a local "
-            "folder that keeps none could not be resumed from."
+            f"num_checkpoints_to_keep={num_checkpoints_to_keep!r}: expected -1 to keep all or a positive number; a "
+            "local folder that keeps none could not be resumed from."
         )
     if num_checkpoints_to_keep != -1:
         policies.append(KeepLast(num_checkpoints_to_keep))
@@ -171,7 +171,9 @@ def retention_policy(
         raise ConfigError(f"best_mode={best_mode!r}: no such mode.{did_you_mean(str(best_mode), _MODES)}")
     if best_k is not None:
         if not _is_whole(best_k) or best_k < 1:
-            raise ConfigError(f"best_k={best_k!r}: want a positive number of checkpoints, or None for no such rule.")
+            raise ConfigError(
+                f"best_k={best_k!r}: expected a positive number of checkpoints, or None for no such rule."
+            )
         if not best_metric:
             raise ConfigError(f"best_k={best_k}: by which metric? Give best_metric='eval/<name>' as well.")
         policies.append(KeepBest(best_k, best_metric, best_mode))
@@ -223,7 +225,7 @@ def _checked_interval(keep_every: Interval) -> Interval:
             "that can be counted, as in '10ep', '1000ba', '1e9tok' or '6h'."
         )
     if keep_every.value <= 0:
-        raise ConfigError(f"keep_every={str(keep_every)!r}: want more than zero, or None to keep none for ever.")
+        raise ConfigError(f"keep_every={str(keep_every)!r}: expected more than zero, or None to keep none for ever.")
     return keep_every
 
 

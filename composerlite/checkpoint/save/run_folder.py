@@ -99,7 +99,7 @@ class SaveOptions:
         if self.verify_copy not in ("first", "always", "never"):
             if isinstance(self.verify_copy, str):
                 raise ConfigError(
-                    f"save_verify_copy={self.verify_copy!r}: want 'first', 'always', 'never', or a number of saves."
+                    f"save_verify_copy={self.verify_copy!r}: expected 'first', 'always', 'never', or a number of saves."
                 )
             _check_number(self.verify_copy, argument="save_verify_copy", least=1)
         check_template(self.folder, argument="save_folder", allow_time=False)
@@ -155,7 +155,7 @@ class SaveOptions:
 
 def _check_number(value: object, *, argument: str, least: int = 0) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{argument}={value!r}: want a whole number, {least} or more.")
+        raise ConfigError(f"{argument}={value!r}: expected a whole number, {least} or more.")
 
 
 class SavedTimestamp(TimestampLike, Protocol):

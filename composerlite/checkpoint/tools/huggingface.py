@@ -100,9 +100,9 @@ def write_huggingface(
         ConfigError: safetensors is not installed, or the number of bytes or the type is none.
     """
     if largest_file_bytes < 1:
-        raise ConfigError(f"largest file of {largest_file_bytes} bytes: want a positive number of bytes.")
+        raise ConfigError(f"largest file of {largest_file_bytes} bytes: expected a positive number of bytes.")
     if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError(f"dtype={dtype}: want a type of floating-point numbers, e.g. bfloat16.")
+        raise ConfigError(f"dtype={dtype}: expected a type of floating-point numbers, such as bfloat16.")
     write = plain_writer(use_safetensors=True)
     kept = kept_by_huggingface(contents, source)
     model = cast("StateDict", kept["model"])

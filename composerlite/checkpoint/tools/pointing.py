@@ -79,14 +79,14 @@ def place_at(text: str) -> Place:
         folder = Path(parse_uri(text)[2])
         if not folder.is_dir():
             what = "is a file" if folder.exists() else "does not exist"
-            raise CheckpointNotFoundError(f"{text!r} {what}: want the folder that has the checkpoints, or its URI.")
+            raise CheckpointNotFoundError(f"{text!r} {what}: expected the folder that has the checkpoints, or its URI.")
         return Folder(folder)
     return _bucket_at(text)
 
 
 def _bucket_at(uri: str) -> Bucket:
     if parse_uri(uri)[0] in ("http", "https"):
-        raise ConfigError(f"{uri!r}: want a folder, or a URI of an object store: addresses cannot be listed.")
+        raise ConfigError(f"{uri!r}: expected a folder, or a URI of an object store: addresses cannot be listed.")
     return Bucket.of(open_store(uri), parse_uri(uri)[2])
 
 
@@ -100,7 +100,7 @@ def target_at(text: str) -> Place:
     if is_uri(text):
         return place_at(text)
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"{text!r} is a file: want the folder of checkpoints to write to, or its URI.")
+        raise ConfigError(f"{text!r} is a file: expected the folder of checkpoints to write to, or its URI.")
     return Folder(path)
 
 

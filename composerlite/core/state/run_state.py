@@ -280,7 +280,7 @@ class RunState:
     def iteration_length(self, value: TimeInput) -> None:
         time = Time.from_input(value, TimeUnit.EPOCH)
         if time.unit not in (TimeUnit.EPOCH, TimeUnit.TOKEN) or time.value <= 0:
-            raise ConfigError(f"iteration_length={str(value)!r}: want a positive number of epochs or tokens.")
+            raise ConfigError(f"iteration_length={str(value)!r}: expected a positive number of epochs or tokens.")
         self._iteration_length = time
 
     @property

@@ -94,10 +94,10 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
         need_package("mlflow", who="MLFlowLogger", extra="mlflow")
         for argument, value in (("flush_interval", flush_interval), ("timeout", timeout)):
             if value < 0:
-                raise ConfigError(f"MLFlowLogger({argument}={value}): want seconds, 0 or more.")
+                raise ConfigError(f"MLFlowLogger({argument}={value}): expected seconds, 0 or more.")
         for argument, globs in (("ignore_metrics", ignore_metrics), ("ignore_hyperparameters", ignore_hyperparameters)):
             if isinstance(globs, str):
-                raise ConfigError(f"MLFlowLogger({argument}={globs!r}): want a list of globs.")
+                raise ConfigError(f"MLFlowLogger({argument}={globs!r}): expected a list of globs.")
         self._experiment = experiment_name
         self._name = run_name
         group = {} if run_group is None else {"run_group": run_group}

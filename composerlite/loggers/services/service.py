@@ -160,7 +160,7 @@ def pictures(images: Any, *, channels_last: bool) -> list[npt.NDArray[Any]]:
     if isinstance(array, torch.Tensor):
         array = (array.float() if array.dtype == torch.bfloat16 else array).numpy()
     if array.ndim not in (2, 3, 4):
-        raise ConfigError(f"log_images: the shape is {array.shape}: want (N, C, H, W), or (N, H, W, C).")
+        raise ConfigError(f"log_images: the shape is {array.shape}: expected (N, C, H, W), or (N, H, W, C).")
     if array.ndim == 2:
         return [array]
     batch = array[None] if array.ndim == 3 else array

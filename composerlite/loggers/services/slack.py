@@ -77,11 +77,13 @@ class SlackLogger(LoggerDestination):
                 raise ConfigError(f"SlackLogger({argument}=None): give it, or set {variable}.")
         self._interval = ensure_time(log_interval, TimeUnit.EPOCH)
         if self._interval.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH) or self._interval.value < 1:
-            raise ConfigError(f"SlackLogger(log_interval={str(log_interval)!r}): want batches or epochs, as '100ba'.")
+            raise ConfigError(
+                f"SlackLogger(log_interval={str(log_interval)!r}): expected batches or epochs, such as '100ba'."
+            )
         if not 1 <= max_logs_per_message <= _MOST:
-            raise ConfigError(f"SlackLogger(max_logs_per_message={max_logs_per_message}): want 1 to {_MOST}.")
+            raise ConfigError(f"SlackLogger(max_logs_per_message={max_logs_per_message}): expected 1 to {_MOST}.")
         if isinstance(include_keys, str):
-            raise ConfigError(f"SlackLogger(include_keys={include_keys!r}): want a list of regular expressions.")
+            raise ConfigError(f"SlackLogger(include_keys={include_keys!r}): expected a list of regular expressions.")
         try:
             self._wanted = re.compile("|".join(f"(?:{key})" for key in include_keys))
         except re.error as e:

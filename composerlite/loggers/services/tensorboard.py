@@ -44,7 +44,7 @@ class TensorboardLogger(ServiceLogger["SummaryWriter"]):
     ) -> None:
         if flush_interval < 1:
             raise ConfigError(
-                f"TensorboardLogger(flush_interval={flush_interval}): want a number of batches, 1 or more."
+                f"TensorboardLogger(flush_interval={flush_interval}): expected a number of batches, 1 or more."
             )
         need_package("tensorboard", who="TensorboardLogger", extra="tensorboard")
         super().__init__("TensorBoard", rank_zero_only=rank_zero_only)

@@ -79,9 +79,9 @@ class WandBLogger(ServiceLogger["wandb.Run"]):
     ) -> None:
         need_package("wandb", who="WandBLogger", extra="wandb")
         if timeout <= 0:
-            raise ConfigError(f"WandBLogger(timeout={timeout}): want seconds, more than 0.")
+            raise ConfigError(f"WandBLogger(timeout={timeout}): expected seconds, more than 0.")
         if isinstance(tags, str):
-            raise ConfigError(f"WandBLogger(tags={tags!r}): want a list of tags.")
+            raise ConfigError(f"WandBLogger(tags={tags!r}): expected a list of tags.")
         own = {"project": project, "group": group, "name": name, "entity": entity, "tags": tags}
         own = {key: value for key, value in own.items() if value is not None}
         given = dict(init_kwargs or {})

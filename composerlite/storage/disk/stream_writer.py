@@ -86,7 +86,7 @@ class StreamWriter:
         may_grow: bool = False,
     ) -> None:
         if memory is not None and memory.size_bytes < size_bytes:
-            raise ValueError(f"memory={memory.size_bytes} bytes for a file of {size_bytes}: want at least as many")
+            raise ValueError(f"memory={memory.size_bytes} bytes for a file of {size_bytes}: expected at least as many")
         self.may_grow = may_grow
         self.size_bytes = 0
         self.seconds = {"hash": 0.0, "write": 0.0, "wait": 0.0, "flush": 0.0}

@@ -466,7 +466,9 @@ def base64_md5(data: bytes | memoryview) -> str:
 def checked_url(service: str, endpoint_url: str | None) -> str | None:
     """Return ``endpoint_url`` if it is none or an address. ConfigError: it is something else."""
     if endpoint_url is not None and not re.fullmatch(r"https?://[^\s/?#]+/?", endpoint_url):
-        raise ConfigError(f"{service}: endpoint_url={endpoint_url!r}: want scheme and host, as in 'https://host'.")
+        raise ConfigError(
+            f"{service}: endpoint_url={endpoint_url!r}: expected scheme and host, such as 'https://host'."
+        )
     return endpoint_url
 
 

@@ -108,5 +108,5 @@ def _hmac_key() -> tuple[str, str] | None:
     """Key and secret of the environment."""
     key, secret = os.environ.get("GCS_KEY"), os.environ.get("GCS_SECRET")
     if bool(key) != bool(secret):
-        raise ConfigError("GCS: want GCS_KEY and GCS_SECRET both in the environment, or none of them.")
+        raise ConfigError("GCS: expected GCS_KEY and GCS_SECRET both in the environment, or none of them.")
     return (key, secret) if key and secret else None

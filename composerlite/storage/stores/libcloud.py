@@ -78,7 +78,7 @@ class LibcloudObjectStore(BackendStore):
         prefix: str = "",
     ) -> None:
         if chunk_size < 1:
-            raise ConfigError(f"chunk_size={chunk_size!r}: want the bytes of a piece, at least 1.")
+            raise ConfigError(f"chunk_size={chunk_size!r}: expected the bytes of a piece, at least 1.")
         super().__init__(f"libcloud://{container}/", prefix)
         self.provider, self.container = _provider(provider), container
         self._chunk_size = chunk_size

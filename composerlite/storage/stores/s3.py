@@ -158,9 +158,11 @@ class S3ObjectStore(MultipartStore):
         read_timeout_seconds: float = 60.0,
     ) -> None:
         if (aws_access_key_id is None) != (aws_secret_access_key is None):
-            raise ConfigError("S3ObjectStore: want aws_access_key_id and aws_secret_access_key both, or none of them.")
+            raise ConfigError(
+                "S3ObjectStore: expected aws_access_key_id and aws_secret_access_key both, or none of them."
+            )
         if checksum not in ("crc32", "md5"):
-            raise ConfigError(f"S3ObjectStore: checksum={checksum!r}: want 'crc32' or 'md5'.")
+            raise ConfigError(f"S3ObjectStore: checksum={checksum!r}: expected 'crc32' or 'md5'.")
         super().__init__(f"{scheme}://{bucket}/", prefix)
         self.bucket = bucket
         self._checksum = checksum

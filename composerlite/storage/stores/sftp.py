@@ -131,7 +131,7 @@ class SFTPObjectStore(BackendStore):
             )
         found = re.fullmatch(r"(?P<host>\[[^\]]+\]|[^:]+)(:(?P<port>\d{1,5}))?", address)
         if found is None:
-            raise ConfigError(f"sftp://{bucket}: want user@host:port, as in 'sftp://user@host:22/run'.")
+            raise ConfigError(f"sftp://{bucket}: expected user@host:port, such as 'sftp://user@host:22/run'.")
         named: dict[str, Any] = {"username": user} if user else {}
         if found["port"] is not None:
             named["port"] = int(found["port"])

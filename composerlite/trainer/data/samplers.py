@@ -394,8 +394,8 @@ def _undivided(sampler: DistributedSampler[Any], share: Share) -> DistributedSam
     if (sampler.rank, sampler.num_replicas) not in ((share.rank, share.world_size), (0, 1)):
         raise ConfigError(
             f"DistributedSampler(num_replicas={sampler.num_replicas}, rank={sampler.rank}) on rank {share.rank} of the "
-            f"{share.world_size} that share the data: want these two numbers. Without a DistributedSampler the trainer "
-            "partitions the samples itself."
+            f"{share.world_size} that share the data: expected these two numbers. Without a DistributedSampler the "
+            "trainer partitions the samples itself."
         )
     return DistributedSampler(sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed)
 

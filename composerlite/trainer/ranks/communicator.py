@@ -191,7 +191,7 @@ class Membership:
 
     def __init__(self, device: str | torch.device | None, timeout: float, *, alone: bool) -> None:
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"dist_timeout={timeout!r}: want a positive number of seconds.")
+            raise ConfigError(f"dist_timeout={timeout!r}: expected a positive number of seconds.")
         if dist.initialize_dist(device, timeout, min_world_size=1 if alone else 2):
             Membership._members, Membership._connected_here = 0, True
         Membership._members += 1

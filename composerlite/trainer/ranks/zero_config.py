@@ -45,14 +45,14 @@ def read_config(value: DeepSpeedConfig | None) -> dict[str, Any] | None:
         return None
     config = _read_file(Path(value)) if isinstance(value, str | Path) else value
     if not isinstance(config, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"deepspeed_config={value!r}: want a dict, or the path of a JSON file that holds one.")
+        raise ConfigError(f"deepspeed_config={value!r}: expected a dict, or the path of a JSON file that holds one.")
     config = copy.deepcopy(dict(config))
     zero = config.get("zero_optimization", {})
     stage: Any = cast("dict[str, Any]", zero).get("stage") if isinstance(zero, Mapping) else None
     if isinstance(stage, bool) or stage not in _STAGES:
         raise ConfigError(
-            f"deepspeed_config['zero_optimization']={zero!r}: want {{'stage': 1}}, 2 or 3. Without ZeRO nothing of the "
-            "training is sharded over ranks: leave deepspeed_config out, and each rank has a replica."
+            f"deepspeed_config['zero_optimization']={zero!r}: expected {{'stage': 1}}, 2 or 3. Without ZeRO nothing of "
+            "the training is sharded over ranks: leave deepspeed_config out, and each rank has a replica."
         )
     for section, argument in _OWN_SECTIONS.items():
         if config.get(section) not in (None, {}) and not _is_off(config[section]):
