@@ -1,4 +1,4 @@
-"""Every private name of torch that composerlite uses: nowhere else is one.
+"""The private names of torch that composerlite uses. No other module uses one.
 
 torch may change them in any release. Each is here since it has no public name that does the same;
 ``tests/test_torch_compat.py`` says what each must do, and with which releases of torch that was seen.
@@ -72,7 +72,7 @@ def negative_view(tensor: Tensor) -> Tensor:
 
 
 def change_count(tensor: Tensor) -> int:
-    """Return how often autograd has counted an in-place change of ``tensor`` or its memory; -1 where it does not."""
+    """Return autograd's version counter of ``tensor`` and its memory; -1 for an inference tensor, which has none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -167,9 +167,9 @@ def dcp_memory_format_class() -> Any:
 
 
 def dcp_plan_errors(plans: Any, metadata: Any) -> list[str]:
-    """Why parts that are to be written do not make up their tensors, or some do twice; in DCP's words.
+    """Reasons why the planned parts do not cover their tensors, or overlap; in DCP's words.
 
-    torch 2.11 says only whether they do, and the rest in its log.
+    torch 2.11 returns only a bool, and logs the rest.
     """
     from torch.distributed.checkpoint import default_planner
 

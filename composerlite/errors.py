@@ -86,7 +86,7 @@ class RunInUseError(ComposerliteError, RuntimeError):
 
 
 class RankError(ComposerliteError, RuntimeError):
-    """One or more ranks failed. The message names them and the causes.
+    """Raised when ranks failed. The message names them and the causes.
 
     Attributes:
         ranks: those that failed.
@@ -118,7 +118,7 @@ class CheckpointError(ComposerliteError, RuntimeError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint under the name that was asked for."""
+    """Raised when there is no checkpoint of the requested name."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):

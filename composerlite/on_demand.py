@@ -56,7 +56,7 @@ class ModulesOfOtherNames:
         self._table = f"{package}.{table}"
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return how the module ``fullname`` is loaded; ``None`` if it is not one of these."""
+        """Spec of the module ``fullname``; ``None`` if it is not in the table."""
         if not fullname.startswith(self._prefix) or fullname == self._table or not self._names_by_home(fullname):
             return None
         inner = f"{fullname.removeprefix(self._prefix)}."

@@ -137,7 +137,7 @@ _TABLES: Mapping[str, Mapping[str, str]] = {
 
 
 def way_here(owner: str, name: str) -> str | None:
-    """Return what is written here for ``name`` of another trainer; ``None`` where the table has nothing.
+    """Return the equivalent here of ``name`` of another trainer; ``None`` if the table has none.
 
     Args:
         owner: the class that it was given to: ``'Trainer'`` for arguments, ``'Callback'`` for methods, ``'Precision'``

@@ -37,7 +37,7 @@ StateDict: TypeAlias = dict[str, Any]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything whose progress can be saved: modules, optimizers, schedulers, stateful data loaders, callbacks."""
+    """An object whose progress can be saved: module, optimizer, scheduler, stateful data loader, callback."""
 
     def state_dict(self) -> StateDict: ...
 

@@ -80,7 +80,7 @@ class EMA(Algorithm):
         self._average = WeightAverage(get_ema_multi_avg_fn(self.smoothing))
 
     def match(self, event: Event, state: State) -> bool:
-        """At updates; around evaluation; and when training starts, should an evaluation have broken off."""
+        """Return true at updates, around evaluation, and when training starts: an evaluation may have failed."""
         started = self._average.count > 0
         if event is update_event(self.update_interval):
             return is_due(self.update_interval, event, state) if started else span(self.ema_start, state).is_over

@@ -77,7 +77,7 @@ class GradientClipping(Algorithm):
         self.clipping_threshold = clipping_threshold
 
     def match(self, event: Event, state: State) -> bool:
-        """At ``AFTER_TRAIN_BATCH``. DeepSpeed, which alone has the gradients, is told the threshold instead."""
+        """Return true at ``AFTER_TRAIN_BATCH``, except with DeepSpeed, which clips by itself."""
         return event is Event.AFTER_TRAIN_BATCH and not state.deepspeed_enabled
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

@@ -91,11 +91,11 @@ class LayerFreezing(Algorithm):
         return True
 
     def match(self, event: Event, state: State) -> bool:
-        """At the end of an epoch; at ``AFTER_LOAD``, to freeze what was frozen."""
+        """Return true at the end of an epoch, and at ``AFTER_LOAD``, to freeze layers again."""
         return event in (Event.INIT, Event.AFTER_LOAD, Event.EPOCH_END)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Freeze what is to be frozen.
+        """Freeze the layers that are due.
 
         Raises:
             ConfigError: the model is sharded over ranks.

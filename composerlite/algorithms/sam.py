@@ -53,7 +53,7 @@ class SAM(Algorithm):
         self.interval = interval
 
     def match(self, event: Event, state: State) -> bool:
-        """At ``INIT``."""
+        """Return true at ``INIT``."""
         return event is Event.INIT
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

@@ -81,7 +81,7 @@ class SWA(Algorithm):
         self._completed = False
 
     def match(self, event: Event, state: State) -> bool:
-        """At the ends of batches, epochs and training from ``swa_start`` on; then at each batch to hold the weights."""
+        """Return true at the ends of batches, epochs and training from ``swa_start`` on."""
         if event is Event.AFTER_TRAIN_BATCH:
             return self._completed and span(self.swa_end, state).is_over
         if self._completed:

@@ -190,12 +190,12 @@ class CheckpointSaver(Callback):
             self.last_checkpoint_batch = None  # time was reset: what was saved then says nothing about now
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """In memory, wait for the save in flight before the step that makes the next one due: see ``in_memory``."""
+        """Wait for the save in flight before the step that makes the next one due, if ``in_memory``."""
         if self.in_memory and ends_with_this_batch(self.save_interval, state):
             self.saver.wait_for_previous()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        """See how the save in flight went; save if an interval says so."""
+        """Collect the save in flight if it has ended; save if an interval is due."""
         self.saver.look()
         self._learn()
         if not self.saver.is_checked:  # after the first step: optimizers have their state now
@@ -205,11 +205,11 @@ class CheckpointSaver(Callback):
         self.saver.prepare(state)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Keep what was measured for the manifest."""
+        """Keep the metrics for the manifest."""
         self._measured.after_evaluation(state)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Keep what was measured for the manifest."""
+        """Keep the metrics for the manifest."""
         self._measured.after_epoch(state)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
@@ -287,7 +287,7 @@ class CheckpointSaver(Callback):
         return self.saver.save(state, held, ephemeral=ephemeral, metrics=metrics, lazy=lazy)
 
     def _held(self, state: State) -> dict[str, Any]:
-        """Return what a checkpoint is to hold; callbacks, of which this is one, are asked for their part."""
+        """State dict of a checkpoint, with the part of each callback, of which this is one."""
         return state.weights_state_dict() if self.weights_only else state.state_dict()
 
     def _learn(self) -> None:

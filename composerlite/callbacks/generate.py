@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @final
 class Generate(Callback):
-    """Logs what the model makes of ``prompts``, as a table ``generations``, every ``interval`` and at the end.
+    """Logs texts generated from ``prompts``, as a table ``generations``, every ``interval`` and at the end.
 
     Training is the same with and without it: the model is in evaluation mode meanwhile, and random generators stand
     afterwards where they stood. Rank 0 does it. The model is a :class:`HuggingFaceModel` with a tokenizer, or has
@@ -106,7 +106,7 @@ def _evaluating(model: nn.Module) -> Generator[None]:
 
 @contextlib.contextmanager
 def _padding_left(tokenizer: Any) -> Generator[Any]:
-    """Have ``tokenizer`` put the text last, where it is continued."""
+    """Pad on the left within the block, so that a generated text follows its prompt."""
     side, pad = tokenizer.padding_side, tokenizer.pad_token
     tokenizer.padding_side = "left"
     if pad is None:

@@ -156,7 +156,7 @@ class GoodputMonitor(Callback):
         self._looked_at, self._blocked = self._clock(), self._blocked_seconds()
 
     def _look_at_the_clock(self) -> None:
-        """Count what has passed since the last look; outside of fit, what saves took of it."""
+        """Add the time since the last call; outside of fit, only the part that saves took."""
         blocked = self._blocked_seconds() - self._blocked
         self._blocked += blocked
         self._seconds["save_stall"] += blocked

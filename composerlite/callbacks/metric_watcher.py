@@ -43,7 +43,7 @@ class MetricWatcher(Callback, ABC):
 
     @abstractmethod
     def look_at(self, value: float, state: State) -> None:
-        """Do what the ``value`` that the metric has now asks for."""
+        """React to the metric's current ``value``."""
 
     @property
     def logged_name(self) -> str:

@@ -97,7 +97,7 @@ def _norm(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _stack(norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """All ``norms`` in one tensor on one device: waiting for a GPU once is enough."""
+    """Stack all ``norms`` in one tensor on one device: waiting for a GPU once is enough."""
     device = next(iter(norms.values())).device
     return torch.stack([norm.to(device) for norm in norms.values()])
 
@@ -123,7 +123,7 @@ class NaNMonitor(Callback):
 
 
 def _named(loss: Any) -> list[tuple[str, torch.Tensor]]:
-    """Each loss with the name it is logged under, as near as can be told."""
+    """Yield each loss with its name in the log, as far as one is known."""
     if isinstance(loss, Mapping):
         return [(f"loss/train/{key}", torch.as_tensor(value)) for key, value in loss.items()]
     if isinstance(loss, Sequence):

@@ -131,7 +131,7 @@ class PreemptionHandler(Callback):
         return None
 
     def _let_through(self, number: int) -> None:
-        """It is not for us: training is over, or this is a child that was forked."""
+        """Pass a signal to the previous handler: training is over, or this is a forked child."""
         signal.signal(number, _restorable(self._before.get(number, signal.SIG_DFL)))
         os.kill(os.getpid(), number)
 
@@ -167,7 +167,7 @@ class PreemptionHandler(Callback):
 
     # ── leaving ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _leave(self) -> None:
-        """Save what there is time for and end. Every rank calls it after the same batch."""
+        """Save, as far as the remaining time allows, and end. Collective, after the same batch on all ranks."""
         state = self._state
         assert state is not None
         if state.training_is_over and state.interruption.evaluation is None:

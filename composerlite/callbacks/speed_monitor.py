@@ -91,7 +91,7 @@ class _Point(NamedTuple):
 
 @final
 class SpeedMonitor(Callback):
-    """Logs how fast training is and how long it took, after each batch.
+    """Logs throughput and wall time of training after each batch.
 
     ===================================  ==============================================================================
     ``throughput/batches_per_sec``       over the last ``window_size`` batches of this process, evaluation not counted;

@@ -81,10 +81,10 @@ for command in (ls, latest, inspect, verify, prune, collect, cp, push, pull, dif
 @click.option("--print-origins", is_flag=True, help="The same, each value with the file and line that says it.")
 @click.option("--traceback", is_flag=True, help="Show where in the code an error was raised.")
 def train(config: Path, overrides: Sequence[str], print_config: bool, print_origins: bool, traceback: bool) -> None:
-    """Train what CONFIG describes.
+    """Train the run that CONFIG describes.
 
-    Where checkpoints and metrics go is told at the start, on stderr. The last line, on stdout, is the result. Every key
-    of CONFIG is listed by: composerlite config schema.
+    The places of checkpoints and metrics are printed at the start, on stderr; the result is the last line on stdout.
+    'composerlite config schema' lists every key of CONFIG.
 
     Exit status: 0 after training; 2 if the configuration is wrong; 1 if anything else is; 128 and the number of the
     signal if the run was preempted, and has saved (143 for SIGTERM): launched again with autoresume it resumes.
@@ -120,7 +120,7 @@ app.add_command(predict)
 # ── config and report ────────────────────────────────────────────────────────────────────────────────────────────────
 @app.group()
 def config() -> None:
-    """Tell what a run's YAML file may say."""
+    """Describe the keys of a run's YAML file."""
 
 
 @config.command()

@@ -106,7 +106,7 @@ def predict(
     output: str,
     data: str | None,
 ) -> None:
-    """Write what the model of a checkpoint gives for each batch of an eval_loader of its run.
+    """Write the outputs of a checkpoint's model for each batch of an eval_loader of its run.
 
     Nothing is trained or saved. The outputs are in memory until they are written.
 

@@ -101,7 +101,7 @@ _KEYS_SHOWN = 20
 @click.option("--exit-code", is_flag=True, help="Exit status 1 if they differ.")
 @options.as_json
 def diff(a: str, b: str, everything: bool, top: int, exit_code: bool, as_json: bool) -> None:
-    """Show how A and B differ: keys that only one has, shapes and types, and by how much the numbers changed.
+    """Show the differences of A and B: keys that only one has, shapes and types, and changes of the numbers.
 
     They may be in different places and of different forms. Both are read into memory.
     """

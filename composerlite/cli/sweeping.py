@@ -143,7 +143,7 @@ def _leftover(one: Leftover) -> dict[str, Any]:
 
 
 def _tell(removed: Sequence[dict[str, Any]], kept: Sequence[str], *, dry_run: bool, as_json: bool) -> None:
-    """Print what was removed, or would be."""
+    """Print the files that were removed, or would be."""
     freed = sum(one["size_bytes"] for one in removed)
     if as_json:
         print_json({"dry_run": dry_run, "removed": removed, "kept": kept, "freed_bytes": freed})

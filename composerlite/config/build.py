@@ -1,4 +1,4 @@
-"""From a checked configuration to a Trainer."""
+"""Building of a Trainer from a checked configuration."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _find_loader(loader: Loader | Component, origin: Origin) -> Callable[[], Any
 
 @contextlib.contextmanager
 def _rules_of_torch(path: YamlPath, origin: Origin) -> Generator[None]:
-    """Make what torch refuses (a negative learning rate, a batch of no samples) an error of the configuration."""
+    """Turn errors of torch (a negative learning rate, a batch of no samples) into errors of the configuration."""
     try:
         yield
     except ConfigError:

@@ -123,7 +123,7 @@ class Origin:
 
 
 def _ends(node: yaml.Node, path: YamlPath) -> Iterator[tuple[YamlPath, int]]:
-    """Every value without parts of its own, and the line, counted from 0, on which it ends."""
+    """Yield every leaf value and the line, counted from 0, on which it ends."""
     import yaml
 
     if isinstance(node, yaml.MappingNode) and node.value:

@@ -1,4 +1,4 @@
-"""From plain values to a :class:`RunConfig`: unknown and missing keys and wrong types are found here."""
+"""Parsing of plain values into a :class:`RunConfig`; finds unknown and missing keys and wrong types."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _loader(value: Any, path: YamlPath, origin: Origin, *, taken: Iterable[str] 
 
 
 def _evaluations(value: Any, origin: Origin) -> Iterator[Evaluation]:
-    """One loader, or a list of loaders with a label each."""
+    """Parse one loader, or a list of loaders with a label each."""
     if value is None:
         return
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""All that a run's YAML may say, from the code: as a page for people, and as a JSON Schema for editors.
+"""Reference of a run's YAML, made from the code: a page for people, and a JSON Schema for editors.
 
 ``docs/configuration-reference.md`` is the page. The schema knows files that only add to others: it requires nothing.
 """

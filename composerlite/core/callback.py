@@ -35,137 +35,137 @@ class Callback:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Restore a result of :meth:`state_dict`."""
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         """Call the method of ``event``. Override this one to be called at every event."""
         getattr(self, event.value)(state, logger)
 
     def init(self, state: State, logger: Logger) -> None:
-        """The trainer is being built; model and optimizer are there, data are not, nothing is loaded."""
+        """Called while the trainer is built: model and optimizer exist, data do not, nothing is loaded."""
 
     def before_load(self, state: State, logger: Logger) -> None:
-        """Before a checkpoint is looked for and loaded."""
+        """Called before a checkpoint is looked for and loaded."""
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """After a checkpoint was loaded, or none was asked for."""
+        """Called after a checkpoint was loaded, or none was asked for."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """``fit`` was called."""
+        """Called when ``fit`` begins."""
 
     def iteration_start(self, state: State, logger: Logger) -> None:
-        """Before the first batch of an iteration."""
+        """Called before the first batch of an iteration."""
 
     def epoch_start(self, state: State, logger: Logger) -> None:
-        """Before the first batch of an epoch; not called again where an epoch is resumed in its middle."""
+        """Called before the first batch of an epoch; not again where an epoch is resumed in its middle."""
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
-        """Before the next batch is asked of the loader."""
+        """Called before the next batch is requested from the loader."""
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
-        """``state.batch`` is there, on the CPU."""
+        """Called when ``state.batch`` is loaded, on the CPU."""
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """``state.batch`` is on the device."""
+        """Called when ``state.batch`` is on the device."""
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
-        """Before the first microbatch; gradients are zero."""
+        """Called before the first microbatch; gradients are zero."""
 
     def before_forward(self, state: State, logger: Logger) -> None:
-        """Before the model is called on a microbatch."""
+        """Called before the forward pass of a microbatch."""
 
     def after_forward(self, state: State, logger: Logger) -> None:
-        """``state.outputs`` is there."""
+        """Called after the forward pass of a microbatch, which sets ``state.outputs``."""
 
     def before_loss(self, state: State, logger: Logger) -> None:
-        """Before the loss is computed."""
+        """Called before the loss is computed."""
 
     def after_loss(self, state: State, logger: Logger) -> None:
-        """``state.loss`` is there."""
+        """Called after the loss is computed, which sets ``state.loss``."""
 
     def before_backward(self, state: State, logger: Logger) -> None:
-        """Before the backward pass."""
+        """Called before the backward pass of a microbatch."""
 
     def after_backward(self, state: State, logger: Logger) -> None:
-        """After the backward pass of a microbatch."""
+        """Called after the backward pass of a microbatch."""
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """All gradients are there, unscaled; the optimizer has not stepped."""
+        """Called when all gradients are there, unscaled, before the optimizer steps."""
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """The optimizer has stepped and ``state.timestamp`` counts the batch."""
+        """Called after the optimizer step, when ``state.timestamp`` counts the batch."""
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        """After ``batch_end`` and evaluation: the moment to save."""
+        """Called after ``batch_end`` and evaluation: the moment to save."""
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """The epoch is over and ``state.timestamp`` counts it."""
+        """Called after an epoch, when ``state.timestamp`` counts it."""
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        """After ``epoch_end`` and evaluation: the moment to save."""
+        """Called after ``epoch_end`` and evaluation: the moment to save."""
 
     def iteration_end(self, state: State, logger: Logger) -> None:
         """Called after an iteration, when ``state.timestamp`` counts it."""
 
     def iteration_checkpoint(self, state: State, logger: Logger) -> None:
-        """After ``iteration_end``: the moment to save."""
+        """Called after ``iteration_end``: the moment to save."""
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Training is over."""
+        """Called when training is over."""
 
     def eval_before_all(self, state: State, logger: Logger) -> None:
-        """Before the first of several evaluators."""
+        """Called before the first of several evaluators."""
 
     def eval_start(self, state: State, logger: Logger) -> None:
-        """Before the first batch of an evaluator."""
+        """Called before the first batch of an evaluator."""
 
     def eval_batch_start(self, state: State, logger: Logger) -> None:
-        """An evaluation batch is on the device."""
+        """Called when an evaluation batch is on the device."""
 
     def eval_before_forward(self, state: State, logger: Logger) -> None:
-        """Before the model is called on an evaluation batch."""
+        """Called before the forward pass of an evaluation batch."""
 
     def eval_after_forward(self, state: State, logger: Logger) -> None:
-        """``state.outputs`` is there."""
+        """Called after the forward pass of an evaluation batch, which sets ``state.outputs``."""
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
-        """Metrics count the evaluation batch."""
+        """Called when the metrics count the evaluation batch."""
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """``state.eval_metric_values`` is there."""
+        """Called after an evaluator, which sets ``state.eval_metric_values``."""
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
-        """After the last of several evaluators."""
+        """Called after the last of several evaluators."""
 
     def eval_standalone_start(self, state: State, logger: Logger) -> None:
-        """``Trainer.eval`` was called."""
+        """Called when ``Trainer.eval`` begins."""
 
     def eval_standalone_end(self, state: State, logger: Logger) -> None:
-        """``Trainer.eval`` is over."""
+        """Called when ``Trainer.eval`` is over."""
 
     def predict_start(self, state: State, logger: Logger) -> None:
-        """``Trainer.predict`` was called."""
+        """Called when ``Trainer.predict`` begins."""
 
     def predict_batch_start(self, state: State, logger: Logger) -> None:
-        """A prediction batch is on the device."""
+        """Called when a prediction batch is on the device."""
 
     def predict_before_forward(self, state: State, logger: Logger) -> None:
-        """Before the model is called on a prediction batch."""
+        """Called before the forward pass of a prediction batch."""
 
     def predict_after_forward(self, state: State, logger: Logger) -> None:
-        """``state.outputs`` is there."""
+        """Called after the forward pass of a prediction batch, which sets ``state.outputs``."""
 
     def predict_batch_end(self, state: State, logger: Logger) -> None:
-        """A prediction batch is done."""
+        """Called after a prediction batch."""
 
     def predict_end(self, state: State, logger: Logger) -> None:
-        """``Trainer.predict`` is over."""
+        """Called when ``Trainer.predict`` is over."""
 
     def close(self, state: State, logger: Logger) -> None:
-        """The trainer is closing: release what you hold. Called once, also after an exception in training."""
+        """Called when the trainer is closed, once, also after an exception in training. Release resources here."""
 
     def post_close(self) -> None:
-        """After the :meth:`close` of every callback. Not called if the own :meth:`close` raised."""
+        """Called after the :meth:`close` of every callback. Not called if the own :meth:`close` raised."""
 
 
 class LoggerDestination(Callback):
@@ -220,7 +220,7 @@ class LoggerDestination(Callback):
 
 
 class Logger:
-    """Sends what is logged to every destination.
+    """Sends metrics and files to every destination.
 
     Args:
         state: its timestamp gives the step of metrics that are logged without one.
@@ -272,7 +272,7 @@ class Logger:
             destination.log_images(images, name, channels_last, step)
 
     def log_checkpoint(self, news: CheckpointNews) -> None:
-        """Tell what became of a checkpoint."""
+        """Pass the news of a checkpoint to every destination."""
         for destination in self.destinations:
             destination.log_checkpoint(news)
 

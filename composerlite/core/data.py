@@ -337,7 +337,7 @@ class Evaluator:
             self.eval_interval = create_interval_scheduler(eval_interval, checkpoint_events=False)
 
     def with_defaults(self, *, subset_num_batches: int, eval_interval: TimeInput | SchedulePredicate) -> Evaluator:
-        """This evaluator; what it does not set itself is taken from the arguments."""
+        """Return this evaluator with the arguments in place of settings that it has not."""
         if self.subset_num_batches is None:
             self.subset_num_batches = subset_num_batches
         if self.eval_interval is None:

@@ -74,7 +74,7 @@ class Interruption:
         return self.leave is not None
 
     def watch(self, leave: Callable[[], None], signals: Sequence[int]) -> None:
-        """From now on ``leave`` is called at the next safe point after a :meth:`request`.
+        """Call ``leave`` at the next safe point after a :meth:`request`, from now on.
 
         Args:
             leave: ends the run; called on every rank, at the same point.
@@ -152,7 +152,7 @@ def _forks(loader: Any) -> bool:
 
 
 def _watch_parent() -> None:
-    """In a child: end when the parent says so, which is how it ends workers that hang."""
+    """Exit, in a worker process, when the parent says so: it stops workers that hang in this way."""
     if _shielded:
         threading.Thread(target=_end_with_parent, args=(_shielded,), name="signals", daemon=True).start()
 

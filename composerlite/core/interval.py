@@ -272,7 +272,7 @@ def create_interval_scheduler(
 
 
 def interval_of(value: Any, *, argument: str, allow_auto: bool = False) -> SchedulePredicate:
-    """Return what :func:`create_interval_scheduler` does, whose ConfigError names ``argument``."""
+    """Call :func:`create_interval_scheduler` such that its ConfigError names ``argument``."""
     try:
         return create_interval_scheduler(value, allow_auto=allow_auto)
     except ConfigError as e:

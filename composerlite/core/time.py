@@ -397,7 +397,7 @@ class Timestamp:
     def to_next_batch(
         self, samples: int | Time = 0, tokens: int | Time = 0, duration: timedelta | float = 0.0
     ) -> Timestamp:
-        """After one more batch of ``samples`` samples and ``tokens`` tokens that took ``duration``."""
+        """Return the timestamp after a batch of ``samples`` samples and ``tokens`` tokens that took ``duration``."""
         return self.after_batch(int(samples), int(tokens), _microseconds(duration))
 
     def after_batch(self, samples: int, tokens: int, microseconds: int) -> Timestamp:
@@ -409,7 +409,7 @@ class Timestamp:
         ))  # fmt: skip
 
     def to_next_epoch(self, duration: timedelta | float = 0.0) -> Timestamp:
-        """At the start of the next epoch. ``duration`` is time since the last batch that belongs to training."""
+        """Return the timestamp at the start of the next epoch. ``duration``: training time since the last batch."""
         now, passed = self.at_start_of_epoch().fields, _microseconds(duration)
         return self._of(
             now._replace(
@@ -421,13 +421,13 @@ class Timestamp:
         )
 
     def at_start_of_epoch(self) -> Timestamp:
-        """At the start of the epoch that was begun: none of it is done."""
+        """Return the timestamp at the start of the current epoch."""
         return self._of(
             self.fields._replace(batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0, epoch_wct=0, batch_wct=0)
         )
 
     def to_next_iteration(self, duration: timedelta | float = 0.0) -> Timestamp:
-        """At the start of the next iteration."""
+        """Return the timestamp at the start of the next iteration."""
         now = self.fields
         return self._of(
             now._replace(

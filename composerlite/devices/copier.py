@@ -56,7 +56,7 @@ class DeviceCopier(Protocol):
     may_run_late: bool
 
     def after_training(self) -> None:
-        """Let the copies that follow wait, on the device, for what training has queued up to now."""
+        """Make later copies wait, on the device, for the work that training has queued up to now."""
         ...
 
     def copy(self, storage: torch.UntypedStorage, memory: HostMemory, offset: int) -> None:
@@ -68,7 +68,7 @@ class DeviceCopier(Protocol):
         ...
 
     def before_training(self, mark: Any) -> None:
-        """Let what training queues from now on wait, on the device, for ``mark``. This thread does not wait."""
+        """Make work that training queues from now on wait, on the device, for ``mark``. This thread does not wait."""
         ...
 
     def wait(self, mark: Any, timeout: float) -> None:
@@ -104,7 +104,7 @@ class DeviceCopier(Protocol):
         ...
 
     def waited_seconds(self) -> float:
-        """Return how long training has waited for copies on the device, in waits that are over and not told yet."""
+        """Return the seconds that training waited for copies on the device, in waits that ended since the last call."""
         ...
 
 
@@ -116,11 +116,11 @@ class Devices(Protocol):
     """The devices that storages lie on."""
 
     def of(self, storage: torch.UntypedStorage) -> DeviceCopier | None:
-        """Return who copies ``storage``; ``None`` where it is in this machine's memory."""
+        """Copier for ``storage``; ``None`` for one in this machine's memory."""
         ...
 
     def pinner(self) -> Pin:
-        """Return what lets devices write to memory directly, for any thread; it is asked for on the training thread."""
+        """Function that pins host memory, callable in any thread. Call this on the training thread."""
         ...
 
     def release(self, memory: HostMemory) -> None:
@@ -369,16 +369,16 @@ class PageableCopier:
             target.copy_(bytes_of(storage, cut.start, cut.size))
 
     def mark(self) -> None:
-        """All is copied."""
+        """Do nothing: every copy is finished when it returns."""
 
     def before_training(self, mark: Any) -> None:
-        """All is copied."""
+        """Do nothing: every copy is finished when it returns."""
 
     def wait(self, mark: Any, timeout: float) -> None:
-        """All is copied."""
+        """Do nothing: every copy is finished when it returns."""
 
     def finish_training(self, timeout: float) -> None:
-        """Whoever reads waits for the device by itself."""
+        """Do nothing: a read waits for the device by itself."""
 
     def read(self, numbers: Tensor) -> Tensor:
         return numbers

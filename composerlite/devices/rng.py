@@ -69,14 +69,14 @@ def of_training() -> dict[str, Any]:
 
 
 def packed(state: Mapping[str, Any]) -> torch.Tensor:
-    """Pack what :func:`capture` gave into a tensor of bytes, for other ranks and for sharded checkpoints."""
+    """Pack a result of :func:`capture` into a tensor of bytes, for other ranks and for sharded checkpoints."""
     data = io.BytesIO()
     torch.save(dict(state), data)
     return torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
 
 
 def unpacked(state: torch.Tensor) -> dict[str, Any]:
-    """Return what :func:`packed` was given."""
+    """Undo :func:`packed`."""
     return torch.load(io.BytesIO(bytes(state.numpy())), weights_only=True)
 
 

@@ -238,7 +238,7 @@ def _limit(timeout: timedelta | None) -> timedelta:
 
 @contextlib.contextmanager
 def naming_lost_ranks(what: str, timeout: timedelta | None, ticket: int | None = None) -> Generator[ProcessGroup]:
-    """Say which rank is at fault when gloo fails: the ones that have not come, or those that are gone."""
+    """Raise an error that names the ranks at fault when gloo fails: those that have not arrived, or that are gone."""
     control = get_control()
     try:
         yield control.group

@@ -177,7 +177,7 @@ class CommitRound:
             self._leave()
 
     def wait(self) -> Any:
-        """Every rank but 0: wait for the end of the round; returns the value that rank 0 gave to :meth:`release`.
+        """Wait on a rank other than 0 for the end of the round; return the value that rank 0 passed to :meth:`release`.
 
         Raises:
             RankError: a rank voted against it, or rank 0 failed to commit.
@@ -211,7 +211,7 @@ class CommitRound:
 
     @contextlib.contextmanager
     def _at_work(self) -> Generator[None]:
-        """Have a thread say every now and then, while the block runs, that this rank is alive."""
+        """Send heartbeats of this rank from a thread while the block runs."""
         if not self._longest_work:
             yield
             return

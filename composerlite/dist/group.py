@@ -100,10 +100,10 @@ class Group(ABC):
     def _through_first(
         self, what: str, each: Callable[[], T], first: Callable[[list[T]], Any], *, scatter: bool
     ) -> tuple[Outcomes, Any]:
-        """Return who failed, and this rank's part of what ``first`` made on rank 0 of what ``each`` gave on all."""
+        """Pass the results of ``each`` to ``first`` on rank 0; return failures and this rank's part of its result."""
 
     def all_reduce(self, what: str, each: Callable[[], T], first: Callable[[list[T]], R]) -> R:
-        """Return what ``first`` makes on rank 0 of what ``each`` gave on every rank. All raise what one raises."""
+        """Return ``first`` of the results of ``each`` of all ranks, computed on rank 0. All raise an error of one."""
         return self._made(*self._through_first(what, each, first, scatter=False))
 
     def reduce_scatter(self, what: str, each: Callable[[], T], first: Callable[[list[T]], list[R]]) -> R:
@@ -111,7 +111,7 @@ class Group(ABC):
         return self._made(*self._through_first(what, each, first, scatter=True))
 
     def agree(self, what: str, each: Callable[[], T]) -> T:
-        """Return what ``each`` gave on this rank, once it has succeeded on every rank. All raise what one raises."""
+        """Call ``each`` and return its result, once it has succeeded on every rank. All raise an error of one."""
         own: list[T] = []
         self.all_reduce(what, lambda: own.append(each()), lambda _: None)
         return own[0]
@@ -199,7 +199,7 @@ class Group(ABC):
 
 @final
 class SingleProcess(Group):
-    """One process by itself: each method does at once what it does for one rank, and errors are what was raised."""
+    """Group of one process: no communication, and errors are raised as they are."""
 
     rank = 0
     size = 1
@@ -263,7 +263,7 @@ class _Several(Group):
         return {f.rank: own if own is not None and f.rank == self.rank else f.exception() for f in value}, None
 
     def _replies(self, told: Sequence[bytes], first: Callable[[list[Any]], Any], *, scatter: bool) -> list[bytes]:
-        """For each rank, or one for all: what ``first`` made, or who failed."""
+        """Replies to the ranks, one each or one for all: the result of ``first``, or the failures."""
         from composerlite.dist.store_barrier import Failure
 
         outcomes = [pickle.loads(one) for one in told]
@@ -316,7 +316,7 @@ class RanksOf(_Several):
 
 @final
 class AllRanks(_Several):
-    """All ranks of the run. They talk over a store and a gloo group of their own, apart from the group of training."""
+    """Group of all ranks, which communicate over a store and a gloo group of their own, apart from that of training."""
 
     def __init__(self, control: Control) -> None:
         super().__init__(control.group)
@@ -439,7 +439,7 @@ class PiggybackCounter:
 
     @property
     def total(self) -> int:
-        """Of all ranks, as it was at the last reduction: the same on every rank. In one process: as it is now."""
+        """Sum over all ranks at the last reduction, the same on every rank. In one process: the current number."""
         if self._is_alone is None:  # asked while training, when there is the process group, if there will be one
             self._is_alone = get_world_size() == 1
         return self.number() if self._is_alone else self.reduced
@@ -453,15 +453,15 @@ class PiggybackCounters:
         self._counters: list[PiggybackCounter] = []
 
     def add(self, counter: PiggybackCounter) -> None:
-        """Have the number of ``counter`` added up over the ranks in each batch, before ``BATCH_CHECKPOINT``."""
+        """Sum the number of ``counter`` over the ranks in each batch, before ``BATCH_CHECKPOINT``."""
         self._counters.append(counter)
 
     def numbers(self) -> list[int]:
-        """This rank's, to be reduced with others."""
+        """Numbers of this rank, to be summed over ranks."""
         return [counter.number() for counter in self._counters]
 
     def take_totals(self, totals: Sequence[int]) -> None:
-        """Take what the :meth:`numbers` of all ranks add up to."""
+        """Store the sums of the :meth:`numbers` of all ranks."""
         for counter, total in zip(self._counters, totals, strict=True):
             counter.reduced = total
 
@@ -470,7 +470,7 @@ _SINGLE = SingleProcess()
 
 
 def get_group() -> Group:
-    """All ranks of this run, or the only one.
+    """Return the group of all ranks of this run, or of the only one.
 
     Raises:
         ConfigError: there are several, and :func:`~composerlite.dist.initialize_dist` was not called.

@@ -103,7 +103,7 @@ def any_distributed(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All of ``tensor``; itself if it is not distributed."""
+    """Gather ``tensor`` from all ranks; a tensor that is not distributed is returned as it is."""
     value: Any = tensor
     return value.full_tensor() if is_distributed_tensor(tensor) else tensor
 

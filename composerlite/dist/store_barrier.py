@@ -129,7 +129,7 @@ def late_error(what: str, timeout: timedelta, late: Sequence[int], notes: Sequen
 
 @contextlib.contextmanager
 def reaching_the_store(what: str) -> Generator[None]:
-    """Say what a lost connection to the store means: the process that holds it is gone."""
+    """Turn a lost connection to the store into a RankError: the process that holds the store is gone."""
     from torch.distributed import DistError
 
     try:

@@ -52,7 +52,7 @@ class TensorTransfer(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Of all its tensors."""
+        """Size of all its tensors, in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
@@ -192,7 +192,7 @@ class _Parcel:
                 yield cast("Work", torch.distributed.isend(self.bytes, rank, group=group))
 
     def unpack(self) -> None:
-        """Put what came into the tensors, and say that it is there."""
+        """Copy the received data to the tensors, and call ``then``."""
         if self._rank == self._transfer.source:
             return
         if self._is_copy:

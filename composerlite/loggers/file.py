@@ -72,7 +72,7 @@ class FileLogger(RunFileLogger):
             setattr(sys, name, _Captured(stream, lambda text, name=name: self._add(f"[{name}]", text)))
 
     def post_close(self) -> None:
-        """Release what is printed."""
+        """Restore the standard streams and close the file."""
         for name, stream in self._before.items():
             setattr(sys, name, stream)
         self._before.clear()

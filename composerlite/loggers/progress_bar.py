@@ -18,7 +18,7 @@ __all__ = ["ProgressBarLogger"]
 
 @final
 class ProgressBarLogger(LoggerDestination):
-    """Shows how far training is: bars on a terminal and in a notebook, elsewhere lines.
+    """Shows the progress of training: bars on a terminal and in a notebook, elsewhere lines.
 
     Each epoch, evaluation and prediction has its bar, with its speed, elapsed time and time left. Bars are drawn at
     most ten times a second, by the training thread. Lines come at the end of each epoch, for each evaluation and when

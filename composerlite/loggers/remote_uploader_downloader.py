@@ -177,11 +177,11 @@ class RemoteUploaderDownloader(LoggerDestination):
             self._uploader.transfer.download(name, Path(destination), overwrite=overwrite, callback=tell)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Raise what went wrong with an upload."""
+        """Raise the error of an upload that failed."""
         self._uploader.raise_failures()
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Raise what went wrong with an upload."""
+        """Raise the error of an upload that failed."""
         self._uploader.raise_failures()
 
     def fit_end(self, state: State, logger: Logger) -> None:

@@ -102,7 +102,7 @@ class RunFileLogger(LoggerDestination):
 
     @abstractmethod
     def _write_waiting(self) -> bool:
-        """Write what waits; whether there was something."""
+        """Write the waiting lines; return true if there were any."""
 
     def _flush(self) -> None:
         self._flushed_at = time.monotonic()
@@ -173,7 +173,7 @@ class RunFileLogger(LoggerDestination):
             self.path.write_bytes(both)
 
     def _uploaded_before(self, state: State, logger: Logger) -> bytes | None:
-        """Return what earlier launches have uploaded; ``None``: nothing."""
+        """Bytes that earlier launches have uploaded; ``None``: there are none."""
         try:
             if (publisher := self._publisher) is not None:
                 return publisher.bucket.read(self._name)
@@ -192,7 +192,7 @@ class RunFileLogger(LoggerDestination):
         return None
 
     def _upload(self, logger: Logger | None = None) -> None:
-        """Write what waits, and hand the file to the loggers that keep files, or send it, if it has changed."""
+        """Write the waiting lines, and hand the file to the loggers that keep files, or send it, if it has changed."""
         self._flush()
         if not self.is_kept or self._uploaded or self._state is None:
             return

@@ -73,13 +73,14 @@ class ComposerModel(nn.Module, ABC):
         return {}
 
     def integration_problems(self, saved: StateDict, *, source: str) -> list[str]:
-        """Why a checkpoint with ``saved`` integrations cannot be loaded into this model, before anything is. By default
-        nothing keeps it; what only differs is logged.
+        """List reasons why a checkpoint with ``saved`` integrations cannot be loaded into this model; by default none.
+
+        Harmless differences are logged.
         """
         return []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the logger, through which a copy would take the whole training state along."""
+        """Leave out the logger, which refers to the whole state of training."""
         return {**self.__dict__, "logger": None}
 
 

@@ -30,7 +30,7 @@ def write_huggingface_pretrained_from_composer_checkpoint(
     largest_file_bytes: int = 5 * 10**9,
     overwrite: bool = False,
 ) -> None:
-    """Write what a checkpoint of a ``HuggingFaceModel`` holds as ``save_pretrained`` does, for ``from_pretrained``.
+    """Write the model of a checkpoint of a ``HuggingFaceModel`` in the format of ``save_pretrained``.
 
     Of a model with adapters the folder has the adapters, as PEFT writes them. Needs no transformers.
 

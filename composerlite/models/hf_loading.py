@@ -1,4 +1,4 @@
-"""From a checkpoint to a model of transformers, and its tokenizer, without the script that saved it."""
+"""Loading of a model of transformers and its tokenizer from a checkpoint, without the script that saved it."""
 
 from __future__ import annotations
 

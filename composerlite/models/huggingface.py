@@ -150,7 +150,7 @@ class HuggingFaceModel(ComposerModel):
         return {name: metric.clone() for name, metric in by_name(self._given_metrics[is_train]).items()}
 
     def update_metric(self, batch: Batch, outputs: Any, metric: Metric) -> None:
-        """Add what :meth:`eval_forward` gave and the labels to ``metric``; -100 is where there is no label."""
+        """Update ``metric`` with the outputs of :meth:`eval_forward` and the labels; -100 stands for no label."""
         labels: Tensor = batch["labels"]
         if self.shift_labels:
             labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], _IGNORED)], dim=1)

@@ -46,7 +46,7 @@ class _DecoupledOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - torch declares overloads
-        """One step of all groups. ``closure``, if given, computes the loss anew; its result is returned."""
+        """Step all groups. ``closure``, if given, computes the loss anew; its result is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -58,7 +58,7 @@ class Series:
 @final
 @dataclass(slots=True, kw_only=True)
 class Facts:
-    """All that is known of a run.
+    """Facts about a run.
 
     Attributes:
         run_name: of it. places: where it was looked for. made_at: when.
@@ -87,7 +87,7 @@ class Facts:
 
     @property
     def wall_seconds(self) -> float:
-        """From the first launch to the last that is known."""
+        """Seconds from the first launch to the last known moment."""
         return sum(self.seconds.values())
 
     @property
@@ -166,7 +166,7 @@ class _Gathered(NamedTuple):
 
 
 def _gathered(places: Sequence[str], run: str | None) -> _Gathered:
-    """Collect what there is of the run in ``places``. Of several runs, the one that was active last."""
+    """Collect the records and checkpoints of the run in ``places``. Of several runs, the one that was active last."""
     records: list[RunRecord] = []
     stored: list[Stored] = []
     for text in places:

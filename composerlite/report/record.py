@@ -65,7 +65,7 @@ class RunRecord:
 
     @property
     def run_name(self) -> str:
-        """Of the run; empty: no line says."""
+        """Name of the run; empty if no line has it."""
         return next((line.text("run_name") for line in self.lines if line.kind in ("start", "resume")), "")
 
 

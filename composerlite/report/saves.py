@@ -85,7 +85,7 @@ def stored_at(place: Place, found: Found) -> Stored:
 
 
 def saves_in(lines: Sequence[Line], stored: Sequence[Stored]) -> list[Save]:
-    """Every save that the record or a manifest knows of, the first first."""
+    """List the saves that the record or a manifest knows of, oldest first."""
     saves: list[Save] = []
     for line in lines:
         if line.kind == "checkpoint":

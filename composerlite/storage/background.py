@@ -76,7 +76,7 @@ class Background:
         replaces: bool = False,
         dropped: Callable[[], object] = lambda: None,
     ) -> None:
-        """Have ``work`` done in the background, after everything that came before in its lane.
+        """Run ``work`` in the background, after everything submitted before in its lane.
 
         Args:
             what: is done, for messages.
@@ -112,7 +112,7 @@ class Background:
         return "; ".join(str(failure) for failure in self._failures)
 
     def raise_failures(self) -> None:
-        """Raise what failed since the last time, if anything did. A note says what it was."""
+        """Raise the errors of jobs that failed since the last call, if any, each with a note that names the job."""
         with self._changed:
             failures, self._failures = self._failures, []
         raise_all(failures, f"{self._who}: {len(failures)} {self._jobs} failed")
@@ -222,7 +222,7 @@ class StagedFiles:
         return staged
 
     def give_back(self, staged: Path) -> None:
-        """Remove what :meth:`copy` gave."""
+        """Remove a copy that :meth:`copy` made."""
         shutil.rmtree(staged.parent, ignore_errors=True)
 
     def remove(self) -> None:

@@ -78,7 +78,7 @@ class PartUpload(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Have the store forget the parts. That it has none any more is fine."""
+        """Abort the upload and delete its parts. An upload that is gone is no error."""
 
 
 class ObjectStore(ABC):
@@ -125,7 +125,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def list_objects(self, prefix: str = "", *, start_after: str = "") -> Sequence[ObjectInfo]:
-        """All objects whose name begins with ``prefix`` and comes after ``start_after``, in the order of their names.
+        """List the objects whose names begin with ``prefix`` and come after ``start_after``, sorted by name.
 
         An empty sequence where there are none, a missing bucket is FileNotFoundError. A subclass may leave
         ``start_after`` out and return the names alone, as stores of Composer do.
@@ -232,7 +232,7 @@ class ObjectStore(ABC):
 
     @property
     def most_parts(self) -> int:
-        """Into how many parts an object may be cut."""
+        """Largest number of parts of a multipart upload."""
         return 10_000
 
     def __enter__(self) -> Self:

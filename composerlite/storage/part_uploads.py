@@ -57,7 +57,7 @@ class Source(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """All of them."""
+        """Size of all parts, in bytes."""
         ...
 
     def read_into(self, view: memoryview, offset: int) -> None:

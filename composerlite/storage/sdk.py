@@ -44,7 +44,7 @@ _system_random = _SystemRandom()
 
 
 def isolate_sdk_rng(*packages: str) -> None:
-    """Have the loaded modules of ``packages`` draw random numbers from the system, and not from ``random``.
+    """Make the loaded modules of ``packages`` draw random numbers from the system, not from ``random``.
 
     Python has one generator for the whole process, which is seeded and is a part of what a resumed run restores. An
     upload that draws from it, for a separator or a pause, in another thread and at any time, makes two runs differ.

@@ -249,7 +249,7 @@ class Transfer:
         return True
 
     def list(self, prefix: str = "", *, start_after: str = "") -> Sequence[ObjectInfo]:
-        """All objects whose name begins with ``prefix`` and comes after ``start_after``, in order."""
+        """List the objects whose names begin with ``prefix`` and come after ``start_after``, sorted by name."""
         return self._retry.run(
             lambda: self.store.list_objects(prefix, start_after=start_after), f"listing of {prefix!r}"
         )
@@ -271,7 +271,7 @@ class Transfer:
 
     # ── ranges ───────────────────────────────────────────────────────────────────────────────────────────────────
     def _range_bytes(self, size: int) -> int:
-        """Return how much a thread reads at once, where ``size`` bytes are read: all threads have something to do."""
+        """Bytes of one request of a thread for an object of ``size`` bytes, such that all threads have work."""
         share = -(-size // self._threads)
         most = self._part_bytes or _MOST_RANGE_BYTES
         return min(most, max(_LEAST_RANGE_BYTES, -(-share // _MiB) * _MiB))
@@ -393,7 +393,7 @@ class Uploader:
         replaces: bool = False,
         dropped: Callable[[], object] = lambda: None,
     ) -> None:
-        """Have ``work`` done in the background, after everything that came before in its lane.
+        """Run ``work`` in the background, after everything submitted before in its lane.
 
         Args:
             lane: what has to be in order, such as the name of an object.
@@ -419,7 +419,7 @@ class Uploader:
         return self._jobs.pending
 
     def raise_failures(self) -> None:
-        """Raise what failed since the last time, if anything did."""
+        """Raise the errors of jobs that failed since the last call, if any."""
         self._jobs.raise_failures()
 
     def wait(self, timeout: float, *, lane: str | None = None, at_most: int = 0) -> bool:

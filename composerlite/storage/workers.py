@@ -88,7 +88,7 @@ class Batch:
 
     @contextlib.contextmanager
     def touching(self) -> Generator[None]:
-        """For a job, while it uses memory or a file of the caller, who waits for the end of this and of no more."""
+        """Mark, within a job, the use of memory or a file of the caller, who waits for the end of the block only."""
         with self._changed:
             if self.stopped.is_set():
                 raise _StoppedError
@@ -101,7 +101,7 @@ class Batch:
                 self._changed.notify_all()
 
     def tell(self, moved: int) -> None:
-        """For a job: so many bytes were moved, and there are more to come."""
+        """Report, within a job, that so many bytes were moved."""
         with self._changed:
             self._moved += moved
             self._changed.notify_all()
@@ -149,7 +149,7 @@ class Batch:
             raise self._error
 
     def stop(self, error: BaseException) -> None:
-        """Have the jobs end because of ``error``, and wait until none uses what is the caller's."""
+        """Stop the jobs because of ``error``, and wait until none uses memory or files of the caller."""
         with self._changed:
             self._error = self._error or error
             self.stopped.set()
@@ -193,7 +193,7 @@ class WorkerPool:
         self._closed = False
 
     def submit(self, work: Callable[[], _T]) -> Future[_T]:
-        """Have ``work`` done; return what comes of it."""
+        """Run ``work`` in a thread; return its future."""
         future: Future[_T] = Future()
 
         def do() -> None:
@@ -247,7 +247,7 @@ class WorkerPool:
         self.close()
 
     def _add(self, source: Iterator[Callable[[], None]], *, threads: int) -> None:
-        """Have ``source`` done, by up to so many threads that have nothing else to do."""
+        """Run the jobs of ``source`` in up to ``threads`` idle threads."""
         with self._changed:
             if self._closed:
                 raise _closed()

@@ -194,11 +194,11 @@ class _Worker:
             os.kill(self._process.pid, _STACKS)
 
     def stacks(self) -> str:
-        """Read what was written since :meth:`ask_for_stacks`."""
+        """Read the stacks written since :meth:`ask_for_stacks`."""
         return self._stacks.read_text(errors="replace")
 
     def end(self, seconds: float = 0.0) -> int:
-        """Let the process end by itself for so long, then kill it. Returns its exit code."""
+        """Wait for the process to end, then kill it. Returns its exit code."""
         self._connection.close()
         self._process.join(seconds)
         if self._process.is_alive():
@@ -367,7 +367,7 @@ def _serve(connection: Connection[Any, Any], stacks: Path) -> None:
 
 
 def _run(order: _Order) -> tuple[bytes, str]:
-    """Do what ``order`` says. Returns the pickled value, or error and its trace."""
+    """Run the call of ``order``. Returns the pickled value, or error and its trace."""
     from composerlite import dist
 
     os.environ.clear()

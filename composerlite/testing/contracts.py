@@ -171,7 +171,7 @@ class ObjectStoreContract(ABC):
         assert store.read_range(f"{prefix}/a", 0, 10) == b"first"
 
     def test_one_of_many_creates(self, store: ObjectStore, prefix: str) -> None:
-        """Of eight threads that create the same name at once exactly one succeeds, and its bytes are there."""
+        """Exactly one of eight threads that create the same name at once succeeds, and its bytes are there."""
         if not store.creates_atomically:
             pytest.skip("this store cannot create atomically, and says so")
         for attempt in range(3):
@@ -192,7 +192,7 @@ class ObjectStoreContract(ABC):
 
     # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────
     def test_a_missing_object_is_not_found(self, store: ObjectStore, prefix: str, tmp_path: Path) -> None:
-        """Reading what is not there is FileNotFoundError with its name, and leaves no file."""
+        """Reading a missing object raises FileNotFoundError with its name, and leaves no file."""
         name = f"{prefix}/missing"
         for read in (
             lambda: store.get_object_size(name),
@@ -205,7 +205,7 @@ class ObjectStoreContract(ABC):
         assert list(tmp_path.iterdir()) == []
 
     def test_a_missing_bucket_is_not_found(self, missing_bucket: ObjectStore, tmp_path: Path) -> None:
-        """Whatever is done with a bucket that is not there is FileNotFoundError: a listing is not empty."""
+        """Every operation on a missing bucket raises FileNotFoundError; a listing is no exception."""
         (tmp_path / "source").write_bytes(b"x")
         for use in (
             lambda: missing_bucket.list_objects("a"),
@@ -286,7 +286,7 @@ class ObjectStoreContract(ABC):
         assert store.read_range(name, 0, 2 * size) == first + second
 
     def test_aborted_parts_are_gone(self, store: ObjectStore, prefix: str) -> None:
-        """After an abort there is neither an object nor an unfinished upload; to abort again is fine."""
+        """An abort leaves neither an object nor an unfinished upload; to abort again is no error."""
         if (upload := store.start_parts(f"{prefix}/parts")) is None:
             pytest.skip("this store takes objects as a whole only")
         upload.send(1, memoryview(b"x"))
@@ -308,7 +308,7 @@ class ObjectStoreContract(ABC):
             assert all(pool.map(use, range(24)))
 
     def test_training_does_not_notice(self, store: ObjectStore, prefix: str, tmp_path: Path) -> None:
-        """No verb draws from Python's generator: what training draws does not depend on what is uploaded meanwhile."""
+        """No verb draws from Python's generator: uploads do not change the random numbers of training."""
         (tmp_path / "source").write_bytes(os.urandom(300_000))
         before = random.getstate()
         store.check_writable(f"{prefix}/run")

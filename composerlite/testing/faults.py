@@ -228,7 +228,7 @@ class _Link:
     async def _exchange(
         self, head: _Head, plan: _Plan, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bool:
-        """One request and its answer; whether another may follow on this connection."""
+        """Forward one request and its answer; return true if another may follow on this connection."""
         has_body = head.chunked or bool(head.body_bytes)
         writer.write(head.raw)
         sending = asyncio.create_task(
@@ -297,7 +297,7 @@ class _Link:
         return not answer.closes and (answer.body_bytes is not None or answer.chunked)
 
     async def _happen(self, plan: _Plan) -> None:
-        """In the middle of a body."""
+        """Inject the planned fault in the middle of a body."""
         if plan.kind == "stalls":
             await asyncio.sleep(self._proxy.faults.stall_seconds)
         elif plan.kind == "resets":
@@ -318,7 +318,7 @@ class _Link:
         await self._linger()
 
     async def _linger(self) -> None:
-        """Count what the client still sends. To close at once could take the answer away from it."""
+        """Read until the client stops sending. To close at once could cost it the answer."""
         with contextlib.suppress(TimeoutError):
             while piece := await asyncio.wait_for(self._reader.read(_PIECE_BYTES), _LINGER_SECONDS):
                 self._proxy.bytes_up += len(piece)

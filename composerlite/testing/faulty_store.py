@@ -50,7 +50,7 @@ class Fault:
 
 @final
 class FaultyStore(ObjectStore):
-    """Does what ``store`` does, but for the faults. The first one that fits a call and has not had its times happens.
+    """Forwards to ``store``, with faults. The first one that matches a call and has occurrences left is injected.
 
     Attributes:
         faults: may be changed at any time.

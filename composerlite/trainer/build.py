@@ -1,4 +1,4 @@
-"""From what the user passed to the objects that the trainer works with."""
+"""Building of the trainer's objects from the user's arguments."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Arguments:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """Return those among all the ``arguments`` of the constructor."""
+        """Pick these settings from all ``arguments`` of the constructor."""
         return cls(**{one.name: arguments[one.name] for one in fields(cast("Any", cls))})
 
 

@@ -195,7 +195,7 @@ def _may_change(name: str, before: Any, now: Any) -> bool:
 
 
 def differences_of_run(state: State, *, seed: int | None) -> list[ChangedSetting]:
-    """Compare what does not belong to the optimizer. Of all but the seed what the script says holds.
+    """Compare settings other than the optimizer's. The script's values apply, but for the seed.
 
     Args:
         state: of the run, with the training data that it continues with.

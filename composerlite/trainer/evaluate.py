@@ -276,7 +276,7 @@ class EvaluationLoop:
         return total.detach().reshape(())
 
     def _batches(self, spec: DataSpec, limit: int) -> Iterator[tuple[Batch, bool, tuple[int, int]]]:
-        """Each batch of this rank, whether it is padding, and the samples and tokens of all ranks in it.
+        """Yield each batch of this rank, a flag for padding, and the samples and tokens of all ranks in it.
 
         Where a forward pass waits for other ranks, one whose batches have ended gives its last one again until all end.
         """

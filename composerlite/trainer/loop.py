@@ -191,7 +191,7 @@ def _epoch(loop: Loop, before: DataRollback | None) -> tuple[bool, bool]:
 
 
 def _before_slow_batch(loop: Loop, *, is_first: bool = False) -> DataRollback | None:
-    """Return what to go back to where a batch that may take long is given up; ``None`` where none is given up."""
+    """Rollback point of the data for a batch that may be abandoned for being slow; ``None`` where none is abandoned."""
     state, interruption = loop.state, loop.state.interruption
     interruption.may_abandon = interruption.is_watched and interruption.batches_are_slow
     if interruption.may_abandon:
@@ -345,7 +345,7 @@ def _check_progress(state: State, done: int) -> None:
 
 
 def _share(loop: Loop, own: tuple[int, int], counted: Counted) -> float:
-    """Return how much the batch of this rank counts: gradients are averaged over ranks as if all had equal batches."""
+    """Weight of this rank's batch: gradients are averaged over ranks as if all had equal batches."""
     place = 1 if loop.step.weight_by_tokens else 0
     return own[place] * loop.data_ranks / counted[place] if counted[place] else 1.0
 

@@ -38,7 +38,7 @@ class _StandardError(logging.Handler):
 
 
 def show_messages() -> None:
-    """Have INFO and above of composerlite written to standard error, unless the program has configured logging."""
+    """Write composerlite's messages of INFO and above to standard error, unless logging is configured already."""
     logger = logging.getLogger("composerlite")
     if logging.root.handlers or logger.handlers:
         return
@@ -48,7 +48,7 @@ def show_messages() -> None:
 
 
 def began_with(state: State, *, resumed: bool, weights_only: bool) -> None:
-    """Tell which checkpoint was loaded, and where in training the run stands with it."""
+    """Log which checkpoint was loaded, and the batch at which the run continues."""
     if resumed:
         log.info("resumed run %r from %s: %s", state.run_name, state.load_path, _place(state))
     elif weights_only:
@@ -62,7 +62,7 @@ def began_with(state: State, *, resumed: bool, weights_only: bool) -> None:
 def tell_start(
     state: State, savers: Sequence[CheckpointSaver], loggers: Sequence[LoggerDestination], *, autoresume: bool
 ) -> None:
-    """Tell what begins: from where to where, on what, and where its checkpoints and metrics go."""
+    """Log the start of a run: its first and last batch, its device, its places for checkpoints and metrics."""
     where = state.device if state.world_size == 1 else f"{state.device}, {state.world_size} ranks"
     batch = int(state.timestamp.batch)
     start = f"from batch {batch} " if batch else ""

@@ -78,7 +78,7 @@ class Start(NamedTuple):
 def load_or_resume(
     state: State, settings: LoadSettings, savers: Sequence[CheckpointSaver], loggers: Sequence[LoggerDestination]
 ) -> Start:
-    """Load what the run begins with into ``state``, and begin an attempt of the run.
+    """Load the run's checkpoint, if any, into ``state``, and begin an attempt of the run.
 
     Args:
         state: of the run, whole: everything that has a state is there to take it.
@@ -178,7 +178,7 @@ def _in_a_store(uri: str, loggers: Iterable[LoggerDestination]) -> tuple[str, Ob
 
 
 def _place_of(saver: CheckpointSaver) -> RunPlace:
-    """Return where ``saver`` keeps checkpoints."""
+    """Places in which ``saver`` keeps checkpoints."""
     where = saver.saver.where
     link = None if where.latest_filename is None else where.latest_filename.filename
     buckets = [RunBucket(publisher.remote, publisher.link) for publisher in saver.saver.publishers]

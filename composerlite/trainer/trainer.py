@@ -623,7 +623,7 @@ class Trainer:
 
     @property
     def _share(self) -> Share:
-        """This rank's share of the data: ranks that share layers have the same."""
+        """Return this rank's share of the data: ranks that share layers have the same."""
         state = self.state
         together = 1 if state.parallelism is None else state.parallelism.tensor_parallel_degree
         return Share(state.rank // together, state.world_size // together)

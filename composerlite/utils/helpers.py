@@ -92,9 +92,9 @@ def convert_flat_dict_to_nested_dict(flat_dict: Mapping[str, Any]) -> dict[str, 
 
 
 def extract_hparams(locals_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``locals()`` of a constructor says, as plain values that can be logged.
+    """Turn ``locals()`` of a constructor into plain values that can be logged.
 
-    An object is told by the name of its class, or by its ``local_hparams`` if it has any.
+    An object becomes the name of its class, or its ``local_hparams`` if it has any.
     """
 
     def told(value: Any) -> Any:

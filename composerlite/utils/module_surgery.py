@@ -21,7 +21,7 @@ Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def count_module_instances(module: nn.Module, module_class: type[nn.Module] | tuple[type[nn.Module], ...]) -> int:
-    """Return how many modules of ``module`` are of ``module_class``, itself included."""
+    """Count the modules in ``module`` that are of ``module_class``, itself included."""
     return sum(isinstance(part, module_class) for part in module.modules())
 
 
@@ -79,7 +79,7 @@ def _places_of_modules(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Modul
 def update_params_in_optimizer(
     old_params: Iterable[nn.Parameter], new_params: Iterable[nn.Parameter], optimizers: Optimizers
 ) -> None:
-    """Have the optimizer train ``new_params`` in place of ``old_params``, in their group. What is in both stays.
+    """Replace ``old_params`` by ``new_params`` in the optimizer, in their group. Parameters in both stay.
 
     Raises:
         ConfigError: there are several optimizers; the old parameters are in several groups, or in none.

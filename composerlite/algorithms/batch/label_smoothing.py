@@ -64,7 +64,7 @@ class LabelSmoothing(Algorithm):
         self._original: Batch = None
 
     def match(self, event: Event, state: State) -> bool:
-        """Before and after the loss."""
+        """Return true before and after the loss."""
         return event in (Event.BEFORE_LOSS, Event.AFTER_LOSS)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

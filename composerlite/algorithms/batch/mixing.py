@@ -80,7 +80,7 @@ class Mixing(Algorithm):
         """Refuse a ``target`` whose losses cannot be mixed."""
 
     def match(self, event: Event, state: State) -> bool:
-        """Before the forward pass, before and after the loss."""
+        """Return true before the forward pass, and before and after the loss."""
         return event in (Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

@@ -166,7 +166,7 @@ class BlurPool(Algorithm):
         }
 
     def match(self, event: Event, state: State) -> bool:
-        """At ``INIT``."""
+        """Return true at ``INIT``."""
         return event is Event.INIT
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

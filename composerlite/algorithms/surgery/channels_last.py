@@ -16,9 +16,9 @@ __all__ = ["ChannelsLast", "apply_channels_last"]
 
 
 def apply_channels_last(model: nn.Module) -> nn.Module:
-    """Have the weights of ``model`` that have four dimensions lie in memory with their channels last, in place.
+    """Convert the four-dimensional weights of ``model`` to the memory format channels-last, in place.
 
-    What a model computes from images follows its weights: `memory format
+    Activations take the format of the weights: `memory format
     <https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html>`_. Names, shapes and numbers stay.
 
     Returns:
@@ -29,7 +29,7 @@ def apply_channels_last(model: nn.Module) -> nn.Module:
 
 @final
 class ChannelsLast(Algorithm):
-    """Has the model's weights lie in memory with their channels last, when the trainer is built.
+    """Converts the model's weights to the memory format channels-last, when the trainer is built.
 
     Convolutions on GPUs are then faster, in mixed precision above all (`PyTorch's tutorial
     <https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html>`_). Checkpoints fit models with and
@@ -37,7 +37,7 @@ class ChannelsLast(Algorithm):
     """
 
     def match(self, event: Event, state: State) -> bool:
-        """At ``INIT``."""
+        """Return true at ``INIT``."""
         return event is Event.INIT
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

@@ -62,7 +62,7 @@ def apply_low_precision_layernorm(
     precision: Precision | str | None = None,
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
 ) -> nn.Module:
-    """Have the layer norms of ``model`` compute in the type of autocast, in place.
+    """Make the layer norms of ``model`` compute in autocast's dtype, in place.
 
     Parameters stay the same objects, so an optimizer that was built before continues to train them.
 
@@ -82,7 +82,7 @@ def apply_low_precision_groupnorm(
     precision: Precision | str | None = None,
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
 ) -> nn.Module:
-    """Have the group norms of ``model`` compute in the type of autocast, in place.
+    """Make the group norms of ``model`` compute in autocast's dtype, in place.
 
     Parameters stay the same objects, so an optimizer that was built before continues to train them.
 
@@ -98,7 +98,7 @@ def apply_low_precision_groupnorm(
 
 
 class LowPrecisionNorm(Algorithm):
-    """Has norms of a kind compute in the precision of the rest.
+    """Makes norms of a kind compute in autocast's dtype.
 
     Args:
         apply_at: the event: ``'init'``, ``'before_load'`` or ``'after_load'``.
@@ -114,7 +114,7 @@ class LowPrecisionNorm(Algorithm):
             )
 
     def match(self, event: Event, state: State) -> bool:
-        """At ``apply_at``."""
+        """Return true at ``apply_at``."""
         return event is self.apply_at
 
     def __repr__(self) -> str:
@@ -123,7 +123,7 @@ class LowPrecisionNorm(Algorithm):
 
 @final
 class LowPrecisionLayerNorm(LowPrecisionNorm):
-    """Has layer norms (`Ba et al. 2016 <https://arxiv.org/abs/1607.06450>`_) compute in the precision of the rest.
+    """Makes layer norms (`Ba et al. 2016 <https://arxiv.org/abs/1607.06450>`_) compute in autocast's dtype.
 
     In mixed precision torch computes them in float32 and converts the result, which takes memory and time. Weights stay
     in float32. Checkpoints fit models with and without it. In ``fp32`` it changes nothing.
@@ -136,13 +136,13 @@ class LowPrecisionLayerNorm(LowPrecisionNorm):
     """
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Replace what the layer norms compute."""
+        """Make the layer norms compute in autocast's dtype."""
         apply_low_precision_layernorm(state.model, state.precision)
 
 
 @final
 class LowPrecisionGroupNorm(LowPrecisionNorm):
-    """Has group norms (`Wu & He 2018 <https://arxiv.org/abs/1803.08494>`_) compute in the precision of the rest.
+    """Makes group norms (`Wu & He 2018 <https://arxiv.org/abs/1803.08494>`_) compute in autocast's dtype.
 
     In mixed precision torch computes them in float32 and converts the result, which takes memory and time. Weights stay
     in float32. Checkpoints fit models with and without it. In ``fp32`` it changes nothing.
@@ -155,7 +155,7 @@ class LowPrecisionGroupNorm(LowPrecisionNorm):
     """
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Replace what the group norms compute."""
+        """Make the group norms compute in autocast's dtype."""
         apply_low_precision_groupnorm(state.model, state.precision)
 
 

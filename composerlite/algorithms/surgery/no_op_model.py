@@ -55,7 +55,7 @@ class NoOpModel(Algorithm):
     """
 
     def match(self, event: Event, state: State) -> bool:
-        """At ``INIT``."""
+        """Return true at ``INIT``."""
         return event is Event.INIT
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

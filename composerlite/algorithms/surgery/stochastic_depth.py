@@ -32,7 +32,7 @@ def apply_stochastic_depth(
     drop_rate: float = 0.2,
     drop_distribution: str = "linear",
 ) -> nn.Module:
-    """Have residual blocks of ``model`` be left out at random (`Huang et al. 2016 <https://arxiv.org/abs/1603.09382>`_).
+    """Skip residual blocks of ``model`` at random (`Huang et al. 2016 <https://arxiv.org/abs/1603.09382>`_).
 
     While training, ``x + f(x)`` is ``x`` with the block's drop rate; in evaluation it is ``x + (1 - rate) f(x)``. Names
     and parameters stay.
@@ -122,7 +122,7 @@ class StochasticDepth(Algorithm):
         }
 
     def match(self, event: Event, state: State) -> bool:
-        """At ``INIT``, and with a warmup when a batch begins."""
+        """Return true at ``INIT``, and with a warmup when a batch begins."""
         return event is Event.INIT or (event is Event.BATCH_START and bool(self.drop_warmup.value))
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
@@ -167,7 +167,7 @@ def _forward(block: Any, x: Tensor, *, by_sample: bool) -> Tensor:
 
 
 def _residual(block: Any, x: Tensor) -> Tensor:
-    """Return what the block adds: convolutions and norms, and between two of them what ``relu`` does."""
+    """Residual branch of ``block``: its convolutions, each with its norm, and ``relu`` between them."""
     count = next(count for name, count in _CONVOLUTIONS.values() if name == type(block).__name__)
     for number in range(1, count + 1):
         x = getattr(block, f"bn{number}")(getattr(block, f"conv{number}")(x))

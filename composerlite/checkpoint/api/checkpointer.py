@@ -414,7 +414,7 @@ class _StepWriter:
         return [*self._shards.storages(), *train]
 
     def staged_in(self, memory: HostMemory) -> None:
-        """From now on the bytes are those in ``memory``."""
+        """Read the bytes from ``memory`` from now on."""
         self._shards.staged_in(memory)
         self._train.staged_in(memory, self._start)
 
@@ -440,7 +440,7 @@ class _StepWriter:
         return manifest
 
     def close(self, *, may_be_committed: bool) -> None:
-        """Remove what was written, unless it is committed or may be."""
+        """Remove the files written so far, unless they are or may be committed."""
         self._shards.close(may_be_committed=may_be_committed)
         if not may_be_committed:
             self._folder.abandon()

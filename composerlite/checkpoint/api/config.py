@@ -64,7 +64,7 @@ class Config:
         return found
 
     def as_config_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold and :meth:`from_dict` takes: the fields that are set, and the name of the class."""
+        """Return a dict for JSON and :meth:`from_dict`: the fields that are set, and the name of the class."""
         return self.as_dict(exclude_none=True, exclude_private_fields=True, include_class_name=True, json_safe=True)
 
     @classmethod

@@ -198,7 +198,7 @@ class _SaveSettings:
         number_of(self.processes, 1, "process_count")
 
     def save(self, place: PathOrUri, state: Callable[[], StateDict]) -> None:
-        """Save what ``state`` gives to ``place``."""
+        """Save the result of ``state`` to ``place``."""
         with directory_at(place, threads=self.threads) as folder:
             self._job(folder, state).run()
 
@@ -263,9 +263,9 @@ def load_state_dict(
     work_dir: WorkDir = None,
     thread_count: int | None = None,
 ) -> None:
-    """Load what ``state_dict`` has, in place: tensors are filled, other values are replaced.
+    """Load the keys of ``state_dict`` in place: tensors are filled, other values are replaced.
 
-    What the checkpoint has beyond that is left alone. A value of ``None`` stands for whatever the checkpoint has.
+    Other keys of the checkpoint are ignored. A value of ``None`` is replaced by any value of the checkpoint.
 
     Args:
         dir: a path, or a URI of an object store.

@@ -26,7 +26,7 @@ _MOST_LISTED = 20
 def check_fit(
     reader: sharded.RemoteFileSystemReader, wanted: Mapping[str, Any], *, strict: bool, owned: Sequence[str]
 ) -> None:
-    """Compare what is wanted with what there is.
+    """Compare the requested keys and shapes with those of a checkpoint.
 
     Args:
         reader: of the checkpoint.

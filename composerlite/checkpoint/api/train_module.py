@@ -23,7 +23,7 @@ class TrainModule(Protocol):
         ...
 
     def load_state_dict(self, state_dict: StateDict, /) -> object:
-        """Take what was loaded: the same keys, without ``'optim'`` where that is not to be loaded."""
+        """Take the loaded state: the same keys, without ``'optim'`` where that is not to be loaded."""
         ...
 
 

@@ -76,7 +76,7 @@ class UnshardStrategy:
 
     @classmethod
     def one_file(cls) -> UnshardStrategy:
-        """One file for the model and one for the optimizer."""
+        """Return the strategy of one file for the model and one for the optimizer."""
         return cls(UnshardStrategyType.one_file)
 
     @classmethod

@@ -237,7 +237,7 @@ MODEL_STATES = "model_states.pt"
 
 
 def model_states(archive: RankFiles, *, prune: Callable[[StateDict], StateDict] = _all) -> StateDict:
-    """Read what the rank says of the model; ``prune`` chooses what is read.
+    """Read a rank's model states; ``prune`` selects the parts to read.
 
     Raises:
         IncompatibleCheckpointError: there is not one such file.

@@ -46,7 +46,7 @@ class DeepSpeedEngine(Protocol):
     """The engine of DeepSpeed, as far as it loads files. Every rank calls these together."""
 
     def check_fits(self, model: StateDict, *, source: str) -> None:
-        """Compare what a checkpoint says of its model with the one that is trained.
+        """Compare the model of a checkpoint with the one that is trained.
 
         Args:
             model: what a file of model states holds.
@@ -66,7 +66,7 @@ class DeepSpeedEngine(Protocol):
         ...
 
     def convert(self, folder: Path, *, source: str) -> None:
-        """Make what :meth:`load_converted` wants of the files of all ranks in ``folder``. On one rank.
+        """Convert the files of all ranks in ``folder`` for :meth:`load_converted`. On one rank.
 
         Raises:
             IncompatibleCheckpointError: DeepSpeed cannot.
@@ -255,7 +255,7 @@ class _Load:
 
     # ── what is the same for all ─────────────────────────────────────────────────────────────────────────────────
     def _states(self, archive: RankFiles | None) -> StateDict:
-        """Read what is wanted of ``composer_states.pt``, on rank 0, which has the ``archive``."""
+        """Read the requested parts of ``composer_states.pt`` on rank 0, which has the ``archive``."""
 
         def packed() -> bytes:
             assert archive is not None

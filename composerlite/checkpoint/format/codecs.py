@@ -69,7 +69,7 @@ class StreamCompressor(Protocol):
 
 @final
 class BlockEncoder(Encoder):
-    """Each block becomes a stream of its own; the file is one stream after the other."""
+    """Encoder that makes of each block a compressed stream, and of a file a sequence of streams."""
 
     def __init__(self, encode: Callable[[memoryview], bytes], block_bytes: int = _BLOCK_BYTES) -> None:
         self.block_bytes = block_bytes

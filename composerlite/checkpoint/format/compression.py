@@ -94,7 +94,7 @@ class Compressor:
         )
 
     def encoder(self, size_bytes: int | None) -> Encoder:
-        """For one file, which holds ``size_bytes`` where that is known.
+        """Create the encoder of one file, of ``size_bytes`` where that is known.
 
         Raises:
             ConfigError: see :meth:`check_exists`.
@@ -125,7 +125,7 @@ class Compressor:
 
     @contextmanager
     def decompress(self, filename: str | Path) -> Generator[IO[bytes]]:
-        """Read what the file ``filename`` holds, from front to back.
+        """Open the decompressed contents of the file ``filename``, to be read from front to back.
 
         Raises:
             CorruptCheckpointError: while it is read: the file is damaged or cut off.

@@ -70,7 +70,7 @@ class Format:
         ring_bytes: int = RING_BYTES,
         may_grow: bool = False,
     ) -> Sink:
-        """Open what takes the bytes of a ``.pt`` file and writes ``path``.
+        """Open a sink for the bytes of a ``.pt`` file, which writes ``path``.
 
         Args:
             path: an existing file, empty.
@@ -92,7 +92,7 @@ class Format:
     def open_archive(
         self, path: Path, members: Sequence[tuple[str, int]], *, ring_bytes: int = RING_BYTES, may_grow: bool = False
     ) -> Sink:
-        """Open what takes the bytes of several files, one after the other, and writes the archive ``path``.
+        """Open a sink for the bytes of several files, one after the other, which writes the archive ``path``.
 
         Args:
             path: an existing file, empty.
@@ -213,7 +213,7 @@ def _expanded(
     least_limit: int = 0,
     progress: Callable[[int], object] = int,
 ) -> Generator[IO[bytes]]:
-    """Write what ``inner`` makes of the file to one without a name; the file itself where it is not packed."""
+    """Open the output of ``inner`` for the file, in a nameless temporary; the file itself if it is not packed."""
     with contextlib.ExitStack() as stack:
         packed = stack.enter_context(path.open("rb", buffering=0))
         if not is_packed(path):

@@ -80,7 +80,7 @@ class _NoStorages:
         raise ValueError("an index with a tensor in it")
 
     def read_now(self) -> None:
-        """There is nothing to be read."""
+        """Do nothing: there are no storages to read."""
 
 
 def read_index(data: bytes, uri: str) -> Metadata:

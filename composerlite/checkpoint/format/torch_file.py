@@ -84,7 +84,7 @@ class TorchImage:
         self.size_bytes = self._layout.size_bytes
 
     def storages(self) -> list[StorageCopy]:
-        """List what is to be copied before training changes it, each storage once."""
+        """List the storages to copy before training changes them, each once."""
         assert self._storages is not None, "the image was staged already"
         return [StorageCopy(s, r.data_offset) for s, r in zip(self._storages, self._layout.records, strict=False)]
 
@@ -94,7 +94,7 @@ class TorchImage:
         return sorted(number for number in found if number is not None)
 
     def staged_in(self, memory: HostMemory, start: int = 0) -> None:
-        """From now on the bytes are those in ``memory``: from ``start`` on, each storage at its offset in the file."""
+        """Read the bytes from ``memory`` from now on: from ``start`` on, each storage at its offset in the file."""
         self._memory, self._start = memory, start
         self._storages = None
 
@@ -298,7 +298,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _BareStorageError(Exception):
-    """There is a storage that no common tensor leads to."""
+    """Raised for a storage that no tensor of a common kind refers to."""
 
 
 @final

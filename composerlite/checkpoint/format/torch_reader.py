@@ -91,7 +91,7 @@ class UnverifiedFile:
                 view = view[count:]
 
     def expect(self, offset: int, size: int) -> None:
-        """Have the system read so many bytes ahead: they will be asked for."""
+        """Let the system read ``size`` bytes ahead."""
         os.posix_fadvise(self._file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
 
 
@@ -471,7 +471,7 @@ def stored_tensor(item: Window) -> StoredTensor | None:
 
 
 def item_contents(data: bytes | bytearray) -> Any:
-    """Return what an item holds that was read as a whole.
+    """Load the contents of an item from its bytes.
 
     Raises:
         CorruptCheckpointError: it is no torch file, or its own checksums say that it is damaged.

@@ -276,7 +276,7 @@ def _directory(size_bytes: int, read: Read) -> tuple[int, int, int]:
 
 
 def _listed(directory: bytes, count: int) -> dict[str, _Listed]:
-    """List what the directory says of each record."""
+    """Parse the entries of the central directory."""
     listed: dict[str, _Listed] = {}
     place = 0
     for _ in range(count):

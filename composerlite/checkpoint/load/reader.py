@@ -141,7 +141,7 @@ def _opened_whole(stack: contextlib.ExitStack, path: Path, make: Callable[[RawFi
 
 
 def _version(path: Path) -> list[tuple[int, int, int, int] | None]:
-    """Return what tells a file and its manifest from others that come to have their names."""
+    """Device, inode, size and time of a file and of its manifest: they change when either is replaced."""
     catalog, name = home_of(path)
     found: list[tuple[int, int, int, int] | None] = []
     for one in (path, catalog.record_path(name)):
@@ -155,7 +155,7 @@ def _version(path: Path) -> list[tuple[int, int, int, int] | None]:
 
 
 def _made(stack: contextlib.ExitStack, path: Path, make: Callable[[RawFile], T]) -> T:
-    """Return what ``make`` makes of what has the name ``path`` now; it may be another file at every step."""
+    """Call ``make`` on the file that has the name ``path`` now; it may be replaced at any moment."""
     catalog, name = home_of(path)
     manifest = catalog.manifest_of(name)
     if manifest is None:
@@ -235,7 +235,7 @@ def readable(path: Path) -> Generator[None]:
 
 
 def _way_out(refused: RefusedError) -> str:
-    """Say what to do about it, up to the word "or"."""
+    """Advice on a refused type, up to the word "or", for an error message."""
     if refused.allowable:
         kind = refused.name.rsplit(".", 1)[-1]
         return (
@@ -323,7 +323,7 @@ def _opened_here(stack: contextlib.ExitStack, path: Path, *, trust: bool) -> _Pr
 
 
 def _sources_of(digest: str | None) -> list[int]:
-    """For each rank, the one that reads for it: the first of its node that has what rank 0 has, else rank 0.
+    """Map each rank to the one that reads for it: the first of its node that sees rank 0's file, else rank 0.
 
     Args:
         digest: of what this rank could read; ``None``: nothing.

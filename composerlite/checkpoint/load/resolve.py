@@ -77,7 +77,7 @@ class Located:
 
 @contextlib.contextmanager
 def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool) -> Generator[Located]:
-    """Find what ``name`` stands for, the same on every rank, for as long as the block lasts. Rank 0 looks.
+    """Locate ``name``, the same on every rank, for as long as the block lasts. Rank 0 looks.
 
     A file that is elsewhere is downloaded, by rank 0. A directory is left where it is: each rank reads its part of it.
 
@@ -321,7 +321,7 @@ def manifest_at(transfer: Transfer, name: str) -> tuple[Bucket | None, Manifest 
 
 
 def what_is_there(path: Path) -> str:
-    """Say what a user may have meant by ``path``, where there is no checkpoint: a sentence, with a space before it."""
+    """Hint for a ``path`` without a checkpoint: a sentence on what the user may have meant, after a space."""
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
         return f" The folder {str(folder)!r} does not exist either."
@@ -335,7 +335,7 @@ def what_is_there(path: Path) -> str:
 # ── downloads ────────────────────────────────────────────────────────────────────────────────────────────────────────
 @contextlib.contextmanager
 def transferring(path: str | Path, object_store: ObjectStore | None) -> Generator[tuple[Transfer, str]]:
-    """Open what moves the bytes; that, and the name of the object ``path``."""
+    """Open a transfer for ``path``, and yield it with the name of the object."""
     if object_store is not None:
         with storage.Transfer(object_store) as transfer:
             yield transfer, str(path)

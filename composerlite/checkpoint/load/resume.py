@@ -278,7 +278,7 @@ class _Search:
         self._look_at_line()
 
     def _look_at_line(self) -> None:
-        """Find the living line of what is known now, and what of it was not tried."""
+        """Find the living line of the known checkpoints, and the ones of it that were not tried."""
         tried = {id(one) for one, _ in self._rejected}
         known = [
             c for c in self._known if c.manifest.kind in RESUMABLE and not (c.begun and id(c) in self._interrupted)
@@ -287,7 +287,7 @@ class _Search:
         self._left = [one for one in self._candidates if id(one) not in tried]
 
     def _unlisted(self, catalog: Catalog, template: str, known: Sequence[Manifest]) -> list[_Candidate]:
-        """Find what has no manifest; its attempt is not known, unless the run has one only."""
+        """Find checkpoints without a manifest; their attempt is not known, unless the run has one only."""
         without = _unlisted_in(catalog, template, self._run_name)
         lineages = {manifest.lineage for manifest in known} or {Lineage()}
         if without and len(lineages) > 1:
@@ -411,7 +411,7 @@ def _checked(
 def _verdict(
     outcomes: Mapping[int, BaseException], own: Exception | None, *, may_be_passed_over: bool
 ) -> CorruptCheckpointError | OSError | None:
-    """Choose what counts of what the ranks met. What cannot be read stops the run, unless it ``may_be_passed_over``.
+    """Select the error to act on among those of all ranks. An unreadable checkpoint ends the run or is skipped.
 
     Raises:
         Exception: it says nothing of the checkpoint.
@@ -478,7 +478,7 @@ def _follow(
     damaged: list[Manifest],
     links: Mapping[Path, _Links],
 ) -> None:
-    """On the disks of other nodes than the first: what :class:`_Search` does on that one.
+    """Do, on the disks of all nodes but the first, the changes of :class:`_Search` on that one.
 
     ``damaged`` are the checkpoints that were found to be, to be quarantined when there is a good one.
     """
@@ -501,7 +501,7 @@ def _of(run_name: str, manifests: Sequence[Manifest]) -> list[Manifest]:
 
 
 def _everything_in(remote: Catalog, catalog: Catalog, run_name: str) -> list[_Candidate]:
-    """All checkpoints of the run in a bucket, of every kind, which takes a request for each; begun ones, too."""
+    """List all checkpoints of the run in a bucket, begun ones, too, which takes a request for each."""
     found = [_Candidate(manifest, catalog, remote) for manifest in remote.manifests()]
     found += [_Candidate(manifest, catalog, remote, begun=True) for manifest in remote.begun()]
     return [one for one in found if one.manifest.run_name == run_name]

@@ -80,7 +80,7 @@ def load_directory(folder: ShardedDirectory, plan: RestorePlan) -> list[dict[str
 
 
 def _read_state(reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, plan: RestorePlan) -> Any:
-    """Read what is to be restored, with its tensors, those that can in the live ones."""
+    """Read the state to restore; tensors go into the live ones where possible."""
     with dist.get_group().all_or_none(f"reading the index of {plan.source}"):
         metadata = reader.read_metadata()
     values = _plain_values(reader, fetcher, plan.source)
@@ -104,7 +104,7 @@ def _read(reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, targets: 
 
 
 def _plain_values(reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, source: str) -> dict[str, Any]:
-    """Read what is no tensor, on rank 0, for every rank."""
+    """Read the values that are no tensors, on rank 0, for every rank."""
     stored = reader.read_metadata().state_dict_metadata
     keys = [key for key, kind in stored.items() if not isinstance(kind, TensorStorageMetadata)]
     if dist.get_world_size() == 1:

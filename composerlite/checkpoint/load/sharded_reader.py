@@ -191,7 +191,7 @@ class RemoteFileSystemReader(StorageReader):
         return self._index_digest
 
     def was_replaced(self) -> bool:
-        """Check whether it has moved since it was opened, or another has come to its place, or is about to."""
+        """Check whether it was moved or replaced since it was opened, or is about to be."""
         found_as = self._folder.found_as
         try:
             if any(True for _ in self._folder.begun()):
@@ -203,7 +203,7 @@ class RemoteFileSystemReader(StorageReader):
             return bool(self._index_digest)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is needed: the index is this reader's own."""
+        """Do nothing: this reader has its own index."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan as it is."""
@@ -214,7 +214,7 @@ class RemoteFileSystemReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what ``plan`` wants and give it to ``planner``. Raises what :meth:`read_metadata` does."""
+        """Read the items of ``plan`` and pass them to ``planner``. Raises as :meth:`read_metadata` does."""
         files = self._items(plan, planner)
         with WorkerPool(max(1, min(len(files), self._threads)), name="checkpoint-load") as pool:
             share = max(1, self._threads // max(1, len(files)))
@@ -228,7 +228,7 @@ class RemoteFileSystemReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path or URI may be one."""
+        """Return true: any path or URI is valid."""
         return True
 
     def close(self) -> None:
@@ -245,7 +245,7 @@ class RemoteFileSystemReader(StorageReader):
         self.close()
 
     def _items(self, plan: LoadPlan, planner: LoadPlanner) -> dict[str, list[Item]]:
-        """Collect what is wanted of each file."""
+        """Collect the items to read of each file."""
         metadata = self.read_metadata()
         items: dict[MetadataIndex, Item] = {}
         files: dict[str, list[Item]] = {}
@@ -438,7 +438,7 @@ class Item:
 def read_items(
     source: ByteSource, items: Iterable[Item], *, ours: bool, progress: Callable[[int], object] = int
 ) -> None:
-    """Read what is wanted of ``items`` of one file.
+    """Read the requested parts of ``items`` of one file.
 
     Args:
         source: the file.
@@ -521,7 +521,7 @@ class _Reading:
         self._filled = [_Filled(box, stored) for box in self._item.boxes]
 
     def wanted(self) -> Iterator[Piece]:
-        """List what is to be read before :meth:`advance` is called."""
+        """Yield the pieces to read before :meth:`advance` is called."""
         offset = self._item.offset
         for part in self._frame:
             yield part.piece(offset)
@@ -530,7 +530,7 @@ class _Reading:
                 yield offset + start, address, size
 
     def advance(self) -> bool:
-        """Use what was read; whether that was all."""
+        """Use the pieces that were read; return true when the item is complete."""
         if self._whole:
             self._use_whole(self._frame[0].data)
             return True

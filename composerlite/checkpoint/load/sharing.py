@@ -117,9 +117,9 @@ class ReadRequests:
 
 
 def _named(items: Iterable[ReadItem], planner: DefaultLoadPlanner, place: str) -> Sequence[tuple[bytes, _SharedItem]]:
-    """List what other ranks may want too, by a name that says what it is; in the order of names.
+    """List the items that other ranks may need, too, with a digest of each; sorted by digest.
 
-    Nothing that is no tensor: it is small. Nor that of which each rank has another part.
+    Values that are no tensors are left out: they are small. So are tensors of which each rank has another part.
     """
     assert planner.metadata is not None
     found: list[tuple[bytes, _SharedItem]] = []
@@ -137,7 +137,7 @@ def _named(items: Iterable[ReadItem], planner: DefaultLoadPlanner, place: str) -
 
 
 def _groups(mine: Mapping[bytes, _SharedItem], wanted: Sequence[bytes]) -> dict[Ranking, list[bytes]]:
-    """By the ranks that want it what this rank wants and others, too."""
+    """Group the items that this rank and others need, by the ranks that need them."""
     common: dict[bytes, set[bytes]] = {}
     members: dict[bytes, list[int]] = {}
     for rank, names in enumerate(wanted):
@@ -155,7 +155,7 @@ def _groups(mine: Mapping[bytes, _SharedItem], wanted: Sequence[bytes]) -> dict[
 def _dealt(
     groups: Mapping[Ranking, Sequence[bytes]], mine: Mapping[bytes, _SharedItem], rank: int
 ) -> tuple[list[ReadItem], list[dist.TensorTransfer]]:
-    """Deal what is wanted: what this rank reads for others, and all transfers that it has a part in."""
+    """Partition the shared items: those that this rank reads, and the transfers that it takes part in."""
     items: list[ReadItem] = []
     transfers: list[tuple[bytes, dist.TensorTransfer]] = []
     for members, names in groups.items():
@@ -279,12 +279,12 @@ class RemoteShardFetcher:
         self._stack.close()
 
     def bring_values(self, keys: Iterable[str]) -> None:
-        """Have what is no tensor where rank 0 reads it. Every rank calls it."""
+        """Fetch the values that are no tensors to rank 0, which reads them. Collective."""
         wanted: StateDict = dict.fromkeys(keys) if dist.get_global_rank() == 0 else {}
         self._bring(wanted)
 
     def bring_tensors(self, targets: Mapping[str, Tensor]) -> None:
-        """Have what ``targets`` are to be filled with where this rank reads it. Every rank calls it."""
+        """Fetch the data of ``targets`` to this rank, which reads them. Collective."""
         self._bring(dict(targets))
 
     def _bring(self, wanted: StateDict) -> None:
@@ -338,7 +338,7 @@ class RemoteShardFetcher:
             yield place.relative_path, place.offset, place.offset + place.length
 
     def _moves(self, everyone: Sequence[_NodeReport]) -> list[dist.Move]:
-        """List what goes from rank to rank, the same on every rank: to one of each node, from all that have it."""
+        """List the moves between ranks, the same on every rank: to one rank of each node, from all that have a file."""
         lacks: dict[tuple[int, str], list[tuple[int, int]]] = {}
         for told in everyone:
             for name, ranges in told.lacks.items():

@@ -78,7 +78,7 @@ def _renamed_flat(key: str, names: Mapping[str, str]) -> str:
 
 
 def prune_state_dict(state_dict: StateDict, allowed_keys: set[str]) -> set[str]:
-    """Remove what is not among ``allowed_keys``, in place; returns the keys of what was removed.
+    """Remove all keys but ``allowed_keys``, in place; return the removed ones.
 
     Args:
         state_dict: nested dicts.

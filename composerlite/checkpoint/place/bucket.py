@@ -93,7 +93,7 @@ class Bucket(Place):
 
     @classmethod
     def of(cls, store: ObjectStore, root: str = "", *, threads: int = 8, closes: bool = True) -> Bucket:
-        """Return what ``store`` has below ``root``, by so many threads; ``closes``: the store is closed with it."""
+        """Bucket of the objects of ``store`` below ``root``; ``closes``: :meth:`close` closes ``store``, too."""
         transfer = Transfer(store, threads=threads)
 
         def close() -> None:
@@ -117,7 +117,7 @@ class Bucket(Place):
         return None
 
     def at(self, root: str) -> Bucket:
-        """Return what the same bucket has below another prefix, until this one is closed."""
+        """The same bucket below another prefix, usable until this one is closed."""
         other = copy.copy(self)
         other.root, other._closing = root.strip("/"), None
         other._held, other._written = {}, []
@@ -439,7 +439,7 @@ class _BucketCommit(Commit):
 
 
 def exists_error(uri: str, there: Manifest) -> CheckpointExistsError:
-    """Return what to raise where ``there`` is the manifest of another checkpoint at ``uri``."""
+    """Error to raise where ``there`` is the manifest of another checkpoint at ``uri``."""
     return CheckpointExistsError(
         f"checkpoint {uri!r} exists, of run {there.run_name!r} at batch {there.batch}. Give names that differ, as with "
         "'{run_name}' or '{batch}' in them, delete it, or pass overwrite=True (save_overwrite=True in the Trainer)."

@@ -435,7 +435,7 @@ class Catalog:
             log.warning("what dead processes left in %s is not removed: %s", self.place.uri(), e)
 
     def record_path(self, name: str) -> Path:
-        """Return where the manifest of the checkpoint ``name`` of a folder is, or would be."""
+        """Path of the manifest of the checkpoint ``name``, which need not exist."""
         return self.folder / record_path(name)
 
 
@@ -444,7 +444,7 @@ def _moment(manifest: Manifest) -> tuple[str, tuple[int, int]]:
 
 
 def _as_before(manifest: Manifest, target: str) -> str:
-    """Return what a link leads to in place of ``target``: where each rank has a file, to that of the same rank."""
+    """Target of a link that led to ``target``: the file of the same rank, where each rank has one."""
     if len(manifest.files) == 1 or manifest.is_directory:
         return manifest.name
     match = name_pattern(manifest.template, manifest.run_name).fullmatch(target)

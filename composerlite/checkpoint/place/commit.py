@@ -65,13 +65,13 @@ class Commit(ABC):
 
     @abstractmethod
     def discard(self) -> None:
-        """Remove what had the names before. What cannot be removed is logged: it is no checkpoint."""
+        """Remove the replaced files. A failure is logged: they are no checkpoint."""
 
     def leave(self) -> None:
         """End without knowing whether it is to be committed: the next start finds out."""
 
     def close(self, error: BaseException | None) -> None:
-        """Withdraw what was announced and not published, unless it was left. Twice is fine."""
+        """Withdraw names that were announced and not published, unless the files were left. May be called twice."""
 
     def __enter__(self) -> Commit:
         return self

@@ -104,7 +104,7 @@ class ShardedDirectory:
 
     @classmethod
     def in_store(cls, store: ObjectStore, root: str, *, threads: int = 8, closes: bool = False) -> ShardedDirectory:
-        """Return what ``store`` has below ``root/``, moved by so many threads; ``closes``: the store is closed with it.
+        """Directory below ``root/`` of ``store``, moved by ``threads`` threads; ``closes``: closes ``store``, too.
 
         Raises:
             ConfigError: ``root`` is empty.
@@ -211,7 +211,7 @@ class ShardedDirectory:
         self.place.write_to(target, f"{self._shown}/{name}", digest)
 
     def missing(self) -> CheckpointNotFoundError:
-        """Return what to raise where there is no ``.metadata``."""
+        """Error to raise where there is no ``.metadata``."""
         names = self.names()
         if not names:
             return CheckpointNotFoundError(f"there is no checkpoint {self.uri!r}: there is no such directory.")
@@ -282,7 +282,7 @@ class ShardedDirectory:
     def sealed(
         self, index: bytes, files: Mapping[str, FileDigest], facts: Mapping[str, object], nodes: Mapping[str, int]
     ) -> FinalizedManifest:
-        """Return what all disks get; ``nodes`` are those whose disks have each of ``files``."""
+        """Build the manifest for all disks; ``nodes``: by file, the node whose disk has it."""
         return FinalizedManifest(index, self._manifest_of(index, files, facts, nodes))
 
     def prepare(self, sealed: FinalizedManifest, node: int) -> None:
@@ -310,7 +310,7 @@ class ShardedDirectory:
             return commit
 
     def abandon(self, handle: SaveHandle) -> None:
-        """After an error, when no rank writes any more: remove what was written. Raises nothing."""
+        """Remove the files written so far, after an error, when no rank writes any more. Raises nothing."""
         if self._prepared is not None:
             with self._prepared:
                 self._prepared = None
@@ -375,7 +375,7 @@ def directory_at(place: PathOrUri, *, threads: int | None = None) -> ShardedDire
 
 
 def _chunk_bytes(size_bytes: int) -> int:
-    """Return how much is verified at once: little, for what is read of a shard is often one tensor among many."""
+    """Bytes that are verified at once: few, since a read of a shard is often of one tensor among many."""
     chunk_bytes = _LEAST_CHUNK_BYTES
     while size_bytes > chunk_bytes * _MOST_CHUNKS:
         chunk_bytes *= 2

@@ -203,9 +203,9 @@ def _held(path: Path) -> Generator[None]:
 
 
 def _discard(old: Path, path: Path) -> None:
-    """Remove what ``path`` was before; what is not part of a checkpoint goes to where it was.
+    """Remove the old ``path``; files that are no part of a checkpoint are moved back to it.
 
-    What cannot be removed is logged: it is no checkpoint, and the next start tries again.
+    A failure is logged: the old files are no checkpoint, and the next start tries again.
     """
     try:
         if not old.is_dir() or old.is_symlink():
@@ -238,7 +238,7 @@ def _is_rescued(old: Path, path: Path) -> bool:
 
 # ── what dead processes have left ────────────────────────────────────────────────────────────────────────────────────
 def between_names(path: Path) -> Iterator[Path]:
-    """Yield where the directory ``path`` is, committed, while it has no name on a disk that exchanges none."""
+    """Yield temporary paths of the committed directory ``path``, on a disk that cannot exchange two names."""
     for place in sorted(path.parent.glob(f".{glob.escape(path.name)}.saving-*-old")):
         new = place.with_name(place.name.removesuffix("-old"))
         if SAVING.fullmatch(place.name) is not None and new.is_dir():
@@ -281,7 +281,7 @@ def recover(
 
 
 def end_dead_saves(root: Path, name: str) -> None:
-    """Do what :func:`recover` does for the directory ``name`` alone, but for what several disks have to agree on."""
+    """Recover the directory ``name`` alone, as :func:`recover` does, but no commits that need several disks."""
     record = root / record_path(name)
     kept: set[Path] = set()
     for temporary in abandoned_temporaries(record.parent):
@@ -393,9 +393,9 @@ def _forget(root: Path, manifest: Manifest, temporary: Path) -> None:
 
 
 def _parts_of(root: Path, manifest: Manifest) -> dict[Path, Path] | None:
-    """Return where each file, or the directory, of ``manifest`` lies, by the path that it is to have.
+    """Current paths of the files, or of the directory, of ``manifest``, by their final paths.
 
-    ``None`` if one is not whole. Nothing is looked for behind a link.
+    ``None`` if one is incomplete. Links are not followed.
     """
     if manifest.is_directory:
         path = root / manifest.name

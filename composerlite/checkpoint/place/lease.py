@@ -1,4 +1,4 @@
-"""One process at a time: whoever holds the lease of a run writes its checkpoints."""
+"""Leases of runs: the process that holds a run's lease writes its checkpoints, one process at a time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Lease(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Let the next one have it. Twice is fine."""
+        """Release the lease. May be called twice."""
 
     @abstractmethod
     def keep(self) -> bool:
@@ -95,7 +95,7 @@ def take_leases(leases: Sequence[Lease], what: str, timeout: float, advice: str 
 
 @functools.cache
 def _machine() -> dict[str, str]:
-    """Return what tells whether a process number means the same process here: host, boot and process namespace.
+    """Identity of the space of process numbers: host, boot and process namespace.
 
     Containers on one machine may share its name and each have a process 1, and a machine may have booted since.
     """

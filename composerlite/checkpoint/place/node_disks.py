@@ -43,7 +43,7 @@ class Disks:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """For each rank, the number of the folder that it sees, from 0; that of a node, if each has its own."""
+        """Number, for each rank, of the folder that it sees, from 0; that of its node, if each node has its own."""
         numbers = {leader: number for number, leader in enumerate(sorted(set(self.leaders)))}
         return tuple(numbers[leader] for leader in self.leaders)
 
@@ -69,7 +69,7 @@ def check_one_disk(folder: Path) -> None:
 
 
 def disks_of(folder: Path) -> Disks | None:
-    """Return who shares ``folder``; ``None``: all ranks see one. Every rank calls it. It is made where it is not there.
+    """Find out which ranks share ``folder``, and create it if missing; ``None``: all share one. Collective.
 
     The first rank of each node tries to make one and the same file: on a file system that several nodes mount one of
     them makes it, whatever the others have seen so far.
@@ -104,7 +104,7 @@ def disks_of(folder: Path) -> Disks | None:
 
 @contextlib.contextmanager
 def _marked(mark: Path) -> Generator[None]:
-    """For as long as the block lasts, ``mark`` says which rank has made it, this one or another."""
+    """Create ``mark``, which holds this rank's number, for the duration of the block, unless another rank has."""
     try:
         file = mark.open("x")
     except FileExistsError:

@@ -105,7 +105,7 @@ class Place(ABC):
     # ── where ────────────────────────────────────────────────────────────────────────────────────────────────────
     @abstractmethod
     def uri(self, path: str = "") -> str:
-        """Return where ``path`` is, or the place itself, as commands take it."""
+        """URI or path of ``path``, or of the place itself, as commands take it."""
 
     @abstractmethod
     def path_of(self, path: str) -> Path | None:
@@ -146,7 +146,7 @@ class Place(ABC):
 
     @abstractmethod
     def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Return what ``work``, which reads, gives for each item; several at a time where that is faster."""
+        """Results of ``work``, which reads, for each item; computed in parallel where that is faster."""
 
     def read_all(self, paths: Iterable[str]) -> list[bytes | None]:
         """Return the bytes of small files, in their order; ``None`` for one that is gone."""
@@ -188,7 +188,7 @@ class Place(ABC):
 
     @contextlib.contextmanager
     def lent(self, path: str, digest: FileDigest | None = None) -> Generator[Path]:
-        """Have the file ``path``, verified by ``digest``, as one of this machine. Raises as ``verify``."""
+        """Provide the file ``path``, verified by ``digest``, as a local one. Raises as ``verify`` does."""
         with contextlib.ExitStack() as stack:
             here = self.path_of(path)
             if here is None:
@@ -207,7 +207,7 @@ class Place(ABC):
 
     @abstractmethod
     def identity(self, paths: Iterable[str]) -> str:
-        """Return what all who see the same files ``paths`` here have in common, and no other place has."""
+        """Key of the files ``paths`` here: equal for all processes that see the same files, and for no others."""
 
     @abstractmethod
     def taken(self) -> Iterator[str]:
@@ -285,11 +285,11 @@ class Place(ABC):
 
     @abstractmethod
     def abandon(self, name: str, handle: SaveHandle) -> None:
-        """After an error, when no rank writes any more: remove what this process has written. Raises nothing."""
+        """Remove the files of this process, after an error, when no rank writes any more. Raises nothing."""
 
     @abstractmethod
     def parts(self, name: str, handle: SaveHandle, deciding: str, data: bytes) -> Parts:
-        """Return what a commit of the directory ``name`` gives names to, with ``data`` its file ``deciding``."""
+        """Files that a commit of the directory ``name`` renames; ``data`` is the content of the file ``deciding``."""
 
     @abstractmethod
     def commit(self, name: str, parts: Parts, *, overwrite: bool, has_manifest: bool = True) -> Commit:
@@ -353,7 +353,7 @@ class Place(ABC):
 
     @abstractmethod
     def leftovers(self, older_than: timedelta) -> list[Leftover]:
-        """Return what processes have left that died while they wrote.
+        """List leftovers of processes that were killed during a write.
 
         On a disk a lock tells which are dead; in a store the parts of uploads that were started ``older_than`` ago are
         taken for theirs.
@@ -361,7 +361,7 @@ class Place(ABC):
 
     @abstractmethod
     def sweep(self, older_than: timedelta) -> None:
-        """Remove what ``leftovers`` finds. A commit on a disk that had got far enough is completed."""
+        """Remove the :meth:`leftovers`. A commit on a disk that can be completed is completed."""
 
     @abstractmethod
     def close(self) -> None:
@@ -375,7 +375,7 @@ class Place(ABC):
 
 
 def by_total(size_bytes: int, progress: Callable[[int, int], object] | None) -> Callable[[int], object]:
-    """Return what is called with each number of bytes, and tells ``progress`` how many of how many that makes."""
+    """Callback that adds up numbers of bytes and calls ``progress`` with (bytes so far, ``size_bytes``)."""
     done = 0
 
     def tell(size: int) -> None:
@@ -388,7 +388,7 @@ def by_total(size_bytes: int, progress: Callable[[int, int], object] | None) -> 
 
 
 def by_steps(progress: Callable[[int], object]) -> Callable[[int, int], object]:
-    """Return what is called with (bytes received, total), and tells ``progress`` how many that is more."""
+    """Callback that takes (bytes so far, total) and calls ``progress`` with the bytes since its last call."""
     told = 0
 
     def tell(done: int, _: int) -> None:

@@ -57,7 +57,7 @@ class Successor(NamedTuple):
 
     @classmethod
     def from_json(cls, data: bytes, source: str) -> Successor:
-        """Return what ``data``, from ``source``, say; CorruptCheckpointError."""
+        """Parse ``data``, the content of ``source``. Raises CorruptCheckpointError."""
         try:
             return cls(**json.loads(data))
         except (ValueError, TypeError) as e:
@@ -160,7 +160,7 @@ class StepFolder:
         return self.has(INDEX) or all(self.has(name) for name in (MARKER, f"{MODEL}/{INDEX}", f"{TRAIN}/rank0.pt"))
 
     def version(self) -> str:
-        """Return what tells this checkpoint from another in its place; the same wherever it is seen."""
+        """Digest of this checkpoint: equal on every rank, and another once the checkpoint is replaced."""
         digest = xxhash.xxh3_128()
         for name in (MARKER, f"{MODEL}/{INDEX}", INDEX):
             with contextlib.suppress(FileNotFoundError):
@@ -219,7 +219,7 @@ class StepFolder:
         return handle
 
     def _sweep(self) -> None:
-        """Remove what saves of other steps have left whose processes are dead, and writers of files beside them."""
+        """Remove leftovers of killed saves of other steps, and of killed writers of files beside them."""
         Catalog(self._place).tidy()
         if (folder := self._place.path_of("")) is not None:
             for step in {folder / self._name, *folder.glob("step*/")}:
@@ -236,7 +236,7 @@ class StepFolder:
         return self._place.write(path, size, image.write, chunk_bytes=chunk_bytes_for(size))
 
     def prepare(self, handle: SaveHandle, marker: bytes) -> None:
-        """Say what is about to take the place of a checkpoint, before the model is committed."""
+        """Write down which checkpoint will replace the one there, before the model is committed."""
         if handle.suffix:
             announced = Successor(self._index_digest(), handle.suffix, marker.decode())
             self._place.put(self._path(NEXT), json.dumps(announced._asdict()).encode())
@@ -281,7 +281,7 @@ class StepFolder:
             self._place.send(path, self._path(name))
 
     def abandon(self) -> None:
-        """After an error, when no rank writes any more: remove what this process has written. Raises nothing."""
+        """Remove the files of this process, after an error, when no rank writes any more. Raises nothing."""
         handle, self._handle = self._handle, None
         if handle is None or (handle.suffix and not self._has_claimed):
             return  # the process that claimed removes the files of all ranks

@@ -55,7 +55,7 @@ class EngineFiles(Protocol):
     def load_checkpoint(
         self, template: str, plan: RestorePlan, object_store: ObjectStore | None, *, trust: bool
     ) -> list[dict[str, Any]] | None:
-        """Restore what is trained, and the rest of the state: as ``checkpoint.deepspeed.loading.load_archives``."""
+        """Restore the engine and the rest of the state: see ``checkpoint.deepspeed.loading.load_archives``."""
         ...
 
 
@@ -151,7 +151,7 @@ def check_kinds(state_dict: StateDict, ignore_keys: IgnoreKeys) -> None:
 
 
 def _of_no_kind(node: Any, path: str) -> Iterator[str]:
-    """Why each tensor in ``node`` cannot be saved, if it cannot."""
+    """List the tensors in ``node`` that cannot be saved, each with the reason."""
     if isinstance(node, Tensor):
         try:
             check_tensor(node)
@@ -216,7 +216,7 @@ def _with_all_metrics(contents: StateDict) -> StateDict:
 
 
 def _of_all_ranks(own: Any) -> list[Any]:
-    """Gather what each rank gives, on the CPU."""
+    """Gather ``own`` of every rank, on the CPU."""
     data = io.BytesIO()
     torch.save(own, data)  # tensors of some types cannot be pickled otherwise
     # Not the restricted unpickler: this comes from ranks of this run, and a loader's state may be anything.
@@ -334,7 +334,7 @@ class RestorePlan:
     is_foreign: bool = False
 
     def wanted(self, contents: Any) -> StateDict:
-        """Select what of ``contents``, of any system, is wanted; the numbers in its tensors do not matter.
+        """Select the parts of ``contents``, of any system, to load; the numbers in its tensors do not matter.
 
         Raises:
             IncompatibleCheckpointError: they are not those of a checkpoint.

@@ -410,7 +410,7 @@ class CheckpointMetadata:
 
     @classmethod
     def from_json(cls, data: bytes, source: str) -> CheckpointMetadata:
-        """Read what was written, by this package or by OLMo-core.
+        """Parse ``.metadata.json`` as written by this package or by OLMo-core.
 
         Raises:
             CorruptCheckpointError: it is nothing of that kind; names ``source``.
@@ -517,7 +517,7 @@ def recorded(kind: type[T], fields: object) -> T:
 
 @functools.cache
 def _checks_of(kind: type[Any]) -> Mapping[str, tuple[_Check, bool]]:
-    """By field: what checks its value, and whether it must be there."""
+    """Map each field to the check of its value and whether the field is required."""
     hints = typing.get_type_hints(kind, include_extras=True)
     missing = dataclasses.MISSING
     return {

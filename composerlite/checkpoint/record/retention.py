@@ -28,10 +28,10 @@ _MODES = ("max", "min")
 
 
 class RetentionPolicy(Protocol):
-    """Says which checkpoints to keep. Must be pure: the same manifests give the same answer after a resume."""
+    """Decides which checkpoints to keep. Must be pure: the same manifests give the same answer after a resume."""
 
     def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
-        """For each of ``manifests``, oldest first, whether it stays. None of them is ephemeral."""
+        """Decide for each of ``manifests``, oldest first, if its checkpoint is kept. None of them is ephemeral."""
         ...
 
 
@@ -49,10 +49,10 @@ class Interval(Protocol):
 
 @final
 class KeepAll:
-    """Nothing is deleted."""
+    """Policy that deletes nothing."""
 
     def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
-        """All stay."""
+        """Keep all."""
         return [True] * len(manifests)
 
 
@@ -183,13 +183,13 @@ def retention_policy(
 
 
 def deletions(manifests: Sequence[Manifest], policy: RetentionPolicy) -> list[Manifest]:
-    """List what goes of ``manifests``, oldest first: what ``policy`` gives up, and ephemeral ones.
+    """List the checkpoints to delete, oldest first: those that ``policy`` does not keep, and ephemeral ones.
 
     Three are never among them: the newest, the newest that is not ephemeral, and the newest that a run would resume
     from, which is not marked as ``not_finite``. An ephemeral one stays as long as it is
     the newest of all; it is not shown to the policy, so it does not count among the last N or the best K.
 
-    To delete after each save what this gives up leaves the same checkpoints as to ask once about the whole history, as
+    Deleting them after each save leaves the same checkpoints as one call with the whole history, as
     long as each save is newer than those before it: the policies of :func:`retention_policy` keep of a longer history
     no old checkpoint that they gave up in a shorter one.
     """
@@ -209,7 +209,7 @@ class Retention(NamedTuple):
     position: Position
 
     def given_up(self, manifests: Iterable[Manifest], template: str) -> list[Manifest]:
-        """List what goes of those in ``manifests`` that are the run's own and called after ``template``."""
+        """List the checkpoints to delete among the run's own in ``manifests`` that are named after ``template``."""
         return deletions(self.position.own(manifests, template), self.policy)
 
 

@@ -81,7 +81,7 @@ class Gathering:
             raise
 
     def finish(self) -> None:
-        """Gather what is left, for the other ranks: here it is not wanted."""
+        """Take part in gathering the remaining tensors, which other ranks need."""
         while self._waiting:
             self.next()
 
@@ -99,7 +99,7 @@ class NullWriter:
         self.weights_crc: Sequence[int] = ()
 
     def storages(self) -> list[StorageCopy]:
-        """There are none."""
+        """Return an empty list."""
         return []
 
     def staged_in(self, memory: HostMemory) -> None:
@@ -115,14 +115,14 @@ class NullWriter:
             self._gathering.finish()
 
     def finish(self) -> None:
-        """Nothing has to become durable."""
+        """Do nothing: there is no file to make durable."""
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
         """Rank 0 has something to write."""
         raise AssertionError("unreachable")
 
     def close(self, *, may_be_committed: bool) -> None:
-        """Gather what is left."""
+        """Take part in gathering the remaining tensors."""
         self._gather()
 
 
@@ -182,7 +182,7 @@ class _FileBeingWritten:
         return _Written(self._name, self._data.temporary, digest, unpacked_bytes)
 
     def commit(self, manifest: Manifest, parts: Sequence[_Written | None]) -> Manifest:
-        """On rank 0: give the files of all ranks that have one their names, and then their manifest."""
+        """Rename the files of all ranks to their names, then write their manifest. On rank 0."""
         assert self._data is not None
         written = [one for one in parts if one is not None]
         manifest = dataclasses.replace(
@@ -255,7 +255,7 @@ class SingleFileWriter:
         return [copy for copy in self._image.storages() if gathering is None or not gathering.holds(copy.storage)]
 
     def staged_in(self, memory: HostMemory) -> None:
-        """From now on the bytes are those in ``memory``. What is sharded over ranks is gathered there."""
+        """Read the bytes from ``memory`` from now on. Sharded tensors are gathered there."""
         if self._gathering is not None:
             for storage, offset in self._image.storages():
                 if self._gathering.holds(storage):
@@ -341,7 +341,7 @@ class RankArchiveWriter:
         ]
 
     def staged_in(self, memory: HostMemory) -> None:
-        """From now on the bytes are those in ``memory``."""
+        """Read the bytes from ``memory`` from now on."""
         for name, image in self._images.items():
             image.staged_in(memory, self._starts[name])
 

@@ -78,7 +78,7 @@ class RankWriter(Stageable, Protocol):
         ...
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
-        """On rank 0: make the checkpoint exist, of ``parts``, what :meth:`finish` gave on each rank; its manifest."""
+        """Commit on rank 0, and return the manifest. ``parts``: the results of :meth:`finish` of all ranks."""
         ...
 
     def close(self, *, may_be_committed: bool) -> None:
@@ -90,7 +90,7 @@ class DiskWriter(RankWriter, Protocol):
     """The same where nodes have disks of their own: how the part of each becomes a part of the whole."""
 
     def seal(self, manifest: Manifest, parts: Sequence[Any]) -> FinalizedManifest:
-        """On rank 0: the index and the record of all files."""
+        """Build the index and the record of all files, on rank 0."""
         ...
 
     def prepare(self, sealed: FinalizedManifest) -> None:
@@ -307,7 +307,7 @@ def first_name(template: str, state: TrainingState) -> str:
 def gathering(
     state: TrainingState, state_dict: StateDict | None, *, weights_only: bool, ignore_keys: IgnoreKeys
 ) -> Gathered:
-    """Return what gathers a checkpoint of ``state_dict``; of what ``state`` holds then, if there is none."""
+    """Function that gathers a checkpoint of ``state_dict``; for ``None``, of ``state`` when it is called."""
 
     def gathered(**generators: Any) -> StateDict:
         held = state_dict

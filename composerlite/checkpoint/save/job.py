@@ -1,4 +1,4 @@
-"""One save, whoever asks for it: stage, write, vote, commit, point ``latest``, publish, give older checkpoints up.
+"""Steps of a save: stage, write, vote, commit, point ``latest``, publish, delete by retention.
 
 A trainer, the functions and ``Checkpointer`` differ in what is written and where, which a ``RankWriter`` knows, and in
 what is to follow. The thread that saves pays for :meth:`PendingSave.stage`; the rest is :meth:`PendingSave.run`. A
@@ -212,9 +212,9 @@ class PendingSave:
         has_room: bool = True,
         make_room: Callable[[], object] = lambda: None,
     ) -> None:
-        """Copy what is to be written, or, where memory for that would be new, have it written now.
+        """Copy the state to memory, or write it now where that memory would have to be allocated.
 
-        With several ranks, what fails is for the vote.
+        With several ranks an error is kept for the vote.
 
         Args:
             staging: has the memory.
@@ -295,7 +295,7 @@ class PendingSave:
 
     # ── in any thread ────────────────────────────────────────────────────────────────────────────────────────────
     def run(self) -> SaveReport:
-        """Write what is not written, make it durable and commit it, together with the other ranks.
+        """Write the rest, make it durable and commit it, together with the other ranks.
 
         Raises:
             SaveError: the snapshot changed while it was taken.
@@ -369,7 +369,7 @@ class PendingSave:
         return report
 
     def _conclude(self, manifest: Manifest, before_commit: float) -> SaveReport:
-        """Do what is left on rank 0 when the checkpoint exists."""
+        """Log, publish and apply retention on rank 0, once the checkpoint exists."""
         now = time.perf_counter()
         seconds = {**manifest.timings, "commit": now - before_commit, "total": now - self.started}
         if (after := self.follow_up) is not None:
@@ -392,12 +392,12 @@ class PendingSave:
         )
 
     def _delete_old(self) -> None:
-        """Delete what the policy of retention gave up when the checkpoint existed. Twice is fine."""
+        """Delete the checkpoints that retention no longer keeps. May be called twice."""
         while self.follow_up is not None and self.to_delete:
             self.follow_up.catalog.delete(self.to_delete.pop(0))
 
     def _as_seen_here(self, report: SaveReport) -> SaveReport:
-        """Return what rank 0 reports, with this rank's name for the folder and how long it was kept from training."""
+        """Report of rank 0 with this rank's path of the folder and its stall."""
         several = self.group.size > 1
         if self.blocking:
             stall = time.perf_counter() - self.started if several else report.seconds["total"]
@@ -411,7 +411,7 @@ class PendingSave:
         return self.stall_seconds + (0.0 if self.snapshot is None else self.snapshot.stall_seconds)
 
     def _seconds(self) -> dict[str, float]:
-        """Return what was spent until the data were durable."""
+        """Seconds of each phase until the data were durable."""
         return {
             "stall": self._stall_seconds(),
             "snapshot": 0.0 if self.snapshot is None else self.snapshot.seconds,

@@ -22,7 +22,7 @@ _MOST_BYTES = 64
 
 
 def folder_key(save_folder: Path, place: str) -> str:
-    """Return what tells the checkpoints of ``save_folder`` from those of any other folder, and of one before it.
+    """Key of ``save_folder``, unlike that of any other folder and of an earlier one at the same path.
 
     It is made of where the folder is and of a random number in it: a folder that was emptied and made again, or copied,
     has another key, and what is in memory of the one before it is not taken for its own.

@@ -115,7 +115,7 @@ class Outcomes:
         return self._saves.last_failed
 
     def take_ended(self) -> list[SaveReport | None]:
-        """Return how saves went that have ended since the last time, oldest first; ``None``: one failed."""
+        """Return the reports of saves that ended since the last call, oldest first; ``None`` for one that failed."""
         return [self._ended.popleft() for _ in range(len(self._ended))] if self._ended else []
 
     def committed(self, report: SaveReport) -> None:
@@ -188,7 +188,7 @@ class Outcomes:
             self._logger.log_checkpoint(news)
 
     def _log(self, **metrics: float) -> None:
-        """To every logger of the run; docs/logging.md names them all."""
+        """Log ``metrics`` with every logger of the run; docs/logging.md lists their names."""
         if self._logger is not None:
             self._logger.log_metrics({f"checkpoint/{name}": value for name, value in metrics.items()})
 

@@ -177,7 +177,7 @@ class Publisher:
         afterwards: Callable[[], object] | None = None,
         votes: PublishVotes | None = None,
     ) -> None:
-        """Have a checkpoint published that is committed in ``catalog``. It may be deleted there from now on.
+        """Start publishing a checkpoint that is committed in ``catalog``. It may be deleted there from now on.
 
         Waits where too many do, and so keeps what is staged within bounds: not for the training thread.
 
@@ -280,7 +280,7 @@ class Publisher:
         return format_name_with_dist_and_time(self.template, run_name, _Moment(manifest), **FIRST_RANK)
 
     def _delete_old(self, newest: Manifest) -> Sequence[Manifest]:
-        """Delete what is not to be kept now that there is ``newest``; what that was."""
+        """Delete the checkpoints not to be kept once there is ``newest``; return their manifests."""
         self._deletes |= newest.ephemeral
         if not self._deletes:
             return ()
@@ -311,7 +311,7 @@ class _Held:
 
     @property
     def paths(self) -> list[Path]:
-        """In the order of the manifest."""
+        """Paths in the order of the manifest."""
         return [name.path for name in self._names]
 
     def remove(self) -> None:
@@ -439,7 +439,7 @@ class Publishing:
             uploader.submit("sweep", functools.partial(_sweep, root), what=what)
 
     def begin(self, where: RunFolder, state: NamedState, logger: Destinations) -> None:
-        """Publish what is in a folder; on every rank. Where nodes have folders of their own, a rank of each node does.
+        """Prepare to publish the checkpoints of a folder. Collective. With a folder per node a rank of each publishes.
 
         Raises:
             ConfigError: this rank publishes, and has other loggers than rank 0.
@@ -485,7 +485,7 @@ class Publishing:
 
     # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────
     def votes(self, name: str) -> PublishVotes | None:
-        """Return how ranks publish a checkpoint together; ``None`` where rank 0 has all files."""
+        """Votes of all ranks on publishing a checkpoint; ``None`` where rank 0 has all files."""
         return PublishVotes.over(f"checkpoint {name!r}") if self._are_several else None
 
     def votes_for_all(self, name: str) -> list[PublishVotes | None]:
@@ -493,7 +493,7 @@ class Publishing:
         return [self.votes(name) for _ in self._roots]
 
     def behind(self, manifests: Sequence[Manifest], run_name: str) -> list[tuple[int, str]]:
-        """Return which of a run's checkpoints, oldest first, to publish again: the number of the bucket, the name."""
+        """Return the checkpoints of a run to publish again: number of the bucket and name, oldest first."""
         behind: list[tuple[int, str]] = []
         for number, publisher in enumerate(self.publishers):
             if self._options.keeps_none:  # what was fetched, or was not uploaded when the run died: none of it stays
@@ -515,7 +515,7 @@ class Publishing:
     def publish_again(
         self, number: int, name: str, run_name: str, votes: PublishVotes | None, *, overwrite: bool
     ) -> None:
-        """Hand what is in the folder to one uploader; of what each node has, on a rank of it.
+        """Hand a checkpoint of the folder to one uploader; with a folder per node, on one rank of each.
 
         Raises:
             CheckpointError: it is gone.
@@ -550,13 +550,13 @@ class Publishing:
 
     # ── how it went ──────────────────────────────────────────────────────────────────────────────────────────────
     def take_news(self) -> PublishingNews:
-        """Return what has ended on this rank since the last time."""
+        """Return the news of this rank since the last call: deleted checkpoints, outcomes of uploads."""
         self._has_news()
         outcomes, self._outcomes = self._outcomes, []
         return PublishingNews([self._gone.popleft() for _ in range(len(self._gone))], outcomes)
 
     def take_news_of_all(self) -> PublishingNews:
-        """Return what has ended on any rank since the last time; on every rank."""
+        """Return the news of all ranks since the last call. Collective."""
         every = dist.get_group().gather(self.take_news())
         return PublishingNews([name for gone, _ in every for name in gone], [one for _, ones in every for one in ones])
 

@@ -208,7 +208,7 @@ class RunFolder:
 
     @property
     def catalog(self) -> Catalog:
-        """Its checkpoints: by its name as long as that means the same, on each node for itself."""
+        """Catalog of its checkpoints, on each node for itself."""
         try:
             is_here = Path(self.folder).is_absolute() or Path.cwd() == self._started_in
         except FileNotFoundError:  # the working directory was removed
@@ -271,7 +271,7 @@ class RunFolder:
                     )
 
     def _first_places(self, state: SavedState) -> dict[str, str]:
-        """Return where its files and its link would be now, by the argument that names them."""
+        """Paths of its files and its link at the current time, by the argument that names them."""
         root = self._started_in / format_name_with_dist(self._template, state.run_name, **FIRST_RANK)
         places: dict[str, str] = {}
         for argument, template in (("filename", self.filename), ("latest_filename", self.latest_filename)):
@@ -283,7 +283,7 @@ class RunFolder:
         return places
 
     def key(self, places: Iterable[str]) -> str:
-        """Return what tells it from others and from one that was there before; on rank 0."""
+        """Key of the folder, unlike that of others and of an earlier one at the same path. On rank 0."""
         return folder_key(Path(self.folder), " ".join(places))
 
     def keep_in_memory(self, state: SavedState, key: str) -> None:
@@ -346,7 +346,7 @@ class RunFolder:
                 self.catalog.point_latest(its_link, file.path)
 
     def follow(self, saved: Sequence[str], state: SavedState, *, deletes: bool) -> None:
-        """On the disk of another node than the first: make up for what a kill kept from coming or from going.
+        """Complete interrupted commits and deletions on the disk of a node other than the first.
 
         Args:
             saved: the paths of the checkpoints of the run, oldest first.
@@ -440,7 +440,7 @@ class RunFolder:
         return gone
 
     def release(self) -> None:
-        """Let other processes have the run."""
+        """Release the leases of the run."""
         leases, self._leases = self._leases, []
         for lease in leases:
             lease.release()

@@ -109,7 +109,7 @@ class Saver:
         self._publishing.begin(self.where, state, logger)
 
     def key_of_folder(self) -> str:
-        """Return what tells its folder from others and from one that was there before; on rank 0."""
+        """Key of its folder, unlike that of others and of an earlier one at the same path. On rank 0."""
         return self.where.key(publisher.bucket.uri() for publisher in self._publishing.publishers)
 
     def take_up(self, state: SavedState) -> None:
@@ -170,7 +170,7 @@ class Saver:
 
     # ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────
     def look(self) -> None:
-        """See how the save in flight and uploads went, between two batches.
+        """Collect the save in flight and uploads that have ended, between two batches.
 
         Raises:
             CheckpointError: another process has the run by now.
@@ -286,9 +286,9 @@ class Saver:
         return pending
 
     def save_after_exception(self, state: SavedState, error: Exception) -> None:
-        """Save what there is, since training failed with ``error``, to which a note says where that is.
+        """Save the current state, since training failed with ``error``, to which a note with the path is added.
 
-        What makes this fail becomes a note as well: ``error`` is what the user has to see.
+        An error of this save becomes a note as well: the user has to see ``error``.
         """
         folder, _, name = self.where.filename.filename.rpartition("/")
         template = f"{folder}/crash-{name}" if folder else f"crash-{name}"
@@ -315,7 +315,7 @@ class Saver:
         return self.outcomes.last_failed
 
     def take_ended(self) -> list[SaveReport | None]:
-        """Return how saves went that have ended since the last time, oldest first; ``None``: one failed."""
+        """Return the reports of saves that ended since the last call, oldest first; ``None`` for one that failed."""
         return self.outcomes.take_ended()
 
     @property
@@ -415,7 +415,7 @@ class Saver:
             self.saved_checkpoints.remove(path)
 
     def _warn_of_missing_metric(self, name: str) -> None:
-        """Once, on rank 0: it is the same at every save and on every rank."""
+        """Warn once, on rank 0: it is the same at every save and on every rank."""
         if not self._warned and dist.get_global_rank() == 0:
             log.warning(
                 "checkpoint %s has no %r: nothing was evaluated at that batch before the save. It is none of the best. "
@@ -464,7 +464,7 @@ class Saver:
 
     @property
     def publishers(self) -> list[Publisher]:
-        """One for each bucket, on the ranks that publish."""
+        """Publishers, one for each bucket, on the ranks that publish."""
         return self._publishing.publishers
 
     def path_of(self, report: SaveReport) -> str:

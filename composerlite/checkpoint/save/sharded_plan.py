@@ -48,7 +48,7 @@ _MOST_PLANS = 4
 
 
 class _Table(NamedTuple):
-    """By item: the name, and of which tensor it is a part; and the paths of the names."""
+    """Tensors of the plan's items, by number: name, shape, properties; and the paths of the names."""
 
     keys: list[str]
     shapes: list[tuple[int, ...] | None]
@@ -158,13 +158,13 @@ class _Items:
     sizes: list[Place]
 
     def size_bytes(self, number: int) -> int:
-        """Of an item; what is no tensor counts as one byte, for its size is not known."""
+        """Size of an item; one byte for a value that is no tensor, whose size is not known."""
         sizes, properties = self.sizes[number], self.properties[number]
         return 1 if sizes is None or properties is None else math.prod(sizes) * properties.dtype.itemsize
 
 
 def merge_plans(plans: Sequence[PackedPlan]) -> tuple[list[AssignedItems], Metadata]:
-    """On the first rank: what each rank is to write, and the index, without where the data are.
+    """Build, on the first rank, the plan of each rank and the index, without the places of the data.
 
     What several ranks have is written by one of them, so that all write about as many bytes.
 

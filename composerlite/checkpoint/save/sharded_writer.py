@@ -130,21 +130,21 @@ class RemoteFileSystemWriter(StorageWriter):
         return StorageMeta(checkpoint_id=self._folder.uri, save_id=self._save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is needed before there is a plan."""
+        """Do nothing: all is set up with the plan."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the first rank: claim the directory, and tell the others where to write."""
+        """Claim the directory on the first rank, and add the place to write to every plan."""
         return [
             dataclasses.replace(plan, storage_data=assignment)
             for plan, assignment in zip(plans, self.assignments(len(plans)), strict=True)
         ]
 
     def assignments(self, count: int) -> list[WriteAssignment]:
-        """On the first of ``count`` ranks: claim the directory; what each of them needs to know."""
+        """Claim the directory on the first of ``count`` ranks; return the assignment of each."""
         self._claim = self._folder.claim(overwrite=self._overwrite)
         self._world_size = count
         return [WriteAssignment(self._claim, rank, count) for rank in range(count)]
@@ -209,7 +209,7 @@ class RemoteFileSystemWriter(StorageWriter):
             self.hand_over()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank, when all have written: make the checkpoint exist."""
+        """Commit the checkpoint on the first rank, when all have written."""
         assert self._claim is not None
         index, files = self.indexed(metadata, results)
         try:
@@ -248,14 +248,14 @@ class RemoteFileSystemWriter(StorageWriter):
         }
 
     def abandon(self) -> None:
-        """After an error, when no rank writes any more: remove what was written. Raises nothing; twice is fine."""
+        """Remove the files written so far, after an error, when no rank writes. Raises nothing; may be called twice."""
         claim, self._claim = self._claim, None
         if claim is not None:
             self._folder.abandon(claim)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path or URI may be one."""
+        """Return true: any path or URI is valid."""
         return True
 
 
@@ -397,7 +397,7 @@ class ShardWriter:
         return self._copies
 
     def staged_in(self, memory: HostMemory, start: int = 0) -> None:
-        """From now on the bytes are those in ``memory``, from ``start`` on."""
+        """Read the bytes from ``memory`` from now on, beginning at ``start``."""
         copies = {
             number: torch.frombuffer(memory.view(start + place.offset, place.size), dtype=torch.uint8).untyped_storage()
             for number, place in self._places.items()
@@ -435,7 +435,7 @@ class ShardWriter:
         return self._results
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
-        """On rank 0: give the directory its index, its name and its manifest."""
+        """Commit on rank 0: write the index, rename the directory, write the manifest."""
         assert self._metadata is not None
         if self._of_run:
             self._folder.record = manifest
@@ -448,7 +448,7 @@ class ShardWriter:
 
     # ── where nodes have disks of their own ──────────────────────────────────────────────────────────────────────
     def seal(self, manifest: Manifest, parts: Sequence[Any]) -> FinalizedManifest:
-        """On rank 0: the index and the record of all files."""
+        """Build the index and the record of all files, on rank 0."""
         assert self._metadata is not None
         assert self._disks is not None
         self._folder.record = manifest
@@ -481,7 +481,7 @@ class ShardWriter:
         self._folder.close()
 
     def _let_go(self) -> None:
-        """Of tensors, and of the memory of the snapshot, which another save may be given."""
+        """Drop the tensors and the memory of the snapshot, which another save may be given."""
         self._planner.forget()
         self._copies = []
 
@@ -517,9 +517,9 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def expected_bytes(contents: StateDict) -> int:
-    """About how many bytes this rank will copy of ``contents``, without asking the others.
+    """Estimate the bytes of ``contents`` that this rank will copy, without asking the others.
 
-    What several ranks have is written by one of them, and which one is known only when it is planned: each is counted
+    A replicated tensor is written by one rank, and which one is known only when it is planned: each is counted
     its share.
     """
     sizes: dict[int, int] = {}

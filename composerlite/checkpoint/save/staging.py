@@ -78,7 +78,7 @@ class Stageable(Protocol):
         ...
 
     def staged_in(self, memory: HostMemory) -> None:
-        """From now on the bytes are those in ``memory``, which holds each storage at its offset."""
+        """Read the bytes from ``memory`` from now on, which holds each storage at its offset."""
         ...
 
 
@@ -104,7 +104,7 @@ class HandOver:
             raise
 
     def take_place(self) -> None:
-        """In the thread that writes: everything was read.
+        """Report, in the thread that writes, that the whole state was read.
 
         Raises:
             SaveError: whoever saves did not wait for it.
@@ -169,7 +169,7 @@ class Snapshot:
         self.copying = copier.start(late.jobs, late.watch.end)
 
     def finish(self) -> None:
-        """On the training thread, before an optimizer steps: :meth:`complete`, which training waits for.
+        """Call :meth:`complete` on the training thread before an optimizer steps; training waits for it.
 
         Of devices only the device waits: the step is queued behind the copy.
         """
@@ -180,7 +180,7 @@ class Snapshot:
         self.stall_seconds += time.perf_counter() - started
 
     def complete(self) -> None:
-        """On the training thread: help to copy what is left."""
+        """Copy the rest on the training thread, together with the background threads."""
         if self.copying is not None:
             self.copying.finish()
 
@@ -343,7 +343,7 @@ class _DeviceCopy:
         return self._changes.found()
 
     def waited_seconds(self) -> float:
-        """Return how long training has waited for copies on the device."""
+        """Seconds that training has waited for copies on the device."""
         return self._copier.waited_seconds()
 
 
@@ -474,7 +474,7 @@ class Staging:
 
     @contextlib.contextmanager
     def paused(self) -> Generator[None]:
-        """Let :meth:`prepare` wait."""
+        """Make :meth:`prepare` wait within the block."""
         self._go.clear()
         try:
             yield
@@ -549,7 +549,7 @@ class Staging:
         return True
 
     def give_back(self, memory: HostMemory) -> None:
-        """Let the next copy have ``memory``; of two pieces the larger one is kept. Nothing may refer to it any more."""
+        """Release ``memory`` for the next copy; of two pieces the larger is kept. Nothing may refer to it any more."""
         with self._lock:
             self._lent -= 1
         self._release(self._free.keep(memory))
@@ -627,13 +627,13 @@ class Staging:
         return snapshot
 
     def _is_verified(self) -> bool:
-        """Return whether the content of the next copy is to be compared."""
+        """Return true if the content of the next copy is to be compared."""
         if isinstance(self._verify, str):
             return self._verify == "always" or (self._verify == "first" and self._taken == 0)
         return self._taken % self._verify == 0
 
     def _partition(self, copies: Iterable[StorageCopy], lazy: Sequence[Optimizer], memory: HostMemory) -> _Partition:
-        """Return who copies what; what may be copied later is watched from now on."""
+        """Assign each storage to a copier, and watch those that may be copied late from now on."""
         assert self._copier is not None
         may_wait = lazy and self._may_copy_late is not False
         late = {storage_id(tensor.untyped_storage()) for tensor in _tensors_of(lazy)} if may_wait else set[int]()
@@ -667,7 +667,7 @@ class Staging:
         return shares
 
     def _end_trial(self) -> None:
-        """On the training thread: see whether anybody but the optimizers changed what might be copied later."""
+        """Check, on the training thread, that only optimizers changed the tensors that may be copied late."""
         trial, self._trial = self._trial, None
         if trial is None:
             return

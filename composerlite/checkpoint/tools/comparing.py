@@ -20,7 +20,7 @@ _STEP = 1 << 24
 
 
 class Change(NamedTuple):
-    """By how much the numbers under a key differ.
+    """Difference of the numbers under a key.
 
     Attributes:
         key: joined by dots.
@@ -108,7 +108,7 @@ def _form(value: Any) -> str:
 
 
 def _change(key: str, a: Tensor, b: Tensor) -> Change | None:
-    """By how much two tensors of one form differ; ``None``: not at all."""
+    """Difference of two tensors of one shape; ``None`` if they are equal."""
     shape = tuple(a.shape)
     a, b = _plain(a), _plain(b)
     most, squares, size = 0.0, 0.0, 0.0

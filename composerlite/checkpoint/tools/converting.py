@@ -1,4 +1,4 @@
-"""One form of a checkpoint from another: files, directories that several ranks read, safetensors."""
+"""Conversion between forms of a checkpoint: files, directories that several ranks read, safetensors."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def _files_of(target: Place, name: str) -> Sequence[StoredFile]:
 def _bring(
     source: Place, record: FileRecord, target: Place, *, overwrite: bool, progress: Callable[[int], object]
 ) -> None:
-    """Have a file in ``target``, unless it is there already, from a copy that did not end."""
+    """Copy a file to ``target``, unless an earlier copy that was interrupted has brought it there."""
     try:
         target.verify(record, progress)
     except FileNotFoundError:

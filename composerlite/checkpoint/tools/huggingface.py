@@ -198,7 +198,7 @@ def _as_bytes(content: Any, extension: str, source: str) -> bytes:
 
 # ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _without_prefix(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By the names in the model of transformers, which is ``HuggingFaceModel.model``."""
+    """Weights of ``HuggingFaceModel.model`` by their names in that model of transformers."""
     return {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items() if name.startswith(_PREFIX)}
 
 
@@ -218,7 +218,7 @@ def _of_adapter(weights: Mapping[str, Tensor], adapter: StateDict, source: str) 
 
 
 def _each_once(weights: Mapping[str, Tensor], tied: Any) -> dict[str, Tensor]:
-    """Without those that are another one under a second name, which transformers ties again."""
+    """Weights without those that share memory with another one, which transformers ties again."""
     other_of = {
         str(name).removeprefix(_PREFIX): str(other).removeprefix(_PREFIX)
         for name, other in (cast("StateDict", tied).items() if isinstance(tied, Mapping) else ())

@@ -191,7 +191,7 @@ def _safetensors_header(path: Path) -> dict[str, Any]:
 
 # ── leaves ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def leaves_in(contents: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield what is in nested dicts and lists, with the keys that lead to it. Empty ones are values."""
+    """Yield the leaves of nested dicts and lists, each after its keys. Empty dicts and lists are leaves."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(contents, Mapping):
         items = cast("Mapping[Any, Any]", contents).items()
@@ -208,7 +208,7 @@ def leaves_in(contents: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
 
 
 def leaves_of_contents(contents: Any) -> Iterator[Leaf]:
-    """Yield what is under each key of nested dicts and lists, in their order, without the numbers."""
+    """Yield name, kind and size of each leaf of nested dicts and lists, in order, without the numbers in it."""
     for path, value in leaves_in(contents):
         if isinstance(value, Leaf):
             yield value._replace(path=path)

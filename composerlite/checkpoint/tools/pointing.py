@@ -150,7 +150,7 @@ def _in_bucket(whole: Bucket, text: str) -> Pointed:
 
 
 def _splits(name: str) -> Iterator[tuple[str, str]]:
-    """Every way to see ``name`` as a root, with its slash, and a name below it; the longest root first."""
+    """Yield all splits of ``name`` into a root, with its slash, and a name below it; the longest root first."""
     parts = name.split("/") if name else []
     for count in reversed(range(len(parts))):
         yield "".join(f"{part}/" for part in parts[:count]), "/".join(parts[count:])

@@ -66,7 +66,7 @@ class Found:
 
     @property
     def run_name(self) -> str | None:
-        """Of the run that saved it; ``None``: nothing says."""
+        """Name of the run that saved it; ``None`` if there is no manifest."""
         return None if self.manifest is None else self.manifest.run_name
 
     @property
@@ -83,7 +83,7 @@ class Found:
 
     @property
     def size_bytes(self) -> int:
-        """Of what is there."""
+        """Size of its files, in bytes."""
         return sum(file.size_bytes for file in self.files)
 
 

@@ -1,4 +1,4 @@
-"""All that a checkpoint holds, with its numbers, whatever form it has: for tools, which compare and convert."""
+"""Reading of the whole contents of a checkpoint of any form, for tools that compare and convert."""
 
 from __future__ import annotations
 

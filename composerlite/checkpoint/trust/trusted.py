@@ -162,10 +162,10 @@ class _Function:
 
 @final
 class SafeConstructor:
-    """Makes what one pickle names, and nothing else.
+    """Creates the objects that one pickle names, and no others.
 
     Args:
-        size_bytes: of the pickle; what is made of it is bounded by that.
+        size_bytes: of the pickle; it bounds the number of objects created.
         storages: gives storages.
         types: further classes, by full name, that are made and filled as those are that the user has allowed.
     """
@@ -180,7 +180,7 @@ class SafeConstructor:
 
     # ── names and calls ──────────────────────────────────────────────────────────────────────────────────────────
     def named(self, module: str, name: str) -> Any:
-        """Find what the pickle calls ``module.name``.
+        """Look up the object that the pickle calls ``module.name``.
 
         Raises:
             RefusedError: it is not known to be safe.
@@ -569,7 +569,7 @@ def _check_plain(dtype: Any) -> None:
 
 
 def check_shape(contents: Any, size_bytes: int) -> None:
-    """Refuse what would keep those busy who walk it: cycles, great depth, and what refers to itself many times over."""
+    """Refuse contents that would take for ever to walk: cycles, great depth, and exponentially repeated references."""
     most = 4 * size_bytes + _SPARE_ITEMS
     sizes: dict[int, tuple[int, int]] = {}  # items and depth of each container
 

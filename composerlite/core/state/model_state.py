@@ -35,7 +35,7 @@ def _only_in_one(own: StateDict, saved: StateDict) -> tuple[list[str], list[str]
 
 
 def model_problems(model: nn.Module, saved: StateDict, *, strict: bool, source: str) -> list[str]:
-    """Why ``saved`` cannot be loaded into ``model``."""
+    """List the reasons why ``saved`` cannot be loaded into ``model``."""
     own, saved = model_state(model), _cleaned(saved)
     missing, unexpected = _only_in_one(own, saved)
     both = [(name, value, own[name]) for name, value in saved.items() if isinstance(own.get(name), torch.Tensor)]

@@ -73,7 +73,7 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
 def optimizer_problems(
     optimizer: torch.optim.Optimizer, model: nn.Module, state_dict: dict[str, Any], *, source: str
 ) -> list[str]:
-    """Why ``state_dict`` cannot be loaded: the groups, the parameters in a group, or shapes of state differ."""
+    """List the reasons why ``state_dict`` cannot be loaded: other groups, parameters in a group, or shapes of state."""
     names = _names(optimizer, model)
     saved = state_dict["param_groups"]
     way_out = "Pass the optimizer of that run, or load_ignore_keys=['state/optimizers'] to start with a fresh one."
@@ -166,7 +166,7 @@ def _as_kept(
 def load_named_optimizer_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, state_dict: dict[str, Any], *, source: str
 ) -> None:
-    """Load what :func:`named_optimizer_state` gave, whatever the order of parameters is now.
+    """Load a result of :func:`named_optimizer_state`, for any order of parameters.
 
     Raises:
         IncompatibleCheckpointError: see :func:`optimizer_problems`. Nothing was changed.

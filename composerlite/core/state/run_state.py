@@ -56,7 +56,7 @@ class KeptAlgorithm(KeptCallback, Protocol):
 
 
 def _several(given: T | Sequence[T] | None) -> Sequence[T]:
-    """Return what is assigned to an attribute that holds several: one item, several, or ``None`` for none."""
+    """Sequence of the items that ``given`` stands for: one item, several, or ``None`` for none."""
     if isinstance(given, Sequence):
         return cast("Sequence[T]", given)
     return () if given is None else (given,)
@@ -307,7 +307,7 @@ class RunState:
             self.end_as_stopped()
 
     def end_as_stopped(self) -> None:
-        """Do what :meth:`stop_training` asks for. Every rank calls it after the same batch."""
+        """Carry out a :meth:`stop_training`. Every rank calls it after the same batch."""
         if self.stopped is None:
             self.stopped = self._max_duration
         self.stop_requested = False

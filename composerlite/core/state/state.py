@@ -136,7 +136,7 @@ class State(ComposerNames):
         exclude_algorithms: Sequence[str] = (),
         source: str = "state",
     ) -> None:
-        """Restore what :meth:`state_dict` gave; see :meth:`StateLoader.load_all`."""
+        """Restore a result of :meth:`state_dict`; see :meth:`StateLoader.load_all`."""
         StateLoader(self, state_dict, strict, exclude_algorithms, source).load_all()
 
     def load_model_state(

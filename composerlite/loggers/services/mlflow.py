@@ -206,7 +206,7 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
         self._write(lambda run, batch: self._background.submit(what, lambda: send(run, batch)), step)
 
     def _send(self) -> None:
-        """Have the metrics sent."""
+        """Queue the metrics to be sent."""
         self._flushed_at = time.monotonic()
         if (run := self._run) is None or not self._points:
             return
@@ -241,7 +241,7 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
         self._background.raise_failures()
 
     def post_close(self) -> None:
-        """Send what is left and end the MLflow run; not in ``close``, where other callbacks may still log.
+        """Send the remaining metrics and end the MLflow run; not in ``close``, where other callbacks may still log.
 
         Raises:
             TimeoutError: not everything was sent in time.

@@ -109,7 +109,7 @@ class MlflowRun:
         return cls(client, run)
 
     def missing(self, points: Sequence[MetricValue]) -> list[MetricValue]:
-        """Return those of ``points`` that had not arrived when the run was resumed. They are sent in order."""
+        """Filter ``points`` for the ones that had not arrived when the run was resumed. They are sent in order."""
         return [point for point in points if point.milliseconds > self._arrived.get(point.name, 0)]
 
     def send_metrics(self, points: Sequence[MetricValue]) -> None:

@@ -57,7 +57,7 @@ class ServiceLogger(LoggerDestination, Generic[R]):
 
     @abstractmethod
     def _send(self) -> None:
-        """Hand what waits to the service."""
+        """Send the waiting values to the service."""
 
     def _reaching(self, run: R) -> contextlib.AbstractContextManager[object]:
         """Around whatever is told to the service."""
@@ -74,7 +74,7 @@ class ServiceLogger(LoggerDestination, Generic[R]):
                 write(self._run, self._batch if step is None else step)
 
     def _write_early(self) -> None:
-        """Log what came before the run was known."""
+        """Log the values that came before the run was known."""
         early, self._early = self._early, []
         for write in early:
             self._write(write, None)
@@ -144,7 +144,7 @@ def need_package(package: str, *, who: str, extra: str) -> None:
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return those of ``metrics`` that are numbers."""
+    """Filter ``metrics`` for numbers."""
     values = {name: plain(value) for name, value in metrics.items()}
     return {name: value for name, value in values.items() if isinstance(value, int | float)}
 

@@ -118,7 +118,7 @@ class SlackLogger(LoggerDestination):
         self._post_if_due(TimeUnit.EPOCH, state)
 
     def post_close(self) -> None:
-        """Post what is left; not in ``close``, where other callbacks may still log.
+        """Post the remaining values; not in ``close``, where other callbacks may still log.
 
         Raises:
             TimeoutError: not everything was sent in time.
@@ -136,7 +136,7 @@ class SlackLogger(LoggerDestination):
             self._post(f"{unit.name.lower()} {count}")
 
     def _post(self, header: str | None = None) -> None:
-        """Have the values sent that have come since the last time."""
+        """Queue the values since the last message to be posted."""
         values, self._values = self._values, {}
         items = iter(values.items())
         while part := dict(itertools.islice(items, self._most)):

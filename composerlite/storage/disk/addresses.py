@@ -138,7 +138,7 @@ class PageWatch:
         )
 
     def _scan(self, start: int, size: int, flags: int, *wanted: int) -> int:
-        """Have the kernel go over pages; in how many places it found what is ``wanted``."""
+        """Let the kernel scan pages; return the number of regions that match ``wanted``."""
         found, room, most, mask, any_of, told = wanted
         return _control(
             self._pagemap,
@@ -147,7 +147,7 @@ class PageWatch:
         )
 
     def _let_go(self) -> None:
-        """Lift what protects the pages: by name, since a forked process may have the descriptor, too."""
+        """Lift the protection of the pages, range by range, since a forked process may have the descriptor, too."""
         for start, size in self._registered:
             _libc.ioctl(self._descriptor, _UNREGISTER, struct.pack("QQ", start, size))
         self._registered = []

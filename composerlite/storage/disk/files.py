@@ -142,7 +142,7 @@ class StagedFile:
         os.fsync(self.file.fileno())
 
     def leave_behind(self) -> None:
-        """From now on the temporary stays if it is not published, for :func:`abandoned_temporaries` to find."""
+        """Keep the temporary file if it is not published, for :func:`abandoned_temporaries` to find."""
         self._stays = True
 
     def publish(self) -> None:

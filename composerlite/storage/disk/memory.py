@@ -78,7 +78,7 @@ class HostMemory:
         return memoryview(self._map)[self._skipped + offset : self._skipped + offset + size]
 
     def fault_in(self, go: threading.Event | None = None) -> None:
-        """Have the system provide all pages now: the first use of memory is what costs most.
+        """Touch all pages now: the first use of memory costs most.
 
         Other threads run meanwhile; :meth:`close` in one of them ends it early. What was in the memory may be lost.
         It continues only while ``go`` is set.
@@ -125,7 +125,7 @@ class WarmMemory:
 
     @property
     def size_bytes(self) -> int:
-        """Of what is there."""
+        """Size of the free memory, in bytes."""
         free = self._free
         return 0 if free is None else free.size_bytes
 
@@ -135,7 +135,7 @@ class WarmMemory:
         return free is not None and free.size_bytes >= size_bytes
 
     def take(self) -> HostMemory | None:
-        """Take what is there."""
+        """Take the kept memory; ``None`` if there is none."""
         with self._lock:
             memory, self._free = self._free, None
         return memory
@@ -172,7 +172,7 @@ def borrow_memory(size_bytes: int) -> HostMemory:
 
 
 def give_memory_back(memory: HostMemory) -> None:
-    """Let others use what was borrowed, if it has up to 65 MiB. No view of it may be used."""
+    """Release borrowed memory of up to 65 MiB for other uses. No view of it may be used any more."""
     unwanted = _lent.keep(memory) if memory.size_bytes <= _MOST_KEPT_BYTES else memory
     if unwanted is not None:
         unwanted.close()

@@ -142,12 +142,12 @@ class DirectWork(Work):
 
     @property
     def waited_share(self) -> float:
-        """Of the time that :meth:`run` took, how much it waited for the disk, from 0 to 1."""
+        """Fraction of the time of :meth:`run` that it waited for the disk, from 0 to 1."""
         seconds = self._ended - self._begun
         return self._waited_seconds / seconds if seconds > 0 else 0.0
 
     def stop(self, error: BaseException) -> None:
-        """Have the loaders end."""
+        """Stop the threads that load."""
         self.fail(error)
         for number in range(self.helpers):
             self._free.put(number)  # who waits for a block sees that it is over

@@ -206,19 +206,19 @@ class Work(ABC):
             progress(new)
 
     def fail(self, error: BaseException) -> None:
-        """Have all threads stop. The first error is raised by :meth:`end`."""
+        """Stop all threads. :meth:`end` raises the first error."""
         self._error = self._error or error
         self.stopped = True
 
     def stop(self, error: BaseException) -> None:
-        """Have all threads stop, those that wait as well."""
+        """Stop all threads, waiting ones included."""
         self.fail(error)
 
     def close(self) -> None:
         """Give back what was borrowed, after all threads have ended."""
 
     def end(self, progress: Callable[[int], object]) -> None:
-        """Raise what went wrong in one of the threads, which have ended."""
+        """Raise the first error of a thread, once all have ended."""
         if self._error is not None:
             raise self._error
         self.tell(progress)

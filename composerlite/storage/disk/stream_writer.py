@@ -173,7 +173,7 @@ class StreamWriter:
 
     # ── the caller's side ────────────────────────────────────────────────────────────────────────────────────────
     def _room(self) -> int:
-        """Return how much the window at hand still takes; if nothing, it is handed over and the next one taken."""
+        """Free bytes of the current window; a full one is handed over first, and the next one taken."""
         if self._filled == len(self._view):
             self._hand_over()
             self._next_window()
@@ -186,14 +186,14 @@ class StreamWriter:
             self._digest()
 
     def _digest(self) -> None:
-        """Digest what was appended since the last time: many small things at once, large ones piece by piece."""
+        """Digest the bytes appended since the last call: small pieces together, large ones alone."""
         started = time.perf_counter()
         self._digester.update(self._view[self._digested : self._filled])
         self._digested = self._filled
         self.seconds["hash"] += time.perf_counter() - started
 
     def _hand_over(self) -> None:
-        """Have the window at hand written."""
+        """Pass the current window to be written."""
         self._raise_if_failed()
         if not self._filled:
             return

@@ -323,7 +323,7 @@ class MultipartStore(BackendStore):
 
     @abstractmethod
     def _abort(self, key: str, upload_id: str) -> None:
-        """Have the backend forget an upload. That it knows of none is fine."""
+        """Abort an upload in the backend. An unknown upload is no error."""
 
 
 @final

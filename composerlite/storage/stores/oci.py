@@ -194,7 +194,7 @@ class OCIObjectStore(MultipartStore):
         return getattr(self._client, verb)(self._namespace, self.bucket, *args, **kwargs)
 
     def _pages(self, verb: str, *args: Any) -> Iterator[Any]:
-        """Yield what the SDK's ``verb`` lists, from all pages."""
+        """Yield the items of all pages that the SDK's ``verb`` lists."""
         page: dict[str, str] = {}
         while True:
             answer = self._call(verb, *args, **page)

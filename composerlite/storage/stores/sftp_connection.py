@@ -165,7 +165,7 @@ class SFTPChannel(_Client):
         return self._async_request(answers, *request)
 
     def status(self, message: Any) -> None:
-        """Raise what the server reports, if it is an error."""
+        """Raise the error that the server reports, if it is one."""
         self._convert_status(message)
 
 
@@ -237,7 +237,7 @@ class Connection:
         return channel
 
     def give_back(self, channel: SFTPChannel) -> None:
-        """Let another thread use ``channel``."""
+        """Release ``channel`` for other threads."""
         with self._lock:
             self._idle.append(channel)
 

@@ -50,7 +50,7 @@ def position_in(
     share: Share | None = None,
     saved: StateDict | None = None,
 ) -> DataPosition:
-    """Return how to iterate over ``spec.dataloader`` so that a resume is exact. All ranks call it together.
+    """Create the position that iterates over ``spec.dataloader`` and makes a resume exact. Collective.
 
     Args:
         spec: the training data.
@@ -79,9 +79,9 @@ def is_same_data(one: DataSpec, other: DataSpec) -> bool:
 
 
 def batches_per_epoch(spec: DataSpec, share: Share, *, subset: int) -> int:
-    """Return what limits the batches of an epoch besides the loader's length: ``subset`` and the shares of other ranks.
+    """Limit of the batches of an epoch besides the loader's length: ``subset``, and the shares of other ranks.
 
-    -1 where nothing does, as ``subset`` where it is no limit.
+    -1 without a limit, as for ``subset``.
     """
     if not _is_shared_out(share) or not _is_dealt(spec):
         return subset

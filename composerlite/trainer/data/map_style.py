@@ -91,7 +91,7 @@ _REMEMBERED = 64  # batches that were given and are perhaps not yet trained on
 
 @final
 class DealtPosition(DataPosition):
-    """Every rank draws the same order of samples and loads its share of each global batch.
+    """Position in data of which every rank draws the same order and loads its share of each global batch.
 
     The position in the order is saved: the rest can be partitioned among another number of ranks, in batches of
     another size. The samplers draw from generators that are the same on every rank and that training does not draw
@@ -230,7 +230,7 @@ class DealtPosition(DataPosition):
         return skip * (batch_size or 1), None, noted
 
     def _agree(self) -> None:
-        """Every rank draws from where the generators of rank 0 stand, whatever seeds the user has given."""
+        """Set the generators of every rank to the state of rank 0's, whatever seeds the user has given."""
         if self._agreed:
             return
         self._agreed = True
@@ -293,7 +293,7 @@ def _loads_in_process(loader: DataLoader[Any]) -> bool:
 
 
 def _fetched_here(loader: DataLoader[Any]) -> Iterator[Batch]:
-    """Return what ``iter(loader)`` gives of a map-style data set, without the profiler's record around each batch.
+    """Iterate over a map-style data set like ``iter(loader)``, without the profiler's record around each batch.
 
     That record costs more than a step of the training loop itself, and is made whether or not anyone profiles.
     """

@@ -129,7 +129,7 @@ class DataPosition(ABC):
         self._epoch_generators = self._generator_states()
 
     def state_dict(self) -> StateDict:
-        """Return how the current epoch began, and what else the kind of loader needs. No rank waits for another."""
+        """State at the start of the current epoch, and the state of this kind of loader. No rank waits for another."""
         own = self._state_here()
         return own if self._is_for_all() else {"kind": own["kind"], "per_rank": [own]}
 
@@ -167,11 +167,11 @@ class DataPosition(ABC):
         return False
 
     def close(self) -> None:
-        """Release what iterates over the loader. Persistent workers end at once; garbage collection would wait."""
+        """Close the loader's iterator. Persistent workers end at once; garbage collection would wait."""
 
     @abstractmethod
     def _own_state(self) -> StateDict:
-        """Return what this kind of position saves besides generators."""
+        """State of this kind of position besides generators."""
 
     def _accepts(self, kind: object) -> bool:
         """Return true if a state of such a kind can be taken back."""

@@ -359,7 +359,7 @@ class GlobalSampler:
         return digest == saved.digest
 
     def _mine(self, batch: list[Any]) -> tuple[Any, int, int | None]:
-        """This rank's share of a global batch; and the place in the order of its first sample, and how far the next."""
+        """Return this rank's share of a global batch, the position of its first sample in the order, and the stride."""
         rank, world_size = self._share.rank, self._share.world_size
         start = self.done - len(batch)
         if self.counts_samples:

@@ -73,12 +73,12 @@ class Communicator:
         return Counted(all_samples, all_tokens, are_even=self._group.size * squares == added**2, stops=stops > 0)
 
     def end_of_data(self, state: State) -> None:
-        """Say that this rank's data have ended. In place of :meth:`count`."""
+        """Report the end of this rank's data. In place of :meth:`count`."""
         if not self._is_single:
             self._warn(self._sums(state, 0, 0, 0, 0, int(state.stop_requested), 1)[-1])
 
     def abandon(self, state: State) -> None:
-        """Say that this rank gives its batch up, since the run is to end. In place of :meth:`count`."""
+        """Report that this rank abandons its batch, since the run is preempted. In place of :meth:`count`."""
         if not self._is_single:
             self._sums(state, 0, 0, 0, 0, int(state.stop_requested), 0)
 
@@ -120,7 +120,7 @@ class Communicator:
         return {name: value / self._group.size for name, value in zip(values, sums, strict=True)}
 
     def _sums(self, state: State, *own: int) -> list[int]:
-        """Return what the ``own`` numbers of all ranks add up to, and with them those of the piggyback counters."""
+        """Sum the ``own`` numbers over all ranks, and in the same message those of the piggyback counters."""
         sums = self._group.sum([*own, *state.piggyback.numbers()])
         state.piggyback.take_totals(sums[len(own) :])
         return sums[: len(own)]

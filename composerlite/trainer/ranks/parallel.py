@@ -95,10 +95,10 @@ class Parallel:
         """Make the model the same on all ranks."""
 
     def after_evaluation(self, model: nn.Module) -> None:
-        """Release what forward passes without a backward pass have left."""
+        """Reshard parameters that forward passes without a backward pass have left gathered."""
 
     def give_up(self) -> None:
-        """This rank failed and trains no more: hold nothing on which others could wait for it."""
+        """Release, on a rank that failed, everything on which other ranks could wait for it."""
 
     def close(self) -> None:
         """The trainer is closed, on every rank. Twice is fine."""
@@ -238,7 +238,7 @@ def _check_shardable(state: State) -> None:
 
 
 def check_spreadable(state: State, argument: str) -> None:
-    """Check what cannot be where ``argument`` spreads the model.
+    """Check that ``argument`` can shard the model.
 
     Raises:
         ConfigError: microbatches are to be found automatically, or the optimizer has stepped.
@@ -400,7 +400,7 @@ def _shard(state: State, mesh: DeviceMesh, config: FSDPConfig) -> None:
 
 
 def _compute_twice(block: nn.Module) -> None:
-    """Have ``block`` keep no activations: the backward pass computes them again, and leaves its buffers as they are."""
+    """Checkpoint the activations of ``block``: the backward pass computes them again, its buffers stay."""
     from torch.utils.checkpoint import checkpoint
 
     def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
@@ -421,7 +421,7 @@ def _keeping_buffers(module: nn.Module) -> Generator[None]:
 
 
 def _without_cache(model: nn.Module) -> None:
-    """Have ``model`` keep no keys and values in training: a block that is computed twice would add its own twice."""
+    """Turn off the cache of keys and values in training: a block computed twice would add its own twice."""
     found = [  # models of transformers: it leaves the cache out in the same way where it computes blocks twice itself
         module
         for module in model.modules()
@@ -439,7 +439,7 @@ def _use_no_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _blocks(model: nn.Module, config: FSDPConfig) -> list[nn.Module]:
-    """Return what is gathered at once, inner ones first."""
+    """Modules that FSDP gathers as one unit, inner ones first."""
     if not config.auto_wrap:
         return []
     modules = [module for module in model.modules() if module is not model]

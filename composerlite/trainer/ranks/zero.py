@@ -149,7 +149,7 @@ class ZeRO(Parallel):
             self._load(Path(folder), files)
 
     def _load(self, folder: Path, files: Mapping[str, StateDict]) -> None:
-        """Have the engine load from ``folder``, where it looks which files there are; they hold ``files``."""
+        """Let the engine load ``files``, whose names it looks up in ``folder``."""
         place = folder / _TAG
         place.mkdir(exist_ok=True)
         for name in files:
@@ -258,7 +258,7 @@ class ZeRO(Parallel):
 
     @contextlib.contextmanager
     def _with(self, shelf: _Shelf) -> Generator[None]:
-        """Have the engine keep its files on ``shelf``."""
+        """Let the engine read and write its files in ``shelf`` within the block."""
         before, self._engine.checkpoint_engine = self._engine.checkpoint_engine, shelf
         try:
             yield
@@ -287,7 +287,7 @@ class _Shelf:
         """A checkpoint begins."""
 
     def save(self, state_dict: StateDict, path: str) -> None:
-        """Keep what the file is to hold."""
+        """Keep the contents of the file ``path``."""
         self.files[Path(path).name] = state_dict
 
     def load(self, path: str | Path, map_location: object = None) -> StateDict:
@@ -299,7 +299,7 @@ class _Shelf:
         return True
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Nothing is written."""
+        """Do nothing: no file is written."""
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
         """Rank 0 saves what all have."""
@@ -314,7 +314,7 @@ class _Shelf:
         return True
 
     def set_commit_info(self, info: object) -> None:
-        """Of what :meth:`is_decoupled`."""
+        """Accept the commit info of decoupled engines, which are not used."""
 
     def get_commit_info(self) -> None:
         """The same."""
@@ -345,7 +345,7 @@ def _let_go(engine: Any, model: nn.Module) -> None:
 def _differences(
     own: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]], *, names: bool = True
 ) -> list[str]:
-    """Return what of ``theirs``, shapes by name, does not fit ``own``; with ``names`` both must have the same ones."""
+    """List where the shapes ``theirs`` differ from ``own``, by name; with ``names`` both must have the same names."""
     found: list[str] = []
     if names:
         found += [f"missing in the checkpoint: {name}" for name in own if name not in theirs]
