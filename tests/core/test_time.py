@@ -51,7 +51,7 @@ def test_every_spelling_is_read(text: str, value: float, unit: TimeUnit) -> None
 @pytest.mark.parametrize("text", ["10xx", "", "m", "ba", "10", "1h2", "30m1h", "1.2.3ba", "ten ba"])
 def test_what_is_no_time_is_an_error_that_shows_how(text: str) -> None:
     """A string that is no time is refused by name, with examples of what is."""
-    with pytest.raises(ConfigError, match="as in '10ba', '2ep'") as error:
+    with pytest.raises(ConfigError, match="such as '10ba', '2ep'") as error:
         Time.from_timestring(text)
     assert repr(text) in str(error.value)
 
