@@ -157,7 +157,15 @@ class Preempted(SystemExit):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence for an error about an unknown ``name``: the nearest known one, if any is near, and all of them."""
+    """A sentence for an error about an unknown ``name``: the nearest known one, if any is near, and all of them.
+
+    Args:
+        name: the unknown name.
+        known: all valid names.
+
+    Returns:
+        The sentences, after a space.
+    """
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -166,7 +174,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def naming(argument: str, value: object) -> Generator[None]:
-    """Within it, a :class:`ConfigError` about ``value`` names the ``argument`` that it was given as."""
+    """Within it, a :class:`ConfigError` about ``value`` names the ``argument`` that it was given as.
+
+    Args:
+        argument: name of the argument.
+        value: its value.
+    """
     try:
         yield
     except ConfigError as e:
@@ -174,7 +187,12 @@ def naming(argument: str, value: object) -> Generator[None]:
 
 
 def raise_all(errors: Sequence[Exception], message: str) -> None:
-    """Raise the one of ``errors``, or an ``ExceptionGroup`` of several, with ``message``; nothing if there are none."""
+    """Raise the one of ``errors``, or an ``ExceptionGroup`` of several, with ``message``; nothing if there are none.
+
+    Args:
+        errors: to be raised.
+        message: of the group.
+    """
     if len(errors) == 1:
         raise errors[0]
     if errors:

@@ -94,7 +94,12 @@ class EarlyStopper(MetricWatcher):
             self.best = None
 
     def look_at(self, value: float, state: State) -> None:
-        """Note an improvement, or end training without one."""
+        """Note an improvement, or end training without one.
+
+        Args:
+            value: current value of the metric.
+            state: of the run.
+        """
         if self._improves(value):
             self.best = value
             self._best_epoch, self._best_batch = int(state.timestamp.epoch), int(state.timestamp.batch)

@@ -136,6 +136,10 @@ def export_with_logger(
     """Export the model as :func:`export_for_inference` does and, without a store, hand the file to loggers that keep
     files, under the name ``save_path``.
 
+    Args:
+        model, save_format, save_path, save_object_store, sample_input, transforms: as in :func:`export_for_inference`.
+        logger: uploads the file to its destinations if there is no ``save_object_store``.
+
     Raises:
         ConfigError: see there.
     """

@@ -73,7 +73,12 @@ class ThresholdStopper(MetricWatcher):
             self.look_among(metric_values(state.train_metrics), state)
 
     def look_at(self, value: float, state: State) -> None:
-        """End training if the value is better than the threshold."""
+        """End training if the value is better than the threshold.
+
+        Args:
+            value: current value of the metric.
+            state: of the run.
+        """
         if not self.is_better(value, self.threshold):
             return
         state.stop_training()

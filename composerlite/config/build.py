@@ -56,6 +56,9 @@ def build_trainer(config: RunConfig, *, evaluates: str | None = None) -> Trainer
             algorithms need to evaluate them, such as an average. It has neither training data nor callbacks, loggers
             and checkpoints.
 
+    Returns:
+        The Trainer.
+
     Raises:
         ConfigError: a name, an argument or a value is wrong; the message names its place in the YAML.
         CheckpointError: the checkpoint to evaluate, or that of ``load_path``, cannot be loaded.

@@ -33,6 +33,13 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Nothing is built and torch is not imported: names and arguments of classes are checked by ``build_trainer``.
 
+    Args:
+        file: path of a YAML file.
+        overrides: ``KEY=VALUE`` strings, applied in order.
+
+    Returns:
+        The checked configuration.
+
     Raises:
         ConfigError: a file cannot be read, or a key, value, override or interpolation is wrong. The message names
             the file and line, or the override.
@@ -54,6 +61,13 @@ def load_kept(kept: Any, overrides: Sequence[str] = ()) -> RunConfig | None:
     """Return the run that :func:`kept_config` described, with ``overrides`` applied; ``None`` if ``kept`` is none.
 
     It comes from whoever made the checkpoint, and building it runs the code that it names.
+
+    Args:
+        kept: configuration of a checkpoint, as :func:`kept_config` returned it.
+        overrides: ``KEY=VALUE`` strings, applied in order.
+
+    Returns:
+        The checked configuration, or ``None``.
 
     Raises:
         ConfigError: as :func:`load_config`.

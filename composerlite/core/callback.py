@@ -183,12 +183,24 @@ class LoggerDestination(Callback):
         """Settings of the run, once or a few times."""
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Numbers by name, at ``step`` (batches trained)."""
+        """Numbers by name, at ``step`` (batches trained).
+
+        Args:
+            metrics: values by name.
+            step: batches trained.
+        """
 
     def log_table(
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
     ) -> None:
-        """A small table."""
+        """A small table.
+
+        Args:
+            columns: names of the columns.
+            rows: one list for each row, with a value for each column.
+            name: of the table.
+            step: batches trained.
+        """
 
     def log_traces(self, traces: dict[str, Any]) -> None:
         """Traces: the algorithms that ran, and at which event."""
@@ -196,13 +208,27 @@ class LoggerDestination(Callback):
     def log_images(
         self, images: Any, name: str = "Images", channels_last: bool = False, step: int | None = None
     ) -> None:
-        """Images as arrays or tensors of shape (N, C, H, W), or (N, H, W, C) if ``channels_last``."""
+        """Images as arrays or tensors of shape (N, C, H, W), or (N, H, W, C) if ``channels_last``.
+
+        Args:
+            images: array or tensor of shape (N, C, H, W), or (N, H, W, C) if ``channels_last``.
+            name: of the images.
+            channels_last: whether the channels are the last dimension.
+            step: batches trained.
+        """
 
     def log_checkpoint(self, news: CheckpointNews) -> None:
         """Something became of a checkpoint: it was begun, committed, uploaded, deleted, or failed."""
 
     def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
-        """Keep a copy of the file ``file_path`` under ``remote_file_name``. Do not wait for it."""
+        """Keep a copy of the file ``file_path`` under ``remote_file_name``. Do not wait for it.
+
+        Args:
+            state: of the run.
+            remote_file_name: name of the copy.
+            file_path: local file.
+            overwrite: replace a copy of that name.
+        """
 
     def can_upload_files(self) -> bool:
         """Return true if :meth:`upload_file` does anything."""
@@ -243,7 +269,12 @@ class Logger:
             destination.log_hyperparameters(dict(parameters))
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log numbers by name. ``step`` defaults to the batches trained so far."""
+        """Log numbers by name. ``step`` defaults to the batches trained so far.
+
+        Args:
+            metrics: values by name.
+            step: batches trained; defaults to those so far.
+        """
         if not metrics or not self.destinations:
             return
         step = self._now() if step is None else step
@@ -253,7 +284,14 @@ class Logger:
     def log_table(
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
     ) -> None:
-        """Log a small table. ``step`` defaults to the batches trained so far."""
+        """Log a small table. ``step`` defaults to the batches trained so far.
+
+        Args:
+            columns: names of the columns.
+            rows: one list for each row, with a value for each column.
+            name: of the table.
+            step: batches trained; defaults to those so far.
+        """
         step = self._now() if step is None else step
         for destination in self.destinations:
             destination.log_table(columns, rows, name, step)
@@ -266,7 +304,14 @@ class Logger:
     def log_images(
         self, images: Any, name: str = "Images", channels_last: bool = False, step: int | None = None
     ) -> None:
-        """Log images: arrays or tensors of shape (N, C, H, W), or (N, H, W, C) if ``channels_last``."""
+        """Log images: arrays or tensors of shape (N, C, H, W), or (N, H, W, C) if ``channels_last``.
+
+        Args:
+            images: array or tensor of shape (N, C, H, W), or (N, H, W, C) if ``channels_last``.
+            name: of the images.
+            channels_last: whether the channels are the last dimension.
+            step: batches trained; defaults to those so far.
+        """
         step = self._now() if step is None else step
         for destination in self.destinations:
             destination.log_images(images, name, channels_last, step)
@@ -278,6 +323,11 @@ class Logger:
 
     def upload_file(self, remote_file_name: str, file_path: Path | str, *, overwrite: bool = False) -> None:
         """Hand ``file_path`` to every destination that keeps files. One that fails does not keep it from the others.
+
+        Args:
+            remote_file_name: name of the copy.
+            file_path: local file.
+            overwrite: replace a copy of that name.
 
         Raises:
             FileNotFoundError: there is no such file.

@@ -38,6 +38,13 @@ def batch_get(batch: Batch, key: Any) -> Any:
     """Return one item of ``batch``: by index, key or attribute name, or by a function of the batch.
 
     ``key`` may be a pair of functions, one that gets and one that sets, as algorithms take it.
+
+    Args:
+        batch: tensor, sequence, mapping, dataclass or any object.
+        key: index, key, attribute name, function of the batch, or a pair of functions.
+
+    Returns:
+        The item.
     """
     if _is_pair_of_functions(key):
         key = key[0]
@@ -50,6 +57,14 @@ def batch_set(batch: Batch, key: Any, value: Any) -> Batch:
     """Return ``batch`` with ``value`` in place of the item ``key``: changed in place where it can be, else a new one.
 
     A function gets ``(batch, value)`` and returns the new batch; of a pair of functions it is the second.
+
+    Args:
+        batch: tensor, sequence, mapping, dataclass or any object.
+        key: index, key, attribute name, function of (batch, value), or a pair of functions.
+        value: the new item.
+
+    Returns:
+        The batch with the new item.
     """
     if _is_pair_of_functions(key):
         key = key[1]
@@ -125,6 +140,13 @@ def split_batch(batch: Batch, microbatch_size: int) -> Sequence[Batch]:
     Tensors are cut along the first dimension; lists, tuples, mappings and dataclasses in each of their parts. A list or
     tuple inside a batch that has as many items as there are samples is cut between its items, as is a batch that is a
     list without tensors. Text, numbers, ``None`` and tensors of no dimension are repeated in each piece.
+
+    Args:
+        batch: tensors, in nested lists, tuples, mappings and dataclasses.
+        microbatch_size: samples of a microbatch.
+
+    Returns:
+        Microbatches, in order; the last one may be smaller.
 
     Raises:
         ConfigError: the batch holds something else, or what may be read in two ways; pass ``DataSpec(split_batch=…)``.
@@ -337,7 +359,15 @@ class Evaluator:
             self.eval_interval = create_interval_scheduler(eval_interval, checkpoint_events=False)
 
     def with_defaults(self, *, subset_num_batches: int, eval_interval: TimeInput | SchedulePredicate) -> Evaluator:
-        """Return this evaluator with the arguments in place of settings that it has not."""
+        """Return this evaluator with the arguments in place of settings that it has not.
+
+        Args:
+            subset_num_batches: batches to evaluate on; -1 for all.
+            eval_interval: interval of evaluations.
+
+        Returns:
+            An evaluator with all settings.
+        """
         if self.subset_num_batches is None:
             self.subset_num_batches = subset_num_batches
         if self.eval_interval is None:

@@ -109,7 +109,12 @@ class Engine:
         self._resolve()
 
     def register_pass(self, algorithm_pass: AlgorithmPass, index: int = -1) -> None:
-        """Add a pass at ``index``, at the end by default."""
+        """Add a pass at ``index``, at the end by default.
+
+        Args:
+            algorithm_pass: function that orders the algorithms of an event.
+            index: position among the passes; -1 appends.
+        """
         self._passes.insert(len(self._passes) if index == -1 else index, algorithm_pass)
 
     def run_event(self, event: Event | str) -> Traces:

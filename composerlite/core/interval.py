@@ -142,6 +142,13 @@ class AutoInterval:
     def from_string(cls, text: str, *, include_end_of_training: bool = True) -> AutoInterval:
         """``'auto:1%'``: a budget of one second blocked in a hundred seconds of training.
 
+        Args:
+            text: ``'auto:<percent>%'``.
+            include_end_of_training: save at the end of training, too.
+
+        Returns:
+            The interval.
+
         Raises:
             ConfigError: it says no percentage, or none that can be kept.
         """
@@ -254,6 +261,15 @@ def create_interval_scheduler(
 
     With ``allow_auto``, ``'auto:1%'`` gives an :class:`AutoInterval`; whoever asks it must tell it of each save.
 
+    Args:
+        interval: a number of epochs, a time string, a ``Time``, or a function ``(state, event) -> bool``.
+        include_end_of_training: true at the end of training, too.
+        checkpoint_events: true at the ``*_CHECKPOINT`` events instead of the ``*_END`` events.
+        allow_auto: accept ``'auto:1%'``.
+
+    Returns:
+        A function ``(state, event) -> bool``.
+
     Raises:
         ConfigError: the interval cannot be read.
     """
@@ -272,7 +288,16 @@ def create_interval_scheduler(
 
 
 def interval_of(value: Any, *, argument: str, allow_auto: bool = False) -> SchedulePredicate:
-    """Call :func:`create_interval_scheduler` such that its ConfigError names ``argument``."""
+    """Call :func:`create_interval_scheduler` such that its ConfigError names ``argument``.
+
+    Args:
+        value: as :func:`create_interval_scheduler` takes it.
+        argument: name of the argument, for errors.
+        allow_auto: accept ``'auto:1%'``.
+
+    Returns:
+        A function ``(state, event) -> bool``.
+    """
     try:
         return create_interval_scheduler(value, allow_auto=allow_auto)
     except ConfigError as e:
@@ -285,14 +310,30 @@ def is_never(interval: SchedulePredicate | None) -> bool:
 
 
 def ends_with_this_batch(interval: SchedulePredicate, state: Progress) -> bool:
-    """Return true if ``interval``, if it is one of batches, is over when the batch that is being trained on is done."""
+    """Return true if ``interval``, if it is one of batches, is over when the batch that is being trained on is done.
+
+    Args:
+        interval: the interval.
+        state: progress of training, during a batch.
+
+    Returns:
+        True if the interval ends with the current batch.
+    """
     if not isinstance(interval, IntervalScheduler) or interval.interval.unit is not TimeUnit.BATCH or interval.never:
         return False
     return (int(state.timestamp.batch) + 1) % int(interval.interval) == 0
 
 
 def time_of(value: TimeInput, *, argument: str) -> Time:
-    """Return an amount of training, in epochs if no unit is given; ConfigError, which names ``argument``."""
+    """Return an amount of training, in epochs if no unit is given; ConfigError, which names ``argument``.
+
+    Args:
+        value: a time, or a number of epochs.
+        argument: name of the argument, for errors.
+
+    Returns:
+        The time.
+    """
     try:
         return Time.from_input(value, TimeUnit.EPOCH)
     except ConfigError as e:
@@ -300,7 +341,15 @@ def time_of(value: TimeInput, *, argument: str) -> Time:
 
 
 def is_of_one_rank(interval: SchedulePredicate | None, state: Progress) -> bool:
-    """Return true if ranks may differ in what ``interval`` says: it looks at a clock, or is a function of the user."""
+    """Return true if ranks may differ in what ``interval`` says: it looks at a clock, or is a function of the user.
+
+    Args:
+        interval: the interval; ``None``: there is none.
+        state: progress of training.
+
+    Returns:
+        True if one rank has to decide for all.
+    """
     if interval is None:
         return False
     by_clock = state.max_duration is not None and state.max_duration.unit is TimeUnit.SECOND

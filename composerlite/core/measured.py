@@ -137,6 +137,9 @@ def note_not_finite(state: State, values: Mapping[str, float]) -> tuple[str, ...
     Args:
         state: whose ``timestamp`` is behind the batch that the values are of, and which knows what was found before.
         values: losses and norms of that batch, the same on every rank.
+
+    Returns:
+        Names of the values that are not finite.
     """
     found = tuple(name for name, value in values.items() if not math.isfinite(value))
     if found and not state.not_finite and state.rank == 0:

@@ -45,7 +45,15 @@ def get_random_seed() -> int:
 
 
 def seed_of_rank(seed: int, rank: int) -> int:
-    """The seed of a rank in a run of this ``seed``: so many more, from 0 on again behind the largest."""
+    """The seed of a rank in a run of this ``seed``: so many more, from 0 on again behind the largest.
+
+    Args:
+        seed: of the run.
+        rank: number of the rank.
+
+    Returns:
+        ``seed + rank``, modulo ``MAX_SEED + 1``.
+    """
     return (seed + rank) % (MAX_SEED + 1)
 
 
@@ -120,7 +128,15 @@ class Precision(StrEnum):
 
 
 def ensure_precision(precision: str | Precision | None, device: Device | torch.device) -> Precision:
-    """``precision`` checked against ``device``; by default ``amp_fp16`` on a CUDA GPU and ``fp32`` elsewhere."""
+    """``precision`` checked against ``device``; by default ``amp_fp16`` on a CUDA GPU and ``fp32`` elsewhere.
+
+    Args:
+        precision: a precision or its value; ``None`` for the default.
+        device: the device that computes.
+
+    Returns:
+        The precision.
+    """
     if precision is None:
         return Precision.AMP_FP16 if device.type == "cuda" else Precision.FP32
     precision = Precision(precision)
@@ -132,7 +148,15 @@ def ensure_precision(precision: str | Precision | None, device: Device | torch.d
 def get_precision_context(
     precision: Precision, device: Device | torch.device
 ) -> contextlib.AbstractContextManager[object]:
-    """The context in which forward pass and loss run."""
+    """The context in which forward pass and loss run.
+
+    Args:
+        precision: of the run.
+        device: the device that computes.
+
+    Returns:
+        A context of ``torch.autocast``, or one that does nothing for ``fp32``.
+    """
     if precision is Precision.FP32:
         return contextlib.nullcontext()
     dtype = torch.bfloat16 if precision is Precision.AMP_BF16 else torch.float16

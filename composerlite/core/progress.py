@@ -60,6 +60,14 @@ class Span(NamedTuple):
 def read_time(name: str, value: Time | str, *, empty: bool = True) -> Time:
     """The argument ``name`` of a schedule or an algorithm as a :class:`Time`.
 
+    Args:
+        name: of the argument, for errors.
+        value: a time, or a time string.
+        empty: whether a time of zero is allowed.
+
+    Returns:
+        The time.
+
     Raises:
         ConfigError: it cannot be read, is negative, or is empty where it must not be.
     """
@@ -81,6 +89,9 @@ def span(time: Time, state: Progress, ssr: float = 1.0, *, at: Timestamp | None 
         ssr: scale schedule ratio of every unit but ``dur``: ``max_duration``, of which that is a fraction, is scaled
             already.
         at: another moment than now.
+
+    Returns:
+        The span.
 
     Raises:
         ConfigError: a time in ``dur`` while there is no ``max_duration``.

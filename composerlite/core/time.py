@@ -51,6 +51,10 @@ class Time:
     Arithmetic needs equal units; a number takes the unit of the other side. Comparison also takes time strings.
     ``time / time`` is a fraction (unit ``dur``) and ``'0.25dur' * time`` an amount in the unit of ``time``.
 
+    Args:
+        value: the amount; an integer for all units but ``dur``.
+        unit: a :class:`TimeUnit` or its value, such as ``'ba'``.
+
     Raises:
         ConfigError: an unknown unit, a fraction where only ``dur`` has fractions, or two units that do not match.
     """
@@ -123,7 +127,15 @@ class Time:
 
     @classmethod
     def from_input(cls, value: TimeInput, int_unit: str | TimeUnit | None = None) -> Time:
-        """``value`` as a Time: a Time, a time string, a ``timedelta``, or a number counted in ``int_unit``."""
+        """``value`` as a Time: a Time, a time string, a ``timedelta``, or a number counted in ``int_unit``.
+
+        Args:
+            value: the time.
+            int_unit: unit of a bare number; ``None``: a bare number is an error.
+
+        Returns:
+            The time.
+        """
         if isinstance(value, Time):
             return value
         if isinstance(value, str):
@@ -243,7 +255,15 @@ def _scaled(value: int | float, factor: int | float | Fraction, unit: TimeUnit) 
 
 
 def ensure_time(maybe_time: TimeInput, int_unit: str | TimeUnit) -> Time:
-    """``maybe_time`` as a :class:`Time`; a plain number counts ``int_unit``."""
+    """``maybe_time`` as a :class:`Time`; a plain number counts ``int_unit``.
+
+    Args:
+        maybe_time: a time, or a number.
+        int_unit: unit of a bare number.
+
+    Returns:
+        The time.
+    """
     return Time.from_input(maybe_time, int_unit)
 
 
@@ -397,11 +417,29 @@ class Timestamp:
     def to_next_batch(
         self, samples: int | Time = 0, tokens: int | Time = 0, duration: timedelta | float = 0.0
     ) -> Timestamp:
-        """Return the timestamp after a batch of ``samples`` samples and ``tokens`` tokens that took ``duration``."""
+        """Return the timestamp after a batch of ``samples`` samples and ``tokens`` tokens that took ``duration``.
+
+        Args:
+            samples: in the batch.
+            tokens: in the batch.
+            duration: wall time of the batch, a ``timedelta`` or seconds.
+
+        Returns:
+            The timestamp after the batch.
+        """
         return self.after_batch(int(samples), int(tokens), _microseconds(duration))
 
     def after_batch(self, samples: int, tokens: int, microseconds: int) -> Timestamp:
-        """:meth:`to_next_batch` on bare numbers: runs once per step, and does nothing that is not needed."""
+        """:meth:`to_next_batch` on bare numbers: runs once per step, and does nothing that is not needed.
+
+        Args:
+            samples: in the batch.
+            tokens: in the batch.
+            microseconds: wall time of the batch.
+
+        Returns:
+            The timestamp after the batch.
+        """
         i, e, b, s, t, ei, ti, be, se, te, wct, iwct, ewct, _ = self.fields
         return self._of(_Fields(
             i, e, b + 1, s + samples, t + tokens, ei, ti + tokens, be + 1, se + samples, te + tokens,

@@ -60,7 +60,13 @@ class DeviceCopier(Protocol):
         ...
 
     def copy(self, storage: torch.UntypedStorage, memory: HostMemory, offset: int) -> None:
-        """Queue a copy of ``storage`` to ``offset`` in ``memory``. It has to exist until the copy is done."""
+        """Queue a copy of ``storage`` to ``offset`` in ``memory``. It has to exist until the copy is done.
+
+        Args:
+            storage: on the device.
+            memory: host memory.
+            offset: in ``memory``, in bytes.
+        """
         ...
 
     def mark(self) -> Any:
@@ -73,6 +79,10 @@ class DeviceCopier(Protocol):
 
     def wait(self, mark: Any, timeout: float) -> None:
         """Wait for ``mark`` in any thread.
+
+        Args:
+            mark: result of :meth:`mark`.
+            timeout: in seconds.
 
         Raises:
             TimeoutError: it does not come.
@@ -236,7 +246,15 @@ class Pinning:
         self._refused: set[int] = set()
 
     def add(self, memory: HostMemory, go: threading.Event | None = None) -> bool:
-        """Pin ``memory`` in slices, between which others may do the like; whether all of it is. Twice is fine."""
+        """Pin ``memory`` in slices, between which others may do the like; whether all of it is. Twice is fine.
+
+        Args:
+            memory: host memory.
+            go: pinning pauses while this event is cleared; ``None``: it does not pause.
+
+        Returns:
+            True if all of ``memory`` is pinned.
+        """
         with self._lock:
             if memory.address in self._pinned or memory.address in self._refused:
                 return memory.address in self._pinned
@@ -375,7 +393,12 @@ class PageableCopier:
         """Do nothing: every copy is finished when it returns."""
 
     def wait(self, mark: Any, timeout: float) -> None:
-        """Do nothing: every copy is finished when it returns."""
+        """Do nothing: every copy is finished when it returns.
+
+        Args:
+            mark: ignored.
+            timeout: ignored.
+        """
 
     def finish_training(self, timeout: float) -> None:
         """Do nothing: a read waits for the device by itself."""

@@ -24,6 +24,13 @@ def move_to_device(batch: T, device: str | torch.device) -> T:
 
     On the CPU the values are there when this returns. Copies to a CUDA GPU may still run; what is computed with them
     there waits. Elsewhere, and to the CPU, nothing does: https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
+
+    Args:
+        batch: tensors in nested lists, tuples, mappings and dataclasses.
+        device: the target.
+
+    Returns:
+        The batch on the device.
     """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=_orders_copies(device))  # pyright: ignore[reportReturnType]

@@ -53,6 +53,10 @@ _REDUCTIONS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 def barrier(what: str = "barrier", timeout: timedelta | None = None) -> None:
     """Wait until every rank is here.
 
+    Args:
+        what: name of the barrier, for errors.
+        timeout: of the wait for other ranks; ``None``: ``dist_timeout``.
+
     Raises:
         RankError: a rank failed on its way here.
         LateRankError: not every rank came in ``timeout``.
@@ -101,6 +105,9 @@ def cause_elsewhere(what: str, error: BaseException) -> RankError | None:
     Args:
         what: these ranks were doing, for the error.
         error: was raised here.
+
+    Returns:
+        The error to raise in place of ``error``, or ``None``.
     """
     is_broken = isinstance(error, torch.distributed.DistError) or _BROKEN.search(str(error)) is not None
     if get_world_size() == 1 or isinstance(error, RankError) or not (isinstance(error, RuntimeError) and is_broken):
@@ -116,6 +123,13 @@ def cause_elsewhere(what: str, error: BaseException) -> RankError | None:
 
 def all_gather_object(obj: T, timeout: timedelta | None = None) -> list[T]:
     """The ``obj`` of every rank, in the order of ranks. They must be picklable.
+
+    Args:
+        obj: any picklable object.
+        timeout: of the wait for other ranks; ``None``: ``dist_timeout``.
+
+    Returns:
+        One object for each rank.
 
     Raises:
         RankError: a rank's object cannot be pickled, or a rank was lost.
@@ -133,6 +147,14 @@ def all_gather_object(obj: T, timeout: timedelta | None = None) -> list[T]:
 
 def broadcast_object(obj: T, src: int = 0, timeout: timedelta | None = None) -> T:
     """The ``obj`` of rank ``src``; what the other ranks give is ignored.
+
+    Args:
+        obj: any picklable object; used on rank ``src`` only.
+        src: the rank whose object is sent.
+        timeout: of the wait for other ranks; ``None``: ``dist_timeout``.
+
+    Returns:
+        The object of rank ``src``.
 
     Raises:
         RankError: it cannot be pickled, or a rank was lost.
@@ -153,6 +175,11 @@ def broadcast_object(obj: T, src: int = 0, timeout: timedelta | None = None) -> 
 
 def broadcast_object_list(object_list: list[Any], src: int = 0, timeout: timedelta | None = None) -> None:
     """Put the objects of rank ``src`` in ``object_list`` on every rank.
+
+    Args:
+        object_list: picklable objects, replaced in place on all ranks but ``src``.
+        src: the rank whose objects are sent.
+        timeout: of the wait for other ranks; ``None``: ``dist_timeout``.
 
     Raises:
         RankError, LateRankError: as :func:`broadcast_object`.
@@ -187,6 +214,11 @@ def all_reduce(tensor: torch.Tensor, reduce_operation: str = "SUM", timeout: tim
 def broadcast(tensor: torch.Tensor, src: int = 0, timeout: timedelta | None = None) -> None:
     """Copy the ``tensor`` of rank ``src`` into that of every rank, in place.
 
+    Args:
+        tensor: of the same shape and dtype on every rank.
+        src: the rank whose values are sent.
+        timeout: of the wait for other ranks; ``None``: ``dist_timeout``.
+
     Raises:
         RankError, LateRankError: as :func:`all_reduce`.
     """
@@ -200,6 +232,13 @@ def broadcast(tensor: torch.Tensor, src: int = 0, timeout: timedelta | None = No
 
 def all_gather(tensor: torch.Tensor, timeout: timedelta | None = None) -> list[torch.Tensor]:
     """The ``tensor`` of every rank, in the order of ranks; of the same shape and dtype on all.
+
+    Args:
+        tensor: of any device.
+        timeout: of the wait for other ranks; ``None``: ``dist_timeout``.
+
+    Returns:
+        One tensor for each rank.
 
     Raises:
         RankError, LateRankError: as :func:`all_reduce`.

@@ -76,6 +76,9 @@ class Group(ABC):
             error: what this rank failed with.
             timeout: of the wait for the others.
 
+        Returns:
+            Exceptions by rank.
+
         Raises:
             RankError: a rank did not come, or was lost.
         """
@@ -103,15 +106,41 @@ class Group(ABC):
         """Pass the results of ``each`` to ``first`` on rank 0; return failures and this rank's part of its result."""
 
     def all_reduce(self, what: str, each: Callable[[], T], first: Callable[[list[T]], R]) -> R:
-        """Return ``first`` of the results of ``each`` of all ranks, computed on rank 0. All raise an error of one."""
+        """Return ``first`` of the results of ``each`` of all ranks, computed on rank 0. All raise an error of one.
+
+        Args:
+            what: is done, for errors.
+            each: called on every rank; its result must be picklable.
+            first: called on rank 0 with the results in the order of ranks.
+
+        Returns:
+            Result of ``first``.
+        """
         return self._made(*self._through_first(what, each, first, scatter=False))
 
     def reduce_scatter(self, what: str, each: Callable[[], T], first: Callable[[list[T]], list[R]]) -> R:
-        """Reduce like :meth:`all_reduce`, with a value from ``first`` for each rank."""
+        """Reduce like :meth:`all_reduce`, with a value from ``first`` for each rank.
+
+        Args:
+            what: is done, for errors.
+            each: called on every rank; its result must be picklable.
+            first: called on rank 0 with the results in the order of ranks; returns a list with a value for each rank.
+
+        Returns:
+            This rank's value.
+        """
         return self._made(*self._through_first(what, each, first, scatter=True))
 
     def agree(self, what: str, each: Callable[[], T]) -> T:
-        """Call ``each`` and return its result, once it has succeeded on every rank. All raise an error of one."""
+        """Call ``each`` and return its result, once it has succeeded on every rank. All raise an error of one.
+
+        Args:
+            what: is done, for errors.
+            each: called on every rank.
+
+        Returns:
+            Result of ``each`` on this rank.
+        """
         own: list[T] = []
         self.all_reduce(what, lambda: own.append(each()), lambda _: None)
         return own[0]
@@ -124,6 +153,9 @@ class Group(ABC):
             patience: how many times the usual timeout the ranks wait for each other.
             longest_work: so long a rank of a run shows that it is alive and at work: for those who wait for it the
                 timeout counts from the last time it did.
+
+        Returns:
+            The vote.
         """
         return _VoteAtOnce(self, what)
 
@@ -141,6 +173,9 @@ class Group(ABC):
         Args:
             wait: waits itself, so many seconds at most, and says whether there is nothing left to wait for.
             timeout: of the whole.
+
+        Returns:
+            True if ``wait`` was true on every rank.
 
         Raises:
             RankError: a rank failed or did not come.
@@ -172,7 +207,15 @@ class Group(ABC):
             raise self.first_error(outcomes, error) from error
 
     def from_first(self, what: str, make: Callable[[], T]) -> T:
-        """Broadcast the result of ``make`` from rank 0, where alone it is called; all raise its error."""
+        """Broadcast the result of ``make`` from rank 0, where alone it is called; all raise its error.
+
+        Args:
+            what: is done, for errors.
+            make: called on rank 0; its result must be picklable.
+
+        Returns:
+            Result of ``make``, on every rank.
+        """
         value: T | None = None
         with self.all_or_none(what):
             if self.is_first:
@@ -185,6 +228,9 @@ class Group(ABC):
         Args:
             outcomes: of :meth:`outcomes`, not empty.
             own: this rank's.
+
+        Returns:
+            The exception to raise.
         """
         rank = min(outcomes)
         error = outcomes[rank]
@@ -381,6 +427,13 @@ class Vote(Protocol):
 
     def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
         """Write on every rank, commit on the first one when all have; every rank returns what ``commit`` returned.
+
+        Args:
+            write: called on every rank.
+            commit: called on rank 0 with the results of ``write`` in the order of ranks.
+
+        Returns:
+            Result of ``commit``, on every rank.
 
         Raises:
             RankError: a rank failed, or is late: names it. Nothing is committed unless ``may_be_committed``. In one

@@ -33,6 +33,9 @@ def get_sampler(
         shuffle: in an order that depends on the epoch only.
         num_replicas: number of shares; by default one per rank.
         rank: whose share; by default that of this process.
+
+    Returns:
+        The sampler.
     """
     from torch.utils.data import Dataset, DistributedSampler
 

@@ -71,12 +71,28 @@ def has_copies(tensor: Tensor) -> bool:
 
 
 def empty_shard_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A new tensor of ``dtype`` that is distributed as ``tensor`` is."""
+    """A new tensor of ``dtype`` that is distributed as ``tensor`` is.
+
+    Args:
+        tensor: a tensor, sharded or not.
+        dtype: of the new tensor.
+
+    Returns:
+        An uninitialized tensor of the same shape and placements.
+    """
     return torch.empty_like(tensor.detach(), dtype=dtype, requires_grad=False)
 
 
 def distributed_like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """``whole``, which every rank has, distributed as ``tensor`` of the same shape is, on its device."""
+    """``whole``, which every rank has, distributed as ``tensor`` of the same shape is, on its device.
+
+    Args:
+        whole: the complete tensor, equal on every rank.
+        tensor: a tensor of the same shape, sharded or not.
+
+    Returns:
+        A new tensor with the placements and the device of ``tensor``.
+    """
     made = empty_shard_like(tensor, whole.dtype)
     part = local_shard(made)
     for dim, (start, length) in enumerate(zip(part.offsets, part.lengths, strict=True)):
@@ -89,6 +105,13 @@ def shards_like(saved: Any, live: Any) -> Any:
     """``saved`` with a new tensor for each whose counterpart in ``live`` is distributed, distributed as that is.
 
     ``None`` stands for the other tensors.
+
+    Args:
+        saved: nested dicts and lists of a checkpoint.
+        live: those of the state to restore.
+
+    Returns:
+        ``saved`` with the new tensors in it.
     """
     if isinstance(saved, Tensor):
         is_like = isinstance(live, Tensor) and is_distributed_tensor(live) and live.shape == saved.shape

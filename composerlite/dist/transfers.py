@@ -308,6 +308,9 @@ def node_broadcast(what: str, sources: Sequence[int]) -> Generator[NodeBroadcast
     Args:
         what: is spread, for messages.
         sources: the rank from which each rank gets it, in the order of ranks; a source gets it from itself.
+
+    Yields:
+        The broadcast.
     """
     control = get_control()
     rank = control.barrier.rank

@@ -157,7 +157,12 @@ class JSONLLogger(RunFileLogger):
 
     # ── what is logged ───────────────────────────────────────────────────────────────────────────────────────────
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Metrics of one batch become one line, unless a name comes twice."""
+        """Metrics of one batch become one line, unless a name comes twice.
+
+        Args:
+            metrics: values by name.
+            step: batches trained.
+        """
         if not metrics or not self.is_kept:
             return
         if self._metrics and (step != self._metrics_of[0] or not self._metrics.keys().isdisjoint(metrics)):

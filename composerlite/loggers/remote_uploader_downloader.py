@@ -116,7 +116,15 @@ class RemoteUploaderDownloader(LoggerDestination):
         return True
 
     def object_name(self, remote_file_name: str, run_name: str | None = None) -> str:
-        """The name that the object for ``remote_file_name`` gets, in the run of ``INIT`` if no other is given."""
+        """The name that the object for ``remote_file_name`` gets, in the run of ``INIT`` if no other is given.
+
+        Args:
+            remote_file_name: name of the file.
+            run_name: of another run; ``None``: the run of ``INIT``.
+
+        Returns:
+            Name of the object in the bucket.
+        """
         run_name = self._run_name if run_name is None else run_name
         return check_name(
             format_name_with_dist(self.file_path_format_string, run_name, remote_file_name=remote_file_name)
@@ -136,6 +144,12 @@ class RemoteUploaderDownloader(LoggerDestination):
 
     def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
         """Upload the file ``file_path`` as ``remote_file_name``, in the background.
+
+        Args:
+            state: of the run.
+            remote_file_name: name of the file.
+            file_path: local file; it may be changed when this returns.
+            overwrite: replace an object of that name.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -168,6 +182,12 @@ class RemoteUploaderDownloader(LoggerDestination):
         self, remote_file_name: str, destination: str | Path, overwrite: bool = False, progress_bar: bool = True
     ) -> None:
         """Make the object for ``remote_file_name`` the file ``destination``.
+
+        Args:
+            remote_file_name: name of the file.
+            destination: path of the local file.
+            overwrite: replace a local file.
+            progress_bar: show one on a terminal.
 
         Raises:
             FileNotFoundError: there is no such object. FileExistsError: there is a file and ``overwrite`` is false.

@@ -27,6 +27,13 @@ def check_for_index_targets(targets: Tensor) -> bool:
 def infer_target_type(input: Tensor, targets: Tensor) -> str:  # noqa: A002 - the name that torch's losses have
     """Return ``'indices'`` if ``targets`` are class numbers for logits ``input``, ``'one_hot'`` if they have its shape.
 
+    Args:
+        input: logits of shape (N, C, …).
+        targets: class numbers of shape (N, …), or probabilities of shape (N, C, …).
+
+    Returns:
+        ``'indices'`` or ``'one_hot'``.
+
     Raises:
         ConfigError: their shape is neither.
     """
@@ -41,7 +48,16 @@ def infer_target_type(input: Tensor, targets: Tensor) -> str:  # noqa: A002 - th
 
 
 def ensure_targets_one_hot(input: Tensor, targets: Tensor, num_classes: float | None = None) -> Tensor:  # noqa: A002
-    """Return ``targets`` as probabilities of shape (N, C, …). A class number below 0 becomes zeros."""
+    """Return ``targets`` as probabilities of shape (N, C, …). A class number below 0 becomes zeros.
+
+    Args:
+        input: logits of shape (N, C, …).
+        targets: class numbers of shape (N, …), or probabilities of shape (N, C, …).
+        num_classes: C; by default that of ``input``.
+
+    Returns:
+        Probabilities of shape (N, C, …).
+    """
     if infer_target_type(input, targets) == "indices":
         classes = input.shape[1] if num_classes is None else int(num_classes)
         known = targets >= 0
@@ -66,6 +82,9 @@ def binary_cross_entropy_with_logits(
         weight: weight of each class. pos_weight: weight of what is true of each class.
         reduction: ``'sum'``, ``'mean'`` or ``'none'``, before the division.
         scale_by_batch_size: divide by N.
+
+    Returns:
+        A scalar, or with ``reduction='none'`` a tensor of the shape of ``input``.
     """
     target = ensure_targets_one_hot(input, target)
     loss = F.binary_cross_entropy_with_logits(input, target, weight, reduction=reduction, pos_weight=pos_weight)

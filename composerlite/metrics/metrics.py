@@ -35,7 +35,12 @@ class _Sums(Metric):
 
 
 class LossMetric(_Sums):
-    """Mean of ``loss_function(preds, target)`` over batches."""
+    """Mean of ``loss_function(preds, target)`` over batches.
+
+    Args:
+        loss_function: function of (preds, target) that returns a scalar tensor.
+        dist_sync_on_step: as in ``torchmetrics.Metric``.
+    """
 
     higher_is_better = False
     sum_loss: Tensor
@@ -47,7 +52,12 @@ class LossMetric(_Sums):
         self._add_sums("sum_loss", "total_batches")
 
     def update(self, preds: Any, target: Any) -> None:
-        """Add a batch."""
+        """Add a batch.
+
+        Args:
+            preds: first argument of the loss function.
+            target: second argument of the loss function.
+        """
         self.sum_loss += self.loss_function(preds, target)
         self.total_batches += 1
 
@@ -57,13 +67,23 @@ class LossMetric(_Sums):
 
 
 class LanguageCrossEntropy(CrossEntropy):
-    """Mean cross entropy over all tokens seen, but for those that are ``ignore_index``."""
+    """Mean cross entropy over all tokens seen, but for those that are ``ignore_index``.
+
+    Args:
+        dist_sync_on_step: as in ``torchmetrics.Metric``.
+        ignore_index: target that is not counted.
+    """
 
     def __init__(self, dist_sync_on_step: bool = False, ignore_index: int = -100) -> None:
         super().__init__(ignore_index, dist_sync_on_step=dist_sync_on_step)
 
     def update(self, preds: Tensor | Mapping[str, Tensor], target: Tensor) -> None:
-        """Add a batch: logits of shape (N, T, V), or a mapping with ``'logits'``; token numbers of shape (N, T)."""
+        """Add a batch: logits of shape (N, T, V), or a mapping with ``'logits'``; token numbers of shape (N, T).
+
+        Args:
+            preds: logits of shape (N, T, V), or a mapping with ``'logits'``.
+            target: token numbers of shape (N, T).
+        """
         logits = preds["logits"] if isinstance(preds, Mapping) else preds
         super().update(logits.reshape(-1, logits.shape[-1]), target.reshape(-1))
 
@@ -77,7 +97,12 @@ class LanguagePerplexity(LanguageCrossEntropy):
 
 
 class MaskedAccuracy(_Sums):
-    """Share of the targets that are predicted, but for those that are ``ignore_index``."""
+    """Share of the targets that are predicted, but for those that are ``ignore_index``.
+
+    Args:
+        ignore_index: target that is not counted.
+        dist_sync_on_step: as in ``torchmetrics.Metric``.
+    """
 
     higher_is_better = True
     correct: Tensor
@@ -89,7 +114,12 @@ class MaskedAccuracy(_Sums):
         self._add_sums("correct", "total")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Add a batch: class numbers of shape (N, …), or logits of shape (N, …, C); targets of shape (N, …)."""
+        """Add a batch: class numbers of shape (N, …), or logits of shape (N, …, C); targets of shape (N, …).
+
+        Args:
+            preds: class numbers of shape (N, …), or logits of shape (N, …, C).
+            target: class numbers of shape (N, …).
+        """
         chosen = preds.argmax(dim=-1) if preds.dim() > target.dim() else preds
         counts = target != self.ignore_index
         self.correct += ((chosen == target) & counts).sum()
@@ -113,7 +143,12 @@ class BinaryF1Score(_Sums):
         self._add_sums("true_positive", "false_positive", "false_negative")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Add a batch: logits of shape (N, 2), class numbers of shape (N,)."""
+        """Add a batch: logits of shape (N, 2), class numbers of shape (N,).
+
+        Args:
+            preds: logits of shape (N, 2).
+            target: class numbers of shape (N,).
+        """
         chosen = preds.argmax(dim=1)
         self.true_positive += ((chosen == 1) & (target == 1)).sum()
         self.false_positive += ((chosen == 1) & (target == 0)).sum()
@@ -142,7 +177,12 @@ class MIoU(_Sums):
         self._add_sums("total_intersect", "total_union", size=num_classes)
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Add a batch: logits of shape (N, C, …), class numbers of shape (N, …)."""
+        """Add a batch: logits of shape (N, C, …), class numbers of shape (N, …).
+
+        Args:
+            preds: logits of shape (N, C, …).
+            target: class numbers of shape (N, …).
+        """
         counts = target != self.ignore_index
         chosen, true = preds.argmax(dim=1)[counts], target[counts]
         both = torch.bincount(true[chosen == true], minlength=self.num_classes)
@@ -173,7 +213,12 @@ class Dice(_Sums):
         self._add_sums("dice", size=num_classes - 1)
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Add a batch: logits of shape (N, C, …), class numbers of shape (N, …)."""
+        """Add a batch: logits of shape (N, C, …), class numbers of shape (N, …).
+
+        Args:
+            preds: logits of shape (N, C, …).
+            target: class numbers of shape (N, …).
+        """
         chosen = preds.argmax(dim=1)
         for number in range(1, len(self.dice) + 1):
             hit, true = chosen == number, target == number

@@ -42,10 +42,25 @@ class ComposerModel(nn.Module, ABC):
         """The loss of ``outputs``: a scalar tensor, or several in a sequence or dict, which are added up.
 
         In a dict ``'total'``, if it is there, is what is trained on, and the others are only logged.
+
+        Args:
+            outputs: result of :meth:`forward`.
+            batch: the microbatch.
+
+        Returns:
+            The loss.
         """
 
     def eval_forward(self, batch: Batch, outputs: Any = None) -> Any:
-        """The outputs that metrics are computed from; ``outputs``, where there are some already, are used again."""
+        """The outputs that metrics are computed from; ``outputs``, where there are some already, are used again.
+
+        Args:
+            batch: an evaluation batch.
+            outputs: outputs of the model for ``batch``, if they exist already.
+
+        Returns:
+            Outputs for :meth:`update_metric`.
+        """
         return self(batch) if outputs is None else outputs
 
     @property
@@ -61,7 +76,13 @@ class ComposerModel(nn.Module, ABC):
         return {}
 
     def update_metric(self, batch: Batch, outputs: Any, metric: Metric) -> None:
-        """Add ``outputs``, as :meth:`eval_forward` gave them for ``batch``, to ``metric``."""
+        """Add ``outputs``, as :meth:`eval_forward` gave them for ``batch``, to ``metric``.
+
+        Args:
+            batch: an evaluation batch.
+            outputs: result of :meth:`eval_forward`.
+            metric: to be updated.
+        """
         name = type(self).__name__
         raise TrainingError(
             f"{name}.get_metrics gives {type(metric).__name__} and {name} does not say how to update it: override "
@@ -76,6 +97,13 @@ class ComposerModel(nn.Module, ABC):
         """List reasons why a checkpoint with ``saved`` integrations cannot be loaded into this model; by default none.
 
         Harmless differences are logged.
+
+        Args:
+            saved: :meth:`integrations` of the saved model.
+            source: path or URI of the checkpoint, for errors.
+
+        Returns:
+            One sentence for each reason.
         """
         return []
 

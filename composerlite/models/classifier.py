@@ -35,6 +35,9 @@ def soft_cross_entropy(
         weight: weight of each class, shape (C,).
         ignore_index: class number that does not count.
         reduction: ``'mean'``, ``'sum'`` or ``'none'``. The mean is over N and the extra dimensions.
+
+    Returns:
+        A scalar, or with ``reduction='none'`` a tensor of shape (N, …).
     """
     if target.shape == logits.shape:
         target = target.to(torch.promote_types(logits.dtype, torch.float32))
@@ -84,7 +87,15 @@ class ComposerClassifier(ComposerModel):
         return self.module(inputs)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """``loss_fn`` of the logits and the targets."""
+        """``loss_fn`` of the logits and the targets.
+
+        Args:
+            outputs: logits of shape (N, C, …).
+            batch: pair of inputs and targets.
+
+        Returns:
+            The loss, a scalar.
+        """
         _, targets = batch
         return self._loss_fn(outputs, targets)
 
@@ -96,7 +107,13 @@ class ComposerClassifier(ComposerModel):
         return {name: metric.clone() for name, metric in by_name(given).items()}
 
     def update_metric(self, batch: Batch, outputs: Any, metric: Metric) -> None:
-        """Add the logits and the targets to ``metric``."""
+        """Add the logits and the targets to ``metric``.
+
+        Args:
+            batch: pair of inputs and targets.
+            outputs: logits of shape (N, C, …).
+            metric: to be updated.
+        """
         _, targets = batch
         metric.update(outputs, targets)
 

@@ -32,7 +32,12 @@ class CrossEntropy(Metric):
         self.add_state("count", default=torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Add a batch: logits of shape (N, C, …); class numbers (N, …) or probabilities (N, C, …)."""
+        """Add a batch: logits of shape (N, C, …); class numbers (N, …) or probabilities (N, C, …).
+
+        Args:
+            preds: logits of shape (N, C, …).
+            target: class numbers of shape (N, …), or probabilities of shape (N, C, …).
+        """
         is_soft = target.shape == preds.shape
         labels = target.float() if is_soft else target
         self.sum_loss += F.cross_entropy(preds.float(), labels, ignore_index=self.ignore_index, reduction="sum")

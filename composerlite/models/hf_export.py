@@ -67,6 +67,9 @@ def huggingface_contents(folder: str | Path, *, base_model: Any = None) -> State
         folder: as ``save_pretrained`` writes it: of a model, or of adapters.
         base_model: of adapters. By default what their config names.
 
+    Returns:
+        Contents of a checkpoint.
+
     Raises:
         ConfigError: transformers is not installed, or does not know the class of the model.
         IncompatibleCheckpointError: the folder cannot be loaded.

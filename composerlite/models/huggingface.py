@@ -116,7 +116,15 @@ class HuggingFaceModel(ComposerModel):
         return self.model(**{key: value for key, value in items if key in self._takes})
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """The loss that the model has computed from ``batch['labels']``."""
+        """The loss that the model has computed from ``batch['labels']``.
+
+        Args:
+            outputs: result of :meth:`forward`.
+            batch: a mapping with ``'labels'``.
+
+        Returns:
+            The loss, a scalar.
+        """
         if isinstance(outputs, Tensor):
             raise TrainingError(
                 "use_logits=True: eval_forward gives logits, and no loss is computed from these. Pass "
@@ -131,7 +139,15 @@ class HuggingFaceModel(ComposerModel):
         return cast("Tensor", loss)
 
     def eval_forward(self, batch: Batch, outputs: Any = None) -> Any:
-        """The logits, if metrics get these, else all that the model returns."""
+        """The logits, if metrics get these, else all that the model returns.
+
+        Args:
+            batch: an evaluation batch.
+            outputs: outputs of the model for ``batch``, if they exist already.
+
+        Returns:
+            Logits of shape (N, …, C), or the outputs.
+        """
         if not self.use_logits:
             return super().eval_forward(batch, outputs)
         if outputs is None:
@@ -150,7 +166,13 @@ class HuggingFaceModel(ComposerModel):
         return {name: metric.clone() for name, metric in by_name(self._given_metrics[is_train]).items()}
 
     def update_metric(self, batch: Batch, outputs: Any, metric: Metric) -> None:
-        """Update ``metric`` with the outputs of :meth:`eval_forward` and the labels; -100 stands for no label."""
+        """Update ``metric`` with the outputs of :meth:`eval_forward` and the labels; -100 stands for no label.
+
+        Args:
+            batch: a mapping with ``'labels'``.
+            outputs: result of :meth:`eval_forward`.
+            metric: to be updated.
+        """
         labels: Tensor = batch["labels"]
         if self.shift_labels:
             labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], _IGNORED)], dim=1)
@@ -158,6 +180,13 @@ class HuggingFaceModel(ComposerModel):
 
     def generate(self, input_ids: Tensor, **arguments: Any) -> Any:
         """Continuation of ``input_ids`` by the model's ``generate``, which takes the ``arguments``.
+
+        Args:
+            input_ids: token numbers of shape (N, T).
+            **arguments: further arguments of ``generate``.
+
+        Returns:
+            Token numbers of shape (N, T + new tokens), by default.
 
         Raises:
             TrainingError: the model is sharded over ranks.
@@ -197,7 +226,15 @@ class HuggingFaceModel(ComposerModel):
         return {"huggingface": self.get_metadata()}
 
     def integration_problems(self, saved: StateDict, *, source: str) -> list[str]:
-        """Adapters that were trained on a base model of another shape; another config or tokenizer is only logged."""
+        """Adapters that were trained on a base model of another shape; another config or tokenizer is only logged.
+
+        Args:
+            saved: :meth:`integrations` of the saved model.
+            source: path or URI of the checkpoint, for errors.
+
+        Returns:
+            One sentence for each reason.
+        """
         record = cast("StateDict", (saved.get("huggingface") or {}).get("model") or {})
         content = (record.get("config") or {}).get("content")
         if changed := differences(content, as_json(self._base_model().config)):

@@ -59,6 +59,14 @@ def compile_composer_scheduler(scheduler: ComposerScheduler, state: State, ssr: 
     Its ``step()`` sets the learning rate for where ``state`` stands then: call it after the timestamp has advanced. The
     data loader must be set in ``state`` before, or schedules in epochs move once per epoch only.
 
+    Args:
+        scheduler: a function ``(state, ssr) -> factor``.
+        state: of the run.
+        ssr: scale schedule ratio.
+
+    Returns:
+        The scheduler.
+
     Raises:
         ConfigError: ``state`` has not exactly one optimizer, ``ssr`` is not positive, or the schedule is in ``dur``
             and ``state`` has no ``max_duration``.

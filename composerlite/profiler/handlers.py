@@ -31,6 +31,11 @@ class TraceHandler(Callback, ABC):
         """Take the trace of a cycle on this rank: a file in the trace event format of Chrome. Every rank calls it.
 
         It may be gone when this returns.
+
+        Args:
+            filepath: path of the trace.
+            state: of the run.
+            logger: of the run.
         """
 
 

@@ -36,6 +36,9 @@ def cyclic_schedule(
         skip_first, wait, warmup, active: numbers of batches.
         repeat: cycles in an epoch; 0 for as many as there is room for.
 
+    Returns:
+        A function from the state to the action of the next batch.
+
     Raises:
         ConfigError: a negative number, or nothing to record.
     """

@@ -121,6 +121,14 @@ class Background:
         """Wait until at most so many jobs are pending, ``seconds`` at most; return true if that is so.
 
         ``lane``: only those of this lane count.
+
+        Args:
+            seconds: to wait at most.
+            lane: count only jobs of this lane; ``None``: of all.
+            at_most: jobs that may be pending.
+
+        Returns:
+            True if at most ``at_most`` jobs are pending.
         """
         until = time.monotonic() + seconds
         with self._changed:
@@ -203,6 +211,13 @@ class StagedFiles:
 
     def copy(self, file: Path, name: str) -> Path:
         """Make a copy of ``file`` that is called ``name``.
+
+        Args:
+            file: to copy.
+            name: of the copy.
+
+        Returns:
+            Path of the copy.
 
         Raises:
             FileNotFoundError: there is no such file.

@@ -57,11 +57,23 @@ class PartUpload(ABC):
 
     @abstractmethod
     def has(self, number: int, data: memoryview) -> bool:
-        """True if the store has part ``number`` with exactly these bytes, sent by this process or an earlier one."""
+        """True if the store has part ``number`` with exactly these bytes, sent by this process or an earlier one.
+
+        Args:
+            number: of the part, from 0.
+            data: its content.
+
+        Returns:
+            True if the store has it.
+        """
 
     @abstractmethod
     def send(self, number: int, data: memoryview) -> None:
         """Send part ``number``; it replaces one of the same number.
+
+        Args:
+            number: of the part, from 0.
+            data: its content.
 
         Raises:
             PermissionError: not allowed.
@@ -108,7 +120,13 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def upload_object(self, name: str, filename: str | Path, callback: Progress | None = None) -> None:
-        """Make the file ``filename`` the content of the object ``name``, in place of what is there."""
+        """Make the file ``filename`` the content of the object ``name``, in place of what is there.
+
+        Args:
+            name: of the object.
+            filename: local file.
+            callback: called with (bytes sent, total).
+        """
 
     @abstractmethod
     def download_object(
@@ -117,6 +135,12 @@ class ObjectStore(ABC):
         """Make the content of the object ``name`` the file ``filename``, whose folder exists.
 
         The file appears atomically. FileExistsError: it is there already and ``overwrite`` is false.
+
+        Args:
+            name: of the object.
+            filename: local file to write.
+            overwrite: replace a local file.
+            callback: called with (bytes received, total).
         """
 
     @abstractmethod
@@ -129,6 +153,13 @@ class ObjectStore(ABC):
 
         An empty sequence where there are none, a missing bucket is FileNotFoundError. A subclass may leave
         ``start_after`` out and return the names alone, as stores of Composer do.
+
+        Args:
+            prefix: beginning of the names; empty for all.
+            start_after: list names after this one only.
+
+        Returns:
+            Name, size and time of each object.
         """
 
     # ── what follows from those four, where a store knows no better way ──────────────────────────────────────────
@@ -141,6 +172,11 @@ class ObjectStore(ABC):
 
         With ``create_only`` only if there is nothing, else FileExistsError. Of several processes that try at once
         exactly one succeeds, if :attr:`creates_atomically`; where it is not, it is a check followed by a write.
+
+        Args:
+            name: of the object.
+            data: its content.
+            create_only: fail if the object exists.
         """
         if create_only and self._has(name):
             raise FileExistsError(f"{self.get_uri(name)}: create: there is one already.")
@@ -150,7 +186,16 @@ class ObjectStore(ABC):
             self.upload_object(name, file)
 
     def read_range(self, name: str, offset: int, size: int) -> bytes:
-        """The bytes from ``offset`` on, ``size`` of them, fewer only where the object ends before."""
+        """The bytes from ``offset`` on, ``size`` of them, fewer only where the object ends before.
+
+        Args:
+            name: of the object.
+            offset: in bytes.
+            size: in bytes.
+
+        Returns:
+            The bytes.
+        """
         with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
             file = Path(folder) / "object"
             self.download_object(name, file)
@@ -190,6 +235,13 @@ class ObjectStore(ABC):
     def at(cls, bucket: str, **backend_kwargs: Any) -> Self:
         """Open the store of ``bucket``, which is what stands in a URI between the scheme and the next slash.
 
+        Args:
+            bucket: name of the bucket.
+            **backend_kwargs: arguments of the constructor.
+
+        Returns:
+            The store.
+
         Raises:
             ConfigError: its library is not installed (the message says which extra has it), or an argument is wrong.
         """
@@ -201,6 +253,14 @@ class ObjectStore(ABC):
 
         What a store raises may come after some of the pieces. Here a piece is a call of :meth:`read_range`; a store
         that gets its bytes as a stream overrides this.
+
+        Args:
+            name: of the object.
+            offset: in bytes.
+            size: in bytes.
+
+        Yields:
+            Consecutive pieces.
         """
         end = offset + size
         while offset < end:

@@ -70,6 +70,9 @@ class RetryPolicy:
             what: the operation, for messages, as in ``"upload of 'run/ep1.pt'"``.
             stopped: no further attempt begins when it is set, and a pause ends.
 
+        Returns:
+            Result of ``operation``.
+
         Raises:
             ObjectStoreTransientError: it failed too often or for too long, or was stopped. The message says how often
                 it was tried.
@@ -150,6 +153,9 @@ def retry(
         num_attempts: in all, the first one included.
         initial_backoff: seconds before the second attempt, twice as long before each further one.
         max_jitter: up to so many seconds are added to each, by chance.
+
+    Returns:
+        A decorator.
 
     Raises:
         ConfigError: ``num_attempts`` is less than 1.

@@ -111,6 +111,11 @@ class Transfer:
 
         With ``create_only`` only if there is nothing or, where an answer was lost, the same bytes: else
         FileExistsError. Large data goes in parts as that of :meth:`upload` does, unless ``create_only``.
+
+        Args:
+            name: of the object.
+            data: its content.
+            create_only: fail if the object exists.
         """
         if not create_only and self._sent_in_parts(name, MemorySource(memoryview(data)), None):
             return
@@ -132,6 +137,13 @@ class Transfer:
 
         Only those are removed that were started ``older_than`` ago, by the clock of the store. Those of a store that
         does not tell stay.
+
+        Args:
+            prefix: beginning of the names of objects.
+            older_than: age from which an upload counts as abandoned.
+
+        Returns:
+            Number of uploads aborted.
         """
         stale = self.stale(prefix, older_than)
         for upload in stale:
@@ -140,7 +152,15 @@ class Transfer:
         return len(stale)
 
     def stale(self, prefix: str, older_than: timedelta) -> Sequence[PartUpload]:
-        """The uploads that :meth:`abort_stale` would remove."""
+        """The uploads that :meth:`abort_stale` would remove.
+
+        Args:
+            prefix: beginning of the names of objects.
+            older_than: age from which an upload counts as abandoned.
+
+        Returns:
+            The uploads.
+        """
         found = self._retry.run(lambda: self.store.unfinished_parts(prefix), f"look for parts below {prefix!r}")
         latest = datetime.now(UTC) - older_than
         return [upload for upload in found if upload.started_at is not None and upload.started_at <= latest]
@@ -214,6 +234,14 @@ class Transfer:
     def read(self, name: str, offset: int, size: int) -> bytes:
         """The bytes of the object ``name`` from ``offset`` to ``offset + size``.
 
+        Args:
+            name: of the object.
+            offset: in bytes.
+            size: in bytes.
+
+        Returns:
+            The bytes.
+
         Raises:
             CorruptCheckpointError: the object ends before.
         """
@@ -226,6 +254,13 @@ class Transfer:
 
     def read_all(self, name: str, most_bytes: int = 64 * _MiB) -> bytes:
         """The content of the object ``name``, which is small: it comes in one request.
+
+        Args:
+            name: of the object.
+            most_bytes: largest size that is accepted.
+
+        Returns:
+            The bytes.
 
         Raises:
             ObjectStoreError: it has more than ``most_bytes`` bytes.
@@ -249,7 +284,15 @@ class Transfer:
         return True
 
     def list(self, prefix: str = "", *, start_after: str = "") -> Sequence[ObjectInfo]:
-        """List the objects whose names begin with ``prefix`` and come after ``start_after``, sorted by name."""
+        """List the objects whose names begin with ``prefix`` and come after ``start_after``, sorted by name.
+
+        Args:
+            prefix: beginning of the names; empty for all.
+            start_after: list names after this one only.
+
+        Returns:
+            Name, size and time of each object.
+        """
         return self._retry.run(
             lambda: self.store.list_objects(prefix, start_after=start_after), f"listing of {prefix!r}"
         )
@@ -426,6 +469,14 @@ class Uploader:
         """Wait until at most so many uploads are pending, ``timeout`` seconds at most; return true if that is so.
 
         ``lane``: only those of this lane count.
+
+        Args:
+            timeout: in seconds.
+            lane: count only uploads of this lane; ``None``: of all.
+            at_most: uploads that may be pending.
+
+        Returns:
+            True if at most ``at_most`` uploads are pending.
         """
         return self._jobs.wait(timeout, lane=lane, at_most=at_most)
 

@@ -68,6 +68,9 @@ def open_store(uri: str, **backend_kwargs: Any) -> ObjectStore:
         uri: as :func:`parse_uri` takes it, but no path and no download address.
         backend_kwargs: further arguments of the store's class, as for ``S3ObjectStore``.
 
+    Returns:
+        The store, to be closed by the caller.
+
     Raises:
         ConfigError: the URI names no store, the store's library is not installed, or an argument is wrong.
     """
@@ -86,6 +89,11 @@ def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
 
 def download_url(url: str, path: Path, progress: Progress | None = None) -> None:
     """Download ``url`` to the file ``path``, replacing what is there; it appears atomically.
+
+    Args:
+        url: an ``http`` or ``https`` address.
+        path: of the local file.
+        progress: called with (bytes received, total).
 
     Raises:
         FileNotFoundError: there is nothing at ``url``. PermissionError: it is not for us.

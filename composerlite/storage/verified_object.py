@@ -19,7 +19,13 @@ __all__ = ["VerifiedObject"]
 
 @final
 class VerifiedObject:
-    """An object, whose bytes are compared with its digests chunk by chunk as they are read."""
+    """An object, whose bytes are compared with its digests chunk by chunk as they are read.
+
+    Args:
+        transfer: to the object's bucket.
+        name: of the object.
+        digest: size and hashes of its content; ``None``: it is not verified.
+    """
 
     _BATCH_BYTES = 64 << 20
 

@@ -32,6 +32,15 @@ def start_threads(run: Callable[[], object], count: int, *, name: str, daemon: b
 
     Who calls this does the work by itself, or has it done by those that there are. The first time that some are
     missing a warning says so.
+
+    Args:
+        run: called by each thread.
+        count: number of threads.
+        name: of each thread.
+        daemon: as in ``threading.Thread``.
+
+    Returns:
+        The threads that were started.
     """
     threads: list[threading.Thread] = []
     for _ in range(count):
@@ -56,6 +65,14 @@ def start_threads(run: Callable[[], object], count: int, *, name: str, daemon: b
 
 def number_of(count: int | None, default: int, name: str = "thread_count") -> int:
     """Return ``count``, of threads or processes, or the ``default``.
+
+    Args:
+        count: number, or ``None`` for the default.
+        default: the default.
+        name: of the argument, for errors.
+
+    Returns:
+        The number.
 
     Raises:
         ConfigError: it is less than 1; names ``name``.
@@ -210,6 +227,10 @@ class WorkerPool:
 
     def run(self, batch: Batch, progress: Callable[[int], object]) -> None:
         """Do all of ``batch``. ``progress`` is called in this thread with each number of bytes moved.
+
+        Args:
+            batch: jobs to run.
+            progress: called with each number of bytes moved.
 
         Raises:
             Exception: the first that a job raised. Then, and after an interrupt, no job touches any more what is the

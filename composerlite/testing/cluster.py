@@ -95,6 +95,9 @@ def run_ranks(
         dist_timeout: seconds, for ``initialize_dist``, which is called before; None leaves that to the function.
         fresh: in processes that have run nothing before and are not used again, for libraries that change the process.
 
+    Returns:
+        Results, one for each rank.
+
     Raises:
         ExceptionGroup: of what the ranks raised, each with a note that names the rank.
         TimeoutError: the ranks did not end in ``timeout``. Its notes are the stacks of all.
@@ -117,6 +120,12 @@ def run_ranks_to_the_end(
     fresh: bool = False,
 ) -> list[RankOutcome]:
     """:func:`run_ranks` for ranks that may fail: what became of each, in the order of ranks.
+
+    Args:
+        function, world_size, args, timeout, dist_timeout, fresh: as in :func:`run_ranks`.
+
+    Returns:
+        Outcomes, one for each rank.
 
     Raises:
         TimeoutError: the ranks did not end in ``timeout``. Its notes are the stacks of all.

@@ -137,7 +137,13 @@ class FaultyStore(ObjectStore):
 
     @contextlib.contextmanager
     def call(self, verb: str, name: str, sent_bytes: int = 0) -> Generator[None]:
-        """Around a call of ``verb``: note it, and do what its fault says."""
+        """Around a call of ``verb``: note it, and do what its fault says.
+
+        Args:
+            verb: name of the method.
+            name: of the object.
+            sent_bytes: size of the payload.
+        """
         with self._lock:
             self.calls.append((verb, name))
             self.sent_bytes += sent_bytes

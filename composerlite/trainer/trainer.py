@@ -488,6 +488,10 @@ class Trainer:
     def eval(self, eval_dataloader: EvalLoader | None = None, subset_num_batches: int = -1) -> None:
         """Evaluate now, on ``eval_dataloader`` or on the constructor's. Values are in ``state.eval_metric_values``.
 
+        Args:
+            eval_dataloader: loaders or evaluators; ``None``: the constructor's.
+            subset_num_batches: batches of each; -1 for all.
+
         Raises:
             ConfigError: there is nothing to evaluate on.
         """
@@ -512,6 +516,14 @@ class Trainer:
         """The model's outputs for each batch of ``dataloader``, on the CPU, in order.
 
         With ``return_outputs=False`` the list is empty and memory bounded; callbacks see each in ``state.outputs``.
+
+        Args:
+            dataloader: a loader or a ``DataSpec``.
+            subset_num_batches: batches; -1 for all.
+            return_outputs: ``False`` keeps no outputs: callbacks see them in ``state.outputs``.
+
+        Returns:
+            One item for each batch; empty if ``return_outputs`` is false.
         """
         subset = checks.check_subset(subset_num_batches, argument="subset_num_batches")
         spec = ensure_data_spec(dataloader)
@@ -525,7 +537,15 @@ class Trainer:
         return [path for saver in self._savers[:1] for path in saver.saved_checkpoints]
 
     def save_checkpoint(self, name: str = "ep{epoch}-ba{batch}-rank{rank}", *, weights_only: bool = False) -> str:
-        """Save a checkpoint to the path ``name`` now, replacing what is there; the path."""
+        """Save a checkpoint to the path ``name`` now, replacing what is there; the path.
+
+        Args:
+            name: path, with format variables such as ``{epoch}``.
+            weights_only: save the model's weights only.
+
+        Returns:
+            Path of the checkpoint.
+        """
         return save_checkpoint(self.state, name, weights_only=weights_only)  # pyright: ignore[reportArgumentType]
 
     def save_checkpoint_to_save_folder(self) -> str:
@@ -546,7 +566,12 @@ class Trainer:
         sample_input: Any = None,
         transforms: Sequence[Callable[[torch.nn.Module], torch.nn.Module]] | None = None,
     ) -> None:
-        """Write the model to a file that serves it: :func:`composerlite.utils.export_with_logger`. Rank 0 does it."""
+        """Write the model to a file that serves it: :func:`composerlite.utils.export_with_logger`. Rank 0 does it.
+
+        Args:
+            save_format, save_path, save_object_store, sample_input, transforms: as in
+                :func:`composerlite.utils.export_for_inference`.
+        """
         if self.state.rank == 0:
             from composerlite.callbacks.export_for_inference import export_with_logger
 

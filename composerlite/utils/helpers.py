@@ -56,7 +56,15 @@ def ensure_tuple(x: Any) -> tuple[Any, ...]:
 
 
 def map_collection(collection: Any, map_fn: Callable[[Any], Any]) -> Any:
-    """Return ``collection``, a list, tuple, dict, ``None`` or one single thing, with ``map_fn`` of each item."""
+    """Return ``collection``, a list, tuple, dict, ``None`` or one single thing, with ``map_fn`` of each item.
+
+    Args:
+        collection: a list, tuple, dict, ``None`` or a single item.
+        map_fn: function of an item.
+
+    Returns:
+        The same kind of collection.
+    """
     if collection is None:
         return None
     if isinstance(collection, tuple | list):
@@ -68,7 +76,15 @@ def map_collection(collection: Any, map_fn: Callable[[Any], Any]) -> Any:
 
 
 def convert_nested_dict_to_flat_dict(nested_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of dicts within dicts by their path, as in ``'optimizer/lr'``."""
+    """Return the values of dicts within dicts by their path, as in ``'optimizer/lr'``.
+
+    Args:
+        nested_dict: nested dicts.
+        prefix: put before every key.
+
+    Returns:
+        Values by their path.
+    """
     flat: dict[str, Any] = {}
     for key, value in nested_dict.items():
         name = f"{prefix}{key}"
@@ -138,7 +154,16 @@ class StringEnum(Enum):
 
 
 def partial_format(s: str, *args: object, **kwargs: object) -> str:
-    """Return ``s`` with the given fields filled in; the others are left as they are."""
+    """Return ``s`` with the given fields filled in; the others are left as they are.
+
+    Args:
+        s: a format string.
+        *args: values of positional fields.
+        **kwargs: values of named fields.
+
+    Returns:
+        The string.
+    """
     positional = iter(args)
     text = ""
     for literal, field, form, conversion in string.Formatter().parse(s):
@@ -164,7 +189,13 @@ def import_object(name: str) -> Any:
 
 
 class MissingConditionalImportError(ImportError):
-    """An optional library is not installed. The message says which extra has it."""
+    """An optional library is not installed. The message says which extra has it.
+
+    Args:
+        extra_deps_group: extra of composerlite that has the library.
+        conda_package: name of the library.
+        conda_channel: ignored; Composer has it.
+    """
 
     def __init__(self, extra_deps_group: str, conda_package: str, conda_channel: str | None = "conda-forge") -> None:
         super().__init__(f"{conda_package} is not installed: pip install 'composerlite[{extra_deps_group}]'.")
@@ -196,7 +227,12 @@ def ensure_folder_is_empty(folder_name: str | Path) -> None:
 
 
 def create_symlink_file(existing_path: str, destination_filename: str | Path) -> None:
-    """Write a text file that stands for a link to ``existing_path``: :func:`get_file` follows it, in buckets too."""
+    """Write a text file that stands for a link to ``existing_path``: :func:`get_file` follows it, in buckets too.
+
+    Args:
+        existing_path: name that the file refers to.
+        destination_filename: path of the file, which ends with ``.symlink``.
+    """
     path = Path(destination_filename)
     if path.suffix != ".symlink":
         raise ConfigError(f"destination_filename={str(path)!r}: expected a name that ends with .symlink.")

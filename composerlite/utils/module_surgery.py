@@ -21,7 +21,15 @@ Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def count_module_instances(module: nn.Module, module_class: type[nn.Module] | tuple[type[nn.Module], ...]) -> int:
-    """Count the modules in ``module`` that are of ``module_class``, itself included."""
+    """Count the modules in ``module`` that are of ``module_class``, itself included.
+
+    Args:
+        module: the model.
+        module_class: a class, or a tuple of classes.
+
+    Returns:
+        The number.
+    """
     return sum(isinstance(part, module_class) for part in module.modules())
 
 
@@ -40,6 +48,9 @@ def replace_module_classes(
         optimizers: takes the parameters of the new modules in place of those of the old.
         recurse_on_replacements: look at new modules, and within them, as well.
         indices: the numbers to begin with, by class.
+
+    Returns:
+        New modules by the modules that they replace.
     """
     counts = dict.fromkeys(policies, 0) if indices is None else indices
     first = next(itertools.chain(module.parameters(), module.buffers()), None)
@@ -80,6 +91,11 @@ def update_params_in_optimizer(
     old_params: Iterable[nn.Parameter], new_params: Iterable[nn.Parameter], optimizers: Optimizers
 ) -> None:
     """Replace ``old_params`` by ``new_params`` in the optimizer, in their group. Parameters in both stay.
+
+    Args:
+        old_params: parameters of the optimizer.
+        new_params: parameters of the model.
+        optimizers: the optimizer, or a sequence of one.
 
     Raises:
         ConfigError: there are several optimizers; the old parameters are in several groups, or in none.

@@ -132,7 +132,15 @@ class CutMix(Mixing):
         return mixed, partners, 1 - remaining
 
     def mix_target(self, state: State, target: Tensor) -> Tensor:
-        """Return ``target`` weighted by area, or with the piece of the other image."""
+        """Return ``target`` weighted by area, or with the piece of the other image.
+
+        Args:
+            state: of the run.
+            target: of the second batch.
+
+        Returns:
+            The mixed target.
+        """
         if not self._is_map(target):
             return super().mix_target(state, target)
         top, left, bottom, right = self._box

@@ -61,7 +61,12 @@ _STEP = re.compile(r"step(0|[1-9]\d*)")
 @final
 @dataclass
 class CheckpointerConfig(Config):
-    """Settings of a :class:`Checkpointer`, which says what they mean."""
+    """Settings of a :class:`Checkpointer`, which says what they mean.
+
+    Args:
+        work_dir, save_overwrite, pre_download, save_thread_count, load_thread_count, throttle_uploads: attributes of
+            :class:`Checkpointer`.
+    """
 
     work_dir: WorkDir = None
     save_overwrite: bool | None = None
@@ -72,6 +77,13 @@ class CheckpointerConfig(Config):
 
     def build(self, process_group: Any = None, **overrides: Any) -> Checkpointer:
         """Make it, with some fields of this replaced by ``overrides``.
+
+        Args:
+            process_group: the ranks that save and load together; ``None``: all ranks.
+            **overrides: values of fields, in place of those of this configuration.
+
+        Returns:
+            The Checkpointer.
 
         Raises:
             UnknownArgumentError: there is no such field.
@@ -154,6 +166,9 @@ class Checkpointer:
             A future that is done when the checkpoint is durable, or has the error for which there is none. A program
             that ends waits for it.
 
+        Args:
+            dir, train_module, train_state, ephemeral: as in :meth:`save`.
+
         Raises:
             CheckpointExistsError, ConfigError: as :meth:`save`.
         """
@@ -214,6 +229,14 @@ class Checkpointer:
         """Write ``contents`` atomically to the file ``fname`` of the directory ``dir``; returns its path.
 
         On one rank only. It belongs to whoever writes it: no save changes or removes it.
+
+        Args:
+            dir: directory of the checkpoint, a path or a URI.
+            fname: name of the file, relative to ``dir``.
+            contents: text, written as UTF-8, or bytes.
+
+        Returns:
+            Path or URI of the file.
 
         Raises:
             FileExistsError: there is one, and ``save_overwrite`` is false.
@@ -343,6 +366,9 @@ class Checkpointer:
         Args:
             dir: a path, or a URI of an object store.
             ephemeral: only those that are, or are not; ``None``: all.
+
+        Yields:
+            Step and path or URI of each checkpoint, by increasing step.
         """
         with step_folder_of(dir) as folder:
             matches = [match for name in folder.steps() if (match := _STEP.fullmatch(name)) is not None]

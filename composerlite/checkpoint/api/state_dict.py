@@ -118,6 +118,10 @@ def async_save_state_dict(
         A future that is done when the checkpoint is durable, or has the error for which there is none. A program that
         ends waits for it.
 
+    Args:
+        dir, state_dict, process_group, save_overwrite, thread_count, process_count, throttle_uploads,
+            enable_plan_caching: as in :func:`save_state_dict`.
+
     Raises:
         CheckpointExistsError, ConfigError: as :func:`save_state_dict`, before anything is copied.
     """
@@ -172,7 +176,15 @@ def async_save_model_and_optim_state(
     throttle_uploads: bool = False,
     enable_plan_caching: bool = False,
 ) -> Future[None]:
-    """:func:`save_model_and_optim_state` behind this thread, as :func:`async_save_state_dict`."""
+    """:func:`save_model_and_optim_state` behind this thread, as :func:`async_save_state_dict`.
+
+    Args:
+        dir, model, optim, process_group, save_overwrite, flatten_optimizer_state, thread_count, process_count,
+            throttle_uploads, enable_plan_caching: as in :func:`save_model_and_optim_state`.
+
+    Returns:
+        A future that is done when the checkpoint is durable, or has the error for which there is none.
+    """
     settings = _SaveSettings(
         process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
     )
@@ -394,6 +406,9 @@ def load_keys(
         keys: as :func:`get_checkpoint_metadata` lists them, such as ``'model.w1.weight'``; or what comes before
             several, such as ``'model'``, which gives a dict. One may come twice.
         pre_download, work_dir: as in :func:`load_state_dict`.
+
+    Yields:
+        Tensors on the CPU, values, or a dict for a key that stands for several.
 
     Raises:
         RuntimeError: ``torch.distributed`` is in use.

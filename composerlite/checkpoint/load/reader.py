@@ -202,6 +202,9 @@ def safe_torch_load(path: str | Path, map_location: MapLocation = "cpu", *, trus
         map_location: where tensors go, as ``torch.load`` takes it.
         trust_checkpoint: load any type, **running whatever code the file holds**. Only for files you made yourself.
 
+    Returns:
+        The object that was saved.
+
     Raises:
         CheckpointNotFoundError: there is no such file.
         UntrustedCheckpointError: it holds a type that is not known to be safe.

@@ -52,6 +52,9 @@ def read_checkpoint(
         map_location: where tensors go, as ``torch.load`` takes it.
         ignore_keys: leave these out; the bytes of their tensors are not read.
 
+    Returns:
+        ``{'state': …, 'rng': …}`` as saved, without the ignored keys.
+
     Raises:
         CheckpointNotFoundError: there is no such file; the message lists what the folder has.
         CorruptCheckpointError: the bytes are not those that were saved.

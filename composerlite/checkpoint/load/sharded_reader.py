@@ -131,6 +131,13 @@ class RemoteFileSystemReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index, read once.
 
+        Args:
+            *args: ignored; torch passes them.
+            **kwargs: the same.
+
+        Returns:
+            Index of the checkpoint, read once.
+
         Raises:
             CheckpointNotFoundError: there is no sharded checkpoint.
             CorruptCheckpointError: it is damaged.
@@ -203,7 +210,13 @@ class RemoteFileSystemReader(StorageReader):
             return bool(self._index_digest)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: this reader has its own index."""
+        """Do nothing: this reader has its own index.
+
+        Args:
+            metadata, is_coordinator: ignored; torch passes them.
+            *args: the same.
+            **kwargs: the same.
+        """
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan as it is."""
@@ -214,7 +227,15 @@ class RemoteFileSystemReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items of ``plan`` and pass them to ``planner``. Raises as :meth:`read_metadata` does."""
+        """Read the items of ``plan`` and pass them to ``planner``. Raises as :meth:`read_metadata` does.
+
+        Args:
+            plan: items to read.
+            planner: gives the target tensor of each item, and takes values that are no tensors.
+
+        Returns:
+            A future that is done.
+        """
         files = self._items(plan, planner)
         with WorkerPool(max(1, min(len(files), self._threads)), name="checkpoint-load") as pool:
             share = max(1, self._threads // max(1, len(files)))

@@ -83,6 +83,9 @@ def prune_state_dict(state_dict: StateDict, allowed_keys: set[str]) -> set[str]:
     Args:
         state_dict: nested dicts.
         allowed_keys: as in an index: the keys of the dicts one after the other, with dots between.
+
+    Returns:
+        Keys of the removed items.
     """
     removed: set[str] = set()
 
@@ -113,7 +116,12 @@ def _dicts_in(value: Any) -> list[tuple[str, StateDict]]:
 
 
 def merge_state_dicts(lhs: StateDict, rhs: StateDict) -> None:
-    """Give ``lhs``, in place, what only ``rhs`` has. Nested dicts are merged likewise, and those in lists."""
+    """Give ``lhs``, in place, what only ``rhs`` has. Nested dicts are merged likewise, and those in lists.
+
+    Args:
+        lhs: nested dicts, changed in place.
+        rhs: nested dicts.
+    """
     for key, value in rhs.items():
         if key not in lhs:
             lhs[key] = value

@@ -162,6 +162,10 @@ class Catalog:
 
         ``progress`` is called with each number of bytes.
 
+        Args:
+            manifest: of the checkpoint.
+            progress: called with each number of bytes read.
+
         Raises:
             CorruptCheckpointError: a file is missing, has another size or other bytes.
         """
@@ -190,6 +194,13 @@ class Catalog:
     # ── a checkpoint comes ───────────────────────────────────────────────────────────────────────────────────────
     def reserve(self, name: str, *, overwrite: bool) -> Path:
         """Return the path for the data of a new checkpoint ``name`` of a folder; its folders exist.
+
+        Args:
+            name: of the checkpoint, relative to the folder.
+            overwrite: accept a name that is taken.
+
+        Returns:
+            Path to write the data to.
 
         Raises:
             CheckpointExistsError: there is one already, or a file of that name, and ``overwrite`` is false.
@@ -241,6 +252,11 @@ class Catalog:
         """Bring a checkpoint to the place of ``target``, verified, and commit it there.
 
         ``progress`` is called with (bytes received, total).
+
+        Args:
+            manifest: of a checkpoint of this catalog.
+            target: the catalog that gets it.
+            progress: called with (bytes received, total).
 
         Raises:
             CorruptCheckpointError: a file is missing or its bytes are not those that were saved. There is no
@@ -346,7 +362,12 @@ class Catalog:
 
     # ── links ────────────────────────────────────────────────────────────────────────────────────────────────────
     def point_latest(self, link: str, name: str) -> None:
-        """Make the link ``link`` point to the checkpoint ``name``. There is always one or the other."""
+        """Make the link ``link`` point to the checkpoint ``name``. There is always one or the other.
+
+        Args:
+            link: name of the link, relative to the folder.
+            name: of the checkpoint.
+        """
         self.place.point(link, name)
 
     @contextlib.contextmanager
@@ -362,7 +383,15 @@ class Catalog:
                 one.publish()
 
     def leads(self, link: str, name: str) -> bool:
-        """Return true if ``link``, a full name in a bucket, leads to the checkpoint ``name``; no damaged one does."""
+        """Return true if ``link``, a full name in a bucket, leads to the checkpoint ``name``; no damaged one does.
+
+        Args:
+            link: full name of the link.
+            name: of the checkpoint.
+
+        Returns:
+            True if the link is readable and names the checkpoint.
+        """
         try:
             return self.place.target_of(f"/{link}") == name
         except (FileNotFoundError, CorruptCheckpointError):

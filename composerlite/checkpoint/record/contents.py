@@ -120,6 +120,16 @@ class TrainingState(Protocol):
 
         They are filled in the place of the tensors in ``state_dict``, and then given to ``load_state_dict``.
 
+        Args:
+            state_dict: contents of a checkpoint, or a part of them.
+            weights_only: the model's tensors only.
+            strict: whether missing and unexpected weights are an error.
+            exclude_algorithms: names of algorithms whose state is ignored.
+            source: path or URI of the checkpoint, for errors.
+
+        Returns:
+            Live tensors by the keys of ``state_dict``.
+
         Raises:
             IncompatibleCheckpointError: ``state_dict`` does not fit; all that differs is in the message.
         """

@@ -72,8 +72,11 @@ T = TypeVar("T")
 class FileRecord:
     """One file of a checkpoint: its path below the folder of checkpoints, and what it must contain.
 
-    ``node`` is the one whose disk has it, where nodes have disks of their own; ``None``: it is in every folder that has
-    the manifest. The rest is as in :class:`composerlite.storage.FileDigest`.
+    Args:
+        path: relative to the folder of checkpoints.
+        size_bytes, xxh3_128, chunk_bytes, chunks: as in :class:`composerlite.storage.FileDigest`.
+        node: number of the node whose disk has it, where nodes have disks of their own; ``None``: it is in every folder
+            that has the manifest.
     """
 
     path: RelativePath
@@ -85,7 +88,16 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: str, digest: FileDigest, node: int | None = None) -> FileRecord:
-        """Make the record of the file ``path``, which contains what ``digest`` says."""
+        """Make the record of the file ``path``, which contains what ``digest`` says.
+
+        Args:
+            path: of the file, relative to the folder of checkpoints.
+            digest: size and hashes of its content.
+            node: number of the node whose disk has it; ``None`` if every folder has it.
+
+        Returns:
+            The record.
+        """
         return cls(path, digest.size_bytes, digest.xxh3_128, digest.chunk_bytes, digest.chunks, node)
 
     @property
@@ -203,6 +215,13 @@ class Manifest:
     @classmethod
     def from_json(cls, data: bytes, source: str) -> Manifest:
         """The record that :meth:`to_json` wrote.
+
+        Args:
+            data: content of the file.
+            source: path or URI of the file, for errors.
+
+        Returns:
+            The manifest.
 
         Raises:
             CorruptCheckpointError: it is damaged or edited. ``source`` names it in the message.
@@ -411,6 +430,13 @@ class CheckpointMetadata:
     @classmethod
     def from_json(cls, data: bytes, source: str) -> CheckpointMetadata:
         """Parse ``.metadata.json`` as written by this package or by OLMo-core.
+
+        Args:
+            data: content of the file.
+            source: path or URI of the file, for errors.
+
+        Returns:
+            The metadata.
 
         Raises:
             CorruptCheckpointError: it is nothing of that kind; names ``source``.

@@ -195,6 +195,14 @@ def _dist_values(run_name: str) -> dict[str, Any]:
 def format_name_with_dist(template: str, run_name: str, **extra: object) -> str:
     """``template`` with ``{run_name}``, ``{rank}``, … filled in.
 
+    Args:
+        template: a name with format variables.
+        run_name: value of ``{run_name}``.
+        **extra: values of further variables.
+
+    Returns:
+        The name.
+
     Raises:
         ConfigError: a variable does not exist.
     """
@@ -203,6 +211,15 @@ def format_name_with_dist(template: str, run_name: str, **extra: object) -> str:
 
 def format_name_with_dist_and_time(template: str, run_name: str, timestamp: TimestampLike, **extra: object) -> str:
     """``template`` with the variables of ranks and of time filled in; wall-clock times are seconds.
+
+    Args:
+        template: a name with format variables.
+        run_name: value of ``{run_name}``.
+        timestamp: gives ``{epoch}``, ``{batch}`` and the like.
+        **extra: values of further variables.
+
+    Returns:
+        The name.
 
     Raises:
         ConfigError: a variable does not exist.
@@ -237,7 +254,12 @@ def check_name_of_run(template: str, run_name: str, timestamp: TimestampLike) ->
 
 @final
 class PartialFilePath:
-    """A file name template and, possibly, the folder it is in."""
+    """A file name template and, possibly, the folder it is in.
+
+    Args:
+        filename: template of the file's name.
+        folder: its folder; ``None``: to be given later.
+    """
 
     def __init__(self, filename: str | Path, folder: str | Path | None = None) -> None:
         self.filename = str(filename)
@@ -259,6 +281,13 @@ class PartialFilePath:
 
 def get_save_filename(state: NamedState, filename: str | Path = "ep{epoch}-ba{batch}-rank{rank}") -> str:
     """The name that a checkpoint of ``state`` gets now from the template ``filename``.
+
+    Args:
+        state: of the run.
+        filename: a template, or a :class:`PartialFilePath`.
+
+    Returns:
+        The name.
 
     Raises:
         ConfigError: a variable does not exist.

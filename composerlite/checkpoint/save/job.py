@@ -452,6 +452,12 @@ class Pipeline:
         One that comes before that is written as it is, as :class:`HandOver` says, and memory is got ready at its end.
         ``state_dict`` is what ``state`` holds, where the caller has it already.
 
+        Args:
+            state: of the run.
+            weights_only: as in :meth:`save`.
+            ignore_keys: as in :meth:`save`.
+            state_dict: state dict of ``state``, if the caller has it already.
+
         Raises:
             SaveError: the contents of its checkpoints cannot be pickled.
         """
@@ -512,6 +518,9 @@ class Pipeline:
             is_routine: its line in the log is below INFO.
             state_dict: what ``state`` holds, or its weights; ``None``: it is asked for that.
             started: when gathering it began, as ``time.perf_counter`` counts; ``None``: now.
+
+        Returns:
+            The save, which may still be in progress; :meth:`PendingSave.wait` returns its report.
 
         Raises:
             CheckpointExistsError: there is one of that name and ``overwrite`` is false.
@@ -681,6 +690,15 @@ def save_checkpoint(
 
     When this returns, the checkpoint is durable and committed. ``filename`` may contain the format variables
     ``{run_name} {rank} {epoch} {batch}`` … and folders. See :meth:`Pipeline.save` for what is guaranteed and raised.
+
+    Args:
+        state: state of the run.
+        filename: path, with format variables.
+        weights_only: save the model's weights only.
+        ignore_keys: globs of keys to leave out, or a function that removes them.
+
+    Returns:
+        Path of the checkpoint.
     """
     form = form_of(state)
     template = form.template(check_template(Path(filename).name, argument="filename"), "filename")

@@ -130,7 +130,13 @@ class RemoteFileSystemWriter(StorageWriter):
         return StorageMeta(checkpoint_id=self._folder.uri, save_id=self._save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: all is set up with the plan."""
+        """Do nothing: all is set up with the plan.
+
+        Args:
+            is_coordinator: ignored; torch passes it.
+            *args: the same.
+            **kwargs: the same.
+        """
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan as it is."""
@@ -150,7 +156,15 @@ class RemoteFileSystemWriter(StorageWriter):
         return [WriteAssignment(self._claim, rank, count) for rank in range(count)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part. What is written is durable when this returns."""
+        """Write this rank's part. What is written is durable when this returns.
+
+        Args:
+            plan: items of this rank.
+            planner: gives the data of each item.
+
+        Returns:
+            A future with one result for each item.
+        """
         claim, rank, world_size = cast("WriteAssignment", plan.storage_data)
         self._claim = claim
         buckets = _buckets(plan.items, self._threads)
@@ -209,7 +223,12 @@ class RemoteFileSystemWriter(StorageWriter):
             self.hand_over()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit the checkpoint on the first rank, when all have written."""
+        """Commit the checkpoint on the first rank, when all have written.
+
+        Args:
+            metadata: index of the checkpoint, without the places of the data.
+            results: results of :meth:`write_data` of each rank.
+        """
         assert self._claim is not None
         index, files = self.indexed(metadata, results)
         try:
@@ -224,7 +243,15 @@ class RemoteFileSystemWriter(StorageWriter):
     def indexed(
         self, metadata: Metadata, results: list[list[WriteResult]]
     ) -> tuple[bytes, dict[str, tuple[FileDigest, int]]]:
-        """The index, and what each file contains, with the rank that wrote it."""
+        """The index, and what each file contains, with the rank that wrote it.
+
+        Args:
+            metadata: index of the checkpoint, without the places of the data.
+            results: results of :meth:`write_data` of each rank.
+
+        Returns:
+            Serialized index; digest and rank of each file, by name.
+        """
         files: dict[str, tuple[FileDigest, int]] = {}
         places: dict[MetadataIndex, Any] = {}
         for rank, part in enumerate(results):

@@ -44,7 +44,15 @@ def _named_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Ite
 
 
 def lost_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
-    """The parameters that ``optimizer`` trains and that no checkpoint would have, since they are not the model's."""
+    """The parameters that ``optimizer`` trains and that no checkpoint would have, since they are not the model's.
+
+    Args:
+        optimizer: the optimizer.
+        model: the model.
+
+    Returns:
+        Descriptions of the parameters.
+    """
     own = {id(parameter) for parameter in model.parameters()}
     return [
         f"parameter {i} of group {g}, of the shape {tuple(parameter.shape)}"

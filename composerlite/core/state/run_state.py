@@ -345,7 +345,13 @@ class RunState:
     def set_dataloader(
         self, dataloader: Iterable[Batch] | None, label: str | None = None, num_batches: int | None = None
     ) -> None:
-        """Make ``dataloader`` the one in use. ``num_batches`` limits its length; ``None`` or -1 takes all."""
+        """Make ``dataloader`` the one in use. ``num_batches`` limits its length; ``None`` or -1 takes all.
+
+        Args:
+            dataloader: the loader.
+            label: its name in logs.
+            num_batches: limit of its length; ``None`` or -1 for none.
+        """
         self.dataloader: Iterable[Batch] | None = dataloader
         self.dataloader_label: str | None = label
         length = length_of(dataloader)
@@ -358,7 +364,12 @@ class RunState:
         return batch_get(self.batch, key)
 
     def batch_set_item(self, key: Any, value: Any) -> None:
-        """Replace one item of the batch; see :func:`~composerlite.core.batch_set`."""
+        """Replace one item of the batch; see :func:`~composerlite.core.batch_set`.
+
+        Args:
+            key: index, key, attribute name or function, as :func:`~composerlite.core.batch_set` takes it.
+            value: the new item.
+        """
         self.batch = batch_set(self.batch, key, value)
 
 

@@ -125,7 +125,18 @@ class State(ComposerNames):
         exclude_algorithms: Sequence[str] = (),
         source: str = "state",
     ) -> StateDict:
-        """The tensors that ``state_dict`` is to be loaded into; see :meth:`StateLoader.places`."""
+        """The tensors that ``state_dict`` is to be loaded into; see :meth:`StateLoader.places`.
+
+        Args:
+            state_dict: contents of a checkpoint, or a part of them.
+            weights_only: the model's tensors only.
+            strict: whether missing and unexpected weights are an error.
+            exclude_algorithms: names of algorithms whose state is ignored.
+            source: path or URI of the checkpoint, for errors.
+
+        Returns:
+            Live tensors by the keys of ``state_dict``.
+        """
         return StateLoader(self, state_dict, strict, exclude_algorithms, source).places(weights_only=weights_only)
 
     def load_state_dict(
@@ -136,7 +147,14 @@ class State(ComposerNames):
         exclude_algorithms: Sequence[str] = (),
         source: str = "state",
     ) -> None:
-        """Restore a result of :meth:`state_dict`; see :meth:`StateLoader.load_all`."""
+        """Restore a result of :meth:`state_dict`; see :meth:`StateLoader.load_all`.
+
+        Args:
+            state_dict: result of :meth:`state_dict`.
+            strict: whether missing and unexpected weights are an error.
+            exclude_algorithms: names of algorithms whose state is ignored.
+            source: path or URI of the checkpoint, for errors.
+        """
         StateLoader(self, state_dict, strict, exclude_algorithms, source).load_all()
 
     def load_model_state(
@@ -147,7 +165,14 @@ class State(ComposerNames):
         exclude_algorithms: Sequence[str] = (),
         source: str = "state",
     ) -> None:
-        """Restore the weights only; see :meth:`StateLoader.load_weights`."""
+        """Restore the weights only; see :meth:`StateLoader.load_weights`.
+
+        Args:
+            state_dict: result of :meth:`state_dict`, or its weights.
+            strict: whether missing and unexpected weights are an error.
+            exclude_algorithms: names of algorithms whose state is ignored.
+            source: path or URI of the checkpoint, for errors.
+        """
         StateLoader(self, state_dict, strict, exclude_algorithms, source).load_weights()
 
 

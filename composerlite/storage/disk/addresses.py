@@ -56,7 +56,15 @@ _libc.ioctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_char_p]
 
 
 def whole_pages(address: int, size: int) -> Pages:
-    """The pages that lie in this memory as a whole. Those at its ends are shared with what is beside it."""
+    """The pages that lie in this memory as a whole. Those at its ends are shared with what is beside it.
+
+    Args:
+        address: of the first byte.
+        size: in bytes.
+
+    Returns:
+        Address of the first page, and the size of all in bytes.
+    """
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     return start, max(0, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - start)
 
@@ -69,6 +77,11 @@ class PageWatch:
     is written to. What is not written to is never noticed; a write costs a microsecond more, so that a watch should
     end before all is written to. Memory that others can write to as well, a file's or shared with another process,
     counts as written to: what they do is not seen.
+
+    Args:
+        descriptor: of the kernel's ``userfaultfd``.
+        pagemap: descriptor of the process's page map.
+        pages: ranges of addresses to watch.
     """
 
     def __init__(self, descriptor: int, pagemap: int, pages: Sequence[Pages]) -> None:

@@ -114,6 +114,13 @@ class Sink(Protocol):
     def copy(self, address: int, size: int) -> int:
         """Append ``size`` bytes of memory at ``address``; their CRC-32. The memory may change when this returns.
 
+        Args:
+            address: of the first byte.
+            size: in bytes.
+
+        Returns:
+            CRC-32 of the bytes.
+
         Raises:
             OSError: what came before could not be written.
         """

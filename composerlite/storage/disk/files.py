@@ -49,6 +49,13 @@ def temporary_name(name: str) -> str:
 def read_small_file(path: Path, most_bytes: int = 64 << 20) -> bytes:
     """Return the bytes of the file ``path``. A link is not followed, and a pipe does not keep us waiting.
 
+    Args:
+        path: of the file.
+        most_bytes: largest size that is accepted.
+
+    Returns:
+        The content.
+
     Raises:
         CorruptCheckpointError: it is no regular file, or larger than ``most_bytes``.
         FileNotFoundError: it is not there.
@@ -335,6 +342,11 @@ class StagedLink:
 
 
 def replace_symlink(link: Path, target: str) -> None:
-    """Point ``link`` to ``target`` (relative to its folder) without a moment in which there is no link."""
+    """Point ``link`` to ``target`` (relative to its folder) without a moment in which there is no link.
+
+    Args:
+        link: path of the link.
+        target: relative to the folder of the link.
+    """
     with StagedLink(link, target) as staged:
         staged.publish()

@@ -74,7 +74,15 @@ class HostMemory:
         return not self._open
 
     def view(self, offset: int, size: int) -> memoryview:
-        """``size`` bytes from ``offset`` on, writable."""
+        """``size`` bytes from ``offset`` on, writable.
+
+        Args:
+            offset: in bytes.
+            size: in bytes.
+
+        Returns:
+            A writable view.
+        """
         return memoryview(self._map)[self._skipped + offset : self._skipped + offset + size]
 
     def fault_in(self, go: threading.Event | None = None) -> None:
@@ -347,6 +355,13 @@ class Copier:
         """Copy behind this thread, with one of the others; :meth:`Copying.finish` has this one help.
 
         ``then`` is called when everything is copied or that has failed.
+
+        Args:
+            jobs: copies to do.
+            then: called after the last copy, or when one has failed.
+
+        Returns:
+            The copying in progress.
         """
         pieces, small = _cut(jobs)
         copying = Copying([*pieces, *small], then)

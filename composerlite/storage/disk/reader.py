@@ -88,6 +88,13 @@ class ParallelReader:
     def read(self, offset: int, size: int) -> bytes:
         """The bytes from ``offset`` to ``offset + size``.
 
+        Args:
+            offset: in bytes.
+            size: in bytes.
+
+        Returns:
+            The bytes.
+
         Raises:
             CorruptCheckpointError: the file ends before, or the bytes are not those that were saved.
         """
@@ -243,6 +250,12 @@ def _do(work: Work, helpers: int, progress: Callable[[int], object]) -> None:
 
 def verify_file(path: Path, digest: FileDigest, progress: Callable[[int], object] = int, *, threads: int = 2) -> None:
     """Compare the file ``path`` with ``digest``. ``progress`` is called with each number of bytes read.
+
+    Args:
+        path: of the file.
+        digest: its expected size and hashes.
+        progress: called with each number of bytes read.
+        threads: that read; ``None``: a number that suits the machine.
 
     Raises:
         CorruptCheckpointError: it has another size or other bytes.

@@ -131,7 +131,15 @@ class StreamWriter:
             self._advance(len(piece))
 
     def copy(self, address: int, size: int) -> int:
-        """Append ``size`` bytes of memory at ``address``; their CRC-32. The memory may change when this returns."""
+        """Append ``size`` bytes of memory at ``address``; their CRC-32. The memory may change when this returns.
+
+        Args:
+            address: of the first byte.
+            size: in bytes.
+
+        Returns:
+            CRC-32 of the bytes.
+        """
         crc = 0
         while size:
             length = min(size, self._room(), _PIECE_BYTES)
