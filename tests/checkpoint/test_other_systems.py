@@ -157,8 +157,8 @@ def test_what_is_not_recognised_says_what_would_be(tmp_path: Path) -> None:
         ({"model": "run.nets.nett"}, r"has nothing at 'run.nets.nett'.*run\.nets"),
         ({"modell": "x"}, "'modell' is no part of a run. Did you mean 'model'"),
         ({"batch.of": "x"}, "'batch.of' is no part of a run"),
-        ({}, "want a dict such as"),
-        ({"model": 3}, "want a dict such as"),
+        ({}, "expected a dict such as"),
+        ({"model": 3}, "expected a dict such as"),
     ],
 )
 def test_a_key_map_that_cannot_be_followed_is_refused(key_map: Any, message: str) -> None:

@@ -29,7 +29,7 @@ def check_key_map(key_map: Any) -> KeyMap | None:
         return None
     pairs = cast("Mapping[Any, Any]", key_map).items() if isinstance(key_map, Mapping) else None
     if not pairs or not all(isinstance(text, str) and text for pair in pairs for text in pair):
-        raise ConfigError(f"load_key_map={key_map!r}: want a dict such as {{'model': 'net.*', 'batch': 'step'}}.")
+        raise ConfigError(f"load_key_map={key_map!r}: expected a dict such as {{'model': 'net.*', 'batch': 'step'}}.")
     for ours, _ in pairs:
         part = ours.partition(".")[0]
         if part not in PARTS or (part != ours and part != "model"):
@@ -72,7 +72,7 @@ def _paths(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def _found_at(node: Any, path: str) -> Any:
-    """Find what lies at ``path``, keys joined by dots; with ``*`` at its end all whose keys begin so, in a dict."""
+    """Look up ``path``, keys joined by dots; with ``*`` at its end a dict of all whose keys begin so."""
     if path in ("", "*"):
         return node
     items: Iterable[tuple[Any, Any]] = ()
