@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoint.tiny_training import Classifier, trainer
+from forked import run_forked
 
-from composerlite.callbacks import OptimizerMonitor
+from composerlite import Callback, Logger, State
+from composerlite.callbacks import CheckpointSaver, OptimizerMonitor
 from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.record.retention import KeepBest, deletions, retention_policy
 from composerlite.errors import CheckpointError
@@ -47,6 +51,22 @@ class SpoiltGradient(Classifier):
         weight = self.head.weight.flatten()[0]
         bad = torch.sqrt(weight - weight)  # 0, whose derivative is not finite
         return super().loss(outputs, batch) + (0.0 if self.left >= 0 else bad)
+
+
+class DieWithMark(Callback):
+    """Kills the process before batch 5, when the checkpoint of batch 4 is committed."""
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.batch) == 4:
+            (saver,) = [callback for callback in state.callbacks if isinstance(callback, CheckpointSaver)]
+            saver.saver.wait_for_previous()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def diverge_and_die(folder: str, sharded: str) -> None:
+    """A run whose gradient is not finite in the batch before its second checkpoint, and that is killed then."""
+    how = {"parallelism_config": {"fsdp": {}}} if int(sharded) else {}
+    launch(folder, 0, model=SpoiltGradient(3), callbacks=[DieWithMark()], **how)
 
 
 def launch(folder: Path | str, good_batches: int, until: str = "8ba", *, model: Any = None, **arguments: Any) -> Any:
@@ -86,6 +106,58 @@ def test_a_gradient_that_is_not_finite_is_said_where_its_norm_is_read(
     said = [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()]
     assert [line.partition(",")[0] for line in said] == ["l2_norm/grad/global is nan at batch 2"]
     assert marks(tmp_path) == {2: ["l2_norm/grad/global"]}
+
+
+@pytest.mark.parametrize("how", ["file", "blocking", "packed", "weights", "directory"])
+def test_weights_that_are_not_finite_mark_the_checkpoint_that_has_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """Although the loss of its batch was a number and nobody looks at gradients: the save finds it, and says where."""
+    arguments: dict[str, Any] = {
+        "file": {},
+        "blocking": {"save_async": False},
+        "packed": {"save_filename": "ba{batch}.pt.gz"},
+        "weights": {"save_weights_only": True, "autoresume": False},
+        "directory": {"parallelism_config": {"fsdp": {}}},
+    }[how]
+    launch(tmp_path, 0, "6ba", model=SpoiltGradient(3), **arguments)
+    loss = "loss/train/total"
+    assert marks(tmp_path) == {2: [], 4: ["model/head.weight"], 6: [loss]}
+    (said,) = [record.getMessage() for record in caplog.records if "is marked" in record.getMessage()]
+    name = next(one.name for one in Catalog(tmp_path).manifests() if one.batch == 4)
+    assert said == (
+        f"checkpoint {tmp_path / name}: model/head.weight is not finite, while the loss was: the checkpoint is marked. "
+        "autoresume and save_best_k skip it."
+    )
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_run_that_is_killed_after_a_marked_checkpoint_resumes_from_the_one_before(
+    tmp_path: Path, sharded: bool
+) -> None:
+    """Killed when that is committed, and before any loss has told of it."""
+    killed = run_forked(diverge_and_die, str(tmp_path), str(int(sharded)), cwd=tmp_path, environment={})
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert marks(tmp_path) == {2: [], 4: ["model/head.weight"]}
+    how = {"parallelism_config": {"fsdp": {}}} if sharded else {}
+    again = launch(tmp_path, 0, "6ba", model=SpoiltGradient(100), **how)
+    assert "ba2" in Path(str(again.state.load_path)).name
+    assert marks(tmp_path) == {2: [], 4: [], 6: []}
+
+
+def test_values_that_no_optimizer_changes_mark_nothing(tmp_path: Path) -> None:
+    """Such as a mask in a buffer, whose values are infinite for good, and a weight that is not trained."""
+
+    class Masked(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.full((3,), float("-inf")))
+            self.fixed = torch.nn.Parameter(torch.tensor(float("nan")), requires_grad=False)
+
+    model = Masked()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    launch(tmp_path, 0, "4ba", model=model, optimizers=torch.optim.SGD(trained, lr=0.1))
+    assert marks(tmp_path) == {2: [], 4: []}
 
 
 def test_one_bad_batch_marks_no_later_checkpoint(tmp_path: Path) -> None:

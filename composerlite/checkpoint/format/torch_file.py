@@ -30,6 +30,7 @@ from composerlite._torch_compat import (
     typed_storage_class,
     untyped_storage,
 )
+from composerlite.checkpoint.format.finite import FiniteCheck
 from composerlite.checkpoint.format.zip_file import Layout, ZipRecord, trailer
 from composerlite.checkpoint.trust.trusted import is_loadable
 from composerlite.dist import is_distributed_tensor
@@ -63,6 +64,7 @@ class TorchImage:
     Attributes:
         size_bytes: of the file.
         stand_in: gives the storage to read in the place of one of those in the contents, as each is written.
+        not_finite: after :meth:`write`, name of a tensor in :meth:`watch` with a value that is NaN or infinite.
 
     Raises:
         Exception: whatever pickle raises for something that it cannot write.
@@ -80,6 +82,7 @@ class TorchImage:
             self._layout.add(name, len(value))
         self._memory: HostMemory | None = None
         self._start = 0
+        self._finite = FiniteCheck()
         self.stand_in: Callable[[torch.UntypedStorage], torch.UntypedStorage] | None = None
         self.size_bytes = self._layout.size_bytes
 
@@ -92,6 +95,19 @@ class TorchImage:
         """The numbers, in the list that :meth:`write` returns, of the storages of ``tensors``."""
         found = {self._index.get(storage_id(t.untyped_storage())) for t in tensors if type(t) is Tensor and is_dense(t)}
         return sorted(number for number in found if number is not None)
+
+    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Look for values that are not finite in those of ``tensors`` that are in the file, when it is written.
+
+        They are plain ones, at strides.
+        """
+        for name, tensor in tensors:
+            if (number := self._index.get(storage_id(tensor.untyped_storage()))) is not None:
+                self._finite.add(number, name, tensor)
+
+    @property
+    def not_finite(self) -> str | None:
+        return self._finite.found
 
     def staged_in(self, memory: HostMemory, start: int = 0) -> None:
         """Read the bytes from ``memory`` from now on: from ``start`` on, each storage at its offset in the file."""
@@ -112,7 +128,8 @@ class TorchImage:
             data = torch.frombuffer(bytearray(self._rest[rest][1]), dtype=torch.uint8)
             crc = sink.copy(data.data_ptr(), record.size_bytes)
         elif self._memory is not None:
-            crc = sink.copy(self._memory.address + self._start + record.data_offset, record.size_bytes)
+            address = self._memory.address + self._start + record.data_offset
+            crc = self._finite.copy(number, sink, address, record.size_bytes)
         else:
             assert self._storages is not None
             storage = self._storages[number]
@@ -120,7 +137,7 @@ class TorchImage:
                 storage = self.stand_in(storage)
             if storage.device.type != "cpu":
                 storage = storage.cpu()
-            crc = sink.copy(storage.data_ptr(), record.size_bytes)
+            crc = self._finite.copy(number, sink, storage.data_ptr(), record.size_bytes)
         sink.write(record.descriptor(crc))
         return crc
 

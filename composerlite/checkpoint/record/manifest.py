@@ -132,8 +132,9 @@ class Manifest:
         node: of the run that saved it, whose folder this record lies in, where nodes have disks of their own; ``None``:
             all files are in one folder.
         lineage: the attempt of the run that saved it.
-        not_finite: names of the losses and gradient norms of its last batch that were no finite numbers: the mark of a
-            checkpoint that nobody resumes from unasked, and that is none of the best.
+        not_finite: names of the losses and gradient norms of its last batch that were no finite numbers, or of a weight
+            in it that is not finite: the mark of a checkpoint that nobody resumes from unasked, and that is none of the
+            best.
     """
 
     name: RelativePath
@@ -164,6 +165,11 @@ class Manifest:
             return _LINEAGE
         on_disks = self.node is not None or any(file.node is not None for file in self.files)
         return _SEVERAL_DISKS if on_disks else _ONE_FOLDER
+
+    def marked(self, weights: Iterable[str | None]) -> Manifest:
+        """Return the record of the same checkpoint, marked if one of its files has a weight that is not finite."""
+        found = next((name for name in weights if name is not None), None)
+        return self if found is None or self.not_finite else dataclasses.replace(self, not_finite=(found,))
 
     @property
     def here(self) -> tuple[FileRecord, ...]:

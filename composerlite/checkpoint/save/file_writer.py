@@ -134,6 +134,7 @@ class _Written(NamedTuple):
     temporary: Path
     digest: FileDigest
     unpacked_bytes: int
+    not_finite: str | None
 
 
 @final
@@ -168,8 +169,8 @@ class _FileBeingWritten:
                 fill(self._sink)
             self._stack = stack.pop_all()
 
-    def finish(self, unpacked_bytes: int) -> _Written:
-        """Wait until it is durable; what rank 0 needs to know of it."""
+    def finish(self, images: Sequence[TorchImage], unpacked_bytes: int) -> _Written:
+        """Wait until it is durable; what rank 0 needs to know of it, which holds ``images``."""
         assert self._sink is not None
         assert self._data is not None
         try:
@@ -179,7 +180,8 @@ class _FileBeingWritten:
             self._leave(e)
             raise
         self.seconds.update(self._sink.seconds)
-        return _Written(self._name, self._data.temporary, digest, unpacked_bytes)
+        not_finite = next((image.not_finite for image in images if image.not_finite is not None), None)
+        return _Written(self._name, self._data.temporary, digest, unpacked_bytes, not_finite)
 
     def commit(self, manifest: Manifest, parts: Sequence[_Written | None]) -> Manifest:
         """Rename the files of all ranks to their names, then write their manifest. On rank 0."""
@@ -189,7 +191,7 @@ class _FileBeingWritten:
             manifest,
             files=tuple(FileRecord.of(one.name, one.digest) for one in written),
             unpacked_bytes=max(one.unpacked_bytes for one in written),
-        )
+        ).marked([one.not_finite for one in written])
         try:
             self._catalog.commit(manifest, {one.name: one.temporary for one in written}, overwrite=self._overwrite)
             self._data.leave_behind()  # it has its name
@@ -286,7 +288,7 @@ class SingleFileWriter:
 
     def finish(self) -> _Written:
         """Wait until the file is durable; what rank 0 needs to know of it."""
-        return self._file.finish(self.size_bytes)
+        return self._file.finish([self._image], self.size_bytes)
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
         """Give the file its name and its manifest."""
@@ -355,7 +357,8 @@ class RankArchiveWriter:
 
     def finish(self) -> _Written:
         """Wait until the archive is durable; what rank 0 needs to know of it."""
-        return self._file.finish(tar_bytes(*(image.size_bytes for image in self._images.values())))
+        images = list(self._images.values())
+        return self._file.finish(images, tar_bytes(*(image.size_bytes for image in images)))
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
         """Give the archives of all ranks their names, and then their manifest."""

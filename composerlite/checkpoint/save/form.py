@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 import torch
+from torch import Tensor, nn
 
 from composerlite import dist
+from composerlite._torch_compat import local_part, storage_id
 from composerlite.checkpoint.format.archive import DEEPSPEED, DEEPSPEED_TYPES, STATES
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
@@ -202,19 +204,22 @@ class _File(Form):
 
     def writer(self, request: SaveRequest) -> RankWriter:
         contents = request.gathered(generators=_generators(request.weights_only))
+        trained = _trained_names(contents.get("state", {}).get("model", {}), request.state)
         gathering = Gathering(contents) if self._gathers else None
         if gathering is not None:
             contents = gathering.contents
         if dist.get_global_rank() != 0:
             return NullWriter(gathering)
         image = _image(contents, f"checkpoint {str(request.path)!r}")
+        weights: StateDict = contents.get("state", {}).get("model", {})
+        image.watch((f"model/{name}", weights[name]) for name in trained)
         return SingleFileWriter(
             image,
             request.catalog,
             name=request.names[0],
             template=request.template,
             overwrite=request.overwrite,
-            weights=contents.get("state", {}).get("model", {}).values(),
+            weights=weights.values(),
             gathering=gathering,
         )
 
@@ -248,6 +253,7 @@ class _Directory(Form):
             disks=request.disks,
             of_run=True,
             reuse_plan=True,
+            watched=frozenset(_trained_storages(request.state)),
         )
 
 
@@ -293,7 +299,8 @@ class _Archives(Form):
         assert engine is not None, "it is made before anything is saved"
         images = {STATES: TorchImage(request.gathered(generators=_generators(request.weights_only)))}
         for name, contents in engine.saved().items():
-            images[f"{DEEPSPEED}/{name}"] = TorchImage(contents, DEEPSPEED_TYPES)
+            image = images[f"{DEEPSPEED}/{name}"] = TorchImage(contents, DEEPSPEED_TYPES)
+            image.watch((f"the weights in {name}", tensor) for tensor in _trained_storages(request.state).values())
         return RankArchiveWriter(
             images, request.catalog, names=request.names, rank=dist.get_global_rank(), overwrite=request.overwrite
         )
@@ -316,6 +323,27 @@ def gathering(
         return gather(held, weights_only=weights_only, ignore_keys=ignore_keys, **generators)
 
     return gathered
+
+
+def _trained_storages(state: TrainingState) -> dict[int, Tensor]:
+    """Return what the optimizers change, by storage, to see that it is finite; nothing where a mark is due anyway."""
+    if getattr(state, "not_finite", ()):  # a loop of the user's own may have none
+        return {}
+    groups = (group for optimizer in state.optimizers for group in optimizer.param_groups)
+    parts = (local_part(parameter) for group in groups for parameter in group["params"])
+    return {storage_id(part.untyped_storage()): part for part in parts if _has_numbers(part)}
+
+
+def _trained_names(model: StateDict, state: TrainingState) -> list[str]:
+    """Return the names in ``model`` of what the optimizers change; as :func:`_trained_storages`."""
+    trained = _trained_storages(state)
+    parts = ((name, local_part(value)) for name, value in model.items())
+    return [name for name, part in parts if _has_numbers(part) and storage_id(part.untyped_storage()) in trained]
+
+
+def _has_numbers(value: Any) -> bool:
+    """Return true if ``value`` is a plain tensor, quickly: training waits."""
+    return type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
 
 
 def _generators(weights_only: bool) -> list[dict[str, Any]] | None:

@@ -63,6 +63,7 @@ class SaveReport:
             With several ranks they are those of rank 0, but for the stall, which is this rank's own.
         weights_crc: CRC-32 of each storage of the model, where rank 0 has all of it.
         deleted: names of the checkpoints that were given up for it.
+        not_finite: the marks of the checkpoint, see :class:`Manifest`.
     """
 
     path: Path
@@ -71,6 +72,7 @@ class SaveReport:
     seconds: Mapping[str, float]
     weights_crc: Sequence[int] = ()
     deleted: Sequence[str] = ()
+    not_finite: Sequence[str] = ()
 
 
 @final
@@ -375,6 +377,13 @@ class PendingSave:
         if (after := self.follow_up) is not None:
             size = bytes_text(manifest.size_bytes)
             log.log(after.log_level, "saved checkpoint %s (%s in %.2f s)", self.path, size, seconds["total"])
+            if manifest.not_finite != self.manifest.not_finite:
+                log.warning(
+                    "checkpoint %s: %s is not finite, while the loss was: the checkpoint is marked. autoresume and "
+                    "save_best_k skip it.",
+                    self.path,
+                    manifest.not_finite[0],
+                )
             if after.publish is not None:
                 after.publish(manifest)
             if after.retention is not None:
@@ -389,6 +398,7 @@ class PendingSave:
             seconds=seconds,
             weights_crc=self.writer.weights_crc,
             deleted=deleted,
+            not_finite=manifest.not_finite,
         )
 
     def _delete_old(self) -> None:
@@ -633,7 +643,7 @@ class Pipeline:
             before is not None
             and report.batch > before.batch
             and len(report.weights_crc) > 0
-            and not pending.manifest.not_finite  # what is NaN stays so, and that was said
+            and not report.not_finite  # what is NaN stays so, and that was said
             and (list(before.weights_crc) == list(report.weights_crc))
             and dist.get_global_rank() == 0
         ):

@@ -18,7 +18,7 @@ import pickle
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple, cast, final
 
@@ -58,6 +58,7 @@ class _FileWritten(NamedTuple):
 
     name: str
     digest: FileDigest
+    not_finite: str | None
 
 
 class WriteAssignment(NamedTuple):
@@ -85,6 +86,7 @@ class RemoteFileSystemWriter(StorageWriter):
     Attributes:
         hand_over: called as soon as what is written may change.
         may_grow: take new memory for that rather than wait for the disk.
+        watched: names of tensors that should be finite, by their place in the index.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class RemoteFileSystemWriter(StorageWriter):
         self._threads = number_of(thread_count, min(4, os.cpu_count() or 1))
         self.hand_over: Callable[[], object] = lambda: None
         self.may_grow = False
+        self.watched: Mapping[MetadataIndex, str] = {}
         self._folder = directory_at(path, threads=thread_count)
         self._throttle = throttle_uploads and self._folder.path is None
         self._overwrite = overwrite
@@ -195,6 +198,7 @@ class RemoteFileSystemWriter(StorageWriter):
         values = {item.index: planner.resolve_data(item) for item in items if item.type is WriteItemType.BYTE_IO}
         most = sum(_item_bytes(item, values) for item in items)
         results: list[WriteResult] = []
+        not_finite: list[str] = []
 
         def fill(sink: Sink) -> None:
             if self.may_grow and isinstance(sink, StreamWriter):
@@ -204,14 +208,19 @@ class RemoteFileSystemWriter(StorageWriter):
                 if (value := values.get(item.index)) is not None:
                     sink.write(cast("io.BytesIO", value).getvalue())
                 else:
-                    TorchImage(cast("Any", _compact(cast("Tensor", planner.resolve_data(item))))).write(sink)
+                    tensor = _compact(cast("Tensor", planner.resolve_data(item)))
+                    image = TorchImage(cast("Any", tensor))
+                    if (watched := self.watched.get(item.index)) is not None:
+                        image.watch([(watched, tensor)])
+                    image.write(sink)
+                    not_finite.extend([] if image.not_finite is None else [image.not_finite])
                 size = sink.size_bytes - start
                 place = StorageInfo(relative_path=name, offset=start, length=size)
                 results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=place))
             self._was_read()
 
         digest = self._folder.write(self._claim, name, most, fill)
-        written = _FileWritten(name, digest)
+        written = _FileWritten(name, digest, next(iter(not_finite), None))
         return [*results, WriteResult(MetadataIndex(f"file {name}"), digest.size_bytes, written)]
 
     def _was_read(self) -> None:
@@ -335,6 +344,7 @@ class ShardWriter:
         threads: files that a rank writes at the same time.
         throttle: only one rank of a node uploads at a time.
         reuse_plan: use the plan of an earlier save if on no rank a key, shape, type or placement differs.
+        watched: storages of weights: the record of a run's checkpoint says if one has a value that is not finite.
     """
 
     def __init__(
@@ -349,6 +359,7 @@ class ShardWriter:
         threads: int | None = None,
         throttle: bool = False,
         reuse_plan: bool = False,
+        watched: Container[int] = (),
     ) -> None:
         self.gathers = False
         self.may_stream = not throttle  # else it may have to wait for its turn
@@ -383,6 +394,11 @@ class ShardWriter:
         if disks is not None:
             self._join(disks, overwrite=overwrite)
         self._planner.find_tensors(self._plan.items)
+        self._writer.watched = {
+            index: "/".join(map(str, self._planner.mappings[index.fqn][1:]))
+            for index, tensor in self._planner.tensors.items()
+            if storage_id(tensor.untyped_storage()) in watched
+        }
         self.size_bytes = self._lay_out()
 
     def _join(self, disks: Disks, *, overwrite: bool) -> None:
@@ -465,7 +481,7 @@ class ShardWriter:
         """Commit on rank 0: write the index, rename the directory, write the manifest."""
         assert self._metadata is not None
         if self._of_run:
-            self._folder.record = manifest
+            self._folder.record = manifest.marked(_not_finite(parts))
         self._writer.finish(dataclasses.replace(self._metadata), list(parts))
         if not self._of_run:
             return manifest
@@ -478,7 +494,7 @@ class ShardWriter:
         """Build the index and the record of all files, on rank 0."""
         assert self._metadata is not None
         assert self._disks is not None
-        self._folder.record = manifest
+        self._folder.record = manifest.marked(_not_finite(parts))
         index, files = self._writer.indexed(dataclasses.replace(self._metadata), list(parts))
         digests = {name: digest for name, (digest, _) in files.items()}
         nodes = {name: self._disks.nodes[rank] for name, (_, rank) in files.items()}
@@ -524,6 +540,12 @@ def record_of_directory(name: str, world_size: int) -> Manifest:
         files=(),
         world_size=world_size,
     )
+
+
+def _not_finite(results: Sequence[Sequence[WriteResult]]) -> list[str | None]:
+    """Return what :class:`_FileWritten` says of the files of all ranks."""
+    files = (result.storage_data for part in results for result in part)
+    return [file.not_finite for file in files if type(file) is _FileWritten]
 
 
 class _Place(NamedTuple):
