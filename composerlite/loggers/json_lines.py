@@ -56,7 +56,7 @@ class JSONLLogger(RunFileLogger):
 
     Args:
         filename: the file; ``record.jsonl`` in the folder of the checkpoints by default, or in a folder named after the
-            run. Where checkpoints go to a bucket, so does ``record.jsonl``, beside them: with each checkpoint, after
+            run. Where checkpoints go to a bucket, so does ``record.jsonl``, beside them: before each checkpoint, after
             each epoch and at the end. ``{run_name}`` and the variables of ranks are filled in.
         remote_file_name: hand the file to the loggers that keep files under this name, after each epoch and at the end.
             A run that is resumed on another machine fetches it first.
@@ -121,6 +121,7 @@ class JSONLLogger(RunFileLogger):
         self._lines += early
         self._is_ready = True
         self._flush()
+        self._send_with_checkpoints()
 
     def fit_start(self, state: State, logger: Logger) -> None:
         end = state.max_duration
@@ -196,8 +197,6 @@ class JSONLLogger(RunFileLogger):
         known = {name: value for name, value in facts.items() if value is not None}
         self._add("checkpoint", known, batch=news.batch, at=news.at)
         self._flush()
-        if news.what == "uploaded" and self._goes_along:
-            self._upload()
 
     # ── lines ────────────────────────────────────────────────────────────────────────────────────────────────────
     @property

@@ -16,6 +16,7 @@ from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.core import LoggerDestination
 from composerlite.errors import ConfigError, ObjectStoreError
 from composerlite.loggers.remote_uploader_downloader import RemoteUploaderDownloader
+from composerlite.storage import atomic_write
 
 if TYPE_CHECKING:
     from composerlite.checkpoint.place.bucket import Bucket
@@ -170,7 +171,8 @@ class RunFileLogger(LoggerDestination):
         there = self._uploaded_before(state, logger)
         here = self.path.read_bytes()
         if there is not None and (both := _joined(here, there)) != here:
-            self.path.write_bytes(both)
+            with atomic_write(self.path) as file:  # a kill leaves what only this machine has
+                file.write(both)
 
     def _uploaded_before(self, state: State, logger: Logger) -> bytes | None:
         """Bytes that earlier launches have uploaded; ``None``: there are none."""
@@ -191,7 +193,15 @@ class RunFileLogger(LoggerDestination):
                 return file.read_bytes()
         return None
 
-    def _upload(self, logger: Logger | None = None) -> None:
+    def _send_with_checkpoints(self) -> None:
+        """From now on send the file before each checkpoint: what was logged up to one is in the bucket when that is.
+
+        Only behind :meth:`_fetch`: what the bucket has is in the file then.
+        """
+        if (publisher := self._publisher) is not None:
+            publisher.before_each.append(lambda: self._send(publisher.bucket))
+
+    def _upload(self, logger: Logger) -> None:
         """Write the waiting lines, and hand the file to the loggers that keep files, or send it, if it has changed."""
         self._flush()
         if not self.is_kept or self._uploaded or self._state is None:
@@ -200,7 +210,7 @@ class RunFileLogger(LoggerDestination):
             uri = publisher.bucket.uri(self._name)
             self._uploaded = True
             publisher.uploader.submit(uri, lambda _: self._send(publisher.bucket), what=uri, replaces=True)
-        elif self._remote_template is not None and logger is not None:
+        elif self._remote_template is not None:
             name = format_name_with_dist(self._remote_template, self._state.run_name)
             logger.upload_file(name, self.path, overwrite=True)
             self._uploaded = True

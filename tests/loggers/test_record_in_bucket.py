@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import recorded_in_bucket
 from checkpoint.tiny_training import CrashError, data, trainer
+from forked import run_forked
+from recorded_in_bucket import BATCHES
 
 from composerlite import Callback, Logger, State
 from composerlite.callbacks import CheckpointSaver
@@ -85,6 +89,39 @@ def test_the_record_is_there_with_each_checkpoint(tmp_path: Path, uri: str) -> N
     ):
         run.fit()
     assert look.seen == [("start", 0)]
+
+
+@pytest.mark.parametrize("machine", ["the same machine", "another machine"])
+@pytest.mark.parametrize(
+    "dies_before",
+    [
+        pytest.param(r"2:record\.jsonl", id="record"),
+        pytest.param(r"ep0-ba4-rank0\.pt", id="data"),
+        pytest.param(r"ep0-ba4-rank0\.pt\.json", id="manifest"),
+        pytest.param(r"2:latest-rank0\.pt\.symlink", id="link"),
+        pytest.param(r"3:record\.jsonl", id="next-record"),
+    ],
+)
+def test_a_kill_between_checkpoint_and_record_leaves_a_whole_history(
+    tmp_path: Path, uri: str, dies_before: str, machine: str
+) -> None:
+    """Killed before any of the objects of a checkpoint and its record is sent: no batch is missing, none is twice."""
+    first, second = tmp_path / "a", tmp_path / ("a" if machine == "the same machine" else "b")
+    killed = run_forked(recorded_in_bucket.main, str(first), uri, dies_before, cwd=tmp_path)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    ended = run_forked(recorded_in_bucket.main, str(second), uri, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    with place_at(uri) as place:
+        lines = place.read("record.jsonl").decode().splitlines()
+    assert len(set(lines)) == len(lines)
+    facts = facts_of([uri])
+    assert [launch.end for launch in facts.launches] == ["killed", "finished"]
+    (loss,) = [series for series in facts.metrics if series.name == "loss/train/total"]
+    assert [point.batch for point in loss.kept] == list(range(1, BATCHES + 1))
+    assert facts.launches[1].first_batch > 0, "it starts over"
+    kept = [save for save in facts.saves if save.state == "committed" and save.is_uploaded]
+    assert [save.batch for save in kept] == [2, 4, 6, 8]
+    assert facts.faults == []
 
 
 def test_a_name_of_ones_own_keeps_the_record_here(tmp_path: Path, uri: str) -> None:

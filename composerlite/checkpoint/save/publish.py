@@ -135,6 +135,9 @@ class Publisher:
         timeout: seconds to wait for the uploads before, where too many wait.
         retention: of the bucket, besides the newest; ephemeral checkpoints are never kept.
         keeps_all: of others than ephemeral ones.
+
+    Attributes:
+        before_each: are called before a checkpoint is published, in the thread that does it.
     """
 
     def __init__(
@@ -154,6 +157,7 @@ class Publisher:
         self.remote = Catalog(bucket)
         self.template = template
         self.link = link
+        self.before_each: list[Callable[[], object]] = []
         self._links_of_ranks = links_of_ranks
         self._timeout = timeout
         self._retention = retention
@@ -202,6 +206,8 @@ class Publisher:
             began = time.time()
             ended, error, deleted = began, None, list[str]()
             try:
+                for call in self.before_each:
+                    call()
                 self.remote.publish(
                     there,
                     held.paths,
