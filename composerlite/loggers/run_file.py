@@ -194,7 +194,7 @@ class RunFileLogger(LoggerDestination):
         return None
 
     def _send_with_checkpoints(self) -> None:
-        """From now on send the file before each checkpoint: what was logged up to one is in the bucket when that is.
+        """Send the file before each checkpoint from now on: the lines up to a checkpoint are in the bucket when it is.
 
         Only behind :meth:`_fetch`: what the bucket has is in the file then.
         """

@@ -60,7 +60,7 @@ class FiniteCheck:
             self._places.setdefault(number, []).append(place)
 
     def copy(self, number: int, sink: Sink, address: int, size: int) -> int:
-        """Have ``sink`` copy the storage ``number`` from ``address``, and look at it; the CRC-32 of its bytes."""
+        """Copy the storage ``number`` from ``address`` to ``sink``, checking it on the way; the CRC-32 of its bytes."""
         places = self._places.get(number)
         if not places or not size:
             return sink.copy(address, size)

@@ -326,7 +326,7 @@ def gathering(
 
 
 def _trained_storages(state: TrainingState) -> dict[int, Tensor]:
-    """Return what the optimizers change, by storage, to see that it is finite; nothing where a mark is due anyway."""
+    """Return the tensors that the optimizers change, by storage; none where the checkpoint is marked anyway."""
     if getattr(state, "not_finite", ()):  # a loop of the user's own may have none
         return {}
     groups = (group for optimizer in state.optimizers for group in optimizer.param_groups)
@@ -335,7 +335,7 @@ def _trained_storages(state: TrainingState) -> dict[int, Tensor]:
 
 
 def _trained_names(model: StateDict, state: TrainingState) -> list[str]:
-    """Return the names in ``model`` of what the optimizers change; as :func:`_trained_storages`."""
+    """Return the names in ``model`` of the tensors of :func:`_trained_storages`."""
     trained = _trained_storages(state)
     parts = ((name, local_part(value)) for name, value in model.items())
     return [name for name, part in parts if _has_numbers(part) and storage_id(part.untyped_storage()) in trained]

@@ -543,7 +543,7 @@ def record_of_directory(name: str, world_size: int) -> Manifest:
 
 
 def _not_finite(results: Sequence[Sequence[WriteResult]]) -> list[str | None]:
-    """Return what :class:`_FileWritten` says of the files of all ranks."""
+    """Return the :attr:`_FileWritten.not_finite` of the files of all ranks."""
     files = (result.storage_data for part in results for result in part)
     return [file.not_finite for file in files if type(file) is _FileWritten]
 
