@@ -7,6 +7,9 @@ anything else outside ``docs/`` stays as it is, and mkdocs complains.
 
 A pattern in ``nav``, such as ``adr/0*.md``, stands for the files that it matches. Search ranks guides above the
 reference, and leaves out decisions and other internals. The footer has the version and a link to the repository.
+
+Charts are put into the page as SVG, with the style sheet's colours in place of their own, so that they follow the light
+and the dark scheme. Ranges of numbers in tables are kept on one line; on narrow screens long names break after ``_``.
 """
 
 from __future__ import annotations
@@ -40,6 +43,20 @@ REFERENCE = ("api/", "changelog.md", "configuration-reference.md", "glossary.md"
 
 _LANGUAGES = {".py": "python", ".sbatch": "bash", ".yaml": "yaml"}
 _COMMENTS = re.compile(r"\A(?:\s*<!--.*?-->)+\s*", re.DOTALL)
+_CHART = re.compile(r'<img alt="(?P<alt>[^"]*)" src="(?:\.\./)*(?P<path>images/[\w-]+\.svg)" ?/?>')
+_NOT_DRAWN = re.compile(r"\A.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", re.DOTALL)
+_IDS = re.compile(r"""(?<=\bid=")|(?<=href="#)|(?<=url\(#)""")
+_COLOURS = {
+    "#ffffff": "none",
+    "#000000": "currentColor",
+    "#555555": "var(--chart-error)",
+    "#2b2d42": "var(--chart-limit)",
+    "#8d99ae": "var(--chart-peer)",
+    "#c8553d": "var(--chart-ours)",
+}
+"""Colours of the charts that ``benchmarks/report.py`` draws, and what they are on a page."""
+_RANGE = re.compile(r"(?<=\d)–(?=[\d−])")
+_CODE_IN_CELL = re.compile(r"(?<=<td><code>)[^<]+(?=</code></td>)")
 _LINK = re.compile(r"\]\((?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 
@@ -86,8 +103,21 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:
-    """Mark the home page for the style sheet."""
+    """Put charts and breaks of lines into the page, and mark the home page for the style sheet."""
+    html = _RANGE.sub("\u2060–\u2060", _CHART.sub(_chart, html))
+    if not page.file.src_uri.startswith("api/"):
+        html = _CODE_IN_CELL.sub(lambda code: code[0].replace("_", "_<wbr>"), html)
     return f'<div class="home">\n{html}\n</div>' if page.file.src_uri == "index.md" else html
+
+
+def _chart(image: re.Match[str]) -> str:
+    path = ROOT / "docs" / image["path"]
+    drawn = _IDS.sub(f"{path.stem}-", _NOT_DRAWN.sub("", path.read_text()))
+    for colour, there in _COLOURS.items():
+        drawn = drawn.replace(colour, there)
+    drawn = re.sub(r' (?:width|height)="[\d.]+pt"', "", drawn, count=2)
+    label = f'<svg class="chart" role="img" aria-label="{image["alt"]}"'
+    return f'<span class="chart">{drawn.replace("<svg", label, 1)}</span>'
 
 
 def _expanded(nav: Any, folder: Path) -> Any:
