@@ -6,6 +6,9 @@ The files in tests/data were written by the systems themselves: tests/interop/ma
 from __future__ import annotations
 
 import json
+import random
+import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import Callback, Event, Logger, State, Trainer
-from composerlite.errors import ConfigError, IncompatibleCheckpointError
+from composerlite.checkpoint import RemoteFileSystemReader
+from composerlite.checkpoint.load.sharded import load_flat
+from composerlite.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    UntrustedCheckpointError,
+)
 
 DATA = Path(__file__).parents[1] / "data"
 SAVED, STEPS = 6, 26
@@ -56,10 +67,12 @@ def data() -> DataLoader[Any]:
 def trainer(path: Path, losses: Losses | None = None, model: nn.Module | None = None, **more: Any) -> Trainer:
     """A run that begins with the checkpoint ``path`` and trains as long as the system itself has."""
     model = model or Classifier()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    make = more.pop("optimizer", lambda model: torch.optim.AdamW(model.parameters(), lr=0.5))
+    optimizer = make(model)
+    falling = more.pop("scheduler", lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9))
     chosen = {
         "optimizers": optimizer,
-        "schedulers": torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9),
+        "schedulers": falling(optimizer),
         "step_schedulers_every_batch": True,
         "max_duration": f"{STEPS}ba",
     }
@@ -85,7 +98,35 @@ def check_weights(model: nn.Module, prefix: str = "") -> None:
     assert all(torch.equal(own[prefix + name], saved[name]) for name in saved)
 
 
+_DECAYED = ("body.weight", "head.weight")
+
+
+def grouped(model: nn.Module) -> torch.optim.Optimizer:
+    """The two groups that the Trainer of transformers makes: with decay, and biases without."""
+    named = [(name.removeprefix("module."), parameter) for name, parameter in model.named_parameters()]
+    decayed = [parameter for name, parameter in named if name in _DECAYED]
+    others = [parameter for name, parameter in named if name not in _DECAYED]
+    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}])
+
+
+def linear(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """The rate that the Trainer of transformers has by default: it falls to zero."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, (STEPS - step) / STEPS))
+
+
 WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "transformers": ("transformers/checkpoint-6", {"optimizer": grouped, "scheduler": linear}),
+    "accelerate": (
+        "accelerate/state",
+        {
+            "load_key_map": {
+                "model": "model",
+                "optimizer": "optimizer.bin",
+                "scheduler": "scheduler.bin",
+                "batch": "scheduler.bin.last_epoch",
+            }
+        },
+    ),
     "Lightning": ("lightning/step6.ckpt", {}),
     "torch, by a key map": (
         "torch/nested.pt",
@@ -104,6 +145,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Path and arguments of a run that has the rest of what the system's own has."""
+SAFETENSORS = ["safetensors/model.safetensors", "safetensors/sharded", "dcp/safetensors", "transformers/checkpoint-6"]
 
 
 @pytest.mark.parametrize("system", WHOLE)
@@ -111,10 +153,11 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_run_continues_as_the_system_itself(system: str, model: type[nn.Module]) -> None:
     """Weights, optimizer, scheduler and step are taken over: the next losses are those that the system itself had."""
     name, more = WHOLE[system]
-    expected = json.loads((DATA / name).parents[0].joinpath("expected.json").read_text())["losses"]
+    expected = json.loads((DATA / name.partition("/")[0] / "expected.json").read_text())["losses"]
     losses = Losses()
     with trainer(DATA / name, losses, model(), **more) as run:
-        check_weights(run.state.model, "module." if model is Wrapped else "")
+        if system != "transformers":  # whose rate falls otherwise
+            check_weights(run.state.model, "module." if model is Wrapped else "")
         assert int(run.state.timestamp.batch) == SAVED
         run.fit()
     assert losses.found == pytest.approx(expected, rel=1e-5)
@@ -127,11 +170,12 @@ def test_an_epoch_that_has_ended_is_not_trained_again(tmp_path: Path) -> None:
         assert (int(time.epoch), int(time.batch), int(time.batch_in_epoch)) == (1, 4, 0)
 
 
-@pytest.mark.parametrize("name", ["torch/weights.pt", "torch/checkpoint.pt", "lightning/step6.ckpt"])
+@pytest.mark.parametrize("name", ["torch/weights.pt", "torch/checkpoint.pt", "lightning/step6.ckpt", *SAFETENSORS])
 def test_weights_are_taken_alone(name: str) -> None:
     """A file of weights is loaded as such; of any other they can be asked for."""
     with trainer(DATA / name, load_weights_only=True) as run:
-        check_weights(run.state.model)
+        if "transformers" not in name:  # whose rate falls otherwise
+            check_weights(run.state.model)
         assert int(run.state.timestamp.batch) == 0
         assert not run.state.optimizers[0].state
 
@@ -200,6 +244,8 @@ def test_an_optimizer_that_does_not_fit_is_refused(tmp_path: Path, change: Any, 
     torch.save(contents, tmp_path / "other.pt")
     with pytest.raises(IncompatibleCheckpointError, match=f"{message}.*load_ignore_keys"):
         trainer(tmp_path / "other.pt")
+    with trainer(tmp_path / "other.pt", load_ignore_keys=["state/optimizers"]) as run:
+        check_weights(run.state.model)
 
 
 @pytest.mark.parametrize("count", [-1, 2.5, "6", None, [6], torch.ones(2), torch.tensor(-3)])
@@ -209,3 +255,122 @@ def test_counts_that_are_none_are_refused(tmp_path: Path, count: Any) -> None:
     torch.save({**contents, "step": count}, tmp_path / "other.pt")
     with pytest.raises(IncompatibleCheckpointError, match="counts of training are none"):
         trainer(tmp_path / "other.pt", load_key_map={"model": "model", "optimizer": "optimizer", "batch": "step"})
+
+
+# ── what is hostile ──────────────────────────────────────────────────────────────────────────────────────────────────
+def header(
+    changed: Any = None, *, raw: bytes | None = None, length: int | None = None, data: bytes = bytes(8)
+) -> bytes:
+    """A file of safetensors with two numbers."""
+    told = {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+    text = raw if raw is not None else json.dumps(changed if changed is not None else told).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
+    """What a header says of one tensor."""
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+HOSTILE: dict[str, bytes] = {
+    "header beyond the end": header(length=1 << 20),
+    "header of exabytes": header(length=1 << 62),
+    "no header": b"{}",
+    "empty": b"",
+    "no JSON": header(raw=b"{" + b"x" * 30),
+    "no UTF-8": header(raw=b'{"\xff": 1}'),
+    "deep JSON": header(raw=b'{"w":' * 100_000),
+    "a list": header(raw=b"[{}]" + b" " * 8),
+    "a key twice": header(
+        raw=json.dumps({"w": entry()}).encode()[:-1] + b"," + json.dumps({"w": entry()}).encode()[1:]
+    ),
+    "overlap": header({"w": entry(), "v": entry(shape=[1], offsets=[4, 8])}),
+    "the same bytes": header({"w": entry(), "v": entry()}),
+    "gap": header({"w": entry(shape=[1], offsets=[4, 8])}),
+    "beyond the end": header({"w": entry(shape=[4], offsets=[0, 16])}),
+    "before the start": header({"w": entry(shape=[2], offsets=[-8, 0])}),
+    "backwards": header({"w": entry(offsets=[8, 0])}),
+    "bytes left over": header(data=bytes(12)),
+    "too few bytes": header(data=bytes(4)),
+    "shape of petabytes": header({"w": entry(shape=[1 << 50, 0], offsets=[0, 8])}),
+    "shape that overflows": header({"w": entry(shape=[1 << 32, 1 << 32], offsets=[0, 8])}),
+    "negative shape": header({"w": entry(shape=[-2, -1])}),
+    "shape of a truth": header({"w": entry(shape=[True, 2])}),
+    "a hundred dimensions": header({"w": entry(shape=[1] * 99 + [2])}),
+    "unknown numbers": header({"w": entry(dtype="PICKLE")}),
+    "dtype of another kind": header({"w": entry(dtype=[])}),
+    "no offsets": header({"w": {"dtype": "F32", "shape": [2]}}),
+    "metadata of numbers": header({"__metadata__": {"format": 1}, "w": entry()}),
+    "a part of petabytes": header(
+        {"__metadata__": {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [1099511627776]}}'}, "w": entry()}
+    ),
+    "a part nowhere": header({"__metadata__": {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [-2]}}'}, "w": entry()}),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_file_of_safetensors_is_refused(tmp_path: Path, kind: str) -> None:
+    """With an error of ours, before memory is taken for what it claims to hold."""
+    (tmp_path / "model.safetensors").write_bytes(HOSTILE[kind])
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors"):
+        trainer(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"weight_map": {"w": "../model.safetensors"}}, "names '../model.safetensors', which is no file of its folder"),
+        ({"weight_map": {"w": "/etc/passwd"}}, "no file of its folder"),
+        ({"weight_map": {"w": "gone.safetensors"}}, "no file of its folder"),
+        ({"weight_map": {"w": "model.safetensors.index.json"}}, "no file of its folder"),
+        ({"weight_map": {"w": 3}}, "no file of its folder|is no index"),
+        ({"weight_map": {"w": ["a"]}}, "is no index"),
+        ({"weight_map": 3}, "is no index"),
+        ([], "is no index"),
+    ],
+)
+def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, index: Any, message: str) -> None:
+    """Whatever it names must be a file of safetensors beside it."""
+    (tmp_path / "model.safetensors").write_bytes(header())
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CorruptCheckpointError, match=message):
+        trainer(folder)
+
+
+def test_nothing_of_a_foreign_pickle_runs(tmp_path: Path) -> None:
+    """A class of the peer's in a file that is opened is refused by name; what is not needed is not opened."""
+    shutil.copytree(DATA / "transformers/checkpoint-6", tmp_path / "run")
+    with trainer(tmp_path / "run", load_weights_only=True):  # its training_args.bin names classes of transformers
+        pass
+    shutil.copy(tmp_path / "run/training_args.bin", tmp_path / "run/optimizer.pt")
+    with pytest.raises(UntrustedCheckpointError, match="transformers"):
+        trainer(tmp_path / "run")
+
+
+def test_damage_by_chance_is_an_error_of_ours(tmp_path: Path) -> None:
+    """1,000 mutations of the headers of safetensors: an error of ours, or a checkpoint."""
+    chance = random.Random(0)
+    whole = (DATA / "safetensors/model.safetensors").read_bytes()
+    path = tmp_path / "run"
+    path.mkdir()
+    outcomes: dict[str, int] = {}
+    for _ in range(1000):
+        data = bytearray(whole)
+        for _ in range(chance.randint(1, 4)):
+            at = chance.randrange(len(data) - 100)
+            data[at : at + chance.randint(0, 2)] = bytes(
+                chance.choices(b'{}[],:"0123456789Fx\0\xff', k=chance.randint(0, 3))
+            )
+        (path / "model.safetensors").write_bytes(data)
+        try:
+            with RemoteFileSystemReader(path) as reader:
+                keys = list(reader.read_metadata().state_dict_metadata)
+                load_flat(reader, keys)
+            outcome = "loaded"
+        except CheckpointError as e:
+            outcome = type(e).__name__
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    assert sum(outcomes.values()) == 1000
+    assert outcomes["CorruptCheckpointError"] > 500

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast, final
 
+from composerlite.checkpoint.foreign.huggingface import (
+    is_accelerate,
+    is_transformers,
+    taken_from_accelerate,
+    taken_from_transformers,
+)
 from composerlite.checkpoint.foreign.keys import KeyMap
 from composerlite.checkpoint.foreign.lightning import is_lightning, taken_from_lightning
 from composerlite.checkpoint.foreign.taken import Run, Taken, state_of
@@ -38,8 +44,10 @@ class System(NamedTuple):
 
 SYSTEMS = (
     System("Lightning (.ckpt)", is_lightning, taken_from_lightning),
+    System("transformers (checkpoint-N)", is_transformers, taken_from_transformers),
+    System("accelerate (save_state)", is_accelerate, taken_from_accelerate),
     System("torch, a dict with a model", is_torch_dict, taken_from_torch_dict),
-    System("torch, a state dict of a model", is_state_dict, taken_from_state_dict),
+    System("torch or safetensors, a state dict of a model", is_state_dict, taken_from_state_dict),
 )
 
 

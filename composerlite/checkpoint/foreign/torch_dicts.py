@@ -11,7 +11,13 @@ from composerlite.checkpoint.foreign.keys import KeyMap, picked
 from composerlite.checkpoint.foreign.taken import Counts, Taken
 from composerlite.types import StateDict
 
-__all__ = ["is_state_dict", "is_torch_dict", "taken_by_map", "taken_from_state_dict", "taken_from_torch_dict"]
+__all__ = [
+    "is_state_dict",
+    "is_torch_dict",
+    "taken_by_map",
+    "taken_from_state_dict",
+    "taken_from_torch_dict",
+]
 
 _MODELS = ("model", "state_dict", "model_state_dict", "model_state")
 _OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_state")

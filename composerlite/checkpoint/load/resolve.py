@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, final
 
 from composerlite import storage
 from composerlite.checkpoint.format.packing import is_packed, is_tar, unpacked
+from composerlite.checkpoint.format.weight_files import holds_weights, is_safetensors
 from composerlite.checkpoint.place.bucket import LINK_SUFFIX, Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import INDEX, ShardedDirectory, directory_at
+from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import by_total
 from composerlite.checkpoint.record.manifest import Manifest, record_path
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
@@ -38,6 +40,7 @@ __all__ = [
     "followed",
     "get_file",
     "home_of",
+    "is_read_in_place",
     "located",
     "manifest_at",
     "progress_of",
@@ -55,7 +58,7 @@ class Located:
 
     Attributes:
         name: as it was asked for.
-        is_directory: whether it is a sharded one.
+        is_directory: whether it is a sharded one, or files of weights, which each rank reads where they are.
         path: of the file on this machine; ``None``: only rank 0 has it. Of the directory, if it is no URI.
         uri: of the directory.
         key: name of the directory in the object store that was given.
@@ -71,6 +74,8 @@ class Located:
         """The directory, from this rank."""
         if self.path is not None:
             path = Path(os.path.realpath(self.path))
+            if path.is_file():
+                return ShardedDirectory.of_file(Folder(path.parent), path.name)
             return ShardedDirectory.on_disk(path, root_of(path))
         return ShardedDirectory.in_store(object_store, self.key) if object_store is not None else directory_at(self.uri)
 
@@ -108,7 +113,17 @@ def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool) 
 
 def _on_this_machine(name: str) -> Located:
     path = resolved(Path(parse_uri(name)[2]))
-    return Located(name, is_directory=(path / INDEX).is_file(), path=path)
+    return Located(name, is_directory=is_read_in_place(path), path=path)
+
+
+def is_read_in_place(path: Path) -> bool:
+    """Return true for a sharded directory, and for a file or a folder of safetensors."""
+    if path.is_dir():
+        return (path / INDEX).is_file() or holds_weights([one.name for one in path.iterdir()])
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return is_safetensors(file.read(9)) or path.suffix == ".safetensors"
 
 
 def _elsewhere(stack: contextlib.ExitStack, name: str, object_store: ObjectStore | None, progress_bar: bool) -> Located:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import io
+import json
 import logging
 import math
 import os
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from composerlite.checkpoint.format.folder_index import index_of
 from composerlite.checkpoint.format.sharded_index import read_index, untrusted
 from composerlite.checkpoint.format.torch_reader import (
     ByteSource,
@@ -34,6 +36,7 @@ from composerlite.checkpoint.format.torch_reader import (
     runs_of,
     stored_tensor,
 )
+from composerlite.checkpoint.format.weight_files import is_folder_index
 from composerlite.checkpoint.load.reader import validate
 from composerlite.checkpoint.place.directory import INDEX, PathOrUri, ShardedDirectory, directory_at
 from composerlite.checkpoint.place.folder import Folder
@@ -56,10 +59,12 @@ log = logging.getLogger(__name__)
 
 def safe_contents(data: bytes, key: str, uri: str) -> Any:
     try:
+        if key.endswith(".json"):  # of a folder of another program
+            return json.loads(data)
         return item_contents(data)
     except RefusedError as e:
         raise untrusted(uri, key, e) from e
-    except CorruptCheckpointError as e:
+    except (CorruptCheckpointError, ValueError, RecursionError) as e:
         raise CorruptCheckpointError(f"checkpoint {uri!r}: {key!r} cannot be read: {e}") from e
 
 
@@ -104,6 +109,7 @@ class RemoteFileSystemReader(StorageReader):
         self._manifest: Manifest | None = None
         self._found: Manifest | None = None
         self._index_digest = ""
+        self._is_raw = False
 
     @property
     def uri(self) -> str:
@@ -163,7 +169,8 @@ class RemoteFileSystemReader(StorageReader):
                     self.uri,
                 )
                 return self._metadata
-            self._metadata = read_index(data, self.uri)
+            self._metadata = index_of(data, self.uri)
+            self._is_raw = is_folder_index(data)
         return self._metadata
 
     def _rewritten(self, data: bytes) -> Metadata:
@@ -282,7 +289,7 @@ class RemoteFileSystemReader(StorageReader):
                         f"checkpoint {self.uri!r}: {index.fqn!r} is stored with {list(place.transform_descriptors)}: "
                         "only data that are stored as they are can be read. Read it with torch.distributed.checkpoint."
                     )
-                item = items[index] = Item(index.fqn, place.offset, place.length)
+                item = items[index] = Item(index.fqn, place.offset, place.length, is_raw=self._is_raw)
                 files.setdefault(place.relative_path, []).append(item)
             if wanted.type is LoadItemType.BYTE_IO:
                 item.take_bytes.append(self._taker(planner, wanted))
@@ -445,6 +452,7 @@ class Item:
         dtype: of the tensor.
         boxes: what is wanted of the tensor.
         take_bytes: takes the bytes of what is no tensor.
+        is_raw: a tensor is its numbers, with no frame around them.
     """
 
     name: str
@@ -454,6 +462,7 @@ class Item:
     dtype: torch.dtype | None = None
     boxes: list[Box] = field(default_factory=list[Box])
     take_bytes: list[Callable[[bytes], object]] = field(default_factory=list[Callable[[bytes], object]])
+    is_raw: bool = False
 
 
 def read_items(
@@ -522,7 +531,10 @@ class _Reading:
         self._frame: list[_Buffer] = []
         self._expected: StoredTensor | None = None
         self._filled: list[_Filled] = []
-        if self._whole:
+        if item.is_raw and item.shape is not None and item.dtype is not None:
+            self._whole = False
+            self._fill(StoredTensor(item.shape, item.dtype, 0))
+        elif self._whole:
             self._frame = [_Buffer(0, item.size_bytes)]
         elif ours and item.shape is not None and item.dtype is not None:
             self._expect(*predicted(item.shape, item.dtype))

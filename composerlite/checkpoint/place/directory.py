@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import errno
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, final
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, final
 import xxhash
 
 from composerlite.checkpoint.format import INDEX, SUFFIX
+from composerlite.checkpoint.format.weight_files import folder_index, holds_weights
 from composerlite.checkpoint.place.bucket import Bucket, has_index
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import Commit
@@ -75,6 +76,7 @@ class ShardedDirectory:
         name: of it, below the place.
 
     Attributes:
+        only: the one file of the folder ``name`` that counts, a file of weights; ``None``: all.
         record: what the manifest says besides files, at the next commit; ``None``: as little as can be.
         brought: a folder with files of this directory that are on other disks, to be read from.
     """
@@ -82,6 +84,7 @@ class ShardedDirectory:
     def __init__(self, place: Place, name: str) -> None:
         self.place = place
         self.name = self._shown = name
+        self.only: str | None = None
         self.record: Manifest | None = None
         self.brought: Path | None = None
         self._catalog = Catalog(place)
@@ -103,6 +106,14 @@ class ShardedDirectory:
         return cls(Folder(folder), str(path.relative_to(folder)))
 
     @classmethod
+    def of_file(cls, place: Place, path: str) -> ShardedDirectory:
+        """Return the file of weights ``path``, whose header is its index, as a directory with nothing else in it."""
+        folder, _, file = path.rpartition("/")
+        found = cls(place, folder)
+        found.only = file
+        return found
+
+    @classmethod
     def in_store(cls, store: ObjectStore, root: str, *, threads: int = 8, closes: bool = False) -> ShardedDirectory:
         """Directory below ``root/`` of ``store``, moved by ``threads`` threads; ``closes``: closes ``store``, too.
 
@@ -118,7 +129,10 @@ class ShardedDirectory:
     @property
     def uri(self) -> str:
         """Path or URI of the directory, for messages."""
-        return self.place.uri(self.name)
+        return self.place.uri(self.name) if self.only is None else self.place.uri(self._at(self.only))
+
+    def _at(self, name: str) -> str:
+        return f"{self._shown}/{name}" if self._shown else name
 
     @property
     def found_as(self) -> str:
@@ -132,7 +146,10 @@ class ShardedDirectory:
 
     def identity(self) -> str:
         """Return the same on all ranks that see one and the same checkpoint here; another where they see a copy."""
-        return self.place.identity([self._shown, f"{self._shown}/{INDEX}"])
+        if self.only is not None:
+            return self.place.identity([self._at(self.only)])
+        index = [self._at(INDEX)] if self.has(INDEX) else []  # a folder of weights has none
+        return self.place.identity([self._shown, *index])
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def names(self) -> list[str]:
@@ -148,19 +165,39 @@ class ShardedDirectory:
         Raises:
             CorruptCheckpointError: it is damaged, or that of another checkpoint.
         """
+        if self.only is not None:
+            return None
         manifest = self._catalog.manifest_of(self.name)
         if manifest is not None and manifest.kind not in ("sharded", "weights"):
             raise CorruptCheckpointError(f"manifest {self.uri!r} is that of another checkpoint, {manifest.name!r}.")
         return manifest
 
     def index(self) -> bytes:
-        """Return the bytes of ``.metadata``, unverified; FileNotFoundError if there is none."""
+        """Return the bytes of ``.metadata``, or what the files of weights say; FileNotFoundError if there are none."""
+        if self.only is not None:
+            if not self.has(self.only):
+                raise FileNotFoundError(errno.ENOENT, "there is no such file", self.uri)
+            return self._of_weights([self.only])
         for name in (self.name, *self.place.between_names(self.name)):
             with contextlib.suppress(FileNotFoundError):
                 index = self.place.read(f"{name}/{INDEX}")
                 self._shown = name
                 return index
+        if holds_weights(names := self.names()):
+            return self._of_weights(names)
         raise FileNotFoundError(errno.ENOENT, "there is no such file", f"{self.uri}/{INDEX}")
+
+    def _of_weights(self, names: Sequence[str]) -> bytes:
+        def read(name: str, offset: int, size: int) -> bytes:
+            with self.opened(name, None, threads=1) as source:
+                return source.read(offset, size)
+
+        try:
+            found = folder_index(names, self.size, read, only=self.only)
+        except CorruptCheckpointError as e:
+            raise CorruptCheckpointError(f"checkpoint {self.uri!r}: {e}") from e
+        assert found is not None
+        return found
 
     def begun(self) -> Iterable[Manifest]:
         """Return the manifests of saves that have begun to give names, and have not ended."""
@@ -181,11 +218,11 @@ class ShardedDirectory:
 
     def has(self, name: str) -> bool:
         """Return true if the file ``name`` is in it here."""
-        return self.place.exists(f"{self._shown}/{name}")
+        return self.place.exists(self._at(name))
 
     def size(self, name: str) -> int:
         """Return the size of the file ``name``, in bytes; FileNotFoundError."""
-        return self.place.size(f"{self._shown}/{name}")
+        return self.place.size(self._at(name))
 
     def opened(
         self, name: str, digest: FileDigest | None, *, threads: int
@@ -195,7 +232,7 @@ class ShardedDirectory:
             if self.brought is not None:
                 return Folder(self.brought).opened(name, digest, threads=threads)
             self._refuse_elsewhere(name)
-        return self.place.opened(f"{self._shown}/{name}", digest, threads=threads)
+        return self.place.opened(self._at(name), digest, threads=threads)
 
     def _refuse_elsewhere(self, name: str) -> None:
         records = () if (manifest := self.manifest()) is None else manifest.files
@@ -208,7 +245,7 @@ class ShardedDirectory:
 
     def fetch(self, name: str, digest: FileDigest | None, target: Path) -> None:
         """Make the file ``name`` the local file ``target``, verified."""
-        self.place.write_to(target, f"{self._shown}/{name}", digest)
+        self.place.write_to(target, self._at(name), digest)
 
     def missing(self) -> CheckpointNotFoundError:
         """Error to raise where there is no ``.metadata``."""

@@ -367,8 +367,11 @@ class RestorePlan:
 
         def run() -> Run:
             state = self.state
+            globs = () if self.ignore_keys is None or callable(self.ignore_keys) else self.ignore_keys
+            left = self.weights_only or any(fnmatch.fnmatchcase("state/optimizers", glob) for glob in globs)
+            optimizers = {} if left else state.get_optim_state_dict()
             schedulers = {type(one).__qualname__: one.state_dict() for one in state.schedulers}
-            return Run(state.get_model_state_dict(), state.get_optim_state_dict(), schedulers, self.strict, self.source)
+            return Run(state.get_model_state_dict(), optimizers, schedulers, self.strict, self.source)
 
         return as_of_a_run(contents, run, key_map=self.key_map, source=self.source)
 

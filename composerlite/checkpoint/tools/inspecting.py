@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import json
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast, final
@@ -23,7 +21,7 @@ from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.place.step import MODEL
 from composerlite.checkpoint.record.manifest import MANIFESTS
 from composerlite.checkpoint.tools.surveying import Found
-from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
+from composerlite.errors import CheckpointNotFoundError
 
 __all__ = ["Leaf", "contents_of", "directory_in", "leaves_in", "leaves_of_contents", "model_directory", "shortened"]
 
@@ -82,6 +80,8 @@ def model_directory(place: Place, found: Found) -> ShardedDirectory | None:
     """The directory of the checkpoint, in which its model is; of a step the one in it. ``None``: it is one file."""
     if found.kind == "step":
         return directory_in(place, f"{found.name}/{MODEL}", ())
+    if found.name.endswith(".safetensors"):
+        return ShardedDirectory.of_file(place, found.name)
     if any(file.path.startswith(f"{found.name}/") for file in found.files):
         return directory_in(place, found.name, found.commits)
     return None
@@ -116,7 +116,7 @@ def _file(place: Place, path: str, found: Found) -> Any:
     digest = next((record.digest for record in found.records if record.path == path), None)
     verifiable = digest if digest is not None and digest.chunk_bytes else None  # in parts
     with place.opened(path, None) as unverified, place.opened(path, verifiable) as source:
-        if path.endswith(".safetensors") or is_packed_beginning(unverified.read(0, min(size, _BEGINNING_BYTES))):
+        if is_packed_beginning(unverified.read(0, min(size, _BEGINNING_BYTES))):
             with fetched(place.uri(path)) as local:
                 return _local_file(local)
         headers = _HeaderBytes(unverified, size)
@@ -161,32 +161,8 @@ class _HeaderBytes:
 
 
 def _local_file(path: Path) -> Any:
-    if path.name.endswith(".safetensors"):
-        return _safetensors_header(path)
     with opened(path, map_location="meta") as (file, _):
         return file.contents
-
-
-def _safetensors_header(path: Path) -> dict[str, Any]:
-    """Read the header of a file of the safetensors library.
-
-    Raises:
-        CorruptCheckpointError: it is none.
-    """
-    try:
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            if size > path.stat().st_size:
-                raise ValueError(f"a header of {size} bytes")
-            header: dict[str, Any] = json.loads(file.read(size))
-        return {
-            name: Leaf((name,), "tensor", str(entry["dtype"]), tuple(entry["shape"]), end - start)
-            for name, entry in header.items()
-            if name != "__metadata__"
-            for start, end in [entry["data_offsets"]]
-        }
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CorruptCheckpointError(f"{str(path)!r} is no safetensors file, or damaged: {e}") from e
 
 
 # ── leaves ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from composerlite.checkpoint.load.resolve import followed, resolved, root_of
+from composerlite.checkpoint.format.weight_files import holds_weights
+from composerlite.checkpoint.load.resolve import followed, is_read_in_place, resolved, root_of
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place
@@ -48,6 +49,9 @@ class Pointed(NamedTuple):
         file = None if chosen else self.place.files().get(self.name)
         if file is not None:  # by its name no checkpoint; who asks for it knows better
             return [Found(file.path, "", None, (UNLISTED,), (file,), ())]
+        inside = () if chosen else tuple(self.place.files(self.name).values())
+        if inside and holds_weights([file.path.rpartition("/")[2] for file in inside]):
+            return [Found(self.name, "", None, (UNLISTED,), inside, ())]
         if not chosen:
             raise CheckpointNotFoundError(f"{self.place.uri(self.name)!r} is no checkpoint.{_what_is_there(listed)}")
         return chosen
@@ -128,7 +132,7 @@ def _on_disk(path: Path, text: str) -> Pointed:
         path = path.relative_to(Path.cwd())  # as it was asked for
     if (home := root_of(path)) is not None:
         return Pointed(Folder(home), str(path.relative_to(home)), text)
-    if path.is_file() or (path / _INDEX).is_file() or (path / MARKER).is_file():
+    if path.is_file() or (path / MARKER).is_file() or is_read_in_place(path):
         return Pointed(Folder(path.parent), path.name, text)
     if path.is_dir():
         return Pointed(Folder(path), None, text)

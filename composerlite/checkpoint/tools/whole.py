@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
 
+from composerlite.checkpoint.foreign.systems import model_in
 from composerlite.checkpoint.load.reader import opened
-from composerlite.checkpoint.load.resolve import fetched
+from composerlite.checkpoint.load.resolve import fetched, is_read_in_place
 from composerlite.checkpoint.place.directory import ShardedDirectory
+from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.tools.inspecting import contents_of, model_directory
 from composerlite.checkpoint.tools.pointing import pointed
@@ -19,7 +20,6 @@ from composerlite.checkpoint.tools.surveying import Found
 from composerlite.devices import rng
 from composerlite.errors import (
     CheckpointNotFoundError,
-    ConfigError,
     IncompatibleCheckpointError,
 )
 from composerlite.storage import is_uri, parse_uri
@@ -44,7 +44,7 @@ def whole_contents(place: Place, found: Found, *, weights_only: bool = False) ->
         UntrustedCheckpointError: it holds a type that is not known to be safe.
         ConfigError: it takes a library that is not installed.
     """
-    return _read(place, found, _MODELS, _model_in) if weights_only else _read(place, found, ("",), lambda whole: whole)
+    return _read(place, found, _MODELS, model_in) if weights_only else _read(place, found, ("",), lambda whole: whole)
 
 
 def model_and_integrations(text: str) -> StateDict:
@@ -99,7 +99,8 @@ def _directory(folder: ShardedDirectory, wanted: tuple[str, ...]) -> Any:
 
     with sharded.RemoteFileSystemReader(folder) as reader:
         metadata = reader.read_metadata()
-        keys = [key for key in metadata.state_dict_metadata if f"{key}.".startswith(wanted)]
+        every = list(metadata.state_dict_metadata)
+        keys = [key for key in every if f"{key}.".startswith(wanted)] or every
         contents = nested(metadata, "", keys, sharded.load_flat(reader, keys))
     if not isinstance(contents, dict):
         return contents
@@ -112,22 +113,12 @@ def _directory(folder: ShardedDirectory, wanted: tuple[str, ...]) -> Any:
 
 
 def _file(path: Path, part: Callable[[Any], Any]) -> Any:
-    if path.name.endswith(".safetensors"):
-        return _safetensors(path)
+    if is_read_in_place(path):
+        return _directory(ShardedDirectory.of_file(Folder(path.parent), path.name), ("",))
     with opened(path) as (file, progress):
         file.contents = part(file.contents)
         file.read(progress=progress)
         return file.contents
-
-
-def _safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        library = importlib.import_module("safetensors.torch")
-    except ImportError as e:
-        raise ConfigError(
-            f"{str(path)!r}: safetensors is not installed: pip install 'composerlite[safetensors]'"
-        ) from e
-    return cast("dict[str, Tensor]", library.load_file(path))
 
 
 def _model_and_integrations_in(contents: Any) -> StateDict:
@@ -135,18 +126,7 @@ def _model_and_integrations_in(contents: Any) -> StateDict:
     integrations = (
         {"integrations": state["integrations"]} if isinstance(state, Mapping) and "integrations" in state else {}
     )
-    return {"state": {"model": _model_in(contents), **integrations}}
-
-
-def _model_in(contents: Any) -> Any:
-    """The model in what a checkpoint holds; what holds none is taken for one."""
-    for keys in (("state", "model"), ("model",)):
-        inner = contents
-        for key in keys:
-            inner = cast("Mapping[Any, Any]", inner).get(key) if isinstance(inner, Mapping) else None
-        if isinstance(inner, Mapping):
-            return cast("Any", inner)
-    return contents
+    return {"state": {"model": model_in(contents), **integrations}}
 
 
 def weights_of(contents: Any, source: str) -> dict[str, Tensor]:
@@ -164,7 +144,7 @@ def weights_of(contents: Any, source: str) -> dict[str, Tensor]:
             for key, inner in cast("Mapping[Any, Any]", value).items():
                 visit(inner, f"{path}.{key}" if path else str(key))
 
-    visit(_model_in(contents), "")
+    visit(model_in(contents), "")
     if not found:
         raise IncompatibleCheckpointError(f"{source!r} holds no model: 'composerlite checkpoint inspect' shows what.")
     return found

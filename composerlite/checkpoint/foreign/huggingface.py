@@ -1,0 +1,60 @@
+"""Folders of the Trainer of transformers, ``checkpoint-N``, and of ``save_state`` of accelerate."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import cast
+
+from composerlite.checkpoint.foreign.taken import Counts, Taken, generators
+from composerlite.errors import IncompatibleCheckpointError
+from composerlite.types import StateDict
+
+__all__ = ["is_accelerate", "is_transformers", "taken_from_accelerate", "taken_from_transformers"]
+
+_STATE = "trainer_state.json"
+_OF_RANK = re.compile(r"(?:rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
+
+
+def is_transformers(contents: StateDict) -> bool:
+    """Return true for what the Trainer of transformers saves."""
+    return _STATE in contents
+
+
+def taken_from_transformers(contents: StateDict, source: str) -> Taken:
+    """Take weights, optimizer, scheduler, step and generators."""
+    told = contents[_STATE]
+    if not isinstance(told, Mapping) or "global_step" not in told:
+        raise IncompatibleCheckpointError(f"{source}: its {_STATE} has no 'global_step'.")
+    state = cast("StateDict", told)
+    epoch = state.get("epoch")
+    whole = int(epoch) if isinstance(epoch, int | float) and 0 <= epoch < 1 << 53 else None
+    counts = Counts(state["global_step"], whole)
+    return _taken(contents, source, counts, [f"log_history in {_STATE}"], ("python", "numpy", "cpu", "cuda"))
+
+
+def is_accelerate(contents: StateDict) -> bool:
+    """Return true for what ``Accelerator.save_state`` saves."""
+    return any(str(key).startswith("random_states_") for key in contents)
+
+
+def taken_from_accelerate(contents: StateDict, source: str) -> Taken:
+    """Take weights, optimizer, scheduler and generators. It does not say how far training was."""
+    keys = ("random_state", "numpy_random_seed", "torch_manual_seed", "torch_cuda_manual_seed")
+    return _taken(contents, source, None, [], keys)
+
+
+def _taken(
+    contents: StateDict, source: str, counts: Counts | None, left: list[str], keys: tuple[str, str, str, str]
+) -> Taken:
+    ranks: dict[int, StateDict] = {}
+    for name, value in contents.items():
+        if (match := _OF_RANK.fullmatch(str(name))) is not None:
+            try:
+                ranks[int(match[1] or 0)] = generators(*(value.get(key) for key in keys))
+            except (AttributeError, TypeError, ValueError) as e:
+                raise IncompatibleCheckpointError(f"{source}: {name} has no states of generators: {e}") from e
+    parts = [contents.get(f"{part}.pt", contents.get(f"{part}.bin")) for part in ("optimizer", "scheduler")]
+    rng = [ranks[rank] for rank in sorted(ranks)] if ranks and len(ranks) == max(ranks) + 1 else None
+    left += ["scaler.pt"] if "scaler.pt" in contents else []
+    return Taken(contents.get("model"), *parts, counts, rng, left)
