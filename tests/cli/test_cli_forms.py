@@ -127,6 +127,19 @@ def test_a_run_goes_on_from_a_converted_checkpoint(form: str, demo: Path) -> Non
     assert difference["only_a"] == difference["only_b"] == []
 
 
+def test_files_of_other_systems_are_converted_and_compared(tmp_path: Path) -> None:
+    """From Lightning to safetensors, and from that to a file; a folder of transformers is looked into."""
+    data = Path(__file__).parents[1] / "data"
+    composerlite("checkpoint", "convert", data / "lightning/step6.ckpt", "w.safetensors", cwd=tmp_path)
+    saved = torch.load(data / "lightning/step6.ckpt")["state_dict"]
+    loaded = safetensors.torch.load_file(tmp_path / "w.safetensors")
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    told = answer("checkpoint", "diff", data / "safetensors/sharded", data / "torch/weights.pt", cwd=tmp_path)
+    assert told["equal"]
+    told = answer("checkpoint", "inspect", data / "transformers/checkpoint-6", cwd=tmp_path)
+    assert {"model.body.weight", "optimizer.pt"} <= {entry["key"] for entry in told["entries"]}
+
+
 def test_weights_travel_as_safetensors(demo: Path) -> None:
     """Of a file, of a directory and of a step; and back to a file that a model takes, and a directory."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))

@@ -328,7 +328,7 @@ def test_inspect_shows_directories_steps_and_safetensors(tmp_path: Path) -> None
     (found,) = [
         e for e in answer("checkpoint", "inspect", "model.safetensors", cwd=tmp_path)["entries"] if e["shape"] == [4, 8]
     ]
-    assert (found["dtype"], found["size_bytes"]) == ("F32", 128)
+    assert (found["dtype"], found["size_bytes"]) == ("float32", 128)
 
 
 def test_inspect_reads_little_of_an_object(demo: Path, bucket: str) -> None:

@@ -54,7 +54,7 @@ def _taken(
                 ranks[int(match[1] or 0)] = generators(*(value.get(key) for key in keys))
             except (AttributeError, TypeError, ValueError) as e:
                 raise IncompatibleCheckpointError(f"{source}: {name} has no states of generators: {e}") from e
-    parts = [contents.get(f"{part}.pt", contents.get(f"{part}.bin")) for part in ("optimizer", "scheduler")]
+    optimizer, scheduler = (contents.get(f"{one}.pt", contents.get(f"{one}.bin")) for one in ("optimizer", "scheduler"))
     rng = [ranks[rank] for rank in sorted(ranks)] if ranks and len(ranks) == max(ranks) + 1 else None
     left += ["scaler.pt"] if "scaler.pt" in contents else []
-    return Taken(contents.get("model"), *parts, counts, rng, left)
+    return Taken(contents.get("model"), optimizer, scheduler, counts, rng, left)

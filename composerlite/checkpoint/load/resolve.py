@@ -128,13 +128,15 @@ def is_read_in_place(path: Path) -> bool:
 
 def _elsewhere(stack: contextlib.ExitStack, name: str, object_store: ObjectStore | None, progress_bar: bool) -> Located:
     try:
-        return Located(name, path=stack.enter_context(fetched(name, object_store, progress_bar=progress_bar)))
+        path = stack.enter_context(fetched(name, object_store, progress_bar=progress_bar))
+        return Located(name, is_directory=is_read_in_place(path), path=path)
     except CheckpointNotFoundError:
         if object_store is None and parse_uri(name)[0] in ("http", "https"):
             raise
         with transferring(name, object_store) as (transfer, wanted):
             key = followed(transfer, wanted).rstrip("/")
-            if not transfer.exists(f"{key}/{INDEX}"):
+            has_index = bool(key) and transfer.exists(f"{key}/{INDEX}")
+            if not has_index and not (key and holds_weights(ShardedDirectory.in_store(transfer.store, key).names())):
                 raise
             return Located(name, is_directory=True, uri=transfer.store.get_uri(key), key=key)
 
