@@ -29,7 +29,7 @@ from composerlite.core import (
     note_unread_losses,
     time_of,
 )
-from composerlite.errors import CheckpointError, checked_arguments
+from composerlite.errors import checked_arguments
 
 __all__ = ["CheckpointSaver"]
 
@@ -252,16 +252,11 @@ class CheckpointSaver(Callback):
     # ── what ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def save(self, state: State) -> str:
         """Save a checkpoint now, move ``latest``, delete what is not to be kept; its path, when it is committed."""
-        pending = self._start(state, ephemeral=False)
-        self.saver.collect_all()
-        if pending is None:  # it failed and is tolerated; who asks for a path wants to know
-            raise CheckpointError("the checkpoint could not be saved: see the warning in the log.")
-        return self.saver.path_of(pending.wait())
+        return self.saver.path_of(self._start(state, ephemeral=False))
 
     def has_saved(self, state: State) -> bool:
         """Return true if a checkpoint has the current batch and its evaluation. Waits for the last save."""
         self.saver.collect()
-        self._learn()
         is_of_now = self.last_checkpoint_batch == int(state.timestamp.batch) and self._last_says == _says(state)
         return is_of_now and not self.saver.last_failed
 

@@ -16,7 +16,7 @@ from composerlite.checkpoint.save.job import PendingSave, Pipeline, SaveReport
 from composerlite.checkpoint.save.outcomes import FAILURES, Outcomes, RunLogger
 from composerlite.checkpoint.save.publish import Publisher, Publishing, PublishingNews
 from composerlite.checkpoint.save.run_folder import RunFolder, SavedState, SaveOptions, position_of
-from composerlite.errors import ConfigError, RankError
+from composerlite.errors import CheckpointError, ConfigError, RankError
 from composerlite.types import StateDict
 
 __all__ = ["Saver"]
@@ -376,6 +376,17 @@ class Saver:
         if tidying is not None:
             self._note_deletions(tidying, alone=alone)
 
+    def path_of(self, pending: PendingSave | None) -> str:
+        """Wait for the save that was begun and for the deletions after it, and return the path of the checkpoint.
+
+        Raises:
+            CheckpointError: it failed. Where that is tolerated, who asks for a path wants to know all the same.
+        """
+        self.collect_all()
+        if pending is None:
+            raise CheckpointError("the checkpoint could not be saved: see the warning in the log.")
+        return self._path_of(pending.wait())
+
     def _note_save(self, pending: PendingSave) -> None:
         """Take note of how a save went that has ended."""
         try:
@@ -387,7 +398,7 @@ class Saver:
         self.blocked_seconds += report.seconds["stall"]
         for name in report.deleted:
             self._forget(self.where.path(name))
-        path = self.path_of(report)
+        path = self._path_of(report)
         self._forget(path)
         self.saved_checkpoints.append(path)
 
@@ -467,6 +478,6 @@ class Saver:
         """Publishers, one for each bucket, on the ranks that publish."""
         return self._publishing.publishers
 
-    def path_of(self, report: SaveReport) -> str:
+    def _path_of(self, report: SaveReport) -> str:
         """Return the path of a checkpoint, as :attr:`saved_checkpoints` has it."""
         return self.where.path(str(report.path.relative_to(self.where.root)))
