@@ -81,7 +81,7 @@ class Composerlite(Client):
         self.transfer.upload(name, path)
 
     def read(self, name: str, memory: memoryview) -> None:
-        from composerlite.storage.disk.addresses import address_of
+        from composerlite.storage.disk.memory import address_of
 
         self.transfer.read_into(name, [(0, address_of(memory), memory.nbytes)])
 

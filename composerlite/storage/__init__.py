@@ -9,21 +9,31 @@ from typing import TYPE_CHECKING
 
 from composerlite.on_demand import lazy_names
 from composerlite.storage.background import Background, StagedFiles
-from composerlite.storage.disk.addresses import PageWatch, whole_pages
-from composerlite.storage.disk.digests import Digester, FileDigest, Sink, chunk_bytes_for
 from composerlite.storage.disk.files import (
+    Digester,
+    FileDigest,
     HardlinkPin,
+    Sink,
     StagedFile,
     StagedLink,
     abandoned_temporaries,
     atomic_write,
+    chunk_bytes_for,
     fsync_folder,
     is_abandoned,
     make_folder,
     read_small_file,
     replace_symlink,
 )
-from composerlite.storage.disk.memory import Copier, Copying, HostMemory, WarmMemory, available_memory
+from composerlite.storage.disk.memory import (
+    Copier,
+    Copying,
+    HostMemory,
+    PageWatch,
+    WarmMemory,
+    available_memory,
+    whole_pages,
+)
 from composerlite.storage.disk.reader import ParallelReader, verify_file
 from composerlite.storage.disk.stream_writer import RING_BYTES, StreamWriter
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name

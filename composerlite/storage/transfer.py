@@ -15,8 +15,8 @@ from typing import final
 
 from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStoreError, ObjectStoreTransientError
 from composerlite.storage.background import Background
-from composerlite.storage.disk.addresses import address_of, memory_at
 from composerlite.storage.disk.files import StagedFile, check_free, write_all
+from composerlite.storage.disk.memory import address_of, memory_at
 from composerlite.storage.disk.read_work import ReadTargets, Unit, cut, layers, runs
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress
 from composerlite.storage.part_uploads import (

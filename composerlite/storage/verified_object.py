@@ -8,8 +8,8 @@ from typing import final
 import xxhash
 
 from composerlite.errors import CorruptCheckpointError
-from composerlite.storage.disk.addresses import address_of
-from composerlite.storage.disk.digests import FileDigest
+from composerlite.storage.disk.files import FileDigest
+from composerlite.storage.disk.memory import address_of
 from composerlite.storage.disk.read_work import ReadTargets, Unit, cut, layers, put, touched_chunks
 from composerlite.storage.transfer import Transfer
 from composerlite.types import Piece

@@ -17,7 +17,7 @@ from composerlite._torch_compat import storage_id
 from composerlite.devices import DeviceCopier, Pin
 from composerlite.devices.copier import content_sums
 from composerlite.storage import HostMemory
-from composerlite.storage.disk.addresses import memory_at, move
+from composerlite.storage.disk.memory import memory_at, move
 
 Choose = Callable[[int], int]
 """Picks one of so many, from 0."""

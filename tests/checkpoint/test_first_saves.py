@@ -32,7 +32,7 @@ from composerlite.checkpoint import (
 )
 from composerlite.core import State
 from composerlite.storage import StreamWriter, verify_file
-from composerlite.storage.disk.addresses import address_of
+from composerlite.storage.disk.memory import address_of
 
 LAYERS, SIZE = 4, 10 << 20  # 160 MB of weights, and as much of momentum
 Save = Callable[[Path, nn.Module, torch.optim.Optimizer], Future[None]]

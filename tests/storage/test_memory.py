@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from composerlite.storage import Copier, HostMemory, available_memory
-from composerlite.storage.disk.addresses import address_of, memory_at
+from composerlite.storage.disk.memory import address_of, memory_at
 
 MiB = 1 << 20
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import Digester, FileDigest, ParallelReader, chunk_bytes_for, verify_file
-from composerlite.storage.disk.addresses import address_of
+from composerlite.storage.disk.memory import address_of
 
 MiB = 1 << 20
 SIZE = 11 * MiB + 12_345
@@ -307,7 +307,7 @@ READ_ALL = """
 import sys
 from pathlib import Path
 from composerlite.storage import ParallelReader
-from composerlite.storage.disk.addresses import address_of
+from composerlite.storage.disk.memory import address_of
 
 told = []
 with ParallelReader(Path(sys.argv[1]), cores=2) as reader:

@@ -18,7 +18,7 @@ import pytest
 import xxhash
 
 from composerlite.storage import FileDigest, HostMemory, StreamWriter
-from composerlite.storage.disk.addresses import address_of
+from composerlite.storage.disk.memory import address_of
 
 MiB = 1 << 20
 

@@ -16,7 +16,7 @@ import pytest
 
 from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStoreError, ObjectStoreTransientError
 from composerlite.storage import RetryPolicy, Transfer
-from composerlite.storage.disk.addresses import address_of
+from composerlite.storage.disk.memory import address_of
 from composerlite.storage.part_uploads import part_bytes_for
 from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import Fault, FaultyStore

@@ -15,7 +15,7 @@ from typing import NamedTuple, final
 import xxhash
 
 from composerlite.errors import CorruptCheckpointError
-from composerlite.storage.disk.addresses import address_of, memory_at, move, move_small
+from composerlite.storage.disk.memory import address_of, memory_at, move, move_small
 
 __all__ = [
     "UNIT_BYTES",

@@ -12,9 +12,8 @@ from typing import final
 import xxhash
 
 from composerlite.errors import CorruptCheckpointError
-from composerlite.storage.disk.addresses import address_of
-from composerlite.storage.disk.digests import FileDigest
-from composerlite.storage.disk.files import open_direct
+from composerlite.storage.disk.files import FileDigest, open_direct
+from composerlite.storage.disk.memory import address_of
 from composerlite.storage.disk.read_direct import (
     SHALLOW_PREFETCH,
     WIDE_PREFETCH,

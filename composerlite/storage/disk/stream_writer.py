@@ -13,10 +13,8 @@ from typing import NamedTuple, final
 
 from isal import isal_zlib
 
-from composerlite.storage.disk.addresses import move
-from composerlite.storage.disk.digests import Digester, FileDigest, chunk_bytes_for
-from composerlite.storage.disk.files import open_direct, write_all
-from composerlite.storage.disk.memory import HostMemory, borrow_memory, give_memory_back
+from composerlite.storage.disk.files import Digester, FileDigest, chunk_bytes_for, open_direct, write_all
+from composerlite.storage.disk.memory import HostMemory, borrow_memory, give_memory_back, move
 from composerlite.storage.workers import start_threads
 
 __all__ = ["RING_BYTES", "StreamWriter"]
