@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, final
 
 from composerlite.checkpoint.format import INDEX
-from composerlite.checkpoint.place import folder_commit
-from composerlite.checkpoint.place.commit import Commit
+from composerlite.checkpoint.place import commit as commits
+from composerlite.checkpoint.place.commit import MARKER, SAVING, Commit
 from composerlite.checkpoint.place.lease import FileLease, Lease
 from composerlite.checkpoint.place.place import (
-    MARKER,
-    SAVING,
     Leftover,
     Parts,
     Place,
@@ -287,7 +285,7 @@ class Folder(Place):
         path = self.path / name
         check()
         make_folder(path.parent)
-        folder_commit.end_dead_saves(self.path, name)
+        commits.end_dead_saves(self.path, name)
         place = path.with_name(handle.place)
         place.mkdir()
         try:
@@ -327,7 +325,7 @@ class Folder(Place):
     def commit(self, name: str, parts: Parts, *, overwrite: bool, has_manifest: bool = True) -> Commit:
         paths = {self.path / path: staged for path, staged in parts.items() if not isinstance(staged, bytes)}
         record = self.path / record_path(name) if has_manifest else None
-        return folder_commit.FolderCommit(paths, record, overwrite=overwrite)
+        return commits.FolderCommit(paths, record, overwrite=overwrite)
 
     def announced(self, name: str | None) -> Iterator[bytes]:
         record = self.path / record_path(name or "*")
@@ -336,7 +334,7 @@ class Folder(Place):
                 yield read_small_file(path)
 
     def between_names(self, name: str) -> Iterator[str]:
-        for path in folder_commit.between_names(self.path / name):
+        for path in commits.between_names(self.path / name):
             yield str(path.relative_to(self.path))
 
     # ── links and locks ──────────────────────────────────────────────────────────────────────────────────────────
@@ -354,7 +352,7 @@ class Folder(Place):
         return os.path.relpath(path.parent / path.readlink(), self.path)
 
     def broken_links(self) -> Iterator[tuple[str, str]]:
-        for folder in folder_commit.folders(self.path):
+        for folder in commits.folders(self.path):
             for path in sorted(folder.iterdir()):
                 if path.is_symlink() and not path.exists():
                     link = str(path.relative_to(self.path))
@@ -382,7 +380,7 @@ class Folder(Place):
             path = Path(folder)
             if (saving := SAVING.fullmatch(path.name)) is not None:
                 subfolders.clear()
-                if path in folder_commit.dead_saves(path.parent, saving[1]):
+                if path in commits.dead_saves(path.parent, saving[1]):
                     found.append(Leftover(str(path), "a save that did not end", _size_bytes(path)))
                 continue
             what = "a file that was not written to its end"
@@ -393,7 +391,7 @@ class Folder(Place):
 
     def recover(self, committed: Mapping[str, str] | None, *, everywhere: bool = True) -> None:
         touched = (lambda _: True) if everywhere else _is_of_this_user
-        folder_commit.recover(self.path, below=everywhere, may_touch=touched, committed=committed)
+        commits.recover(self.path, below=everywhere, may_touch=touched, committed=committed)
 
     def sweep(self, older_than: timedelta) -> None:
         self.recover({})

@@ -6,7 +6,6 @@ Nothing here imports torch: a listing needs none.
 from __future__ import annotations
 
 import contextlib
-import re
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from composerlite.storage import FileDigest, Sink
 
 __all__ = [
-    "MARKER",
-    "SAVING",
     "Leftover",
     "Parts",
     "Place",
@@ -36,10 +33,6 @@ __all__ = [
     "by_total",
 ]
 
-MARKER = ".metadata.json"
-"""The file that makes the directory of a step a checkpoint: it has no manifest."""
-SAVING = re.compile(r"\.(.+)\.saving-[0-9a-f]{16}(-old|-failed)?")
-"""The name of a directory that is being written, and in it that which it will have."""
 Parts = Mapping[str, Path | bytes]
 """Contents of a commit by the path that each will have: a durable file or directory of this machine, or small bytes."""
 T = TypeVar("T")

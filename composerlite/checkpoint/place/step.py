@@ -22,9 +22,10 @@ import xxhash
 
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.commit import MARKER, SAVING
 from composerlite.checkpoint.place.directory import INDEX, ShardedDirectory
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import MARKER, SAVING, Place, SaveHandle
+from composerlite.checkpoint.place.place import Place, SaveHandle
 from composerlite.checkpoint.record.manifest import MANIFESTS, CheckpointMetadata
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, ObjectStoreError
 from composerlite.storage import FileDigest, chunk_bytes_for, is_uri, open_store, parse_uri
