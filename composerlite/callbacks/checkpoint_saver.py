@@ -258,7 +258,7 @@ class CheckpointSaver(Callback):
         """Return true if a checkpoint has the current batch and its evaluation. Waits for the last save."""
         self.saver.collect()
         is_of_now = self.last_checkpoint_batch == int(state.timestamp.batch) and self._last_says == _says(state)
-        return is_of_now and not self.saver.last_failed
+        return is_of_now and not self.saver.outcomes.last_failed
 
     def save_last(self, state: State) -> None:
         """Save where the run stands, which has to end here. The next regular checkpoint takes its place."""
@@ -287,7 +287,7 @@ class CheckpointSaver(Callback):
 
     def _learn(self) -> None:
         """Take note of how saves went that have ended."""
-        for report in self.saver.take_ended():
+        for report in self.saver.outcomes.take_ended():
             if isinstance(self.save_interval, AutoInterval) and report is None:
                 self.save_interval.record_failure()
             elif isinstance(self.save_interval, AutoInterval) and report is not None:

@@ -3,35 +3,217 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
+from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from typing import final
+from typing import Any, Protocol, final
 
 from composerlite import dist
 from composerlite.checkpoint.record.contents import check_kinds
 from composerlite.checkpoint.record.retention import Retention, retention_policy
 from composerlite.checkpoint.save.job import PendingSave, Pipeline, SaveReport
-from composerlite.checkpoint.save.outcomes import FAILURES, Outcomes, RunLogger
-from composerlite.checkpoint.save.publish import Publisher, Publishing, PublishingNews
+from composerlite.checkpoint.save.publish import Destinations, Publication, Publisher, Publishing, PublishingNews
 from composerlite.checkpoint.save.run_folder import RunFolder, SavedState, SaveOptions, position_of
-from composerlite.errors import CheckpointError, ConfigError, RankError
-from composerlite.types import StateDict
+from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError, RankError
+from composerlite.types import CheckpointNews, CheckpointStep, StateDict
 
 __all__ = ["Saver"]
 
 log = logging.getLogger(__name__)
+_FAILURES = (OSError, CheckpointError, ObjectStoreError)
+"""What makes a save fail and is not our own error."""
+_REPORTS = 100
 _LEASE_SECONDS = 10.0
 """How long a run that does not resume waits for another process to end."""
 
 
+# ── how saves went ───────────────────────────────────────────────────────────────────────────────────────────────
+class RunLogger(Destinations, Protocol):
+    """Interface of the run's loggers that outcomes are reported to."""
+
+    def log_metrics(self, metrics: Mapping[str, Any]) -> None: ...
+
+    def log_checkpoint(self, news: CheckpointNews) -> None: ...
+
+
+@final
+class _FailuresInARow:
+    """Counts failures since the last success, the same on every rank: rank 0 warns for all.
+
+    Args:
+        limit: so many in a row are tolerated, with a warning each.
+        what: could not be done to a checkpoint: ``'saved'``.
+    """
+
+    def __init__(self, limit: int, what: str) -> None:
+        self._limit = limit
+        self._what = what
+        self.count = 0
+
+    def note(self, error: Exception | None, logger: RunLogger | None) -> None:
+        """Take note of one that went well, or continue with a warning after ``error``, as long as it is not too often.
+
+        Raises:
+            Exception: ``error``, if it is, or if it is none of those that may be tolerated.
+        """
+        if error is None:
+            self.count = 0
+            return
+        self.count += 1
+        if self.count > self._limit or not _may_be_tolerated(error):
+            raise error
+        warn = log.warning if dist.get_global_rank() == 0 else log.debug
+        warn(
+            "a checkpoint could not be %s (%d in a row, save_failure_limit=%d): %s: %s",
+            self._what,
+            self.count,
+            self._limit,
+            type(error).__name__,
+            error,
+        )
+        if logger is not None:
+            logger.log_metrics({"checkpoint/failures_in_a_row": self.count})
+
+
+@final
+class Outcomes:
+    """Counts failures, tells those who keep a record what happens, and logs what it cost as metrics ``checkpoint/…``.
+
+    All of it on the training thread, by all ranks; rank 0 tells. Nothing is told before :meth:`tell_to`.
+
+    Args:
+        failure_limit: so many in a row are tolerated, with a warning each, of saves, of deletions and of uploads.
+
+    Attributes:
+        reports: how the last saves went.
+    """
+
+    def __init__(self, failure_limit: int) -> None:
+        self.reports: deque[SaveReport] = deque(maxlen=_REPORTS)
+        self._ended: deque[SaveReport | None] = deque()
+        self._saves = _FailuresInARow(failure_limit, "saved")
+        self._deletions = _FailuresInARow(failure_limit, "deleted")
+        self._uploads = _FailuresInARow(failure_limit, "published")
+        self._logger: RunLogger | None = None
+        # One save is in flight at a time.
+        self._begun = CheckpointNews(what="begun", name="", where="", batch=0, at=0.0)
+
+    def tell_to(self, logger: RunLogger) -> None:
+        """Set the loggers that receive the outcomes."""
+        self._logger = logger
+
+    def begun(self, name: str, where: str, batch: int, *, ephemeral: bool) -> None:
+        """Training hands a checkpoint over now."""
+        self._begun = CheckpointNews(
+            what="begun", name=name, where=where, batch=batch, at=time.time(), ephemeral=ephemeral
+        )
+        self._tell(self._begun)
+
+    @property
+    def last_failed(self) -> bool:
+        """True if the save that ended last failed."""
+        return self._saves.count > 0
+
+    def take_ended(self) -> list[SaveReport | None]:
+        """Return the reports of saves that ended since the last call, oldest first; ``None`` for one that failed."""
+        return [self._ended.popleft() for _ in range(len(self._ended))] if self._ended else []
+
+    def committed(self, report: SaveReport) -> None:
+        """The checkpoint that was begun last exists, and older ones were given up for it."""
+        self._saves.note(None, self._logger)
+        self.reports.append(report)
+        self._ended.append(report)
+        at = self._begun.at + report.seconds["total"] - report.seconds.get("waiting", 0.0)
+        size, seconds = report.size_bytes, dict(report.seconds)
+        self._tell(dataclasses.replace(self._begun, what="committed", at=at, size_bytes=size, seconds=seconds))
+        self.deleted(report.deleted, self._begun.where, at)
+        costs = {f"{name}_seconds": value for name, value in report.seconds.items()}
+        self._log(**costs, bytes=report.size_bytes, batch=report.batch)
+
+    def failed(self, error: Exception) -> None:
+        """The save that was begun last has failed.
+
+        Raises:
+            Exception: ``error``, unless it is tolerated.
+        """
+        self._tell(dataclasses.replace(self._begun, what="failed", at=time.time(), error=_text(error)))
+        self._ended.append(None)
+        self._saves.note(error, self._logger)
+
+    def tidied(self, error: Exception | None) -> None:
+        """Older checkpoints than the last are deleted, or could not be: the newest is there, whatever becomes of them.
+
+        Raises:
+            Exception: ``error``, unless it is tolerated.
+        """
+        self._deletions.note(error, self._logger)
+
+    def published(self, one: Publication) -> None:
+        """An upload has ended, well or not.
+
+        Raises:
+            Exception: what made it fail, unless it is tolerated.
+        """
+        what: CheckpointStep = "uploaded" if one.error is None else "upload failed"
+        self._tell(
+            CheckpointNews(
+                what=what,
+                name=one.name,
+                where=one.where,
+                batch=one.batch,
+                at=one.at,
+                size_bytes=one.size_bytes,
+                seconds={"upload": one.seconds},
+                error=None if one.error is None else _text(one.error),
+            )
+        )
+        self.deleted(one.deleted, one.where, one.at)
+        if one.error is None:
+            self._log(
+                uploaded_batch=one.batch,
+                uploaded_bytes=one.size_bytes,
+                upload_seconds=one.seconds,
+                upload_lag_seconds=one.lag_seconds,
+            )
+        self._uploads.note(one.error, self._logger)
+
+    def deleted(self, names: Sequence[str], where: str, at: float | None = None) -> None:
+        """Checkpoints are gone from ``where``, since ``at`` or now."""
+        for name in names:
+            at = time.time() if at is None else at
+            self._tell(CheckpointNews(what="deleted", name=name, where=where, batch=None, at=at))
+
+    def _tell(self, news: CheckpointNews) -> None:
+        if self._logger is not None and dist.get_global_rank() == 0:
+            self._logger.log_checkpoint(news)
+
+    def _log(self, **metrics: float) -> None:
+        """Log ``metrics`` with every logger of the run; docs/logging.md lists their names."""
+        if self._logger is not None:
+            self._logger.log_metrics({f"checkpoint/{name}": value for name, value in metrics.items()})
+
+
+def _may_be_tolerated(error: Exception) -> bool:
+    """Return true if the error is neither a bug of ours nor a rank that is gone."""
+    if isinstance(error, RankError):
+        return bool(error.causes) and all(isinstance(cause, _FAILURES) for cause in error.causes)
+    return isinstance(error, _FAILURES)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+# ── saves ────────────────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class Saver:
     """Saves a run's checkpoints where and as it was told, whenever it is told to.
 
-    One save is in flight at a time. Whoever says when calls :meth:`look` between batches, and :meth:`take_ended` to
-    learn how saves went. Every method is called by all ranks, where it does not say otherwise.
+    One save is in flight at a time. Whoever says when calls :meth:`look` between batches, and asks ``outcomes``
+    how saves went. Every method is called by all ranks, where it does not say otherwise.
 
     Attributes:
         options: what it was told. where: the folder.
@@ -229,7 +411,7 @@ class Saver:
         try:
             with dist.get_group().all_or_none(f"checkpoint {name!r}"):
                 yield held
-        except (*FAILURES, RankError) as e:
+        except (*_FAILURES, RankError) as e:
             held.clear()
             self.outcomes.failed(e)
 
@@ -277,7 +459,7 @@ class Saver:
                 state_dict=state_dict,
                 started=self._started,
             )
-        except (*FAILURES, RankError) as e:
+        except (*_FAILURES, RankError) as e:
             self.outcomes.failed(e)
             return None
         self._pending = pending
@@ -308,15 +490,6 @@ class Saver:
             error.add_note(f"What training had reached could not be saved: {type(e).__name__}: {e}")
         else:
             error.add_note(f"What training had reached was saved as {str(report.path)!r}.")
-
-    @property
-    def last_failed(self) -> bool:
-        """True if the save that ended last failed."""
-        return self.outcomes.last_failed
-
-    def take_ended(self) -> list[SaveReport | None]:
-        """Return the reports of saves that ended since the last call, oldest first; ``None`` for one that failed."""
-        return self.outcomes.take_ended()
 
     @property
     def expected_seconds(self) -> float | None:
@@ -359,7 +532,7 @@ class Saver:
             with group.all_or_none("deleting older checkpoints"):
                 if error is not None:
                     raise error
-        except (*FAILURES, RankError) as e:
+        except (*_FAILURES, RankError) as e:
             self.outcomes.tidied(e)
         else:
             self.outcomes.tidied(None)
@@ -391,7 +564,7 @@ class Saver:
         """Take note of how a save went that has ended."""
         try:
             report = pending.wait()
-        except (*FAILURES, RankError) as e:
+        except (*_FAILURES, RankError) as e:
             self.outcomes.failed(e)
             return
         self.outcomes.committed(report)
