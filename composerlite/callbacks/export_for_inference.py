@@ -17,7 +17,7 @@ from torch import nn
 from composerlite import dist
 from composerlite._torch_compat import map_leaves
 from composerlite.checkpoint import load_checkpoint
-from composerlite.checkpoint.save.file_writer import plain_writer
+from composerlite.checkpoint.save.plain_file import plain_writer
 from composerlite.core import Callback, State, move_to_device
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 from composerlite.storage import ObjectStore, atomic_write, is_uri, make_folder, open_store, parse_uri

@@ -19,7 +19,7 @@ from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, load_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.save import form
-from composerlite.checkpoint.save.file_writer import SingleFileWriter
+from composerlite.checkpoint.save.form import FileWriter
 from composerlite.checkpoint.save.staging import Staging
 from composerlite.core import Logger, State
 from composerlite.dist.commit_barrier import CommitRound
@@ -32,8 +32,8 @@ STAGES: dict[str, list[Stage]] = {
         ("gather", 1, form, "gather"),
         ("reserve", 0, Catalog, "reserve"),
         ("snapshot", 1, Staging, "take"),
-        ("write", 0, SingleFileWriter, "write"),
-        ("flush", 0, SingleFileWriter, "finish"),
+        ("write", 0, FileWriter, "write"),
+        ("flush", 0, FileWriter, "finish"),
         ("commit", 0, Catalog, "commit"),
         ("latest", 0, StagedLink, "publish"),
         ("retention", 0, Catalog, "delete"),

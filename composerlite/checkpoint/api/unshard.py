@@ -22,7 +22,7 @@ from composerlite.checkpoint.format.packing import is_tar
 from composerlite.checkpoint.format.sharded_index import nested
 from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.place.directory import PathOrUri
-from composerlite.checkpoint.save.file_writer import plain_writer, write_torch
+from composerlite.checkpoint.save.plain_file import plain_writer, write_torch
 from composerlite.dist import is_initialized
 from composerlite.errors import CheckpointExistsError, ConfigError, IncompatibleCheckpointError
 from composerlite.storage import atomic_write, fsync_folder, is_abandoned, is_uri, make_folder, parse_uri

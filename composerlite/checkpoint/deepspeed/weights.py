@@ -20,7 +20,7 @@ from torch import Tensor
 from composerlite import dist
 from composerlite.checkpoint.deepspeed.archives import MODEL_STATES, RankFiles, find_archives, model_states, the_file
 from composerlite.checkpoint.load.reader import readable
-from composerlite.checkpoint.save.file_writer import plain_writer
+from composerlite.checkpoint.save.plain_file import plain_writer
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
 from composerlite.storage import is_uri, make_folder, parse_uri
 from composerlite.types import StateDict

@@ -1,3 +1,3 @@
 """Saving of a checkpoint: the copy of the state, the files of each rank, the vote of the ranks, the commit, and
-publishing in a bucket. ``sharded/`` has what is written of a directory.
+publishing in a bucket.
 """

@@ -6,25 +6,29 @@ asks for that.
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
 
 from composerlite import dist
 from composerlite._torch_compat import local_part, storage_id
-from composerlite.checkpoint.format.archive import DEEPSPEED, DEEPSPEED_TYPES, STATES
-from composerlite.checkpoint.format.torch_file import TorchImage
+from composerlite.checkpoint.format.archive import DEEPSPEED, DEEPSPEED_TYPES, STATES, tar_bytes
+from composerlite.checkpoint.format.packing import format_of
+from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import FinalizedManifest, ShardedDirectory
 from composerlite.checkpoint.place.node_disks import Disks, check_one_disk, disks_of
 from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, gather
-from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.checkpoint.record.naming import (
     FIRST_RANK,
     archive_template,
@@ -32,14 +36,19 @@ from composerlite.checkpoint.record.naming import (
     format_name_with_dist_and_time,
     names_of_ranks,
 )
-from composerlite.checkpoint.save.file_writer import Gathering, NullWriter, RankArchiveWriter, SingleFileWriter
 from composerlite.checkpoint.save.staging import Stageable
 from composerlite.devices import rng
 from composerlite.errors import ConfigError, SaveError
-from composerlite.storage import HostMemory
-from composerlite.types import StateDict
+from composerlite.storage import FileDigest, HostMemory, Sink, StagedFile
+from composerlite.types import StateDict, with_items
 
-__all__ = ["DiskWriter", "Form", "RankWriter", "SaveRequest", "first_name", "form_of", "gathering"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["DiskWriter", "FileWriter", "Form", "RankWriter", "SaveRequest", "first_name", "form_of", "gathering"]
+
+_ALIGNMENT = 4096
+"""Of what is one of several in memory."""
 
 
 # ── what a rank writes ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -102,6 +111,255 @@ class DiskWriter(RankWriter, Protocol):
     def complete(self) -> None:
         """Give this disk's part its name and its commit record."""
         ...
+
+
+# ── a file, with what is sharded over ranks gathered for it ──────────────────────────────────────────────────────────
+@final
+class Gathering:
+    """The distributed tensors in ``contents``, to be gathered one after the other, on every rank in the same order.
+
+    Attributes:
+        contents: the same with a tensor without contents in the place of each of them.
+    """
+
+    def __init__(self, contents: StateDict) -> None:
+        from torch.distributed.tensor import DTensor  # slow to import
+
+        self._kind = DTensor
+        self._waiting: deque[DTensor] = deque()
+        self._places: set[int] = set()
+        self.contents: StateDict = self._with_places(contents)
+
+    def _with_places(self, node: Any) -> Any:
+        if isinstance(node, self._kind):
+            place = torch.empty(node.shape, dtype=node.dtype)  # takes no memory before it is touched
+            self._waiting.append(node)
+            self._places.add(storage_id(place.untyped_storage()))
+            return place
+        return with_items(node, lambda _, value: self._with_places(value))
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Return true if ``storage`` belongs to a tensor without contents."""
+        return storage_id(storage) in self._places
+
+    def next(self) -> Tensor:
+        """Gather the next one, together with all ranks, in the main thread; the whole of it in this machine's memory.
+
+        Raises:
+            RuntimeError: a rank is gone. Nothing is left to be gathered then.
+        """
+        try:
+            return self._waiting.popleft().full_tensor().detach().cpu().contiguous()
+        except BaseException:
+            self._waiting.clear()
+            raise
+
+    def finish(self) -> None:
+        """Take part in gathering the remaining tensors, which other ranks need."""
+        while self._waiting:
+            self.next()
+
+
+@final
+class NullWriter:
+    """The part of a rank that votes and helps to gather, and no more."""
+
+    def __init__(self, gathering: Gathering | None = None) -> None:
+        self.gathers = gathering is not None
+        self.may_stream = True
+        self._gathering = gathering
+        self.size_bytes = 0
+        self.seconds: dict[str, float] = {}
+        self.weights_crc: Sequence[int] = ()
+
+    def storages(self) -> list[StorageCopy]:
+        """Return an empty list."""
+        return []
+
+    def staged_in(self, memory: HostMemory) -> None:
+        """The other ranks' part of gathering."""
+        self._gather()
+
+    def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
+        """The same, where it is gathered as it is written."""
+        self._gather()
+
+    def _gather(self) -> None:
+        if self._gathering is not None:
+            self._gathering.finish()
+
+    def finish(self) -> None:
+        """Do nothing: there is no file to make durable."""
+
+    def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
+        """Rank 0 has something to write."""
+        raise AssertionError("unreachable")
+
+    def close(self, *, may_be_committed: bool) -> None:
+        """Take part in gathering the remaining tensors."""
+        self._gather()
+
+
+class _Written(NamedTuple):
+    """Facts about a rank's file that rank 0 needs for the manifest."""
+
+    name: str
+    temporary: Path
+    digest: FileDigest
+    unpacked_bytes: int
+    not_finite: str | None
+
+
+@final
+class FileWriter:
+    """A rank's file of a checkpoint in the folder of ``catalog``: the whole of it, or an archive of what the rank has.
+
+    It has a temporary name until the commit.
+
+    Args:
+        images: what is in it: one, or several by their names in an archive.
+        name: of the file. template: of the name, which tells the format.
+        overwrite: replace what has the names of the checkpoint.
+        weights: tensors of the first image whose checksums are wanted.
+        gathering: of what is sharded over ranks; the image has places for it.
+    """
+
+    def __init__(
+        self,
+        images: Mapping[str, TorchImage],
+        catalog: Catalog,
+        *,
+        name: str,
+        template: str,
+        overwrite: bool,
+        weights: Iterable[Any] = (),
+        gathering: Gathering | None = None,
+    ) -> None:
+        self._format = format_of(template)
+        self.gathers = gathering is not None
+        self.may_stream = self._format.compressor is None
+        self.seconds: dict[str, float] = {}
+        self.weights_crc: Sequence[int] = ()
+        self.size_bytes = 0
+        self._images = dict(images)
+        self._starts: dict[str, int] = {}
+        for inner, image in self._images.items():
+            self._starts[inner] = -(-self.size_bytes // _ALIGNMENT) * _ALIGNMENT
+            self.size_bytes = self._starts[inner] + image.size_bytes
+        self._weights = next(iter(self._images.values())).numbers_of(weights)
+        self._gathering = gathering
+        self._catalog = catalog
+        self._name = name
+        self._overwrite = overwrite
+        self._path = catalog.folder / name
+        self._stack = ExitStack()
+        self._sink: Sink | None = None
+        self._data: StagedFile | None = None
+
+    def storages(self) -> list[StorageCopy]:
+        """Return the storages to copy before training changes them, except those that are gathered."""
+        return [
+            StorageCopy(storage, self._starts[name] + offset)
+            for name, image in self._images.items()
+            for storage, offset in image.storages()
+            if self._gathering is None or not self._gathering.holds(storage)
+        ]
+
+    def staged_in(self, memory: HostMemory) -> None:
+        """Read the bytes from ``memory`` from now on. Sharded tensors are gathered there."""
+        for name, image in self._images.items():
+            for storage, offset in () if self._gathering is None else image.storages():
+                whole = self._gathered(storage)
+                if whole is not storage and whole.nbytes():
+                    torch.frombuffer(memory.view(offset, whole.nbytes()), dtype=torch.uint8).copy_(_bytes_of(whole))
+            image.staged_in(memory, self._starts[name])
+
+    def _gathered(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        if self._gathering is None or not self._gathering.holds(storage):
+            return storage
+        return self._gathering.next().untyped_storage()
+
+    def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
+        """Hand all bytes to what writes the file. What is sharded over ranks is gathered as it comes, if it is not yet.
+
+        After an error nothing is left.
+        """
+        with ExitStack() as stack:
+            self._data = stack.enter_context(StagedFile(self._path))
+            path = self._data.temporary
+            if len(self._images) > 1:
+                members = [(name, image.size_bytes) for name, image in self._images.items()]
+                sink = self._format.open_archive(path, members, ring_bytes=ring_bytes, may_grow=may_grow)
+            else:
+                sink = self._format.open_sink(
+                    path, self.size_bytes, memory=memory, ring_bytes=ring_bytes, may_grow=may_grow
+                )
+            self._sink = stack.enter_context(sink)
+            with self._named():
+                crcs: list[list[int]] = []
+                for image in self._images.values():
+                    image.stand_in = None if self._gathering is None else self._gathered
+                    crcs.append(image.write(sink))
+            self.weights_crc = [crcs[0][number] for number in self._weights]
+            self._stack = stack.pop_all()
+
+    def finish(self) -> _Written:
+        """Wait until the file is durable; what rank 0 needs to know of it."""
+        assert self._sink is not None
+        assert self._data is not None
+        images = self._images.values()
+        sizes = [image.size_bytes for image in images]
+        try:
+            with self._named():
+                digest = self._sink.finish()
+        except BaseException as e:
+            self._leave(e)
+            raise
+        self.seconds.update(self._sink.seconds)
+        unpacked = tar_bytes(*sizes) if len(sizes) > 1 else sizes[0]
+        not_finite = next((image.not_finite for image in images if image.not_finite is not None), None)
+        return _Written(self._name, self._data.temporary, digest, unpacked, not_finite)
+
+    def commit(self, manifest: Manifest, parts: Sequence[_Written | None]) -> Manifest:
+        """Rename the files of all ranks to their names, then write their manifest. On rank 0."""
+        assert self._data is not None
+        written = [one for one in parts if one is not None]
+        manifest = dataclasses.replace(
+            manifest,
+            files=tuple(FileRecord.of(one.name, one.digest) for one in written),
+            unpacked_bytes=max(one.unpacked_bytes for one in written),
+        ).marked([one.not_finite for one in written])
+        try:
+            self._catalog.commit(manifest, {one.name: one.temporary for one in written}, overwrite=self._overwrite)
+            self._data.leave_behind()  # it has its name
+        except BaseException as e:
+            self._leave(e)
+            raise
+        return manifest
+
+    def close(self, *, may_be_committed: bool) -> None:
+        """Remove the file unless it has its name, or may have: then the next start finds out. Twice is fine."""
+        if may_be_committed and self._data is not None:
+            self._data.leave_behind()
+        self._leave()
+        if self._gathering is not None:
+            self._gathering.finish()
+
+    def _leave(self, error: BaseException | None = None) -> None:
+        stack, self._stack = self._stack, ExitStack()
+        stack.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
+
+    @contextmanager
+    def _named(self) -> Generator[None]:
+        """Name the checkpoint in an error of what compresses it."""
+        try:
+            yield
+        except SaveError as e:
+            raise SaveError(f"checkpoint {str(self._path)!r}: {e}") from e
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)  # pyright: ignore[reportArgumentType]
 
 
 # ── the forms that a checkpoint may have ─────────────────────────────────────────────────────────────────────────────
@@ -213,8 +471,8 @@ class _File(Form):
         image = _image(contents, f"checkpoint {str(request.path)!r}")
         weights: StateDict = contents.get("state", {}).get("model", {})
         image.watch((f"model/{name}", weights[name]) for name in trained)
-        return SingleFileWriter(
-            image,
+        return FileWriter(
+            {STATES: image},
             request.catalog,
             name=request.names[0],
             template=request.template,
@@ -301,9 +559,8 @@ class _Archives(Form):
         for name, contents in engine.saved().items():
             image = images[f"{DEEPSPEED}/{name}"] = TorchImage(contents, DEEPSPEED_TYPES)
             image.watch((f"the weights in {name}", tensor) for tensor in _trained_storages(request.state).values())
-        return RankArchiveWriter(
-            images, request.catalog, names=request.names, rank=dist.get_global_rank(), overwrite=request.overwrite
-        )
+        own = request.names[dist.get_global_rank()]
+        return FileWriter(images, request.catalog, name=own, template=own, overwrite=request.overwrite)
 
 
 def first_name(template: str, state: TrainingState) -> str:

@@ -25,7 +25,6 @@ from composerlite.checkpoint.record.naming import (
     DIST_VARIABLES,
     FIRST_RANK,
     NamedState,
-    check_template,
     format_name_with_dist,
     format_name_with_dist_and_time,
     names_of_ranks,
@@ -40,9 +39,6 @@ from composerlite.storage import (
     ObjectStore,
     RetryPolicy,
     check_name,
-    is_uri,
-    open_store,
-    parse_uri,
 )
 
 if TYPE_CHECKING:
@@ -51,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["Destinations", "Publication", "PublishVotes", "Publisher", "Publishing", "PublishingNews"]
 
 log = logging.getLogger(__name__)
+Work = Callable[[], object]
 _MOST_WAITING = 2
 """So many checkpoints may wait to be uploaded. What is saved faster than the network takes it has to wait."""
 _LONGEST_UPLOAD = timedelta(hours=2)
@@ -362,70 +359,53 @@ class Destinations(Protocol):
     def destinations(self) -> Sequence[Destination]: ...
 
 
+def has_destinations(logger: Destinations) -> bool:
+    """Return true if one of the loggers uploads, and so checkpoints, too."""
+    return any(destination.uploader is not None for destination in logger.destinations)
+
+
 @final
 class Publishing:
     """Publication of a saver's checkpoints to the bucket of its URI, or to those of the run's loggers.
 
     Args:
         options: of the saver.
+        store: of its URI, which stays open; ``None``: loggers have some.
+        where: the folder to publish from.
+        form: of the checkpoints in it.
 
     Attributes:
         publishers: one for each bucket, on the ranks that publish, after :meth:`open`.
-        has_places: whether there is anywhere to publish to; the same on every rank.
         ranks_with_news: counts the ranks on which uploads have ended.
-
-    Raises:
-        ConfigError: a name that cannot be used, or the URI names no store.
     """
 
-    def __init__(self, options: SaveOptions) -> None:
+    def __init__(self, options: SaveOptions, store: ObjectStore | None, where: RunFolder, form: Form) -> None:
         self._options = options
-        below = options.path.removeprefix("./").strip("/")
-        names = _checked(options.remote_file_name, f"{below}/{options.filename}", "save_remote_file_name")
-        self._names = _Names.of(names, options.filename)
-        link = None if options.latest_filename is None else f"{below}/{options.latest_filename}"
-        if link is not None or options.latest_remote_file_name is not None:
-            link = _checked(options.latest_remote_file_name, str(link), "save_latest_remote_file_name")
-        self._link = link
-        self._links_ranks = False
-        self._store: ObjectStore | None = None if options.bucket is None else open_store(options.bucket)
+        self._store = store
+        self._where = where
         self._uploader: Uploader | None = None
         self.publishers: list[Publisher] = []
-        self.has_places = False
         self._roots: list[str] = []
-        self._are_several, self._is_leader = False, True
-        self._folder = ""
         self._gone: deque[str] = deque()
         self._outcomes: list[Publication] = []
         # What the ranks tell each other rides on what they reduce in a batch.
         self.ranks_with_news = dist.PiggybackCounter(lambda: int(self._has_news()))
-
-    def name(self, form: Form, template: str) -> None:
-        """Name checkpoints of ``form``, which are called ``template`` in the folder."""
-        same = self._names.template == self._options.filename
-        name = template if same else form.template(self._names.template, "save_remote_file_name")
-        self._names = dataclasses.replace(self._names, template=name)
+        self._root, template = _root_and_template(str(options.remote_file_name), options.filename)
+        same = template == options.filename
+        self._template = where.filename.filename if same else form.template(template, "save_remote_file_name")
         self._links_ranks = form.has_names_of_ranks
-        if self._link is not None:
-            self._link = form.template(self._link, "save_latest_remote_file_name")
+        self._link: str | None = None
+        if options.latest_remote_file_name is not None:
+            self._link = form.template(str(options.latest_remote_file_name), "save_latest_remote_file_name")
 
     # ── finding buckets ──────────────────────────────────────────────────────────────────────────────────────────
     def open(self, state: NamedState, logger: Destinations) -> None:
         """Find the buckets and see that they can be written to; on rank 0, before :meth:`begin`.
 
         Raises:
-            ConfigError: there is none, and the folder is to keep no checkpoints.
             PermissionError: one cannot be written to. FileNotFoundError: there is no such bucket.
             ObjectStoreError: it does not answer, or fails.
         """
-        self._find(state, logger)
-        if self._options.keeps_none and not self.publishers:
-            raise ConfigError(
-                "num_checkpoints_to_keep=0 keeps none in the folder, and there is no bucket to keep them in: give "
-                "save_folder a URI, or the Trainer a RemoteUploaderDownloader, or keep 1 or more."
-            )
-
-    def _find(self, state: NamedState, logger: Destinations) -> None:
         store = self._store
         if store is None:
             self.publishers = [
@@ -444,24 +424,26 @@ class Publishing:
             what = f"removing unfinished uploads of killed processes in {root!r}"
             uploader.submit("sweep", functools.partial(_sweep, root), what=what)
 
-    def begin(self, where: RunFolder, state: NamedState, logger: Destinations) -> None:
-        """Prepare to publish the checkpoints of a folder. Collective. With a folder per node a rank of each publishes.
+    def begin(self, state: NamedState, logger: Destinations) -> None:
+        """Prepare to publish. Collective. With a folder per node a rank of each publishes.
 
         Raises:
             ConfigError: this rank publishes, and has other loggers than rank 0.
         """
         group = dist.get_group()
-        self._folder, self._are_several, self._is_leader = str(where.root), where.disks is not None, where.is_leader
-        self.has_places = group.from_first("finding buckets", lambda: bool(self.publishers))
         if self._are_several:
             self._roots = group.from_first("finding buckets", lambda: [one.bucket.root for one in self.publishers])
             with group.all_or_none("finding buckets"):
-                if self._is_leader and not group.is_first:
+                if self._where.is_leader and not group.is_first:
                     self._follow(state, logger)
+
+    @property
+    def _are_several(self) -> bool:
+        return self._where.disks is not None
 
     def _follow(self, state: NamedState, logger: Destinations) -> None:
         """Publish from another rank than 0, for what its node has of checkpoints, to the same places."""
-        self._find(state, logger)
+        self.open(state, logger)
         if len(self.publishers) != len(self._roots):
             raise ConfigError(
                 f"{len(self.publishers)} loggers upload checkpoints here and {len(self._roots)} on rank 0: give every "
@@ -471,7 +453,7 @@ class Publishing:
             publisher.move_to(root)
 
     def _publisher(self, uploader: Uploader, prefix: str, state: NamedState) -> Publisher:
-        root = prefix + format_name_with_dist(self._names.root, state.run_name, **FIRST_RANK)
+        root = prefix + format_name_with_dist(self._root, state.run_name, **FIRST_RANK)
         ranks = dist.get_world_size() if self._links_ranks else 1
         links = [
             check_name(prefix + format_name_with_dist(str(self._link), state.run_name, **{**FIRST_RANK, "rank": rank}))
@@ -481,7 +463,7 @@ class Publishing:
         return Publisher(
             uploader,
             Bucket(uploader.transfer, root),
-            template=self._names.template,
+            template=self._template,
             link=links[0] if links else None,
             links_of_ranks=links if self._links_ranks else (),
             timeout=self._options.upload_timeout_in_seconds,
@@ -490,13 +472,9 @@ class Publishing:
         )
 
     # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────
-    def votes(self, name: str) -> PublishVotes | None:
+    def _votes(self, name: str) -> PublishVotes | None:
         """Votes of all ranks on publishing a checkpoint; ``None`` where rank 0 has all files."""
         return PublishVotes.over(f"checkpoint {name!r}") if self._are_several else None
-
-    def votes_for_all(self, name: str) -> list[PublishVotes | None]:
-        """Return the same for each bucket, where several ranks publish."""
-        return [self.votes(name) for _ in self._roots]
 
     def behind(self, manifests: Sequence[Manifest], run_name: str) -> list[tuple[int, str]]:
         """Return the checkpoints of a run to publish again: number of the bucket and name, oldest first."""
@@ -508,38 +486,44 @@ class Publishing:
                 behind.append((number, manifests[-1].name))  # a kill came before the end of its upload
         return behind
 
-    def publish(
-        self, manifest: Manifest, *, run_name: str, votes: Sequence[PublishVotes | None], overwrite: bool
-    ) -> None:
-        """Hand a checkpoint that was committed to all uploaders; called in the background."""
-        if not self._are_several:
-            for publisher in self.publishers:
+    def again(
+        self, behind: Sequence[tuple[int, str]], run_name: str, may_overwrite: Callable[[str], bool]
+    ) -> list[Work]:
+        """Functions that publish each of ``behind`` again. Collective: each rank calls all of them or none."""
+        return [self._part(number, name, run_name, overwrite=may_overwrite(name)) for number, name in behind]
+
+    def of_next(self, name: str, run_name: str, *, overwrite: bool) -> Callable[[Manifest], object]:
+        """Function that hands the checkpoint ``name``, once it is committed, to all uploaders, in the background."""
+        parts = [self._part(number, name, run_name, overwrite=overwrite) for number in range(len(self._roots))]
+
+        def publish(manifest: Manifest) -> None:
+            for publisher in () if self._are_several else self.publishers:
                 self._hand_over(publisher, manifest, run_name, None, overwrite=overwrite)
-        for number, its in enumerate(votes):
-            self.publish_again(number, manifest.name, run_name, its, overwrite=overwrite)
+            for part in parts:
+                part()
 
-    def publish_again(
-        self, number: int, name: str, run_name: str, votes: PublishVotes | None, *, overwrite: bool
-    ) -> None:
-        """Hand a checkpoint of the folder to one uploader; with a folder per node, on one rank of each.
+        return publish
 
-        Raises:
-            CheckpointError: it is gone.
-        """
-        if self._is_leader:
-            manifest = Catalog(self._folder).manifest_of(name)
-            if manifest is None:
-                raise CheckpointError(
-                    f"checkpoint {name!r} is gone from {self._folder!r} while it was to be published."
-                )
-            self._hand_over(self.publishers[number], manifest, run_name, votes, overwrite=overwrite)
-        elif votes is not None:
-            votes.stay_out()
+    def _part(self, number: int, name: str, run_name: str, *, overwrite: bool) -> Work:
+        """Function that hands a checkpoint of the folder to one uploader; with a folder per node, on one rank of each."""
+        votes = self._votes(name)
+
+        def publish() -> None:
+            if self._where.is_leader:
+                manifest = self._where.own_catalog.manifest_of(name)
+                if manifest is None:
+                    folder = str(self._where.root)
+                    raise CheckpointError(f"checkpoint {name!r} is gone from {folder!r} while it was to be published.")
+                self._hand_over(self.publishers[number], manifest, run_name, votes, overwrite=overwrite)
+            elif votes is not None:
+                votes.stay_out()
+
+        return publish
 
     def _hand_over(
         self, publisher: Publisher, manifest: Manifest, run_name: str, votes: PublishVotes | None, *, overwrite: bool
     ) -> None:
-        catalog = Catalog(self._folder)
+        catalog = self._where.own_catalog
 
         def delete_local() -> None:
             catalog.delete(manifest)
@@ -573,8 +557,7 @@ class Publishing:
 
     def _has_news(self) -> bool:
         """Check whether uploads have ended on this rank since :meth:`take_news`."""
-        if self.has_places:
-            self._outcomes += [outcome for publisher in self.publishers for outcome in publisher.outcomes()]
+        self._outcomes += [outcome for publisher in self.publishers for outcome in publisher.outcomes()]
         return bool(self._gone or self._outcomes)
 
     # ── waiting ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -601,10 +584,8 @@ class Publishing:
                 if not publisher.published(0):
                     raise publisher.late()
 
-    def published(self, seconds: float) -> bool | None:
-        """Wait on every rank until all is published, ``seconds`` at most; whether it is; ``None``: nowhere to."""
-        if not self.has_places:
-            return None
+    def published(self, seconds: float) -> bool:
+        """Wait on every rank until all is published, ``seconds`` at most; whether it is."""
         return dist.get_group().wait_for_all(self._published, timedelta(seconds=max(seconds, 0.001)))
 
     def _published(self, seconds: float) -> bool:
@@ -612,18 +593,14 @@ class Publishing:
         return all(publisher.published(until - time.monotonic()) for publisher in self.publishers)
 
     def close(self) -> None:
-        """Wait for what is being published and release the store; twice is fine.
+        """Wait for what is being published; twice is fine.
 
         Raises:
             Exception: what made an upload fail.
         """
         uploader, self._uploader = self._uploader, None
-        try:
-            if uploader is not None:
-                uploader.close(self._options.upload_timeout_in_seconds)
-        finally:
-            if self._store is not None:
-                self._store.close()
+        if uploader is not None:
+            uploader.close(self._options.upload_timeout_in_seconds)
 
 
 def _sweep(root: str, transfer: Transfer) -> None:
@@ -634,37 +611,16 @@ def _sweep(root: str, transfer: Transfer) -> None:
         log.info("could not look for unfinished uploads of killed processes: %s", e)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """Names of checkpoints in a bucket.
+def _root_and_template(remote: str, local: str) -> tuple[str, str]:
+    """Cut the template ``remote`` of names in a bucket: what all begin with, without variables of time, and the rest.
 
-    Attributes:
-        root: what all names begin with; without variables of time.
-        template: of each name below it.
+    It is cut as in the folder if it ends with ``local``, the template there. Otherwise the root is the folders at its
+    beginning whose names do not change with time.
     """
-
-    root: str
-    template: str
-
-    @classmethod
-    def of(cls, remote: str, local: str) -> _Names:
-        """The names for ``remote``, cut as in the folder if it ends with ``local``, the template there.
-
-        Otherwise the root is the folders at its beginning whose names do not change with time.
-        """
-        if remote == local or remote.endswith(f"/{local}"):
-            return cls(remote.removesuffix(local).rstrip("/"), local)
-        parts = remote.split("/")
-        fixed = 0
-        while fixed < len(parts) - 1 and set(variables_in(parts[fixed], remote)) <= set(DIST_VARIABLES):
-            fixed += 1
-        return cls("/".join(parts[:fixed]), "/".join(parts[fixed:]))
-
-
-def _checked(name: str | Path | None, default: str, argument: str) -> str:
-    """The template of a name in a bucket; a URI of the bucket's own means its path."""
-    if name is None:
-        return default.lstrip("/")
-    text = str(name)
-    return check_template(parse_uri(text)[2] if is_uri(text) else text, argument=argument)
+    if remote == local or remote.endswith(f"/{local}"):
+        return remote.removesuffix(local).rstrip("/"), local
+    parts = remote.split("/")
+    fixed = 0
+    while fixed < len(parts) - 1 and set(variables_in(parts[fixed], remote)) <= set(DIST_VARIABLES):
+        fixed += 1
+    return "/".join(parts[:fixed]), "/".join(parts[fixed:])

@@ -32,7 +32,7 @@ from composerlite.checkpoint.record.retention import Interval
 from composerlite.checkpoint.save.form import Form, form_of
 from composerlite.checkpoint.save.memory_folder import folder_key, make_private, warn_of_others
 from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError
-from composerlite.storage import make_folder, parse_uri
+from composerlite.storage import is_uri, make_folder, parse_uri
 from composerlite.types import Lineage
 
 __all__ = [
@@ -119,11 +119,17 @@ class SaveOptions:
                 f"{self.folder!r}, a local folder. Leave it out, or give save_folder a URI."
             )
         check_template(self.filename, argument="save_filename")
+        below = self.path.removeprefix("./").strip("/")
         if self.remote_file_name == OWN_REMOTE_NAME:
             self._set("remote_file_name", None if scheme else OWN_REMOTE_NAME.replace("{filename}", self.filename))
+        name = _in_bucket(self.remote_file_name, f"{below}/{self.filename}", "save_remote_file_name")
+        self._set("remote_file_name", name)
+        link = None if self.latest_filename is None else str(self.latest_filename)
         if self.latest_remote_file_name == OWN_REMOTE_LATEST:
-            link = None if scheme or self.latest_filename is None else str(self.latest_filename)
-            name = None if link is None else OWN_REMOTE_LATEST.replace("{latest_filename}", link)
+            name = None if scheme or link is None else OWN_REMOTE_LATEST.replace("{latest_filename}", link)
+            self._set("latest_remote_file_name", name)
+        if link is not None or self.latest_remote_file_name is not None:
+            name = _in_bucket(self.latest_remote_file_name, f"{below}/{link}", "save_latest_remote_file_name")
             self._set("latest_remote_file_name", name)
         if self.latest is not None:
             check_template(self.latest, argument="save_latest_filename")
@@ -151,6 +157,14 @@ class SaveOptions:
         """True if checkpoints are deleted from the folder when there are newer ones."""
         rules = self.keep_every is not None or self.best_k is not None or self.num_checkpoints_to_keep not in (-1, 0)
         return rules or self.any_ephemeral
+
+
+def _in_bucket(name: str | Path | None, default: str, argument: str) -> str:
+    """Return the template of a name in a bucket; a URI of the bucket's own means its path."""
+    if name is None:
+        return default.lstrip("/")
+    text = str(name)
+    return check_template(parse_uri(text)[2] if is_uri(text) else text, argument=argument)
 
 
 def _check_number(value: object, *, argument: str, least: int = 0) -> None:

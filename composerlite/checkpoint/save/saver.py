@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import time
 from collections import deque
@@ -15,9 +14,17 @@ from composerlite import dist
 from composerlite.checkpoint.record.contents import check_kinds
 from composerlite.checkpoint.record.retention import Retention, retention_policy
 from composerlite.checkpoint.save.job import PendingSave, Pipeline, SaveReport
-from composerlite.checkpoint.save.publish import Destinations, Publication, Publisher, Publishing, PublishingNews
+from composerlite.checkpoint.save.publish import (
+    Destinations,
+    Publication,
+    Publisher,
+    Publishing,
+    PublishingNews,
+    has_destinations,
+)
 from composerlite.checkpoint.save.run_folder import RunFolder, SavedState, SaveOptions, position_of
 from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError, RankError
+from composerlite.storage import open_store
 from composerlite.types import CheckpointNews, CheckpointStep, StateDict
 
 __all__ = ["Saver"]
@@ -236,12 +243,13 @@ class Saver:
         self._warned = False
         self._pending: PendingSave | None = None
         self._tidying: PendingSave | None = None  # the last that ended; older checkpoints may still be deleted for it
-        self._publishing = Publishing(options)
+        self._store = None if options.bucket is None else open_store(options.bucket)
+        self._publishing: Publishing | None = None  # where there is anywhere to publish to
         self._started = 0.0
         self._checked: StateDict | None = None
         self._pipeline = Pipeline(options.staging_bytes, options.verify_copy)
         self._saves_done = dist.PiggybackCounter(lambda: int(self._pending is not None and self._pending.done))
-        self.counters = (self._saves_done, self._publishing.ranks_with_news)
+        self.counters = [self._saves_done]
         self._retention = retention_policy(
             -1 if options.keeps_none else options.num_checkpoints_to_keep,
             keep_every=options.keep_every,
@@ -276,8 +284,15 @@ class Saver:
                 "the others are in the middle of a step, and no state is that of all. Leave it out and save more often."
             )
         form.check(weights_only=self.options.weights_only, ignore_keys=self.options.ignore_keys)
-        self._publishing.name(form, self.where.filename.filename)
         group = dist.get_group()
+        if self._store is not None or group.from_first("finding buckets", lambda: has_destinations(logger)):
+            self._publishing = Publishing(self.options, self._store, self.where, form)
+            self.counters.append(self._publishing.ranks_with_news)
+        elif self.options.keeps_none:
+            raise ConfigError(
+                "num_checkpoints_to_keep=0 keeps none in the folder, and there is no bucket to keep them in: give "
+                "save_folder a URI, or the Trainer a RemoteUploaderDownloader, or keep 1 or more."
+            )
         if self.options.in_memory:
             savers = [one for one in others if not one.options.in_memory]
             saver = next((one for one in savers if not one.options.weights_only), savers[0])
@@ -286,13 +301,15 @@ class Saver:
         with group.all_or_none("preparing the folder of checkpoints"):
             if group.is_first:
                 self.where.prepare()
-                self._publishing.open(state, logger)
+                if self._publishing is not None:
+                    self._publishing.open(state, logger)
         self.where.find_disks(form)
-        self._publishing.begin(self.where, state, logger)
+        if self._publishing is not None:
+            self._publishing.begin(state, logger)
 
     def key_of_folder(self) -> str:
         """Key of its folder, unlike that of others and of an earlier one at the same path. On rank 0."""
-        return self.where.key(publisher.bucket.uri() for publisher in self._publishing.publishers)
+        return self.where.key(publisher.bucket.uri() for publisher in self.publishers)
 
     def take_up(self, state: SavedState) -> None:
         """Find the checkpoints that this run has saved up to now."""
@@ -300,13 +317,13 @@ class Saver:
         self.saved_checkpoints, self._deletes, behind = group.from_first(
             "finding the checkpoints of this run", lambda: self._take_up(state)
         )
-        votes = [self._publishing.votes(name) for _, name in behind]
+        publishing = self._publishing
+        again = [] if publishing is None else publishing.again(behind, state.run_name, self._may_overwrite)
         with group.all_or_none("taking up the checkpoints of this run"):
             if self.where.is_leader and not group.is_first:
                 self.where.follow(self.saved_checkpoints, state, deletes=self._deletes)
-            for (number, name), its in zip(behind, votes, strict=True):
-                overwrite = self._may_overwrite(name)
-                self._publishing.publish_again(number, name, state.run_name, its, overwrite=overwrite)
+            for publish in again:
+                publish()
 
     def _take_up(self, state: SavedState) -> tuple[list[str], bool, list[tuple[int, str]]]:
         """Return the paths of the run's checkpoints, whether any are to be deleted, and which are to be published."""
@@ -314,7 +331,7 @@ class Saver:
         paths = [self.where.path(manifest.name) for manifest in manifests]
         if manifests:
             self.where.catch_up(manifests[-1], state)
-        behind = self._publishing.behind(manifests, state.run_name)
+        behind = [] if self._publishing is None else self._publishing.behind(manifests, state.run_name)
         return paths, self._deletes or any(manifest.ephemeral for manifest in manifests), behind
 
     def begin(self, state: SavedState, *, several: bool) -> None:
@@ -335,7 +352,7 @@ class Saver:
                 self.take_leases(state.run_name, _LEASE_SECONDS)
         with group.all_or_none("looking for checkpoints that this run would overwrite"):
             if self.where.is_leader and not self.options.overwrite:
-                buckets = [(publisher.remote, publisher.template) for publisher in self._publishing.publishers]
+                buckets = [(publisher.remote, publisher.template) for publisher in self.publishers]
                 self.where.refuse_conflicts(state, buckets)
         keeps_one = self.options.num_checkpoints_to_keep == 1 or self.options.in_memory
         if several and group.is_first and not keeps_one and not self.where.filename.varies:
@@ -347,7 +364,7 @@ class Saver:
 
     def take_leases(self, run_name: str, timeout: float) -> None:
         """Keep other processes from writing what this run writes; on rank 0. See :meth:`RunFolder.take_leases`."""
-        of_buckets = [publisher.bucket.lock(run_name) for publisher in self._publishing.publishers]
+        of_buckets = [publisher.bucket.lock(run_name) for publisher in self.publishers]
         self.where.take_leases(run_name, of_buckets, timeout)
 
     # ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -361,7 +378,7 @@ class Saver:
         self.where.check_leases()
         if self._pending is not None and self._saves_done.total == dist.get_world_size():
             self.collect()
-        if self._publishing.has_news:
+        if self._publishing is not None and self._publishing.has_news:
             self._note_publishing(self._publishing.take_news_of_all())
 
     @property
@@ -430,7 +447,8 @@ class Saver:
         options, where = self.options, self.where
         name = where.name_now(state)
         is_own = self._may_overwrite(name)
-        votes = self._publishing.votes_for_all(name)
+        publishing = self._publishing
+        publish = None if publishing is None else publishing.of_next(name, state.run_name, overwrite=is_own)
         if options.best_metric is not None and options.best_metric not in metrics and not ephemeral:
             self._warn_of_missing_metric(name)
         try:
@@ -448,11 +466,7 @@ class Saver:
                 lazy=lazy,
                 ephemeral=ephemeral,
                 metrics=metrics,
-                publish=functools.partial(
-                    self._publishing.publish, run_name=state.run_name, votes=votes, overwrite=is_own
-                )
-                if self._publishing.has_places
-                else None,
+                publish=publish,
                 retention=Retention(self._retention, position_of(state)) if self._deletes else None,
                 disks=where.disks,
                 is_routine=options.in_memory,
@@ -498,7 +512,7 @@ class Saver:
 
     def published(self, seconds: float) -> bool | None:
         """Wait until all is published, ``seconds`` at most; whether it is, on every rank; ``None``: nowhere to."""
-        return self._publishing.published(seconds)
+        return None if self._publishing is None else self._publishing.published(seconds)
 
     @property
     def newest(self) -> str | None:
@@ -617,7 +631,7 @@ class Saver:
             Exception: what made one fail.
         """
         self.collect_all()
-        if self._publishing.has_places:
+        if self._publishing is not None:
             self._publishing.wait_together()
             self._note_publishing(self._publishing.take_news_of_all())
 
@@ -628,14 +642,18 @@ class Saver:
             Exception: what made one fail.
         """
         with contextlib.ExitStack() as stack:
-            stack.callback(self._publishing.close)
+            if self._store is not None:
+                stack.callback(self._store.close)
+            if self._publishing is not None:
+                stack.callback(self._publishing.close)
             stack.callback(self.where.release)
             if self.options.in_memory:
                 stack.callback(self._empty)
             stack.callback(self._pipeline.close)
             self.collect_all(alone=True)  # each rank for itself: others may have failed and not come here
-            self._publishing.wait()
-            self._note_publishing(self._publishing.take_news())
+            if self._publishing is not None:
+                self._publishing.wait()
+                self._note_publishing(self._publishing.take_news())
 
     def _empty(self) -> None:
         """Give memory back in which nothing is that another saver has not saved, too."""
@@ -649,7 +667,7 @@ class Saver:
     @property
     def publishers(self) -> list[Publisher]:
         """Publishers, one for each bucket, on the ranks that publish."""
-        return self._publishing.publishers
+        return [] if self._publishing is None else self._publishing.publishers
 
     def _path_of(self, report: SaveReport) -> str:
         """Return the path of a checkpoint, as :attr:`saved_checkpoints` has it."""

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from composerlite.checkpoint.api.state_dict import save_state_dict
+from composerlite.checkpoint.format.archive import STATES
 from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.record.manifest import Manifest, versions
-from composerlite.checkpoint.save.file_writer import SingleFileWriter, plain_writer
-from composerlite.checkpoint.save.form import RankWriter
+from composerlite.checkpoint.save.form import FileWriter, RankWriter
 from composerlite.checkpoint.save.job import PendingSave
+from composerlite.checkpoint.save.plain_file import plain_writer
 from composerlite.checkpoint.save.sharded_writer import ShardWriter
 from composerlite.checkpoint.tools.whole import weights_of
 from composerlite.devices import rng
@@ -40,13 +41,12 @@ def write_file(contents: Any, path: Path, manifest: Manifest | None, *, overwrit
         CheckpointExistsError: there is something, and ``overwrite`` is false.
         ConfigError: the name promises a format that is not written, or what compresses it is not installed.
     """
-    form = format_of(path.name)
-    form.check()
+    format_of(path.name).check()
     catalog = Catalog(path.parent)
     catalog.reserve(path.name, overwrite=overwrite)
     record = _record(manifest, path.name, "weights" if _is_model(contents) else "monolithic")
-    image = TorchImage(contents)
-    _save(SingleFileWriter(image, catalog, name=path.name, template=path.name, overwrite=overwrite), record, path)
+    images = {STATES: TorchImage(contents)}
+    _save(FileWriter(images, catalog, name=path.name, template=path.name, overwrite=overwrite), record, path)
 
 
 def write_directory(contents: Any, path: Path, manifest: Manifest | None, *, overwrite: bool) -> None:

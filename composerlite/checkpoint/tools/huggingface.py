@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from composerlite.checkpoint.save.file_writer import plain_writer
+from composerlite.checkpoint.save.plain_file import plain_writer
 from composerlite.checkpoint.tools.whole import weights_of
 from composerlite.errors import (
     CheckpointExistsError,
