@@ -359,11 +359,6 @@ class Destinations(Protocol):
     def destinations(self) -> Sequence[Destination]: ...
 
 
-def has_destinations(logger: Destinations) -> bool:
-    """Return true if one of the loggers uploads, and so checkpoints, too."""
-    return any(destination.uploader is not None for destination in logger.destinations)
-
-
 @final
 class Publishing:
     """Publication of a saver's checkpoints to the bucket of its URI, or to those of the run's loggers.

@@ -285,7 +285,10 @@ class Saver:
             )
         form.check(weights_only=self.options.weights_only, ignore_keys=self.options.ignore_keys)
         group = dist.get_group()
-        if self._store is not None or group.from_first("finding buckets", lambda: has_destinations(logger)):
+        uploads = group.from_first(
+            "finding buckets", lambda: any(one.uploader is not None for one in logger.destinations)
+        )
+        if self._store is not None or uploads:
             self._publishing = Publishing(self.options, self._store, self.where, form)
             self.counters.append(self._publishing.ranks_with_news)
         elif self.options.keeps_none:
