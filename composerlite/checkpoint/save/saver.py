@@ -20,7 +20,6 @@ from composerlite.checkpoint.save.publish import (
     Publisher,
     Publishing,
     PublishingNews,
-    has_destinations,
 )
 from composerlite.checkpoint.save.run_folder import RunFolder, SavedState, SaveOptions, position_of
 from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError, RankError
