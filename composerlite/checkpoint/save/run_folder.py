@@ -15,7 +15,7 @@ from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.lease import Lease, take_leases
 from composerlite.checkpoint.place.node_disks import Disks, recover_on_other_disks
-from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, check_ignore_keys
+from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, check_ignore_keys, check_kinds
 from composerlite.checkpoint.record.manifest import Manifest, Position, highest_attempt, may_be_replaced, new_attempt
 from composerlite.checkpoint.record.naming import (
     FIRST_RANK,
@@ -33,7 +33,7 @@ from composerlite.checkpoint.save.form import Form, form_of
 from composerlite.checkpoint.save.memory_folder import folder_key, make_private, warn_of_others
 from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError
 from composerlite.storage import is_uri, make_folder, parse_uri
-from composerlite.types import Lineage
+from composerlite.types import Lineage, StateDict
 
 __all__ = [
     "OWN_REMOTE_LATEST",
@@ -158,6 +158,10 @@ class SaveOptions:
         rules = self.keep_every is not None or self.best_k is not None or self.num_checkpoints_to_keep not in (-1, 0)
         return rules or self.any_ephemeral
 
+    def check(self, held: StateDict) -> None:
+        """See that checkpoints can hold what is saved of ``held``; ConfigError."""
+        check_kinds(held, self.ignore_keys)
+
 
 def _in_bucket(name: str | Path | None, default: str, argument: str) -> str:
     """Return the template of a name in a bucket; a URI of the bucket's own means its path."""
@@ -206,6 +210,7 @@ class RunFolder:
     """
 
     def __init__(self, options: SaveOptions) -> None:
+        self._options = options
         self.folder = self._template = options.local_folder
         self.filename = PartialFilePath(options.filename, self.folder)
         self.latest_filename = None if options.latest is None else PartialFilePath(options.latest, self.folder)
@@ -256,12 +261,14 @@ class RunFolder:
             directory: the name of each checkpoint that is a directory, in place of that of a file.
 
         Raises:
-            ConfigError: another saver has the same names, or they are none for such checkpoints.
+            ConfigError: another saver has the same names, or they are none for such checkpoints, or what is to be saved
+                cannot be.
         """
         self.folder = format_name_with_dist(self._template, state.run_name, **FIRST_RANK)
         check_name_of_run(self.filename.filename, state.run_name, state.timestamp)
         self._check_names_are_its_own(state, others)
         form = form_of(state)
+        form.check(weights_only=self._options.weights_only, ignore_keys=self._options.ignore_keys)
         template = form.template(self.filename.filename)
         if form.kind == "sharded" and directory is not None:
             name = check_template(directory, argument="sharded_ckpt_prefix_dir")

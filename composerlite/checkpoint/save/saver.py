@@ -11,7 +11,6 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol, final
 
 from composerlite import dist
-from composerlite.checkpoint.record.contents import check_kinds
 from composerlite.checkpoint.record.retention import Retention, retention_policy
 from composerlite.checkpoint.save.job import PendingSave, Pipeline, SaveReport
 from composerlite.checkpoint.save.publish import (
@@ -282,7 +281,6 @@ class Saver:
                 "save_on_exception=True with several ranks, or a model that is sharded over ranks: where one fails "
                 "the others are in the middle of a step, and no state is that of all. Leave it out and save more often."
             )
-        form.check(weights_only=self.options.weights_only, ignore_keys=self.options.ignore_keys)
         group = dist.get_group()
         uploads = group.from_first(
             "finding buckets", lambda: any(one.uploader is not None for one in logger.destinations)
@@ -348,7 +346,7 @@ class Saver:
         """
         group = dist.get_group()
         with group.all_or_none("looking at what checkpoints are to hold"):
-            check_kinds(state.weights_state_dict(), self.options.ignore_keys)
+            self.options.check(state.weights_state_dict())
         with group.all_or_none("taking the lease of the run"):
             if group.is_first:
                 self.take_leases(state.run_name, _LEASE_SECONDS)
@@ -398,7 +396,7 @@ class Saver:
         held: StateDict = {}
         with dist.get_group().all_or_none("looking at what checkpoints are to hold"):
             yield held
-            check_kinds(held, self.options.ignore_keys)
+            self.options.check(held)
         self._checked = held
 
     def prepare(self, state: SavedState) -> None:
