@@ -159,7 +159,9 @@ class RemoteUploaderDownloader(LoggerDestination):
         name = self.object_name(format_name_with_dist(remote_file_name, state.run_name))
         staged = self._files.copy(file_path, file_path.name)
 
-        def upload(transfer: Transfer) -> None:
+        transfer = self._uploader.transfer
+
+        def upload() -> None:
             try:
                 if not overwrite and transfer.exists(name):
                     raise FileExistsError(
@@ -171,9 +173,9 @@ class RemoteUploaderDownloader(LoggerDestination):
 
         self._sent.add(name)
         self._uploader.submit(
-            name,
+            self.object_store.get_uri(name),
             upload,
-            what=self.object_store.get_uri(name),
+            lane=name,
             replaces=True,
             dropped=lambda: self._files.give_back(staged),
         )

@@ -209,7 +209,7 @@ class RunFileLogger(LoggerDestination):
         if (publisher := self._publisher) is not None:
             uri = publisher.bucket.uri(self._name)
             self._uploaded = True
-            publisher.uploader.submit(uri, lambda _: self._send(publisher.bucket), what=uri, replaces=True)
+            publisher.uploader.submit(uri, lambda: self._send(publisher.bucket), lane=uri, replaces=True)
         elif self._remote_template is not None:
             name = format_name_with_dist(self._remote_template, self._state.run_name)
             logger.upload_file(name, self.path, overwrite=True)

@@ -35,7 +35,6 @@ class _Job(NamedTuple):
     dropped: Callable[[], object]
 
 
-@final
 class Background:
     """Does jobs in threads of its own; with one thread in the order in which they came.
 
@@ -44,9 +43,9 @@ class Background:
 
     Args:
         who: wants them done, for messages: ``'MLFlowLogger'``.
-        jobs: what they are, for messages.
+        jobs: what they are, for messages. done: what they are to be.
         num_concurrent: jobs at the same time, of different lanes.
-        error: what is raised for a job that cannot be taken.
+        error: what is raised for a job that cannot be taken. late_error: for some that are not done in the end.
     """
 
     def __init__(
@@ -54,13 +53,17 @@ class Background:
         who: str,
         *,
         jobs: str = "things",
+        done: str = "done",
         num_concurrent: int = 1,
         error: type[ComposerliteError] = ComposerliteError,
+        late_error: type[Exception] = TimeoutError,
     ) -> None:
         self._who = who
         self._jobs = jobs
+        self._done = done
         self._pool = WorkerPool(num_concurrent, name=f"{who} background")
         self._error = error
+        self._late_error = late_error
         self._waiting: deque[_Job] = deque()
         self._running: list[_Job] = []
         self._failures: list[Exception] = []
@@ -155,24 +158,26 @@ class Background:
         self._pool.close(None if in_time else 0.0)
         return [] if in_time else late
 
-    def close(self, seconds: float) -> None:
+    def close(self, seconds: float = 3600.0) -> None:
         """Wait until everything is done, end the threads and raise what failed; twice is fine.
 
         Raises:
-            TimeoutError: it is not within ``seconds``; the message says what is missing.
+            TimeoutError, or ``late_error``: it is not within ``seconds``; the message says what is missing.
             Exception: what failed.
         """
         if late := self.stop(seconds):
             failed = f" Failed: {self.failed}" if self.failed else ""
-            raise TimeoutError(f"{self._who}: not done within {seconds:.0f} s: {', '.join(late)}.{failed}")
+            raise self._late_error(f"{self._who}: not {self._done} within {seconds:.0f} s: {', '.join(late)}.{failed}")
         self.raise_failures()
 
     def _run(self) -> None:
         """Do jobs as long as there is one whose lane is free, the oldest first."""
         while (job := self._next()) is not None:
             failure: Exception | None = None
+            started = time.perf_counter()
             try:
                 job.work()
+                log.debug("%s: %s took %.1f s", self._who, job.what, time.perf_counter() - started)
             except Exception as e:  # noqa: BLE001 - raised by raise_failures, in the thread that can do something about it
                 log.error("%s: %s failed: %s", self._who, job.what, e)
                 e.add_note(f"{self._who} could not do this in the background: {job.what}.")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -414,9 +413,8 @@ def _check_range(name: str, offset: int, size: int) -> None:
         raise CorruptCheckpointError(f"object {name!r}: there are no bytes {offset} to {offset + size}.")
 
 
-@final
-class Uploader:
-    """Uploads in the background: a :class:`Background` whose jobs get a transfer.
+class Uploader(Background):
+    """Uploads in the background.
 
     Args:
         transfer: moves the bytes. It is closed with this.
@@ -424,72 +422,17 @@ class Uploader:
     """
 
     def __init__(self, transfer: Transfer, *, num_concurrent: int = 1) -> None:
+        super().__init__(
+            "the uploader",
+            jobs="uploads",
+            done="uploaded",
+            num_concurrent=num_concurrent,
+            error=ObjectStoreError,
+            late_error=ObjectStoreError,
+        )
         self.transfer = transfer
-        self._jobs = Background("the uploader", jobs="uploads", num_concurrent=num_concurrent, error=ObjectStoreError)
 
-    def submit(
-        self,
-        lane: str,
-        work: Callable[[Transfer], object],
-        *,
-        what: str,
-        replaces: bool = False,
-        dropped: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Run ``work`` in the background, after everything submitted before in its lane.
-
-        Args:
-            lane: what has to be in order, such as the name of an object.
-            work: is called with the transfer.
-            what: what is uploaded, for messages.
-            replaces: what waits in the lane and has not begun is not done any more: this is newer.
-            dropped: is called if this is not done for that reason, or because of :meth:`close`.
-
-        Raises:
-            ObjectStoreError: after :meth:`close`.
-        """
-
-        def upload() -> None:
-            started = time.perf_counter()
-            work(self.transfer)
-            _log.debug("uploaded %s in %.1f s", what, time.perf_counter() - started)
-
-        self._jobs.submit(what, upload, lane=lane, replaces=replaces, dropped=dropped)
-
-    @property
-    def pending(self) -> list[str]:
-        """Uploads that are not done yet, the oldest first."""
-        return self._jobs.pending
-
-    def raise_failures(self) -> None:
-        """Raise the errors of jobs that failed since the last call, if any."""
-        self._jobs.raise_failures()
-
-    def wait(self, timeout: float, *, lane: str | None = None, at_most: int = 0) -> bool:
-        """Wait until at most so many uploads are pending, ``timeout`` seconds at most; return true if that is so.
-
-        ``lane``: only those of this lane count.
-
-        Args:
-            timeout: in seconds.
-            lane: count only uploads of this lane; ``None``: of all.
-            at_most: uploads that may be pending.
-
-        Returns:
-            True if at most ``at_most`` uploads are pending.
-        """
-        return self._jobs.wait(timeout, lane=lane, at_most=at_most)
-
-    def close(self, timeout: float = 3600.0) -> None:
-        """Wait for all uploads, end the threads and raise what failed; twice is fine.
-
-        Raises:
-            ObjectStoreError: an upload was not done in ``timeout`` seconds; the message lists them.
-            Exception: what made one fail.
-        """
-        late = self._jobs.stop(timeout)
+    def stop(self, seconds: float) -> list[str]:
+        late = super().stop(seconds)
         self.transfer.close()
-        if late:
-            failed = f" Failed before: {self._jobs.failed}" if self._jobs.failed else ""
-            raise ObjectStoreError(f"not uploaded within {timeout:.0f} s: {', '.join(late)}.{failed}")
-        self._jobs.raise_failures()
+        return late

@@ -96,7 +96,7 @@ def test_the_end_of_fit_waits_for_files(
     """And not for checkpoints: who saves those waits for them, on all ranks together."""
     logger = started(bucket, s3_server, state, num_concurrent_uploads=2)
     done = threading.Event()
-    logger.uploader.submit("checkpoints", lambda _: done.wait(30), what="a checkpoint")
+    logger.uploader.submit("a checkpoint", lambda: done.wait(30), lane="checkpoints")
     (tmp_path / "a").write_bytes(b"content")
     logger.upload_file(state, "a.txt", tmp_path / "a", overwrite=False)
     logger.fit_end(state, Logger(state, logger))

@@ -36,7 +36,7 @@ def test_one_lane_keeps_its_order(uploader: Uploader) -> None:
         running.remove(number)
 
     for number in range(20):
-        uploader.submit("lane", lambda _, number=number: work(number), what=str(number))
+        uploader.submit(str(number), lambda number=number: work(number), lane="lane")
     assert uploader.wait(WAIT)
     uploader.raise_failures()
     assert done == list(range(20))
@@ -45,9 +45,9 @@ def test_one_lane_keeps_its_order(uploader: Uploader) -> None:
 def test_other_lanes_do_not_wait(uploader: Uploader) -> None:
     """A slow upload holds up those of its lane alone."""
     go, done = threading.Event(), threading.Event()
-    uploader.submit("slow", lambda _: go.wait(WAIT), what="slow")
-    uploader.submit("slow", lambda _: None, what="behind slow")
-    uploader.submit("quick", lambda _: done.set(), what="quick")
+    uploader.submit("slow", lambda: go.wait(WAIT), lane="slow")
+    uploader.submit("behind slow", lambda: None, lane="slow")
+    uploader.submit("quick", lambda: done.set(), lane="quick")
     assert done.wait(WAIT)
     assert uploader.wait(WAIT, lane="quick")
     assert uploader.pending == ["slow", "behind slow"]
@@ -60,18 +60,18 @@ def test_the_newest_of_a_name_wins(uploader: Uploader) -> None:
     done: list[str] = []
     dropped: list[str] = []
 
-    def first(_: Transfer) -> None:
+    def first() -> None:
         began.set()
         go.wait(WAIT)
         done.append("a")
 
-    uploader.submit("name", first, what="a", replaces=True)
+    uploader.submit("a", first, lane="name", replaces=True)
     assert began.wait(WAIT)
     for what in "bcd":
         uploader.submit(
-            "name",
-            lambda _, what=what: done.append(what),
-            what=what,
+            what,
+            lambda what=what: done.append(what),
+            lane="name",
             replaces=True,
             dropped=lambda what=what: dropped.append(what),
         )
@@ -84,11 +84,11 @@ def test_a_failure_is_raised_once_and_the_rest_goes_on(uploader: Uploader) -> No
     """The error of an upload comes out at the next look; what came after it is done."""
     done: list[int] = []
 
-    def fail(_: Transfer) -> None:
+    def fail() -> None:
         raise PermissionError("not allowed")
 
-    uploader.submit("lane", fail, what="a")
-    uploader.submit("lane", lambda _: done.append(1), what="b")
+    uploader.submit("a", fail, lane="lane")
+    uploader.submit("b", lambda: done.append(1), lane="lane")
     assert uploader.wait(WAIT)
     with pytest.raises(PermissionError, match="not allowed"):
         uploader.raise_failures()
@@ -100,25 +100,25 @@ def test_closing_waits_and_then_says_what_did_not_arrive(tmp_path: Path) -> None
     """``close`` waits as long as it is told to, and names what was not uploaded by then."""
     uploader, go = Uploader(Transfer(LocalObjectStore(tmp_path))), threading.Event()
     dropped: list[str] = []
-    uploader.submit("lane", lambda _: go.wait(WAIT), what="first.pt")
-    uploader.submit("lane", lambda _: None, what="second.pt", dropped=lambda: dropped.append("second.pt"))
+    uploader.submit("first.pt", lambda: go.wait(WAIT), lane="lane")
+    uploader.submit("second.pt", lambda: None, lane="lane", dropped=lambda: dropped.append("second.pt"))
     with pytest.raises(ObjectStoreError, match=r"not uploaded within 0 s: first\.pt, second\.pt"):
         uploader.close(0.05)
     go.set()
     assert dropped == ["second.pt"]
     with pytest.raises(ObjectStoreError, match="closed"):
-        uploader.submit("lane", lambda _: None, what="third.pt")
+        uploader.submit("third.pt", lambda: None, lane="lane")
 
 
 def test_closing_raises_what_failed(tmp_path: Path) -> None:
     """A failure that nobody has looked at is raised at the end; several are raised together."""
     uploader = Uploader(Transfer(LocalObjectStore(tmp_path)))
 
-    def fail(_: Transfer) -> None:
+    def fail() -> None:
         raise OSError("no network")
 
     for number in range(2):
-        uploader.submit("lane", fail, what=str(number))
+        uploader.submit(str(number), fail, lane="lane")
     with pytest.raises(ExceptionGroup, match="2 uploads failed"):
         uploader.close(WAIT)
     uploader.close(WAIT)

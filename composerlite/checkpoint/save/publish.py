@@ -237,7 +237,7 @@ class Publisher:
                 deleted=deleted,
             )
 
-        def upload(_: Transfer) -> None:
+        def upload() -> None:
             try:
                 outcome = attempt()
                 if is_first:
@@ -245,7 +245,7 @@ class Publisher:
             finally:
                 held.remove()
 
-        self.uploader.submit(self._lane, upload, what=self.bucket.uri(name), dropped=held.remove)
+        self.uploader.submit(self.bucket.uri(name), upload, lane=self._lane, dropped=held.remove)
 
     def published(self, seconds: float, *, at_most: int = 0) -> bool:
         """Wait until at most so many checkpoints are not published, ``seconds`` at most; whether that is so."""
@@ -417,7 +417,7 @@ class Publishing:
         RetryPolicy().run(lambda: store.check_writable(name), f"check that {store.get_uri(name)} can be written")
         if root := bucket.root:  # the whole bucket is not ours to tidy
             what = f"removing unfinished uploads of killed processes in {root!r}"
-            uploader.submit("sweep", functools.partial(_sweep, root), what=what)
+            uploader.submit(what, functools.partial(_sweep, root, uploader.transfer), lane="sweep")
 
     def begin(self, state: NamedState, logger: Destinations) -> None:
         """Prepare to publish. Collective. With a folder per node a rank of each publishes.
