@@ -10,7 +10,7 @@ from composerlite import dist
 from composerlite.callbacks.load_checkpoint import LoadCheckpoint
 from composerlite.checkpoint import IgnoreKeys, PendingSave
 from composerlite.checkpoint.record.naming import PartialFilePath
-from composerlite.checkpoint.save.run_folder import OWN_REMOTE_LATEST, OWN_REMOTE_NAME, SaveOptions
+from composerlite.checkpoint.save.run_folder import OWN_REMOTE_LATEST, OWN_REMOTE_NAME
 from composerlite.checkpoint.save.saver import Saver
 from composerlite.core import (
     AutoInterval,
@@ -121,37 +121,15 @@ class CheckpointSaver(Callback):
         upload_timeout_in_seconds: float = 3600,
         num_remote_checkpoints_to_keep: int = -1,
     ) -> None:
+        arguments = dict(locals())
         self.save_interval = interval_of(save_interval, argument="save_interval", allow_auto=True)
         self.ephemeral_interval: SchedulePredicate | None = None
         if ephemeral_interval is not None:
             self.ephemeral_interval = interval_of(ephemeral_interval, argument="save_ephemeral_interval")
-        self.options = SaveOptions(
-            folder=str(folder),
-            filename=str(filename),
-            remote_file_name=remote_file_name,
-            latest_filename=latest_filename,
-            latest_remote_file_name=latest_remote_file_name,
-            overwrite=overwrite,
-            num_checkpoints_to_keep=num_checkpoints_to_keep,
-            weights_only=weights_only,
-            ignore_keys=ignore_keys,
-            asynchronous=asynchronous,
-            staging_bytes=staging_bytes,
-            verify_copy=verify_copy,
-            in_memory=in_memory,
-            on_exception=on_exception,
-            failure_limit=failure_limit,
-            any_ephemeral=ephemeral_interval is not None,
-            keep_every=None if keep_every is None else time_of(keep_every, argument="save_keep_every"),
-            best_k=best_k,
-            best_metric=best_metric,
-            best_mode=best_mode,
-            staging_folder=staging_folder,
-            num_concurrent_uploads=num_concurrent_uploads,
-            upload_timeout_in_seconds=float(upload_timeout_in_seconds),
-            num_remote_checkpoints_to_keep=num_remote_checkpoints_to_keep,
-        )
-        self.saver = Saver(self.options)
+        if keep_every is not None:
+            arguments["keep_every"] = time_of(keep_every, argument="save_keep_every")
+        self.saver = Saver(arguments, any_ephemeral=ephemeral_interval is not None)
+        self.options = self.saver.options
         self.weights_only = weights_only
         self.lazy = lazy
         self.in_memory = in_memory

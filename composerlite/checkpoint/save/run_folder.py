@@ -6,10 +6,10 @@ import functools
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Protocol, SupportsInt, final
+from typing import Any, Protocol, SupportsInt, final
 
 from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
@@ -67,33 +67,41 @@ class SaveOptions:
 
     folder: str
     filename: str
-    remote_file_name: str | Path | None = None
-    latest_filename: str | Path | None = None
-    latest_remote_file_name: str | Path | None = None
-    overwrite: bool = False
-    num_checkpoints_to_keep: int = -1
-    weights_only: bool = False
-    ignore_keys: IgnoreKeys = None
-    asynchronous: bool = True
-    staging_bytes: int | None = None
-    verify_copy: int | str = "first"
-    in_memory: bool = False
-    on_exception: bool = False
-    failure_limit: int = 0
-    any_ephemeral: bool = False
-    keep_every: Interval | None = None
-    best_k: int | None = None
-    best_metric: str | None = None
-    best_mode: str = "max"
-    staging_folder: str | Path | None = None
-    num_concurrent_uploads: int = 1
-    upload_timeout_in_seconds: float = 3600.0
-    num_remote_checkpoints_to_keep: int = -1
+    remote_file_name: str | Path | None
+    latest_filename: str | Path | None
+    latest_remote_file_name: str | Path | None
+    overwrite: bool
+    num_checkpoints_to_keep: int
+    weights_only: bool
+    ignore_keys: IgnoreKeys
+    asynchronous: bool
+    staging_bytes: int | None
+    verify_copy: int | str
+    in_memory: bool
+    on_exception: bool
+    failure_limit: int
+    any_ephemeral: bool
+    keep_every: Interval | None
+    best_k: int | None
+    best_metric: str | None
+    best_mode: str
+    staging_folder: str | Path | None
+    num_concurrent_uploads: int
+    upload_timeout_in_seconds: float
+    num_remote_checkpoints_to_keep: int
     bucket: str | None = field(init=False)
     path: str = field(init=False)
     keeps_none: bool = field(init=False)
 
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], *, any_ephemeral: bool) -> SaveOptions:
+        """Return those among the ``arguments`` of the callback."""
+        given = {**arguments, "any_ephemeral": any_ephemeral}
+        return cls(**{one.name: given[one.name] for one in fields(cls) if one.init})
+
     def __post_init__(self) -> None:
+        self._set("folder", str(self.folder))
+        self._set("filename", str(self.filename))
         if self.staging_bytes is not None:
             _check_number(self.staging_bytes, argument="save_staging_bytes")
         if self.verify_copy not in ("first", "always", "never"):

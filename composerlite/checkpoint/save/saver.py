@@ -220,6 +220,10 @@ class Saver:
     One save is in flight at a time. Whoever says when calls :meth:`look` between batches, and asks ``outcomes``
     how saves went. Every method is called by all ranks, where it does not say otherwise.
 
+    Args:
+        arguments: those of the callback, with amounts of training that are read.
+        any_ephemeral: some checkpoints are to go as soon as there is a newer one.
+
     Attributes:
         options: what it was told. where: the folder.
         saved_checkpoints: paths of the checkpoints of this run, oldest first.
@@ -231,8 +235,8 @@ class Saver:
         ConfigError: a name that cannot be used, or there is no such store.
     """
 
-    def __init__(self, options: SaveOptions) -> None:
-        self.options = options
+    def __init__(self, arguments: Mapping[str, Any], *, any_ephemeral: bool) -> None:
+        self.options = options = SaveOptions.of(arguments, any_ephemeral=any_ephemeral)
         self.where = RunFolder(options)
         self.saved_checkpoints: list[str] = []
         self.blocked_seconds = 0.0
