@@ -40,6 +40,7 @@ from composerlite.storage import (
     RetryPolicy,
     check_name,
 )
+from composerlite.types import CheckpointNews
 
 if TYPE_CHECKING:
     from composerlite.storage import Transfer, Uploader
@@ -57,29 +58,20 @@ _STALE = timedelta(days=1)
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Publication:
+class Publication(NamedTuple):
     """Outcome of publishing a checkpoint.
 
     Attributes:
-        name: of it, below ``where``. where: the URI that it was to come to.
-        batch: optimizer steps done when it was saved. size_bytes: of its data.
-        at: when that ended, in seconds since 1970.
-        seconds: it took, from the first request to the link.
+        news: what loggers are told: name and place, when it ended, and the seconds from the first request to the link.
         lag_seconds: from the call of the save until then, by the clock.
         error: what made it fail; ``None``: it is there.
         deleted: names of those that were given up for it.
     """
 
-    name: str
-    where: str
-    batch: int
-    size_bytes: int
-    at: float
-    seconds: float
+    news: CheckpointNews
     lag_seconds: float
-    error: Exception | None = None
-    deleted: Sequence[str] = ()
+    error: Exception | None
+    deleted: Sequence[str]
 
 
 @final
@@ -225,17 +217,18 @@ class Publisher:
             except Exception as e:  # noqa: BLE001 - who saves asks for it: see outcomes
                 log.warning("checkpoint %s could not be published: %s", self.bucket.uri(name), e)
                 ended, error = time.time(), e
-            return Publication(
+            news = CheckpointNews(
+                what="uploaded" if error is None else "upload failed",
                 name=name,
                 where=self.bucket.uri(),
                 batch=manifest.batch,
-                size_bytes=manifest.size_bytes,
                 at=ended,
-                seconds=max(0.0, ended - began),  # the clock may have been set back
-                lag_seconds=max(0.0, ended - datetime.fromisoformat(manifest.saved_at).timestamp()),
-                error=error,
-                deleted=deleted,
+                size_bytes=manifest.size_bytes,
+                seconds={"upload": max(0.0, ended - began)},  # the clock may have been set back
+                error=None if error is None else f"{type(error).__name__}: {error}",
             )
+            lag = ended - datetime.fromisoformat(manifest.saved_at).timestamp()
+            return Publication(news, max(0.0, lag), error, deleted)
 
         def upload() -> None:
             try:

@@ -23,7 +23,7 @@ from composerlite.checkpoint.save.publish import (
 from composerlite.checkpoint.save.run_folder import RunFolder, SavedState, SaveOptions, position_of
 from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError, RankError
 from composerlite.storage import open_store
-from composerlite.types import CheckpointNews, CheckpointStep, StateDict
+from composerlite.types import CheckpointNews, StateDict
 
 __all__ = ["Saver"]
 
@@ -144,7 +144,9 @@ class Outcomes:
         Raises:
             Exception: ``error``, unless it is tolerated.
         """
-        self._tell(dataclasses.replace(self._begun, what="failed", at=time.time(), error=_text(error)))
+        self._tell(
+            dataclasses.replace(self._begun, what="failed", at=time.time(), error=f"{type(error).__name__}: {error}")
+        )
         self._ended.append(None)
         self._saves.note(error, self._logger)
 
@@ -162,25 +164,14 @@ class Outcomes:
         Raises:
             Exception: what made it fail, unless it is tolerated.
         """
-        what: CheckpointStep = "uploaded" if one.error is None else "upload failed"
-        self._tell(
-            CheckpointNews(
-                what=what,
-                name=one.name,
-                where=one.where,
-                batch=one.batch,
-                at=one.at,
-                size_bytes=one.size_bytes,
-                seconds={"upload": one.seconds},
-                error=None if one.error is None else _text(one.error),
-            )
-        )
-        self.deleted(one.deleted, one.where, one.at)
+        news = one.news
+        self._tell(news)
+        self.deleted(one.deleted, news.where, news.at)
         if one.error is None:
             self._log(
-                uploaded_batch=one.batch,
-                uploaded_bytes=one.size_bytes,
-                upload_seconds=one.seconds,
+                uploaded_batch=news.batch,
+                uploaded_bytes=news.size_bytes,
+                upload_seconds=news.seconds["upload"],
                 upload_lag_seconds=one.lag_seconds,
             )
         self._uploads.note(one.error, self._logger)
@@ -195,7 +186,7 @@ class Outcomes:
         if self._logger is not None and dist.get_global_rank() == 0:
             self._logger.log_checkpoint(news)
 
-    def _log(self, **metrics: float) -> None:
+    def _log(self, **metrics: float | None) -> None:
         """Log ``metrics`` with every logger of the run; docs/logging.md lists their names."""
         if self._logger is not None:
             self._logger.log_metrics({f"checkpoint/{name}": value for name, value in metrics.items()})
@@ -206,10 +197,6 @@ def _may_be_tolerated(error: Exception) -> bool:
     if isinstance(error, RankError):
         return bool(error.causes) and all(isinstance(cause, _FAILURES) for cause in error.causes)
     return isinstance(error, _FAILURES)
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 # ── saves ────────────────────────────────────────────────────────────────────────────────────────────────────────
