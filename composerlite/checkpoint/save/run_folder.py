@@ -96,7 +96,7 @@ class SaveOptions:
     @classmethod
     def of(cls, arguments: Mapping[str, Any], *, any_ephemeral: bool) -> SaveOptions:
         """Return those among the ``arguments`` of the callback."""
-        given = {**arguments, "any_ephemeral": any_ephemeral}
+        given: dict[str, Any] = {**arguments, "any_ephemeral": any_ephemeral}
         return cls(**{one.name: given[one.name] for one in fields(cls) if one.init})
 
     def __post_init__(self) -> None:
