@@ -86,8 +86,8 @@ class RemoteUploaderDownloader(LoggerDestination):
         self.file_path_format_string = f"{folder.strip('/')}/{file_path_format_string}".lstrip("/")
         self.object_store: ObjectStore = open_store(f"{scheme}://{bucket}", **dict(backend_kwargs or {}))
         self._files = StagedFiles(upload_staging_folder)
-        self._retry = RetryPolicy(attempts=num_attempts, first_delay_seconds=_FIRST_DELAY_SECONDS)
-        self._uploader = Uploader(Transfer(self.object_store, retry=self._retry), num_concurrent=num_concurrent_uploads)
+        retry = RetryPolicy(attempts=num_attempts, first_delay_seconds=_FIRST_DELAY_SECONDS)
+        self._uploader = Uploader(Transfer(self.object_store, retry=retry), num_concurrent=num_concurrent_uploads)
         self._prefix = ""
         self._run_name = ""
         self._sent: set[str] = set()
@@ -137,10 +137,7 @@ class RemoteUploaderDownloader(LoggerDestination):
     def init(self, state: State, logger: Logger) -> None:
         """See that the bucket can be written to."""
         self._run_name = state.run_name
-        name = self.object_name("file")
-        self._retry.run(
-            lambda: self.object_store.check_writable(name), f"checking that {self.bucket_uri} can be written to"
-        )
+        self._uploader.transfer.check_writable(self.object_name("file"))
 
     def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
         """Upload the file ``file_path`` as ``remote_file_name``, in the background.

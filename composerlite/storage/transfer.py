@@ -300,6 +300,12 @@ class Transfer:
         """Remove the object ``name``. That there is none is fine."""
         self._retry.run(lambda: self.store.delete_object(name), f"deletion of {name!r}")
 
+    def check_writable(self, name: str) -> None:
+        """See that an object ``name`` could be written; nothing is left of that."""
+        self._retry.run(
+            lambda: self.store.check_writable(name), f"check that {self.store.get_uri(name)} can be written to"
+        )
+
     def close(self) -> None:
         """End the threads and give the memory back; twice is fine. The store stays open."""
         self._pool.close(_CLOSE_SECONDS)

@@ -53,6 +53,12 @@ class PlaceContract(ABC):
     def place(self) -> Generator[Place]:
         """An empty place."""
 
+    def test_a_check_for_writing_leaves_nothing(self, place: Place) -> None:
+        """Twice is fine."""
+        for _ in range(2):
+            place.check_writable()
+        assert list(place.files()) == []
+
     # ── bytes in, bytes out ──────────────────────────────────────────────────────────────────────────────────────
     def test_what_was_put_is_read(self, place: Place) -> None:
         """At any depth; the second bytes replace the first, also where they are fewer."""

@@ -131,6 +131,9 @@ class Bucket(Place):
             root = "" if str(parent) == "." else str(parent)
             yield self.at(root), self.root.removeprefix(root).strip("/") + "/"
 
+    def check_writable(self) -> None:
+        self.transfer.check_writable(self.name_of("file"))
+
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def files(self, below: str = "") -> Mapping[str, StoredFile]:
         prefix = f"{self.name_of(below)}/" if below else self._prefix

@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
@@ -89,6 +90,11 @@ class Folder(Place):
         folder = self.path.resolve()
         for parent in folder.parents:
             yield Folder(parent), f"{folder.relative_to(parent)}/"
+
+    def check_writable(self) -> None:
+        make_folder(self.path)
+        with tempfile.TemporaryFile(dir=self.path):
+            pass
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def files(self, below: str = "") -> Mapping[str, StoredFile]:

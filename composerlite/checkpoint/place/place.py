@@ -112,6 +112,14 @@ class Place(ABC):
     def above(self) -> Iterator[tuple[Place, str]]:
         """Yield the places that this one is in, and what stands there before its paths; until this one is closed."""
 
+    @abstractmethod
+    def check_writable(self) -> None:
+        """See that files can be written here. It is made if it is a folder, and otherwise nothing is left of that.
+
+        Raises:
+            OSError, ObjectStoreError: they cannot.
+        """
+
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     @abstractmethod
     def files(self, below: str = "") -> Mapping[str, StoredFile]:

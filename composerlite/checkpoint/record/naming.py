@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from composerlite.checkpoint.format.packing import format_of
-from composerlite.checkpoint.record.manifest import relative_path
 from composerlite.errors import CheckpointExistsError, ConfigError, did_you_mean
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "PartialFilePath",
     "TimestampLike",
     "archive_template",
-    "check_name_of_run",
     "check_template",
     "check_variables",
     "directory_template",
@@ -238,18 +236,6 @@ def _fill(template: str, values: Mapping[str, Any]) -> str:
         if name not in values:
             raise ConfigError(f"name {template!r}: {{{name}}} is not a variable.{did_you_mean(name, values)}")
     return template.format(**values)
-
-
-def check_name_of_run(template: str, run_name: str, timestamp: TimestampLike) -> None:
-    """See that what ``template`` gives in this run is a name that can be read back from a manifest.
-
-    Raises:
-        ConfigError: it leads out of the folder, or has characters that no name may have.
-    """
-    try:
-        relative_path(format_name_with_dist_and_time(template, run_name, timestamp, **FIRST_RANK))
-    except ValueError as e:
-        raise ConfigError(f"save_filename={template!r} in run {run_name!r}: {e}. Choose another run_name.") from e
 
 
 @final

@@ -37,7 +37,6 @@ from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError
 from composerlite.storage import (
     HardlinkPin,
     ObjectStore,
-    RetryPolicy,
     check_name,
 )
 from composerlite.types import CheckpointNews
@@ -406,8 +405,7 @@ class Publishing:
         self._uploader = uploader
         self.publishers = [self._publisher(uploader, "", state)]
         bucket = self.publishers[0].bucket
-        name = bucket.name_of("file")
-        RetryPolicy().run(lambda: store.check_writable(name), f"check that {store.get_uri(name)} can be written")
+        bucket.check_writable()
         if root := bucket.root:  # the whole bucket is not ours to tidy
             what = f"removing unfinished uploads of killed processes in {root!r}"
             uploader.submit(what, functools.partial(_sweep, root, uploader.transfer), lane="sweep")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -16,12 +15,18 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.lease import Lease, take_leases
 from composerlite.checkpoint.place.node_disks import Disks, recover_on_other_disks
 from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, check_ignore_keys, check_kinds
-from composerlite.checkpoint.record.manifest import Manifest, Position, highest_attempt, may_be_replaced, new_attempt
+from composerlite.checkpoint.record.manifest import (
+    Manifest,
+    Position,
+    highest_attempt,
+    may_be_replaced,
+    new_attempt,
+    relative_path,
+)
 from composerlite.checkpoint.record.naming import (
     FIRST_RANK,
     PartialFilePath,
     TimestampLike,
-    check_name_of_run,
     check_template,
     ensure_no_conflict,
     format_name_with_dist,
@@ -32,7 +37,7 @@ from composerlite.checkpoint.record.retention import Interval
 from composerlite.checkpoint.save.form import Form, form_of
 from composerlite.checkpoint.save.memory_folder import folder_key, make_private, warn_of_others
 from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError
-from composerlite.storage import is_uri, make_folder, parse_uri
+from composerlite.storage import is_uri, parse_uri
 from composerlite.types import Lineage, StateDict
 
 __all__ = [
@@ -184,6 +189,18 @@ def _check_number(value: object, *, argument: str, least: int = 0) -> None:
         raise ConfigError(f"{argument}={value!r}: expected a whole number, {least} or more.")
 
 
+def _check_name(template: str, run_name: str, timestamp: TimestampLike) -> None:
+    """See that what ``template`` gives in this run is a name that can be read back from a manifest.
+
+    Raises:
+        ConfigError: it leads out of the folder, or has characters that no name may have.
+    """
+    try:
+        relative_path(format_name_with_dist_and_time(template, run_name, timestamp, **FIRST_RANK))
+    except ValueError as e:
+        raise ConfigError(f"save_filename={template!r} in run {run_name!r}: {e}. Choose another run_name.") from e
+
+
 class SavedTimestamp(TimestampLike, Protocol):
     """Interface of a timestamp that a saver needs."""
 
@@ -273,7 +290,7 @@ class RunFolder:
                 cannot be.
         """
         self.folder = format_name_with_dist(self._template, state.run_name, **FIRST_RANK)
-        check_name_of_run(self.filename.filename, state.run_name, state.timestamp)
+        _check_name(self.filename.filename, state.run_name, state.timestamp)
         self._check_names_are_its_own(state, others)
         form = form_of(state)
         form.check(weights_only=self._options.weights_only, ignore_keys=self._options.ignore_keys)
@@ -331,9 +348,7 @@ class RunFolder:
             ConfigError: it cannot be made or written to.
         """
         try:
-            make_folder(self.root)
-            with tempfile.TemporaryFile(dir=self.root):
-                pass  # it can be written to
+            self.own_catalog.place.check_writable()
         except OSError as e:
             raise ConfigError(f"save_folder={self.folder!r} cannot be written to: {e}. Choose another folder.") from e
         self.catalog.recover()
