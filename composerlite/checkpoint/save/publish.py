@@ -491,7 +491,7 @@ class Publishing:
         return publish
 
     def _part(self, number: int, name: str, run_name: str, *, overwrite: bool) -> Work:
-        """Function that hands a checkpoint of the folder to one uploader, with a folder per node on one rank of each."""
+        """Function that hands a checkpoint of the folder to one uploader; with a folder per node, on a rank of each."""
         votes = self._votes(name)
 
         def publish() -> None:

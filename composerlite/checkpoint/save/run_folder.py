@@ -100,7 +100,7 @@ class SaveOptions:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], *, any_ephemeral: bool) -> SaveOptions:
-        """Return those among the ``arguments`` of the callback."""
+        """Make them of the ``arguments`` of the callback."""
         given: dict[str, Any] = {**arguments, "any_ephemeral": any_ephemeral}
         return cls(**{one.name: given[one.name] for one in fields(cls) if one.init})
 
