@@ -127,6 +127,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "torchtitan": ("dcp/torchtitan", {}),
     "Lightning": ("lightning/step6.ckpt", {}),
     "torch, by a key map": (
         "torch/nested.pt",
@@ -170,7 +171,9 @@ def test_an_epoch_that_has_ended_is_not_trained_again(tmp_path: Path) -> None:
         assert (int(time.epoch), int(time.batch), int(time.batch_in_epoch)) == (1, 4, 0)
 
 
-@pytest.mark.parametrize("name", ["torch/weights.pt", "torch/checkpoint.pt", "lightning/step6.ckpt", *SAFETENSORS])
+@pytest.mark.parametrize(
+    "name", ["torch/weights.pt", "torch/checkpoint.pt", "lightning/step6.ckpt", "dcp/nested", *SAFETENSORS]
+)
 def test_weights_are_taken_alone(name: str) -> None:
     """A file of weights is loaded as such; of any other they can be asked for."""
     with trainer(DATA / name, load_weights_only=True) as run:

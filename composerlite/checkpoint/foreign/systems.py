@@ -17,9 +17,11 @@ from composerlite.checkpoint.foreign.taken import Run, Taken, state_of
 from composerlite.checkpoint.foreign.torch_dicts import (
     is_state_dict,
     is_torch_dict,
+    is_torchtitan,
     taken_by_map,
     taken_from_state_dict,
     taken_from_torch_dict,
+    taken_from_torchtitan,
 )
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
@@ -46,6 +48,7 @@ SYSTEMS = (
     System("Lightning (.ckpt)", is_lightning, taken_from_lightning),
     System("transformers (checkpoint-N)", is_transformers, taken_from_transformers),
     System("accelerate (save_state)", is_accelerate, taken_from_accelerate),
+    System("torchtitan", is_torchtitan, taken_from_torchtitan),
     System("torch, a dict with a model", is_torch_dict, taken_from_torch_dict),
     System("torch or safetensors, a state dict of a model", is_state_dict, taken_from_state_dict),
 )

@@ -14,13 +14,16 @@ from composerlite.types import StateDict
 __all__ = [
     "is_state_dict",
     "is_torch_dict",
+    "is_torchtitan",
     "taken_by_map",
     "taken_from_state_dict",
     "taken_from_torch_dict",
+    "taken_from_torchtitan",
 ]
 
 _MODELS = ("model", "state_dict", "model_state_dict", "model_state")
 _OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_state")
+_OF_TORCHTITAN = ("optimizer", "lr_scheduler", "train_state", "dataloader")
 _SCHEDULERS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
 
 
@@ -39,6 +42,19 @@ def taken_from_torch_dict(contents: StateDict, source: str) -> Taken:
 
 def _under(contents: StateDict, names: tuple[str, ...]) -> StateDict:
     return {name: contents[name] for name in names if isinstance(contents.get(name), Mapping) and contents[name]}
+
+
+def is_torchtitan(contents: StateDict) -> bool:
+    """Return true for what torchtitan saves: the weights at the top, beside the parts of its trainer."""
+    return isinstance(contents.get("train_state"), Mapping) and "step" in contents["train_state"]
+
+
+def taken_from_torchtitan(contents: StateDict, source: str) -> Taken:
+    """Take weights, optimizer, scheduler and step."""
+    weights = {key: value for key, value in contents.items() if key not in _OF_TORCHTITAN}
+    optimizer, scheduler = (contents.get(key) for key in _OF_TORCHTITAN[:2])
+    left = [key for key in _OF_TORCHTITAN[3:] if key in contents]
+    return Taken(weights, optimizer, scheduler, Counts(contents["train_state"]["step"]), left=left)
 
 
 def is_state_dict(contents: StateDict) -> bool:
