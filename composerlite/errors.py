@@ -90,7 +90,7 @@ class RankError(ComposerliteError, RuntimeError):
 
     Attributes:
         ranks: those that failed.
-        everywhere: every rank raises this error, or will when it comes to the same place.
+        everywhere: every rank raises this error, or will when it reaches the same point.
         causes: what those ranks raised, where that is known: the same on every rank.
     """
 

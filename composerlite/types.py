@@ -29,7 +29,7 @@ Batch: TypeAlias = Any
 """What a data loader yields and a model takes: opaque to the trainer."""
 
 Piece: TypeAlias = tuple[int, int, int]
-"""A part of a file and where it is to come to: offset in the file, address in memory, bytes."""
+"""Part of a file and its destination: offset in the file, address in memory, bytes."""
 
 StateDict: TypeAlias = dict[str, Any]
 """Nested dicts of tensors and plain values, as modules and optimizers give them."""
@@ -126,10 +126,10 @@ CheckpointStep: TypeAlias = Literal["begun", "committed", "uploaded", "deleted",
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointNews:
-    """Something became of a checkpoint. It is told on rank 0, on the training thread, perhaps some batches later.
+    """News of a checkpoint, passed to loggers on rank 0, on the training thread, perhaps some batches later.
 
     Attributes:
-        what: became of it.
+        what: happened to it.
         name: of the checkpoint, below ``where``.
         where: the folder, or the URI.
         batch: optimizer steps done when it was saved; ``None`` where that is not at hand.

@@ -34,7 +34,7 @@ class SAM(Algorithm):
     Args:
         rho: distance to those weights, as an L2 norm.
         epsilon: added to the norm of the gradients.
-        interval: every so many batches; the others take a plain step.
+        interval: batches from one SAM step to the next; the others take a plain step.
 
     Raises:
         ConfigError: values that mean nothing; at ``INIT``, DeepSpeed trains, which alone has the gradients.

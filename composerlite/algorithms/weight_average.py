@@ -18,7 +18,7 @@ from composerlite.types import StateDict
 __all__ = ["AverageFunction", "WeightAverage", "is_due", "read_update_interval", "update_event"]
 
 AverageFunction: TypeAlias = "Callable[[Any, Any, int], None]"
-"""Adds the second list of tensors to the first, which is an average of so many; see ``torch.optim.swa_utils``."""
+"""Adds the second list of tensors to the first, an average of a number of them; see ``torch.optim.swa_utils``."""
 
 
 def read_update_interval(name: str, value: Time | str) -> Time:

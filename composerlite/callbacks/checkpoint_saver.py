@@ -76,10 +76,10 @@ class CheckpointSaver(Callback):
         in_memory: the folder is in memory that outlives the process: it is emptied at the end, once another saver has
             saved as much, and does not count where a run is preempted. Before the step that ends an interval of
             batches the save of the one before is waited for: a process that is killed has lost one interval at most.
-        failure_limit: so many saves in a row may fail, and so many uploads, with a warning each.
+        failure_limit: number of consecutive saves, and of uploads, that may fail, with a warning each.
         ephemeral_interval: save at these times too, and delete such a checkpoint as soon as there is a newer one.
         keep_every: the first checkpoint at or after each multiple of this interval stays for ever.
-        best_k: the best so many by ``best_metric`` stay, ``best_mode`` being ``'max'`` or ``'min'``.
+        best_k: number of the best checkpoints by ``best_metric`` to keep; ``best_mode`` is ``'max'`` or ``'min'``.
         staging_folder: the local folder where ``folder`` is a URI; the path in the URI by default.
         num_concurrent_uploads: accepted for scripts of Composer; a checkpoint is sent at a time, in several parts.
         upload_timeout_in_seconds: how long to wait for uploads, at the end of training and where too many wait.

@@ -177,7 +177,7 @@ class MemoryMonitor(Callback):
     Args:
         memory_keys: keys of ``torch.cuda.memory_stats`` and the names to log them under, after ``memory/``. Byte
             counts become GB, other counts stay as they are. By default current and peak memory and allocation retries.
-        dist_aggregate_batch_interval: every so many batches log each of them over all ranks as well, with ``_avg``,
+        dist_aggregate_batch_interval: batches between logs of each over all ranks, with ``_avg``,
             ``_min`` and ``_max`` after its name. Every rank needs the same.
 
     Raises:

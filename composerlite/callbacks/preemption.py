@@ -29,7 +29,7 @@ _SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 _ONE_KEY_PRESS_SECONDS = 1.0
 """A launcher passes Ctrl-C on to processes that the terminal has sent it to as well."""
 _SAFETY = 1.2
-"""A save is begun if so many times what the last one took is left."""
+"""Multiple of the duration of the last save that must be left to begin one."""
 _REQUEUE_SECONDS = 20.0
 
 Handler = Callable[[int, FrameType | None], Any] | int | None

@@ -251,6 +251,6 @@ class RuntimeEstimator(Callback):
 
 
 def _fraction_done(state: State) -> float:
-    """Fraction of training that is done, to the batch where that can be told. Ask while training, not evaluating."""
+    """Fraction of training that is done, exact to the batch where possible. Ask while training, not evaluating."""
     end = state.max_duration
     return 0.0 if end is None else span(end, state).fraction

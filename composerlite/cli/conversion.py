@@ -25,7 +25,7 @@ __all__ = ["convert", "unshard"]
 @click.option("--safetensors", is_flag=True, help="Write safetensors, of the model alone.")
 @click.option("--optim/--no-optim", default=None, help="Write the optimizer, too. If there is one, if not said.")
 @click.option("--per-tensor", is_flag=True, help="A file for each tensor.")
-@click.option("--chunk-bytes", type=click.IntRange(min=1), metavar="BYTES", help="Files of about so many bytes.")
+@click.option("--chunk-bytes", type=click.IntRange(min=1), metavar="BYTES", help="Approximate size of a file.")
 @click.option("--overwrite", is_flag=True, help="Write to a folder that is not empty.")
 @options.as_json
 def unshard(

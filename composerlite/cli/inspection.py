@@ -22,7 +22,7 @@ __all__ = ["diff", "inspect"]
 
 @click.command()
 @options.checkpoint
-@click.option("--depth", type=click.IntRange(min=1), help="Show so many levels of keys.")
+@click.option("--depth", type=click.IntRange(min=1), help="Levels of keys to show.")
 @options.as_json
 def inspect(checkpoint: str, depth: int | None, as_json: bool) -> None:
     """Show the keys in CHECKPOINT, with shapes, types and bytes.
@@ -97,7 +97,7 @@ _KEYS_SHOWN = 20
 @click.argument("a", metavar="A", help="A checkpoint.")
 @click.argument("b", metavar="B", help="Another.")
 @click.option("--all", "everything", is_flag=True, help="Compare all that they hold, and not the weights alone.")
-@click.option("--top", type=click.IntRange(min=0), default=20, help="Show so many of the largest changes.")
+@click.option("--top", type=click.IntRange(min=0), default=20, help="Number of largest changes to show.")
 @click.option("--exit-code", is_flag=True, help="Exit status 1 if they differ.")
 @options.as_json
 def diff(a: str, b: str, everything: bool, top: int, exit_code: bool, as_json: bool) -> None:

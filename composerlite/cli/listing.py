@@ -161,7 +161,7 @@ def _state(found: Found) -> str:
 def verify(targets: Sequence[str], run: str | None, as_json: bool) -> None:
     """Read CHECKPOINT, or all in a folder, and compare every byte with the manifest.
 
-    Exit status 1: something is damaged; what, is listed. What has no manifest is told to be unverified.
+    Exit status 1: a checkpoint is damaged. Checkpoints without a manifest are listed as unverified.
     """
     verdicts: list[dict[str, Any]] = []
     for text in targets:

@@ -83,7 +83,7 @@ def readable_errors(*, traceback: bool = False, of_system: bool = False) -> Gene
 
     Args:
         traceback: show it, too.
-        of_system: no code of the user's runs: every error of the system is told, wherever it was raised.
+        of_system: no code of the user's runs: every OSError is printed as a message, wherever it was raised.
     """
     if not gc.isenabled():  # see main()
         gc.freeze()

@@ -23,9 +23,9 @@ __all__ = ["collect", "prune"]
 
 @click.command()
 @options.places
-@click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="The newest so many stay.")
+@click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep the newest N.")
 @click.option("--keep-every", metavar="TIME", help="The first at or after each multiple stays: 10ep, 5000ba.")
-@click.option("--best-k", type=click.IntRange(min=1), metavar="K", help="The best so many by --best-metric stay.")
+@click.option("--best-k", type=click.IntRange(min=1), metavar="K", help="Keep the best K by --best-metric.")
 @click.option("--best-metric", metavar="NAME", help="As 'ls' shows it.")
 @click.option("--best-mode", default="max", help="max or min: which values are better.")
 @click.option("--abandoned", "with_abandoned", is_flag=True, help="Remove what runs left that were started over, too.")

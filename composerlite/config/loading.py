@@ -1,6 +1,6 @@
 """Reading a run: the files that it is made of, ``KEY=VALUE`` of the command line, and interpolation.
 
-Interpolations are ``${variables.x}`` and ``${oc.env:NAME}``; which values depend on the environment is told apart.
+Interpolations are ``${variables.x}`` and ``${oc.env:NAME}``; values that depend on the environment are marked.
 """
 
 from __future__ import annotations

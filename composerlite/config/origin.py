@@ -73,8 +73,8 @@ class Origin:
         files: those that were merged, that of the run first.
         places: of each key and list item, where the file stands that said it last.
         overrides: given on the command line, by the values that they set.
-        written: the values that depend on environment variables, as the files write them. What they are is told to
-            nobody: it may be secret.
+        written: the values that depend on environment variables, as the files write them. Their values are
+            never shown: they may be secret.
     """
 
     files: Sequence[Path]

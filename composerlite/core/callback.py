@@ -218,7 +218,7 @@ class LoggerDestination(Callback):
         """
 
     def log_checkpoint(self, news: CheckpointNews) -> None:
-        """Something became of a checkpoint: it was begun, committed, uploaded, deleted, or failed."""
+        """Take news of a checkpoint: begun, committed, uploaded, deleted, or failed."""
 
     def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
         """Keep a copy of the file ``file_path`` under ``remote_file_name``. Do not wait for it.

@@ -221,7 +221,7 @@ def _unclear(batch: Any, sizes: frozenset[int] | None) -> ConfigError:
 
 
 def _cut(part: Any, samples: int, size: int, *, is_whole: bool = False) -> Sequence[Any]:
-    """``part``, which holds so many samples, in pieces of ``size``."""
+    """Cut ``part``, which holds ``samples`` samples, into pieces of ``size``."""
     starts = range(0, samples, size)
     if _is_repeated(part):
         return [part] * len(starts)
@@ -329,7 +329,7 @@ class Evaluator:
         label: names its metrics, ``metrics/<label>/<metric>``.
         dataloader: the batches, as a loader, a :class:`DataSpec` or its arguments as a dict.
         metric_names: which of the model's metrics to compute; all by default. Globs are allowed.
-        subset_num_batches: stop after so many batches; -1 for all, ``None`` for the trainer's setting.
+        subset_num_batches: number of batches; -1 for all, ``None`` for the trainer's setting.
         eval_interval: when during training; ``None`` for the trainer's setting. An int counts epochs; 0 is never.
         device_eval_microbatch_size: samples per forward pass; a whole batch by default.
     """

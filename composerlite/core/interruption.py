@@ -33,15 +33,15 @@ class EvaluationAbandonedError(Exception):
 class Interruption:
     """A request from outside to end the process soon, such as a scheduler's SIGTERM.
 
-    Whoever hears of it calls :meth:`request`, which only takes note. Training looks at :attr:`agreed` at every safe
-    point: after each batch, each epoch, each batch of an evaluation; and, where batches take long, between microbatches
-    and while it waits for the loader. There the run is as after a whole number of steps, on every rank the same.
+    A signal handler calls :meth:`request`, which only sets a flag. Training checks :attr:`agreed` at every safe point:
+    after each batch, each epoch, each batch of an evaluation; and, where batches take long, between microbatches and
+    while it waits for the loader. There the run is as after a whole number of steps, on every rank the same.
 
     Attributes:
         requested: on this rank.
         leave: what to do then, at the next safe point; it does not return. ``None``: nobody listens for signals.
         evaluation: the event that an evaluation belongs to which was begun, and the labels of the evaluators that have
-            not come to their end; ``None`` if there is none. In checkpoints: a resumed run begins with it.
+            not finish; ``None`` if there is none. In checkpoints: a resumed run begins with it.
         may_abandon: the batch that is trained on may be given up between microbatches. The same on every rank.
     """
 

@@ -107,7 +107,7 @@ class AutoInterval:
     never more than one save in flight, and one is in flight for at most half of the time. Time is that of training, as
     in ``Timestamp.total_wct``: evaluation does not count.
 
-    Whoever saves calls :meth:`save_began` for every save, also one that was not asked for here, and when it is over
+    The saver calls :meth:`save_began` for every save, also one that was not asked for here, and when it is over
     :meth:`record_save` or :meth:`record_failure`.
 
     Args:
@@ -259,7 +259,7 @@ def create_interval_scheduler(
 ) -> SchedulePredicate:
     """``interval`` as a function ``(state, event) -> bool``; a function is returned as it is.
 
-    With ``allow_auto``, ``'auto:1%'`` gives an :class:`AutoInterval`; whoever asks it must tell it of each save.
+    With ``allow_auto``, ``'auto:1%'`` gives an :class:`AutoInterval`; its caller reports each save to it.
 
     Args:
         interval: a number of epochs, a time string, a ``Time``, or a function ``(state, event) -> bool``.

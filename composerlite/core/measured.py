@@ -110,7 +110,7 @@ class MeasuredMetrics:
 
 
 def check_metric_exists(name: str, state: State, *, argument: str) -> None:
-    """Check that evaluation or training will measure ``name``, as far as that can be told before it does.
+    """Check that evaluation or training will measure ``name``, as far as that is known before.
 
     Args:
         name: ``<label>/<name>``, such as ``'eval/MulticlassAccuracy'``; ``'<label>/<name>/3'`` of a vector.

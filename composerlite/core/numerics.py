@@ -45,7 +45,7 @@ def get_random_seed() -> int:
 
 
 def seed_of_rank(seed: int, rank: int) -> int:
-    """The seed of a rank in a run of this ``seed``: so many more, from 0 on again behind the largest.
+    """Seed of a rank in a run of this ``seed``.
 
     Args:
         seed: of the run.

@@ -1,6 +1,6 @@
 """Copies from devices to memory of this machine, in the order in which each device works.
 
-Training queues its work on a device and does not wait for it, and so does whoever copies: what is read when follows
+Training queues its work on a device and does not wait for it, and so do copies: what is read when follows
 from waits between the two queues. Those are the verbs of :class:`DeviceCopier`; ``tests/checkpoint/test_copy_order.py``
 runs a simulated device that does its work in any order that they allow. Streams and events are those of the CUDA
 programming guide, https://docs.nvidia.com/cuda/cuda-c-programming-guide/#asynchronous-concurrent-execution
@@ -119,7 +119,7 @@ class DeviceCopier(Protocol):
 
 
 Pin = Callable[["HostMemory", threading.Event | None], bool]
-"""Lets devices write to a memory directly; whether they do. Twice is fine. It continues while the event is set."""
+"""Pins memory for direct writes by devices; returns true if it did. It pauses while the event is cleared."""
 
 
 class Devices(Protocol):
@@ -231,7 +231,7 @@ class Pinning:
     Args:
         register: pins memory: address, bytes, flags; returns the error's number, 0 for none.
         unregister: ends that: address; returns the same.
-        clear_error: makes the device forget that a call failed: else the next kernel would be told of it.
+        clear_error: clears the device's last error, which the next kernel would report otherwise.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class Pinning:
         self._refused: set[int] = set()
 
     def add(self, memory: HostMemory, go: threading.Event | None = None) -> bool:
-        """Pin ``memory`` in slices, between which others may do the like; whether all of it is. Twice is fine.
+        """Pin ``memory`` in slices, between which other threads may pin theirs. May be called twice.
 
         Args:
             memory: host memory.

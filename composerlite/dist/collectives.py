@@ -79,7 +79,7 @@ def all_succeed(what: str, timeout: timedelta | None = None) -> Generator[None]:
     Raises:
         RankError: the block failed on a rank; its cause is the exception. Where it failed on every rank in the same
             way, and in a run of one process: the exception.
-        LateRankError: not every rank came to the end of the block in ``timeout``.
+        LateRankError: not every rank reached the end of the block in ``timeout``.
     """
     if get_world_size() == 1:
         yield

@@ -286,7 +286,7 @@ def initialize_dist(
 
 
 def finalize_dist(timeout: timedelta = _GOODBYE) -> None:
-    """Leave the groups that :func:`initialize_dist` made. Twice is fine, and so is never having called it.
+    """Destroy the process groups of :func:`initialize_dist`. Does nothing without one, or the second time.
 
     Waits up to ``timeout`` until the others leave, unless one has failed and said so. Never fails because of them.
     """

@@ -171,7 +171,7 @@ class Group(ABC):
         is lost is missed in time.
 
         Args:
-            wait: waits itself, so many seconds at most, and says whether there is nothing left to wait for.
+            wait: waits for the given seconds at most, and returns true if there is nothing left to wait for.
             timeout: of the whole.
 
         Returns:

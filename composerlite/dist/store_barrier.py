@@ -181,7 +181,7 @@ def first_decision(store: Store, key: str) -> object:
 @final
 @dataclass(frozen=True)
 class _Arrival:
-    """The point that a rank has come to."""
+    """Position of a rank in the sequence of barriers."""
 
     ticket: int
     what: str
@@ -268,7 +268,7 @@ class StoreBarrier:
         self.succeed(what, timeout)
 
     def leave(self, error: BaseException) -> None:
-        """Tell the others that this rank failed and comes to no barrier any more: their waits end with that.
+        """Report that this rank failed and reaches no further barrier: the waits of other ranks end with that.
 
         Never waits. An error that all ranks have is not told.
         """
@@ -288,7 +288,7 @@ class StoreBarrier:
                 raise rank_error(what, [pickle.loads(self._store.get("left"))])
 
     def late(self, ticket: int, what: str, timeout: timedelta) -> LateRankError | None:
-        """The error that names the ranks that have not come to ``ticket``; None if all have."""
+        """Error that names the ranks that have not reached ``ticket``; ``None`` if all have."""
         with reaching_the_store(what):
             error = self._late(ticket, what, timeout)
         return error if error.ranks else None
@@ -343,7 +343,7 @@ class StoreBarrier:
         return late_error(what, timeout, list(late), notes)
 
     def _forget_last(self, ticket: int) -> None:
-        """Rank 0 removes the keys of the barrier before: all came to this one, so all have read them."""
+        """Remove, on rank 0, the keys of the previous barrier: all ranks reached this one, so all have read them."""
         if self.rank == 0 and self._last_ticket:
             self._store.delete_key(f"{self._last_ticket}/came")
             self._store.delete_key(f"{self._last_ticket}/outcome")

@@ -102,7 +102,7 @@ def move(
     Args:
         what: is moved, for messages.
         moves: of which parts.
-        read: on the source: so many bytes of a file, from an offset.
+        read: on the source: returns bytes of a file, given name, offset and size.
         write: on the target: takes them.
 
     Raises:
@@ -149,7 +149,7 @@ def _pieces(moves: Sequence[Move]) -> Iterator[Move]:
 
 
 def _windows(transfers: Iterable[TensorTransfer]) -> Iterator[list[TensorTransfer]]:
-    """Yield windows of transfers: as many as fit in so many bytes, and at least one.
+    """Yield windows of transfers that fit in ``_WINDOW_BYTES``, each with at least one.
 
     Ranks need not have the same windows: of all transfers that are not done, the first is in those of all its ranks.
     """
@@ -332,7 +332,7 @@ def node_broadcast(what: str, sources: Sequence[int]) -> Generator[NodeBroadcast
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Parts of so many bytes; large pieces are cut."""
+    """Yield batches of pieces of at most ``_WINDOW_BYTES``; large pieces are cut."""
     batch: list[Piece] = []
     left = _WINDOW_BYTES
     for offset, address, size in pieces:

@@ -38,7 +38,7 @@ class JSONLLogger(RunFileLogger):
     ``fit_start``        ``fit`` was called, and ``fit_end``: it is over
     ``metrics``          what was logged at ``batch``
     ``evaluation``       one has ended: ``label``, ``seconds``
-    ``checkpoint``       what became of one: ``what`` (begun, committed, uploaded, deleted, failed, upload failed),
+    ``checkpoint``       news of one: ``what`` (begun, committed, uploaded, deleted, failed, upload failed),
                          ``name``, ``where``, ``size_bytes``, ``seconds``, ``error``
     ``hyperparameters``  and ``table``, ``traces``: as they were logged
     ``error``            what ended training

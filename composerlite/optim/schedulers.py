@@ -255,7 +255,7 @@ class CosineAnnealingWarmRestartsScheduler(ComposerScheduler):
 
     Args:
         t_0: length of the first cycle.
-        t_mult: each cycle is so many times as long as the one before; at least 1.
+        t_mult: factor by which each cycle is longer than the one before; at least 1.
         alpha_f: factor at the end of each cycle.
     """
 

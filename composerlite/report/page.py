@@ -144,7 +144,7 @@ def _comparison(facts: Facts, other: Facts) -> str:
 
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> str:
-    """A table of cells that are HTML; at most so many rows. Columns with nothing in them are left out."""
+    """Table of HTML cells, with at most ``_MOST_ROWS`` rows. Empty columns are left out."""
     shown = [at for at in range(len(heads)) if any(row[at] for row in rows)]
     kinds = {at: ' class="n"' if heads[at] in numbers else "" for at in shown}
     head = "".join(f"<th{kinds[at]}>{plain(heads[at])}</th>" for at in shown)

@@ -52,7 +52,7 @@ class Axis:
 
 
 def nice_step(span: float, most: int, *, whole: bool = False) -> float:
-    """1, 2 or 5 times a power of ten, so that there are at most so many steps in ``span``."""
+    """1, 2 or 5 times a power of ten, such that ``span`` has at most ``most`` steps."""
     raw = max(span / most, 1.0 if whole else 1e-300)
     power = 10.0 ** math.floor(math.log10(raw))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))

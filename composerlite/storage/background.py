@@ -121,7 +121,7 @@ class Background:
         raise_all(failures, f"{self._who}: {len(failures)} {self._jobs} failed")
 
     def wait(self, seconds: float, *, lane: str | None = None, at_most: int = 0) -> bool:
-        """Wait until at most so many jobs are pending, ``seconds`` at most; return true if that is so.
+        """Wait until at most ``at_most`` jobs are pending, for ``seconds`` at most.
 
         ``lane``: only those of this lane count.
 
@@ -143,7 +143,7 @@ class Background:
         return True
 
     def stop(self, seconds: float) -> list[str]:
-        """Wait until everything is done, ``seconds`` at most, and end the threads; twice is fine.
+        """Wait until all jobs are done, ``seconds`` at most, and stop the threads. May be called twice.
 
         Returns:
             What is not done by then. It is dropped, if it has not begun.
@@ -159,7 +159,7 @@ class Background:
         return [] if in_time else late
 
     def close(self, seconds: float = 3600.0) -> None:
-        """Wait until everything is done, end the threads and raise what failed; twice is fine.
+        """Wait until all jobs are done, stop the threads and raise errors of jobs. May be called twice.
 
         Raises:
             TimeoutError, or ``late_error``: it is not within ``seconds``; the message says what is missing.
@@ -246,7 +246,7 @@ class StagedFiles:
         shutil.rmtree(staged.parent, ignore_errors=True)
 
     def remove(self) -> None:
-        """Remove all; twice is fine."""
+        """Remove all. May be called twice."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._folder = None

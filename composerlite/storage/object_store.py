@@ -97,7 +97,7 @@ class ObjectStore(ABC):
     """Keeps objects, each a name and its bytes. Names look like paths: ``run/ep1.pt``. Do not use both ``a`` and
     ``a/b``: stores of files cannot keep both, and refuse the second (ObjectStoreError).
 
-    An object appears atomically: whoever reads a name gets the bytes of one single upload. Several threads
+    An object appears atomically: a reader gets the bytes of one single upload. Several threads
     may use one store at the same time. No verb tries again what failed: :class:`~composerlite.storage.Transfer` does.
 
     A store of one's own has four verbs at least: upload, download, the size of an object and the listing. The others
@@ -222,7 +222,7 @@ class ObjectStore(ABC):
             self.delete_object(name)
 
     def close(self) -> None:
-        """Close connections; twice is fine."""
+        """Close connections. May be called twice."""
 
     def _has(self, name: str) -> bool:
         try:

@@ -71,7 +71,7 @@ class FileSource:
 
     Args:
         path: of the file.
-        callback: is told by :meth:`read` of what it returned before.
+        callback: called by :meth:`read` with the bytes that it returned before.
 
     Raises:
         OSError: it is not there or cannot be read.

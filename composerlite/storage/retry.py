@@ -142,7 +142,7 @@ def retry(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function so that it is called again when it raised an ``exc_class``; the last error is raised.
 
-    A function with an argument ``retry_index`` is told the number of the attempt, from 0.
+    A function with an argument ``retry_index`` gets the number of the attempt, from 0.
 
     >>> @retry(OSError, num_attempts=2, initial_backoff=0.0, max_jitter=0.0)
     ... def read(path):
@@ -152,7 +152,7 @@ def retry(
         exc_class: one or several types of errors.
         num_attempts: in all, the first one included.
         initial_backoff: seconds before the second attempt, twice as long before each further one.
-        max_jitter: up to so many seconds are added to each, by chance.
+        max_jitter: largest number of seconds added to each, at random.
 
     Returns:
         A decorator.

@@ -307,7 +307,7 @@ class Transfer:
         )
 
     def close(self) -> None:
-        """End the threads and give the memory back; twice is fine. The store stays open."""
+        """Stop the threads and free the memory. The store stays open. May be called twice."""
         self._pool.close(_CLOSE_SECONDS)
         self._buffers.clear()
 
@@ -334,7 +334,7 @@ class Transfer:
     def _download_unit(
         self, descriptor: int, writing: threading.Lock, name: str, size: int, unit: Unit, batch: Batch
     ) -> int:
-        """Job of the pool: one range of the object to its place in the file. All bytes are told of as they come."""
+        """Job of the pool: one range of the object to its place in the file. Reports bytes as they arrive."""
         start, end = unit
 
         def write(piece: memoryview, at: int) -> None:
@@ -346,7 +346,7 @@ class Transfer:
         return 0
 
     def _read_unit(self, name: str, unit: Unit, places: ReadTargets, batch: Batch) -> int:
-        """Job of the pool: one range of the object to its places in memory. All bytes are told of as they come."""
+        """Job of the pool: one range of the object to its places in memory. Reports bytes as they arrive."""
         start, end = unit
 
         def copy(piece: memoryview, at: int) -> None:

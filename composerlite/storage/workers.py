@@ -24,7 +24,7 @@ _warned = threading.Event()
 _T = TypeVar("_T")
 
 Job = Callable[["Batch"], int]
-"""Is run by one thread; returns how many bytes it moved, besides those that it has told of."""
+"""Job of one thread; returns the number of bytes moved, besides those that it has reported."""
 
 
 def start_threads(run: Callable[[], object], count: int, *, name: str, daemon: bool = True) -> list[threading.Thread]:
@@ -118,7 +118,7 @@ class Batch:
                 self._changed.notify_all()
 
     def tell(self, moved: int) -> None:
-        """Report, within a job, that so many bytes were moved."""
+        """Report, within a job, that bytes were moved."""
         with self._changed:
             self._moved += moved
             self._changed.notify_all()
@@ -187,7 +187,7 @@ class Batch:
 
 @final
 class WorkerPool:
-    """Up to ``most`` threads, started when there is work; where there are none, whoever has work does it.
+    """Up to ``most`` threads, started when there is work; without any, the caller does the work.
 
     Callers take turns: who has little to do does not wait for who has much. A thread that had nothing to do for a
     minute ends. All are daemons: none keeps a process alive. Used as a context manager, or until :meth:`close`.
@@ -247,7 +247,7 @@ class WorkerPool:
             self._batches.remove(batch)
 
     def close(self, seconds: float | None = None) -> None:
-        """End the threads, once what was submitted is done; batches that run are stopped. Twice is fine.
+        """Stop the threads, once all submitted jobs are done; batches that run are stopped. May be called twice.
 
         A thread that waits for the network for longer than ``seconds`` is left to end by itself.
         """

@@ -119,7 +119,7 @@ def run_ranks_to_the_end(
     dist_timeout: float | None = 30.0,
     fresh: bool = False,
 ) -> list[RankOutcome]:
-    """:func:`run_ranks` for ranks that may fail: what became of each, in the order of ranks.
+    """:func:`run_ranks` for ranks that may fail: the outcome of each, in the order of ranks.
 
     Args:
         function, world_size, args, timeout, dist_timeout, fresh: as in :func:`run_ranks`.

@@ -218,7 +218,7 @@ class ObjectStoreContract(ABC):
                 use()
 
     def test_a_local_file_is_not_overwritten(self, store: ObjectStore, prefix: str, tmp_path: Path) -> None:
-        """A download refuses to replace a file, unless it is told to."""
+        """A download refuses to replace a file without ``overwrite``."""
         store.put_bytes(f"{prefix}/a", b"new")
         (tmp_path / "copy").write_bytes(b"old")
         with pytest.raises(FileExistsError, match="copy"):

@@ -146,7 +146,7 @@ class FaultProxy:
         self.close()
 
     def close(self) -> None:
-        """End all connections; twice is fine."""
+        """Close all connections. May be called twice."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(_CLOSE_SECONDS)

@@ -31,8 +31,8 @@ class Fault:
         verb: of the store or of an upload in parts (``has``, ``send``, ``complete``, ``abort``); may have ``*``.
         name: of the object, or the prefix; may have ``*``.
         error: makes what is raised; ``None``: nothing is.
-        after: so many calls succeed first.
-        times: so many calls fail; later ones succeed.
+        after: number of calls that succeed first.
+        times: number of calls that fail; later ones succeed.
         lost_answer: the call does what it should, and fails then.
         seconds: that the call takes longer.
         first: is called before anything else: it may wait for something.

@@ -202,7 +202,7 @@ def build_evaluators(
 
 
 def limited(evaluator: Evaluator, subset_num_batches: int) -> Evaluator:
-    """A copy of ``evaluator`` that stops after so many batches."""
+    """Copy of ``evaluator`` that stops after ``subset`` batches."""
     evaluator = copy.copy(evaluator)
     evaluator.subset_num_batches = subset_num_batches
     return evaluator
@@ -402,7 +402,7 @@ def zero(state: State, spec: DataSpec | None) -> Parallel | None:
 
 
 def check_zero(state: State, spec: DataSpec) -> None:
-    """See that what DeepSpeed was told is still so, with the data ``spec``.
+    """Check that DeepSpeed's settings still fit the data ``spec``.
 
     Raises:
         ConfigError: a number of samples or the precision is another now.

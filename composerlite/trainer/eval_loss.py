@@ -21,7 +21,7 @@ class EvalLoss(Metric):
     """Mean of ``model.loss`` over the samples of all ranks: the loss of each batch counts as its samples do.
 
     Args:
-        is_asked_for: somebody has named it, and is told by an error where it cannot be computed. Else it is left out
+        is_asked_for: it was requested by name: an error is raised where it cannot be computed. Else it is left out
             there, with a warning: evaluation works for models whose loss is for training only.
         dtype: of the sum.
     """
@@ -42,7 +42,7 @@ class EvalLoss(Metric):
         self.add_state("failed", default=torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, loss: Tensor | None, samples: int) -> None:
-        """Add a batch of so many ``samples`` and its mean loss; ``None`` where that cannot be computed."""
+        """Add the mean loss of a batch of ``samples`` samples; ``None`` where it cannot be computed."""
         self.samples += samples
         if loss is None:
             self.failed += 1

@@ -199,7 +199,7 @@ class TrainStep:
             self._accumulate(microbatches, share, may_stop=may_stop)
 
     def _stop_if_asked(self, times: int = 1) -> None:
-        """Give the batch up if the run is to end: every rank asks so many times, those with fewer pieces at first.
+        """Abandon the batch if the run is preempted; every rank asks equally often, ranks with fewer pieces at first.
 
         Raises:
             BatchAbandonedError: on every rank.

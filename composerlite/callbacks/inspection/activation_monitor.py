@@ -61,7 +61,7 @@ class ActivationMonitor(Callback):
         self._looked_at = -1
 
     def before_forward(self, state: State, logger: Logger) -> None:
-        self._remove_hooks()  # the batch may be tried again, since the forward pass did not come to its end
+        self._remove_hooks()  # the batch may be tried again, since the forward pass was interrupted
         count = state.timestamp.count(self.interval.unit)
         if count % self.interval.value or count == self._looked_at:
             return

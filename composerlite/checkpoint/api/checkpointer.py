@@ -158,7 +158,7 @@ class Checkpointer:
         train_state: StateDict,
         ephemeral: bool = False,
     ) -> Future[None]:
-        """:meth:`save` behind this thread: when this returns, what will be saved has been copied.
+        """:meth:`save` in the background: when this returns, the state has been copied.
 
         Waits for the end of the save before, if that is still under way.
 

@@ -79,7 +79,7 @@ def save_state_dict(
     Args:
         dir: a path, or a URI of an object store.
         state_dict: tensors and values, nested in dicts; what has a ``state_dict()`` is asked for it.
-        process_group: the ranks that save together, which then talk in it also behind this thread: one save at a time.
+        process_group: the ranks that save together; the group is used in the background, too: one save at a time.
             ``None``: all, apart from the group of training.
         save_overwrite: replace what is there.
         thread_count: files that a rank writes at the same time.
@@ -112,7 +112,7 @@ def async_save_state_dict(
     throttle_uploads: bool = False,
     enable_plan_caching: bool = False,
 ) -> Future[None]:
-    """:func:`save_state_dict` behind this thread: when this returns, what will be saved has been copied.
+    """:func:`save_state_dict` in the background: when this returns, the state has been copied.
 
     Returns:
         A future that is done when the checkpoint is durable, or has the error for which there is none. A program that
@@ -176,7 +176,7 @@ def async_save_model_and_optim_state(
     throttle_uploads: bool = False,
     enable_plan_caching: bool = False,
 ) -> Future[None]:
-    """:func:`save_model_and_optim_state` behind this thread, as :func:`async_save_state_dict`.
+    """:func:`save_model_and_optim_state` in the background, as :func:`async_save_state_dict`.
 
     Args:
         dir, model, optim, process_group, save_overwrite, flatten_optimizer_state, thread_count, process_count,

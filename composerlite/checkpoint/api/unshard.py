@@ -86,7 +86,7 @@ class UnshardStrategy:
 
     @classmethod
     def chunks(cls, chunk_size_in_bytes: int) -> UnshardStrategy:
-        """Files of about so many bytes."""
+        """Return the strategy of files of about ``chunk_size_in_bytes`` bytes."""
         return cls(UnshardStrategyType.chunks, chunk_size_in_bytes)
 
 

@@ -151,7 +151,7 @@ def tar_member(source: io.BufferedReader[PiecesReader]) -> Iterator[bytes]:
 def next_member(read: Callable[[int], bytes]) -> tarfile.TarInfo | None:
     """Return the next header, with what extended headers before it say; ``None`` at the end of the archive.
 
-    ``read`` gives so many bytes, or fewer at the end.
+    ``read`` returns the requested number of bytes, or fewer at the end.
     """
     name, size = None, None
     while True:

@@ -58,7 +58,7 @@ class Encoder(ABC):
         """Do not continue. For any thread: one that waits for a program meanwhile fails."""
 
     def close(self) -> None:
-        """Give everything back, when no thread encodes any more; twice is fine."""
+        """Free all resources, when no thread encodes any more. May be called twice."""
 
 
 class StreamCompressor(Protocol):
@@ -145,7 +145,7 @@ class Decoder(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A Python library: its encoder of a file of so many bytes, its decoder, and what that raises."""
+    """A Python library: its encoder, its decoder, and the decoder's errors."""
 
     encoder: Callable[[int | None], Encoder]
     decoder: Callable[[], Decoder]
@@ -297,7 +297,7 @@ class ToolPipe:
                 self._process.kill()
 
     def close(self) -> None:
-        """Give everything back, when no thread exchanges bytes any more; twice is fine."""
+        """Free all resources, when no thread exchanges bytes any more. May be called twice."""
         self.stop()
         if self._process is not None:
             self._process.wait(_EXIT_SECONDS)

@@ -59,7 +59,7 @@ class TorchImage:
 
     Args:
         contents: what is to be in the file.
-        known: classes that its reader is told to take; of others that it will refuse the log says so.
+        known: classes that its reader allows; others are reported in the log.
 
     Attributes:
         size_bytes: of the file.
@@ -212,7 +212,7 @@ class Pickled:
 
     Args:
         contents: what is to be pickled.
-        known: classes that the reader is told to take; of others that it will refuse the log says so.
+        known: classes that the reader allows; others are reported in the log.
 
     Attributes:
         data: the pickle.

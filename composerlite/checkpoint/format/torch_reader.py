@@ -71,7 +71,7 @@ class UnverifiedFile:
         self._file = file
 
     def read(self, offset: int, size: int) -> bytes:
-        """Exactly so many bytes; :class:`CorruptCheckpointError` where the file ends before."""
+        """Read exactly ``size`` bytes; :class:`CorruptCheckpointError` where the file ends before."""
         self._file.seek(offset)
         data = self._file.read(size)
         if len(data) != size:

@@ -200,7 +200,7 @@ def entries(size_bytes: int, read: Read, peek: Read, expect: Expect | None = Non
     """The records of a zip archive of ``size_bytes``, by name.
 
     ``read`` gives bytes of the directory. ``peek`` gives those of local headers, of which there is one per record: it
-    need not verify them if the caller compares ``header_bytes`` later. ``expect`` is told before that which they are:
+    need not verify them if the caller compares ``header_bytes`` later. ``expect`` is called with their ranges before:
     they lie all over the file, and a disk that is asked for all of them at once does not take much longer than for one.
 
     Raises:

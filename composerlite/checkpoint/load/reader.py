@@ -85,7 +85,7 @@ class RawFile(NamedTuple):
 def opened(
     path: Path, *, map_location: MapLocation = "cpu", trust: bool = False, progress_bar: bool = False
 ) -> Generator[tuple[TorchFile, BytesRead]]:
-    """The checkpoint file ``path``, and what is to be told of the bytes that are read of it.
+    """The checkpoint file ``path``, and the callbacks for bytes read of it.
 
     What has a manifest is verified: by chunks as they are read, or before that where the manifest is an old one or the
     file is compressed. What has none is compared with its own checksums, and a warning says that this is all. The
@@ -362,7 +362,7 @@ class _Primed:
         return digest.hexdigest()
 
     def read(self, offset: int, size: int) -> bytes:
-        """Exactly so many bytes, which are kept."""
+        """Read exactly ``size`` bytes and keep them."""
         self.known[offset, size] = data = self.raw.source.read(offset, size)
         return data
 
@@ -397,7 +397,7 @@ class _SpreadSource:
     known: Known
 
     def read(self, offset: int, size: int) -> bytes:
-        """Exactly so many bytes."""
+        """Read exactly ``size`` bytes."""
         data = self.known.get((offset, size))
         return self.spread.object(lambda: self._read(offset, size)) if data is None else data
 

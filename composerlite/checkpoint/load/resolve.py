@@ -92,7 +92,7 @@ def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool) 
         progress_bar: show one on a terminal while a large file is downloaded.
 
     Raises:
-        CheckpointNotFoundError: there is nothing, and it is elsewhere. What is not on this machine is told when it is
+        CheckpointNotFoundError: it does not exist there. A missing local file raises when it is
             read.
         ConfigError, PermissionError, ObjectStoreError: see :func:`~composerlite.checkpoint.load.resolve.fetched`.
     """
@@ -409,7 +409,7 @@ def progress_of(what: str, total_bytes: int, wanted: bool) -> Generator[BytesRea
 def download_bar(wanted: bool, what: str = "downloading a checkpoint") -> Generator[Callable[[int, int], object]]:
     """Show a bar, on a terminal and for what takes long enough to be seen; only if it is ``wanted``.
 
-    Gives what is to be told, in one thread, how many bytes of how many are there.
+    Yields a callback for one thread, to be called with (bytes received, total).
     """
     if not _is_shown(wanted):
         yield lambda done, total: None

@@ -238,7 +238,7 @@ def _mend(
 
 
 class _NotFiniteError(CheckpointError):
-    """A good checkpoint of training that has come to numbers that are not finite."""
+    """Intact checkpoint of training with values that are not finite."""
 
 
 @final

@@ -260,7 +260,7 @@ class RemoteFileSystemReader(StorageReader):
         return True
 
     def close(self) -> None:
-        """Close connections and remove temporary files; twice is fine."""
+        """Close connections and remove temporary files. May be called twice."""
         self._folder.close()
         if self._temporary is not None:
             self._temporary.cleanup()

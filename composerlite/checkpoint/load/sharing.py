@@ -379,7 +379,7 @@ class _SharedFiles:
         self._open: dict[str, int] = {}
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        """Read so many bytes of the file on this disk."""
+        """Read bytes of the file on this disk."""
         data = os.pread(self._descriptor(self._here / name, os.O_RDONLY), size, offset)
         if len(data) != size:
             raise OSError(f"{str(self._here / name)!r} ends before byte {offset + size}")

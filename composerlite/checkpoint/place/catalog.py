@@ -107,7 +107,7 @@ class Catalog:
     def latest(self, link: str) -> Manifest | None:
         """Return the newest checkpoint of a bucket, if its data are there: four requests. ``None`` if there is none.
 
-        It is the one that was being published last, or, where that has not come to exist, the one that ``link`` leads
+        It is the one that was being published last, or, where that was not committed, the one that ``link`` leads
         to, a full name. A checkpoint that does not hold is logged and is ``None``, too, and so is one in whose place
         another was being published: :meth:`manifests` and :meth:`begun` tell what there is.
         """
@@ -435,7 +435,7 @@ class Catalog:
     def quarantine_unreadable(self, names: re.Pattern[str]) -> None:
         """Take checkpoints of ``names`` out of the way whose manifest is damaged or that of another, and the manifest.
 
-        The run comes to save these names. What is called otherwise, such as a copy made by hand, is left alone.
+        The run will save these names again. Other files, such as a copy made by hand, are left alone.
         """
         for name in self._records():
             if names.fullmatch(name) is None:

@@ -354,7 +354,7 @@ class ShardedDirectory:
         self.place.abandon(self.name, handle)
 
     def close(self) -> None:
-        """Close connections; twice is fine."""
+        """Close connections. May be called twice."""
         if self._prepared is not None:  # it is not known here how the save ended: the next start finds out
             self._prepared.leave()
             with self._prepared:

@@ -257,7 +257,7 @@ class Place(ABC):
 
     # ── commits ──────────────────────────────────────────────────────────────────────────────────────────────────
     def hold(self, name: str) -> None:
-        """Begin a save of the checkpoint ``name``, which no other process does until ``let_go``. Twice is fine.
+        """Begin a save of the checkpoint ``name``, which no other process does until ``let_go``. May be called twice.
 
         Where a commit decides at one instant who was first, that is soon enough, and nothing is held.
 
@@ -267,7 +267,7 @@ class Place(ABC):
 
     @abstractmethod
     def let_go(self, name: str) -> None:
-        """End a save, well or not: others may save that name. Twice is fine."""
+        """End a save, well or not: others may save that name. May be called twice."""
 
     @abstractmethod
     def begin(self, name: str, check: Callable[[], bool], *, overwrite: bool) -> SaveHandle:
@@ -366,7 +366,7 @@ class Place(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close connections; twice is fine."""
+        """Close connections. May be called twice."""
 
     def __enter__(self) -> Place:
         return self

@@ -310,7 +310,7 @@ class StepFolder:
         return self._place.uri(path)
 
     def close(self) -> None:
-        """Close connections; twice is fine."""
+        """Close connections. May be called twice."""
         self._place.close()
 
     def __enter__(self) -> StepFolder:

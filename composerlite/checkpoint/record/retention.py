@@ -146,11 +146,11 @@ def retention_policy(
     """A checkpoint stays if any of the rules keeps it.
 
     Args:
-        num_checkpoints_to_keep: the newest so many. -1 is no such rule: all stay if there is no other rule either.
+        num_checkpoints_to_keep: number of the newest. -1: no such rule; all are kept if there is no other rule.
             ``best_k=3`` alone keeps the best three, and the newest, which :func:`deletions` never gives up.
         keep_every: the first at or after each multiple of it, for ever, as of ``Time(10, 'ep')``. It counts training
-            rather than checkpoints, since that can be told when others are gone.
-        best_k: the best so many by ``best_metric``, the name of a value in ``Manifest.metrics``.
+            rather than checkpoints, since that is known when others are deleted.
+        best_k: number of the best by ``best_metric``, the name of a value in ``Manifest.metrics``.
         best_mode: ``'max'`` or ``'min'``: which values are better.
 
     Raises:

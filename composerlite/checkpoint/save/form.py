@@ -93,7 +93,7 @@ class RankWriter(Stageable, Protocol):
         ...
 
     def close(self, *, may_be_committed: bool) -> None:
-        """Release everything, and remove what was written unless it is committed or may be. Twice is fine."""
+        """Free all resources, and remove the files unless they are or may be committed. May be called twice."""
         ...
 
 
@@ -338,7 +338,7 @@ class FileWriter:
         return manifest
 
     def close(self, *, may_be_committed: bool) -> None:
-        """Remove the file unless it has its name, or may have: then the next start finds out. Twice is fine."""
+        """Remove the file unless it has its name, or may have: then the next start finds out. May be called twice."""
         if may_be_committed and self._data is not None:
             self._data.leave_behind()
         self._leave()

@@ -45,7 +45,7 @@ LONGEST_WORK = timedelta(hours=1)
 PREVIOUS_SECONDS = 3600.0
 """How long a save waits for the one before it. A disk that takes longer hangs."""
 _LONG_WAIT_SECONDS = 1.0
-"""A wait for the save before that takes longer is told in the log."""
+"""Seconds after which a wait for the previous save is logged."""
 
 
 @final
@@ -290,7 +290,7 @@ class PendingSave:
         return self.future
 
     def cancel(self) -> None:
-        """End the save if its work has not begun, and leave nothing behind: nobody waits for it. Twice is fine."""
+        """Cancel the save if its work has not begun, and leave nothing behind. May be called twice."""
         if self.future.cancel():
             self._close(may_be_committed=False)
             self._tidied.set()

@@ -1,4 +1,4 @@
-"""Publishing: what a saver commits in its folder comes to a bucket, in the background.
+"""Publishing: checkpoints that a saver commits in its folder are uploaded to a bucket, in the background.
 
 A :class:`Publisher` does it for one bucket; :class:`Publishing` for all of a saver, from rank 0, or from a rank of each
 node that has a disk of its own. How it went is taken note of on the training thread, by all ranks at the same batch.
@@ -240,11 +240,11 @@ class Publisher:
         self.uploader.submit(self.bucket.uri(name), upload, lane=self._lane, dropped=held.remove)
 
     def published(self, seconds: float, *, at_most: int = 0) -> bool:
-        """Wait until at most so many checkpoints are not published, ``seconds`` at most; whether that is so."""
+        """Wait, ``seconds`` at most, until at most ``at_most`` checkpoints are not published; return true if so."""
         return self.uploader.wait(seconds, lane=self._lane, at_most=at_most)
 
     def wait(self, *, at_most: int = 0) -> None:
-        """Wait until at most so many checkpoints are not published.
+        """Wait until at most ``at_most`` checkpoints are not published.
 
         Raises:
             ObjectStoreError: that is not so within the timeout.
@@ -292,7 +292,7 @@ class Publisher:
 
 @final
 class _Held:
-    """The files of a checkpoint that are here, by names that stay until :meth:`remove`, whatever becomes of it."""
+    """Second names of a checkpoint's files, which keep their contents until :meth:`remove`."""
 
     def __init__(self, catalog: Catalog, manifest: Manifest) -> None:
         folder = (catalog.folder / manifest.name).parent
@@ -310,7 +310,7 @@ class _Held:
         return [name.path for name in self._names]
 
     def remove(self) -> None:
-        """The files are there by their own names only; twice is fine."""
+        """Remove the second names of the files. May be called twice."""
         for name in self._names:
             name.remove()
 
@@ -579,7 +579,7 @@ class Publishing:
         return all(publisher.published(until - time.monotonic()) for publisher in self.publishers)
 
     def close(self) -> None:
-        """Wait for what is being published; twice is fine.
+        """Wait for what is being published. May be called twice.
 
         Raises:
             Exception: what made an upload fail.

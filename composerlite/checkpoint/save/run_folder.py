@@ -538,7 +538,7 @@ def _manifest_at(
 
 
 def _may_replace(state: SavedState, place: Catalog, name: str) -> bool:
-    """Check that the checkpoint ``name`` is one that autoresume skipped, and that the run comes to save again."""
+    """Check that the checkpoint ``name`` is one that autoresume skipped, and that the run will save again."""
     try:
         manifest = place.manifest_of(name)
     except CheckpointError:

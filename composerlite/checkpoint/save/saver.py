@@ -49,7 +49,7 @@ class _FailuresInARow:
     """Counts failures since the last success, the same on every rank: rank 0 warns for all.
 
     Args:
-        limit: so many in a row are tolerated, with a warning each.
+        limit: number of consecutive failures that are tolerated, with a warning each.
         what: could not be done to a checkpoint: ``'saved'``.
     """
 
@@ -87,10 +87,10 @@ class _FailuresInARow:
 class Outcomes:
     """Counts failures, tells those who keep a record what happens, and logs what it cost as metrics ``checkpoint/…``.
 
-    All of it on the training thread, by all ranks; rank 0 tells. Nothing is told before :meth:`tell_to`.
+    All of it on the training thread, by all ranks; rank 0 logs. Nothing is logged before :meth:`tell_to`.
 
     Args:
-        failure_limit: so many in a row are tolerated, with a warning each, of saves, of deletions and of uploads.
+        failure_limit: number of consecutive failures of saves, deletions and uploads that are tolerated.
 
     Attributes:
         reports: how the last saves went.
@@ -151,7 +151,7 @@ class Outcomes:
         self._saves.note(error, self._logger)
 
     def tidied(self, error: Exception | None) -> None:
-        """Older checkpoints than the last are deleted, or could not be: the newest is there, whatever becomes of them.
+        """Log the deletion of older checkpoints, or its failure, which does not affect the newest.
 
         Raises:
             Exception: ``error``, unless it is tolerated.
@@ -202,7 +202,7 @@ def _may_be_tolerated(error: Exception) -> bool:
 # ── saves ────────────────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class Saver:
-    """Saves a run's checkpoints where and as it was told, whenever it is told to.
+    """Saves a run's checkpoints.
 
     One save is in flight at a time. Whoever says when calls :meth:`look` between batches, and asks ``outcomes``
     how saves went. Every method is called by all ranks, where it does not say otherwise.
@@ -212,7 +212,7 @@ class Saver:
         any_ephemeral: some checkpoints are to go as soon as there is a newer one.
 
     Attributes:
-        options: what it was told. where: the folder.
+        options: settings. where: the folder.
         saved_checkpoints: paths of the checkpoints of this run, oldest first.
         outcomes: how saves and uploads went.
         blocked_seconds: how long training has waited for saves.
@@ -255,7 +255,7 @@ class Saver:
         """Fill in the folder's name, make the folder, and finish or remove what a killed run left in it.
 
         Args:
-            state: of the run. logger: who is told what becomes of checkpoints.
+            state: of the run. logger: gets the news of checkpoints.
             others: the other savers of the run.
             directory: the name of each checkpoint that is a directory, in place of that of a file.
 

@@ -1,7 +1,7 @@
 """Plan of a sharded save: assigns each shard to one rank that writes it, and makes the index on the first rank.
 
 DCP's own merging moves and rebuilds an object tree for every part of every tensor on every rank, about 0.1 ms each, in
-the first rank. Here columns travel: what is the same on all ranks is read once, and a rank is told only which of its
+the first rank. Here columns are sent: parts equal on all ranks are read once, and a rank learns only which of its
 items are its to write.
 """
 
@@ -377,7 +377,7 @@ def plan_together(
     Args:
         group: the ranks that save together.
         local_plan: makes what this rank wants to write. If it fails on a rank, all raise that.
-        assign: called on the first rank with the number of ranks when there is a plan; what each is told besides.
+        assign: called on the first rank with the number of ranks when there is a plan; returns an assignment for each.
         reuse: use the plan of an earlier save if on no rank a key, shape, type or placement differs.
     """
     if not reuse:

@@ -513,7 +513,7 @@ class ShardWriter:
             self._folder.complete()
 
     def close(self, *, may_be_committed: bool) -> None:
-        """Remove the directory unless it has its name, or may have. Twice is fine."""
+        """Remove the directory unless it is committed, or may be. May be called twice."""
         if self._helper is not None:  # it writes to the end, also what nobody waits for
             self._helper.close()
         self._let_go()

@@ -107,7 +107,7 @@ class HandOver:
         """Report, in the thread that writes, that the whole state was read.
 
         Raises:
-            SaveError: whoever saves did not wait for it.
+            SaveError: the training thread stopped waiting for it.
         """
         if not self._is_waited_for:
             raise SaveError("the save was interrupted while its state was read: what was written is not of one moment.")
@@ -164,7 +164,7 @@ class Snapshot:
         self._late: _LateCopy | None = None
 
     def start(self, copier: Copier, late: _LateCopy) -> None:
-        """Copy ``late`` behind this thread."""
+        """Copy ``late`` in the background."""
         self._late = late
         self.copying = copier.start(late.jobs, late.watch.end)
 

@@ -16,7 +16,7 @@ __all__ = ["LossReading"]
 class LossReading:
     """Losses of a batch on their way from a device, from before the backward pass on.
 
-    Whoever wants them waits until the forward pass is done there. The device has the backward pass and the optimizer's
+    A reader waits until the forward pass is done there. The device has the backward pass and the optimizer's
     step to do meanwhile: it does not run out of work, as it does where the host waits for all that is queued.
 
     Args:

@@ -1,4 +1,4 @@
-"""The state of metrics in checkpoints: that of each rank, and what becomes of it on another number of ranks."""
+"""The state of metrics in checkpoints: that of each rank, and its conversion to another number of ranks."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _merged(name: str, metric: Metric, every: Sequence[Any], rank: int, world_si
             else:
                 if first:
                     log.warning(
-                        "metric %r: what %d ranks counted cannot be told for %d (its state %r is reduced in a way of "
+                        "metric %r: values of %d ranks cannot be converted to %d (its state %r is reduced in a way of "
                         "its own): it counts from the resume on",
                         name,
                         len(every),

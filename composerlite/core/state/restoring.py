@@ -217,7 +217,7 @@ class StateLoader:
     def _continues(self) -> bool:
         """Return true if the run is that of the checkpoint: by its name or, where nobody has named it, by its training.
 
-        A call of ``fit`` that was interrupted is continued; one that came to its end is followed by others.
+        A call of ``fit`` that was interrupted is continued; one that was finished is followed by others.
         """
         state, contents = self.state, self.contents
         if contents.get("run_name") == state.run_name:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["MOST_METRICS", "MetricValue", "MlflowRun", "allowed", "open_experiment"]
 
 MOST_METRICS = 1000
-"""MLflow takes so many in one request."""
+"""Largest number of metrics in one request of MLflow."""
 _MOST_PARAMETERS = 100
 
 T = TypeVar("T")

@@ -60,7 +60,7 @@ class ServiceLogger(LoggerDestination, Generic[R]):
         """Send the waiting values to the service."""
 
     def _reaching(self, run: R) -> contextlib.AbstractContextManager[object]:
-        """Around whatever is told to the service."""
+        """Context of every call of the service."""
         return contextlib.nullcontext()
 
     def _write(self, write: Callable[[R, int], object], step: int | None) -> None:
@@ -173,7 +173,7 @@ def exit_code(*, training: bool) -> int:
     """Exit code that the process is about to have: 0, 1 after an error, or that of its ``SystemExit``.
 
     Args:
-        training: ``fit`` began and did not come to its end. That is an error also where nobody handles it any more.
+        training: ``fit`` was interrupted. That is an error also when the exception was handled already.
     """
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):  # a preempted run ends with 128 and the number of the signal

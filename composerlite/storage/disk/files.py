@@ -185,7 +185,7 @@ class StagedFile:
 
 @final
 class HardlinkPin:
-    """Another name for a file, by which it is there until :meth:`remove`, whatever becomes of the first.
+    """Second name of a file, which keeps its content until :meth:`remove`, even if the first is removed.
 
     The name is that of a temporary, locked as long as this process lives: :func:`abandoned_temporaries` finds it after
     a kill. Where the file system has no second names it is a copy.
@@ -224,7 +224,7 @@ class HardlinkPin:
             self._file.close()
 
     def remove(self) -> None:
-        """The file is there by its first name only, if it still has that; twice is fine."""
+        """Remove the second name of the file. May be called twice."""
         self.path.unlink(missing_ok=True)
         self._file.close()
 

@@ -59,7 +59,7 @@ class HostMemory:
     be copied at its next use.
 
     Args:
-        size_bytes: at least so many.
+        size_bytes: the least size.
 
     Attributes:
         address: of its first byte; a multiple of 2 MiB.
@@ -112,7 +112,7 @@ class HostMemory:
                 _populate(self.address + offset, min(_FAULT_BYTES, self.size_bytes - offset))
 
     def close(self) -> None:
-        """Give it back; twice is fine. Nothing may use the address then; a view that is left keeps it for itself."""
+        """Free the memory, once no view of it is left. Nothing may use the address then. May be called twice."""
         with self._lock:
             if self._open:
                 self._open = False
@@ -150,7 +150,7 @@ class WarmMemory:
         return 0 if free is None else free.size_bytes
 
     def has(self, size_bytes: int) -> bool:
-        """Return true if there is some, of at least so many bytes."""
+        """Return true if it has memory of at least ``size_bytes`` bytes."""
         free = self._free
         return free is not None and free.size_bytes >= size_bytes
 
@@ -297,7 +297,7 @@ class Copying:
 
     Args:
         steps: functions to call and what with, each in one of the threads.
-        then: called once when all is copied or has failed, by whoever was the last to copy.
+        then: called once when all is copied or has failed, in the last thread that copied.
 
     Attributes:
         seconds: from the start until everything was copied.
@@ -395,7 +395,7 @@ class Copier:
         copying.finish()
 
     def start(self, jobs: Iterable[Job], then: Callable[[], object] = lambda: None) -> Copying:
-        """Copy behind this thread, with one of the others; :meth:`Copying.finish` has this one help.
+        """Copy in a background thread; in :meth:`Copying.finish` the caller's thread helps.
 
         ``then`` is called when everything is copied or that has failed.
 
@@ -412,7 +412,7 @@ class Copier:
         return copying
 
     def close(self) -> None:
-        """End the threads when they are done with what was started; twice is fine."""
+        """Stop the threads when they have finished their copies. May be called twice."""
         for _ in self._helpers:
             self._queue.put(None)
         for helper in self._helpers:

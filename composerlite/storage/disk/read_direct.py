@@ -118,7 +118,7 @@ class DirectWork(Work):
             self._full.put(None)
 
     def run(self, progress: Callable[[int], object]) -> None:
-        """Put into place what the loaders load; ``progress`` is told of it. Raises nothing."""
+        """Process the loaded blocks; ``progress`` is called with their sizes. Raises nothing."""
         try:
             if not self.helpers:
                 self.help()

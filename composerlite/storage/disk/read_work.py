@@ -191,7 +191,7 @@ class Work(ABC):
 
     @abstractmethod
     def run(self, progress: Callable[[int], object]) -> None:
-        """Do the caller's part; ``progress`` is told of what all threads read. Raises nothing."""
+        """Do the caller's part; ``progress`` is called with the bytes read by all threads. Raises nothing."""
 
     def add(self, size: int) -> None:
         """Count bytes that are in place."""

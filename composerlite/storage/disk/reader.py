@@ -133,7 +133,7 @@ class ParallelReader:
             self._run(ReadTargets([]), all_chunks(self._file.chunk_bytes, self.size_bytes), progress)
 
     def close(self) -> None:
-        """Close the file; twice is fine."""
+        """Close the file. May be called twice."""
         descriptors, self._buffered, self._direct = (self._buffered, self._direct), -1, None
         for descriptor in descriptors:
             if descriptor is not None and descriptor >= 0:
@@ -227,7 +227,7 @@ class ParallelReader:
 
 
 def _do(work: Work, helpers: int, progress: Callable[[int], object]) -> None:
-    """Do ``work`` with so many threads beside this one."""
+    """Do ``work`` with ``helpers`` threads beside this one."""
     threads: list[threading.Thread] = []
     try:
         for _ in range(helpers):

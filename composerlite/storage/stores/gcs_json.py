@@ -28,9 +28,9 @@ __all__ = ["GCSJSONObjectStore"]
 log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 32 << 20
-"""Of a large upload, so many are in memory and sent at once. A multiple of 256 KiB, as the service wants."""
+"""Bytes of one request of a large upload, which are in memory. A multiple of 256 KiB, as the service requires."""
 _RANGE_BYTES = 8 << 20
-"""The SDK returns a range as a whole: so many bytes are asked for at once."""
+"""Bytes of one read request: the SDK returns a range as a whole."""
 _GIVEN_UP = {200, 204, 404, 410, 499}
 """Answers of the service when an upload that was begun is given up: 499, if all is well."""
 _WAY_OUT = (
@@ -133,7 +133,7 @@ class GCSJSONObjectStore(BackendStore):
 
 
 def _new_client(endpoint_url: str | None, project: str | None) -> Any:
-    """The SDK's client, which asks for nothing but what it is told to, over connections for many threads."""
+    """The SDK's client, without retries or extra requests of its own, and with connections for many threads."""
     options = {"api_endpoint": endpoint_url} if endpoint_url else None
     client: Any = storage.Client(project=project, client_options=options)
     # For traces the SDK asks for the bucket itself, in a thread of its own, which many accounts may not.

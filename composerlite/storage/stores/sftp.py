@@ -36,7 +36,7 @@ with importing_sdk("paramiko, which speaks SFTP,", extra="sftp", packages=()):
 __all__ = ["SFTPObjectStore"]
 
 _CHANNELS = 8
-"""Verbs at once on one connection; OpenSSH allows 10 unless it is told otherwise."""
+"""Concurrent operations on one connection; OpenSSH allows 10 by default."""
 _OLD_SECONDS = 24 * 3600
 """A temporary that nobody has written to for so long was left behind."""
 _LOST = (ssh_exception.NoValidConnectionsError, TimeoutError, ConnectionError)
@@ -66,7 +66,7 @@ class SFTPObjectStore(BackendStore):
             and of ``~/.ssh``.
         key_filename_environ: see there.
         missing_host_key_policy: of a host that is not known: ``RejectPolicy``, ``WarningPolicy`` or ``AutoAddPolicy``.
-            The latter two trust whoever answers.
+            The latter two trust any server.
         cwd: folder of the objects, seen from the folder where a login ends up. It exists, and is not made.
         connect_timeout: seconds to connect in.
         answer_timeout: seconds to wait for each answer.
@@ -210,7 +210,7 @@ class SFTPObjectStore(BackendStore):
 
     # ── names and files ──────────────────────────────────────────────────────────────────────────────────────────
     def _path(self, key: str) -> str:
-        """Return the file of an object, as the server is told."""
+        """Path of an object's file on the server."""
         return posixpath.join(self._root, key)
 
     def _is_temporary(self, entry: Entry) -> bool:

@@ -88,7 +88,7 @@ class DataPosition(ABC):
     it speaks of is then iterated from where it was.
 
     Where the loader of each rank is an affair of its own, so is its position. A checkpoint then holds a list of them
-    under ``per_rank``: ``state_dict`` has that of this rank, and whoever saves gathers those of all.
+    under ``per_rank``: ``state_dict`` has that of this rank, and the caller of a save gathers those of all ranks.
 
     Attributes:
         is_padding: the batch given last has no sample of this rank's own, and counts for nothing: the rank was given
@@ -162,7 +162,7 @@ class DataPosition(ABC):
     def knows_samples(self) -> bool:
         """Return true if every rank knows by itself how many samples all have in a batch, and that all have it.
 
-        That is so where each sample of the order becomes one of a batch, whoever counts it.
+        That is so where each sample of the order becomes one sample of a batch.
         """
         return False
 

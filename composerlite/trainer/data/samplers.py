@@ -224,7 +224,7 @@ class RankBatch:
 
 @dataclass(frozen=True, slots=True)
 class SavedBatches:
-    """The note of a run of one process on its order: so many batches of that size were drawn, with this digest."""
+    """Record of the order of a run of one process: number, size and digest of the batches drawn."""
 
     count: int
     size: int | None
@@ -243,7 +243,7 @@ class GlobalSampler:
         counts_samples: else batches of the user's.
         batch_size: samples a rank takes at a time; ``None`` where the user's sampler makes the batches.
         done: how much of the order was drawn.
-        parts: what the loader has been told to load and training has not yet been given.
+        parts: batches requested from the loader that training has not received yet.
     """
 
     def __init__(

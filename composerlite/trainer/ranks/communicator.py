@@ -61,7 +61,7 @@ class Communicator:
         self._warned = False
 
     def count(self, state: State, samples: int, tokens: int) -> Counted | None:
-        """Count a batch of so many; return what all ranks have, or ``None`` if the data of one has ended."""
+        """Count a batch; return the sums over all ranks, or ``None`` if the data of one has ended."""
         if self._is_single:
             return Counted(samples, tokens)
         own = (samples, tokens) if self._counts else (0, 0)
@@ -204,7 +204,7 @@ class Membership:
             atexit.register(dist.finalize_dist)
 
     def leave(self) -> None:
-        """The trainer is closed. Twice is fine."""
+        """Free resources when the trainer is closed. May be called twice."""
         if not self._is_member:
             return
         self._is_member = False

@@ -101,7 +101,7 @@ class Parallel:
         """Release, on a rank that failed, everything on which other ranks could wait for it."""
 
     def close(self) -> None:
-        """The trainer is closed, on every rank. Twice is fine."""
+        """Free resources when the trainer is closed, on every rank. May be called twice."""
 
 
 @final
