@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from composerlite.checkpoint.format.finite import FiniteCheck
-from composerlite.checkpoint.format.torch_file import TorchImage
+from composerlite.checkpoint.format.torch_file import FiniteCheck, TorchImage
 from composerlite.storage import FileDigest
 
 PIECE = 16 * 32_000
