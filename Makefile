@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help gpu gpu-wheels demo interop test soak chaos lint fmt types reference migration walks docs examples bench clean install
+.PHONY: help gpu gpu-wheels demo interop test compat soak chaos lint fmt types reference migration walks docs examples bench clean install
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -30,6 +30,9 @@ test: $(VENV)/.installed ## the test suite
 
 soak: $(VENV)/.installed ## the long form of the tests: every kill, every combination
 	$(BIN)/pytest -n 2 -m soak --timeout 7200
+
+compat: ## checkpoints, resumes and the trainer with torch 2.11 to 2.13 on Python 3.11 to 3.13; COMPAT=3.12:2.11 for one, TORCH_INDEX=URL
+	$(PYTHON) benchmarks/compat.py $(COMPAT)
 
 chaos: $(VENV)/.installed ## kill a run at every file event of its saves, resume it, compare (the tool ckpt-chaos)
 	PYTHONPATH=tests $(BIN)/python tests/reliability/chaos.py
@@ -84,7 +87,7 @@ gpu-wheels: $(VENV)/.installed ## get what a machine with a GPU, python 3.12 and
 	$(BIN)/pip wheel --quiet --no-deps -w .gpu-wheels antlr4-python3-runtime==4.9.3
 
 clean: ## remove what the targets made, the environments included
-	rm -rf $(VENV) $(BENCH) $(INTEROP) benchmarks/out build dist site runs *.egg-info
+	rm -rf $(VENV) .compat $(BENCH) $(INTEROP) benchmarks/out build dist site runs *.egg-info
 	rm -rf .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -14,6 +14,7 @@ from composerlite.devices.copier import (
     this_machine,
 )
 from composerlite.devices.device import Device, DeviceCPU, DeviceGPU, DeviceMPS, get_device, move_to_device
+from composerlite.devices.ring import DeviceRing, RingSlots, shared_ring
 
 __all__ = [
     "Device",
@@ -21,13 +22,16 @@ __all__ = [
     "DeviceCopier",
     "DeviceGPU",
     "DeviceMPS",
+    "DeviceRing",
     "Devices",
     "MachineDevices",
     "PageableCopier",
     "Pin",
     "Pinning",
+    "RingSlots",
     "content_sums",
     "get_device",
     "move_to_device",
+    "shared_ring",
     "this_machine",
 ]

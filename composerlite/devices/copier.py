@@ -59,13 +59,41 @@ class DeviceCopier(Protocol):
         """Make later copies wait, on the device, for the work that training has queued up to now."""
         ...
 
-    def copy(self, storage: torch.UntypedStorage, memory: HostMemory, offset: int) -> None:
-        """Queue a copy of ``storage`` to ``offset`` in ``memory``. It has to exist until the copy is done.
+    def copy(
+        self, storage: torch.UntypedStorage, memory: HostMemory, offset: int, start: int = 0, size: int | None = None
+    ) -> None:
+        """Queue a copy of ``storage``, or of a part of it. It has to exist until the copy is done.
 
         Args:
             storage: on the device.
             memory: host memory.
             offset: in ``memory``, in bytes.
+            start: in ``storage``, in bytes.
+            size: in bytes; ``None`` for all from ``start`` on.
+        """
+        ...
+
+    def gather(self, storages: Sequence[torch.UntypedStorage]) -> torch.UntypedStorage:
+        """Queue, among the copies, one of all ``storages`` into new memory of the device, one after the other.
+
+        Args:
+            storages: on the device.
+
+        Returns:
+            The new memory, which is filled when the copies that are queued so far are done.
+        """
+        ...
+
+    def load(self, source: Tensor, storage: torch.UntypedStorage, start: int) -> Any:
+        """Queue, among training's work, a copy of host memory to ``storage``.
+
+        Args:
+            source: bytes, which must stay as they are until the copy is done.
+            storage: on the device.
+            start: in ``storage``, in bytes.
+
+        Returns:
+            The moment at which it is done, for :meth:`wait`.
         """
         ...
 
@@ -129,8 +157,12 @@ class Devices(Protocol):
         """Copier for ``storage``; ``None`` for one in this machine's memory."""
         ...
 
-    def pinner(self) -> Pin:
-        """Function that pins host memory, callable in any thread. Call this on the training thread."""
+    def pinner(self, device: torch.device | None = None) -> Pin:
+        """Function that pins host memory, callable in any thread.
+
+        Args:
+            device: one that this process works with; ``None`` for the current one, on the training thread.
+        """
         ...
 
     def release(self, memory: HostMemory) -> None:
@@ -310,14 +342,26 @@ class CudaCopier:
     def after_training(self) -> None:
         self._stream.wait_stream(self._training())
 
-    def copy(self, storage: torch.UntypedStorage, memory: HostMemory, offset: int) -> None:
+    def copy(
+        self, storage: torch.UntypedStorage, memory: HostMemory, offset: int, start: int = 0, size: int | None = None
+    ) -> None:
         with torch.cuda.stream(self._stream):
-            for cut in cuts(storage.nbytes(), offset):
+            for cut in cuts(storage.nbytes() - start if size is None else size, offset):
                 target = torch.frombuffer(memory.view(cut.offset, cut.size), dtype=torch.uint8)
-                target.copy_(bytes_of(storage, cut.start, cut.size), non_blocking=True)
+                target.copy_(bytes_of(storage, start + cut.start, cut.size), non_blocking=True)
                 # Copies of one direction run in the order in which they become ready: a kernel lets others get in
                 # (https://github.com/meta-pytorch/torchrec/pull/4373).
                 self._spacer.add_(1)
+
+    def gather(self, storages: Sequence[torch.UntypedStorage]) -> torch.UntypedStorage:
+        with torch.cuda.stream(self._stream):  # whose memory it is, too
+            return torch.cat([bytes_of(storage) for storage in storages]).untyped_storage()
+
+    def load(self, source: Tensor, storage: torch.UntypedStorage, start: int) -> torch.cuda.Event:
+        bytes_of(storage, start, source.numel()).copy_(source, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(self._training())
+        return event
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -381,10 +425,18 @@ class PageableCopier:
     def after_training(self) -> None:
         """The device copies in the order in which it is asked."""
 
-    def copy(self, storage: torch.UntypedStorage, memory: HostMemory, offset: int) -> None:
-        for cut in cuts(storage.nbytes(), offset):
+    def copy(
+        self, storage: torch.UntypedStorage, memory: HostMemory, offset: int, start: int = 0, size: int | None = None
+    ) -> None:
+        for cut in cuts(storage.nbytes() - start if size is None else size, offset):
             target = torch.frombuffer(memory.view(cut.offset, cut.size), dtype=torch.uint8)
-            target.copy_(bytes_of(storage, cut.start, cut.size))
+            target.copy_(bytes_of(storage, start + cut.start, cut.size))
+
+    def gather(self, storages: Sequence[torch.UntypedStorage]) -> torch.UntypedStorage:
+        return torch.cat([bytes_of(storage) for storage in storages]).untyped_storage()
+
+    def load(self, source: Tensor, storage: torch.UntypedStorage, start: int) -> None:
+        bytes_of(storage, start, source.numel()).copy_(source)
 
     def mark(self) -> None:
         """Do nothing: every copy is finished when it returns."""
@@ -433,16 +485,16 @@ class MachineDevices:
             copier = self._copiers[device] = CudaCopier(device) if device.type == "cuda" else PageableCopier()
         return copier
 
-    def pinner(self) -> Pin:
-        if not torch.cuda.is_initialized():
+    def pinner(self, device: torch.device | None = None) -> Pin:
+        if not torch.cuda.is_initialized() or (device is not None and device.type != "cuda"):
             return lambda memory, go: False
         if self._pinning is None:
             runtime: Any = torch.cuda.cudart()
             self._pinning = Pinning(runtime.cudaHostRegister, runtime.cudaHostUnregister, _clear_cuda_error)
-        pinning, device = self._pinning, torch.cuda.current_device()
+        pinning, current = self._pinning, torch.cuda.current_device() if device is None else device
 
         def pin(memory: HostMemory, go: threading.Event | None) -> bool:
-            with torch.cuda.device(device):  # a new thread has the first device of the machine
+            with torch.cuda.device(current):  # a new thread has the first device of the machine
                 return pinning.add(memory, go)
 
         return pin

@@ -65,7 +65,7 @@ class SimulatedDevice:
         """The copier of what it owns."""
         return self._copier if storage_id(storage) in self._storages else None
 
-    def pinner(self) -> Pin:
+    def pinner(self, device: torch.device | None = None) -> Pin:
         """All memory can be written to."""
         return lambda memory, go: True
 
@@ -143,11 +143,28 @@ class _Copier:
             self._device.wait_in("copies", self._device.record("training"))
         self._copied_late = False
 
-    def copy(self, storage: torch.UntypedStorage, memory: HostMemory, offset: int) -> None:
-        to, source, size = memory.address + offset, storage.data_ptr(), storage.nbytes()
-        half = size // 2
+    def copy(
+        self, storage: torch.UntypedStorage, memory: HostMemory, offset: int, start: int = 0, size: int | None = None
+    ) -> None:
+        to, source = memory.address + offset, storage.data_ptr() + start
+        count = storage.nbytes() - start if size is None else size
+        half = count // 2
         self._device.queue("copies", lambda: move(to, source, half))
-        self._device.queue("copies", lambda: move(to + half, source + half, size - half))
+        self._device.queue("copies", lambda kept=storage: move(to + half, source + half, count - half))
+
+    def gather(self, storages: Sequence[torch.UntypedStorage]) -> torch.UntypedStorage:
+        together = torch.zeros(sum(storage.nbytes() for storage in storages), dtype=torch.uint8).untyped_storage()
+        at = together.data_ptr()
+        for storage in storages:
+            job = at, storage.data_ptr(), storage.nbytes()
+            self._device.queue("copies", lambda job=job, kept=together: move(*job))
+            at += storage.nbytes()
+        return together
+
+    def load(self, source: torch.Tensor, storage: torch.UntypedStorage, start: int) -> Moment:
+        to, at, size = storage.data_ptr() + start, source.data_ptr(), source.numel()
+        self._device.train(lambda kept=storage: move(to, at, size))
+        return self._device.record("training")
 
     def mark(self) -> Moment:
         return self._device.record("copies")

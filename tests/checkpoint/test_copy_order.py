@@ -6,6 +6,7 @@ which a checkpoint is wrong.
 
 from __future__ import annotations
 
+import io
 import logging
 import random
 from collections.abc import Callable
@@ -18,12 +19,14 @@ from hypothesis import strategies as st
 from simulated_device import WAITS, Choose, SimulatedDevice
 from torch import nn
 
-from composerlite.checkpoint.format.torch_file import TorchImage
+from composerlite.checkpoint.format.torch_file import FileInMemory, TorchImage
 from composerlite.checkpoint.save.staging import Staging, VerifyCopy, finish_device_work
 from composerlite.core import LossReading
+from composerlite.devices import DeviceRing
 from composerlite.errors import SaveError
 
-SIZE = 1 << 10  # numbers in a tensor
+SIZE = 1 << 14  # numbers in a tensor that is copied by itself
+SMALL = 1 << 8  # in one that is copied together with others
 STEPS = 5
 
 
@@ -38,7 +41,8 @@ class OnDevice(torch.optim.SGD):
         def change() -> None:
             for parameter in self.param_groups[0]["params"]:
                 parameter.detach().numpy()[:] += 1.0  # not counted, as by a fused optimizer
-                self.state[parameter]["momentum_buffer"].numpy()[:] += 2.0
+                if "momentum_buffer" in self.state[parameter]:
+                    self.state[parameter]["momentum_buffer"].numpy()[:] += 2.0
 
         self.device.train(change)
 
@@ -49,10 +53,12 @@ class Run:
     def __init__(self, choose: Choose, without: str = "", verify: VerifyCopy = "never") -> None:
         self.device = SimulatedDevice(choose, without)
         self.weight, self.mean = nn.Parameter(torch.zeros(SIZE)), torch.zeros(SIZE)
-        self.optimizer = OnDevice(self.device, [self.weight])
+        bias, count = nn.Parameter(torch.zeros(SMALL)), torch.zeros(SMALL - 7)
+        self.optimizer = OnDevice(self.device, [self.weight, bias])
         momentum = torch.zeros(SIZE)
         self.optimizer.state[self.weight]["momentum_buffer"] = momentum
-        self.tensors = {"weight": self.weight, "momentum": momentum, "mean": self.mean}
+        self.early = [self.mean, count]
+        self.tensors = {"weight": self.weight, "bias": bias, "momentum": momentum, "mean": self.mean, "count": count}
         self.device.owns(*self.tensors.values())
         self.staging = Staging(verify=verify, devices=self.device)
         self.steps = 0
@@ -65,7 +71,8 @@ class Run:
         """A forward pass; with a ``change`` that nobody expects."""
 
         def run() -> None:
-            self.mean.numpy()[:] += 4.0
+            for tensor in self.early:
+                tensor.numpy()[:] += 4.0
             change()
 
         self.device.train(run)
@@ -77,18 +84,18 @@ class Run:
 
     def values(self) -> list[float]:
         """What the tensors have to hold when all that was queued is done."""
-        return [float(self.steps), 2.0 * self.steps, 4.0 * self.steps]
+        return [float(self.steps), float(self.steps), 2.0 * self.steps, 4.0 * self.steps, 4.0 * self.steps]
 
     def save(self) -> tuple[Any, Callable[[], list[torch.Tensor]]]:
         """Begin a save; the snapshot, and how to read it when it has been waited for."""
         image = self.image()
         assert self.staging.reserve(image.size_bytes)
-        offsets = [offset for _, offset in image.storages()]
+        places = [(offset, storage.nbytes()) for storage, offset in image.storages()]
         snapshot = self.staging.take(image, [self.optimizer])
 
         def read() -> list[torch.Tensor]:
             memory = snapshot.memory
-            copies = [torch.frombuffer(memory.view(at, 4 * SIZE), dtype=torch.float32).clone() for at in offsets]
+            copies = [torch.frombuffer(memory.view(*place), dtype=torch.float32).clone() for place in places]
             self.staging.give_back(memory)
             return copies
 
@@ -140,6 +147,41 @@ def wrong_reads(choose: Choose, without: str = "") -> int:
     return int(any(found))
 
 
+def wrong_pieces(choose: Choose, without: str = "") -> int:
+    """Write what is on the device as it is, through a ring that is smaller; how many tensors are wrong in the file."""
+    run = Run(choose, without)
+    run.forward()
+    run.step()
+    image = run.image()
+    finish_device_work(image, run.device)
+    image.ring = DeviceRing(run.device, slot_bytes=SIZE)
+    file = FileInMemory()
+    image.write(file)
+    saved = torch.load(io.BytesIO(file.file.getvalue()), weights_only=True)
+    run.close()
+    return sum(bool((saved[name] != value).any()) for name, value in zip(run.tensors, run.values(), strict=True))
+
+
+def wrong_loads(choose: Choose, without: str = "") -> int:
+    """Load into tensors of a device that has work queued, through two slots; how many are wrong in the end."""
+    device, tensors = SimulatedDevice(choose, without), [torch.zeros(SMALL) for _ in range(6)]
+    device.owns(*tensors)
+    for tensor in tensors:
+        device.train(lambda tensor=tensor: tensor.fill_(-1.0))
+    ring = DeviceRing(device)
+    with ring.slots(4 * SMALL, torch.device("cpu"), 2) as slots:
+        for number, tensor in enumerate(tensors):
+            slot, storage = slots.next(), tensor.untyped_storage()
+            slot.view(torch.float32).fill_(number)
+            copier = device.of(storage)
+            assert copier is not None
+            slots.is_copied(copier, copier.load(slot, storage, 0))
+    if not without:
+        assert [float(tensor[-1]) for tensor in tensors] == list(range(6)), "it is done when the slots are given back"
+    device.run_all()  # into memory that the ring still has
+    return sum(bool((tensor != number).any()) for number, tensor in enumerate(tensors))
+
+
 def wrong_losses(choose: Choose, without: str = "") -> int:
     """Read the loss of each batch while its backward pass and step are queued; how many are wrong."""
     device = SimulatedDevice(choose, without)
@@ -152,6 +194,9 @@ def wrong_losses(choose: Choose, without: str = "") -> int:
         device.train(lambda: None)
         wrong += reading.value(loss) != step + 1.0
     return wrong
+
+
+ALL = (wrong_saves, wrong_reads, wrong_pieces, wrong_loads, wrong_losses)
 
 
 def drawn(choices: bytes) -> Choose:
@@ -203,12 +248,53 @@ def test_reading_a_loss_leaves_the_device_its_work() -> None:
     assert reading.value(torch.tensor(4.0)) == 4.0  # another loss is read now
 
 
+@given(st.binary(max_size=200))
+@settings(max_examples=30, deadline=None)
+def test_what_passes_through_the_ring_is_right_in_any_order(choices: bytes) -> None:
+    """Saves that are written as they are, and loads."""
+    assert wrong_pieces(drawn(choices)) == 0
+    assert wrong_loads(drawn(choices)) == 0
+
+
+@pytest.mark.parametrize("wrong", [wrong_pieces, wrong_loads])
+def test_a_slot_of_the_ring_is_waited_for(wrong: Callable[[Choose, str], int]) -> None:
+    """Before it is written to disk, or filled again: without that there is an order in which bytes are wrong."""
+    assert any(wrong(at_random(seed), "the host waits for the copies") for seed in range(50))
+
+
+def test_small_storages_are_one_copy() -> None:
+    """However many there are, if there is room for them; each is in its place when the copy is waited for."""
+    device, copies = SimulatedDevice(lambda count: 0), list[int]()
+    tensors = {f"bias{number}": torch.full((100 + number,), float(number)) for number in range(300)}
+    tensors["weight"] = torch.full((SIZE,), 7.0)
+    device.owns(*tensors.values())
+    copier: Any = device.of(tensors["weight"].untyped_storage())
+    copy = copier.copy
+
+    def counted(storage: torch.UntypedStorage, *where: Any) -> None:
+        copies.append(storage.nbytes())
+        copy(storage, *where)
+
+    copier.copy = counted
+    image, staging = TorchImage(tensors), Staging(verify="always", devices=device)
+    places = [(offset, storage.nbytes()) for storage, offset in image.storages()]
+    assert staging.reserve(image.size_bytes)
+    snapshot = staging.take(image)
+    snapshot.wait()
+    saved = [torch.frombuffer(snapshot.memory.view(*place), dtype=torch.float32) for place in places]
+    assert all(torch.equal(copied, tensor) for copied, tensor in zip(saved, tensors.values(), strict=True))
+    assert sorted(copies) == sorted([4 * SIZE, sum(4 * (100 + number) for number in range(300))])
+    del saved
+    staging.give_back(snapshot.memory)
+    staging.close()
+
+
 @pytest.mark.parametrize("without", WAITS)
 def test_without_any_one_of_the_waits_a_save_is_wrong(without: str) -> None:
     """There is an order that shows it, and it is found: none of them is there for nothing."""
     for seed in range(200):
-        assert [wrong(at_random(seed), "") for wrong in (wrong_saves, wrong_reads, wrong_losses)] == [0, 0, 0]
-        if any(wrong(at_random(seed), without) for wrong in (wrong_saves, wrong_reads, wrong_losses)):
+        assert [wrong(at_random(seed), "") for wrong in ALL] == [0] * len(ALL)
+        if any(wrong(at_random(seed), without) for wrong in ALL):
             return
     pytest.fail(f"200 orders show nothing wrong where it is not so that {without}")
 

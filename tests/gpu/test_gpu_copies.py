@@ -95,9 +95,9 @@ class Without:
             setattr(copier, self._wait, lambda *arguments: None)
         return copier
 
-    def pinner(self) -> Pin:
+    def pinner(self, device: torch.device | None = None) -> Pin:
         """As the machine."""
-        return self._devices.pinner()
+        return self._devices.pinner(device)
 
     def release(self, memory: HostMemory) -> None:
         """As the machine."""

@@ -83,9 +83,9 @@ class TarSink:
         self._inner.write(data)
         self._took(len(data))
 
-    def copy(self, address: int, size: int) -> int:
+    def copy(self, address: int, size: int, crc: int = 0) -> int:
         """Append ``size`` bytes of memory at ``address``; their CRC-32."""
-        crc = self._inner.copy(address, size)
+        crc = self._inner.copy(address, size, crc)
         self._took(size)
         return crc
 

@@ -34,12 +34,14 @@ from composerlite._torch_compat import (
 )
 from composerlite.checkpoint.format.zip_file import Layout, ZipRecord, trailer
 from composerlite.checkpoint.trust.trusted import is_loadable
+from composerlite.devices import shared_ring
 from composerlite.dist import is_distributed_tensor
 from composerlite.errors import SaveError
 from composerlite.storage import FileDigest, HostMemory, Sink
 from composerlite.types import StateDict
 
 __all__ = [
+    "FileInMemory",
     "FiniteCheck",
     "Pickled",
     "StorageCopy",
@@ -73,6 +75,7 @@ class TorchImage:
 
     Attributes:
         size_bytes: of the file.
+        ring: what is read from devices passes through it.
         stand_in: gives the storage to read in the place of one of those in the contents, as each is written.
         not_finite: after :meth:`write`, name of a tensor in :meth:`watch` with a value that is NaN or infinite.
 
@@ -94,6 +97,7 @@ class TorchImage:
         self._start = 0
         self._finite = FiniteCheck()
         self.stand_in: Callable[[torch.UntypedStorage], torch.UntypedStorage] | None = None
+        self.ring = shared_ring
         self.size_bytes = self._layout.size_bytes
 
     def storages(self) -> list[StorageCopy]:
@@ -145,22 +149,23 @@ class TorchImage:
             storage = self._storages[number]
             if self.stand_in is not None:
                 storage = self.stand_in(storage)
-            if storage.device.type != "cpu":
-                storage = storage.cpu()
-            crc = self._finite.copy(number, sink, storage.data_ptr(), record.size_bytes)
+            if (copier := self.ring.copier_of(storage)) is None:
+                crc = self._finite.copy(number, sink, storage.data_ptr(), record.size_bytes)
+            else:
+                crc = self._finite.copy_pieces(number, sink, self.ring.read(copier, storage), storage)
         sink.write(record.descriptor(crc))
         return crc
 
 
 def file_bytes(contents: Any) -> bytes:
     """The ``.pt`` file of ``contents``; for what is small. Raises what :class:`TorchImage` does."""
-    sink = _Bytes()
+    sink = FileInMemory()
     TorchImage(contents).write(sink)
     return sink.file.getvalue()
 
 
 @final
-class _Bytes:
+class FileInMemory:
     """A file in memory."""
 
     def __init__(self) -> None:
@@ -171,15 +176,15 @@ class _Bytes:
     def write(self, data: bytes) -> None:
         self.size_bytes += self.file.write(data)
 
-    def copy(self, address: int, size: int) -> int:
+    def copy(self, address: int, size: int, crc: int = 0) -> int:
         data = ctypes.string_at(address, size)
         self.write(data)
-        return zlib.crc32(data)
+        return zlib.crc32(data, crc)
 
     def finish(self) -> FileDigest:
         raise NotImplementedError("it is never durable")
 
-    def __enter__(self) -> _Bytes:
+    def __enter__(self) -> FileInMemory:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -241,12 +246,42 @@ class FiniteCheck:
             length = min(_PIECE_BYTES, size - start)
             numbers = _tensor_at(address + start, length, _NUMBERS[places[0].dtype])
             if not _sum_is_finite(numbers) and not bool(numbers.isfinite().all()):
-                self.found = _first_not_finite(places, address, size)
+                self.found = _first_not_finite(places, lambda dtype: _tensor_at(address, size, dtype))
                 places = []  # it may be in memory that no tensor has: it is looked at once
             crc = isal_zlib.crc32_combine(crc, sink.copy(address + start, length), length)
             start += length
         left = size - start
         return isal_zlib.crc32_combine(crc, sink.copy(address + start, left), left) if left else crc
+
+    def copy_pieces(
+        self, number: int, sink: Sink, pieces: Iterable[tuple[int, int]], storage: torch.UntypedStorage
+    ) -> int:
+        """Copy the storage ``number``, which comes from a device in ``pieces``, to ``sink``, checking it on the way.
+
+        Args:
+            number: of the storage.
+            sink: takes its bytes.
+            pieces: address and size of each, in order; a whole number of numbers.
+            storage: on the device.
+
+        Returns:
+            CRC-32 of all bytes.
+        """
+        places, crc = self._places.get(number), 0
+        for address, size in pieces:
+            if places and self.found is None:
+                numbers = _tensor_at(address, size, _NUMBERS[places[0].dtype])
+                if not _sum_is_finite(numbers) and not bool(numbers.isfinite().all()):
+                    self.found = _first_not_finite(places, lambda dtype: _tensor_in(storage, dtype))
+                    places = []
+            crc = sink.copy(address, size, crc)
+        return crc
+
+
+def _tensor_in(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
+    count: Any = storage.nbytes() // dtype.itemsize
+    empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, 0, (count,), (1,))
 
 
 def _tensor_at(address: int, size_bytes: int, dtype: torch.dtype) -> Tensor:
@@ -260,9 +295,9 @@ def _sum_is_finite(numbers: Tensor) -> bool:
     return all(math.isfinite(part.sum(dtype=wide).item()) for part in numbers.split(_SUMMED_NUMBERS))
 
 
-def _first_not_finite(places: Sequence[_Watched], address: int, size: int) -> str | None:
+def _first_not_finite(places: Sequence[_Watched], whole_as: Callable[[torch.dtype], Tensor]) -> str | None:
     for place in places:
-        whole = _tensor_at(address, size, place.dtype)
+        whole = whole_as(place.dtype)
         if not bool(whole.as_strided(place.size, place.stride, place.offset).isfinite().all()):
             return place.name
     return None

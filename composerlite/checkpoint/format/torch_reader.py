@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from composerlite.checkpoint.format.zip_file import Layout, ZipEntry, entries, records_root
 from composerlite.checkpoint.trust.trusted import StorageKind, storage_kind
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
+from composerlite.devices import RingSlots, shared_ring
 from composerlite.errors import CorruptCheckpointError
 from composerlite.types import Piece
 
@@ -48,6 +49,7 @@ MapLocation = str | torch.device | Mapping[str, str] | Callable[[Any, str], Any]
 _MOST_PICKLE_BYTES = 1 << 30
 _SIEVED_BYTES = 32 << 20
 """What is read at a time of what is not kept whole."""
+_SLOTS = 3  # one is read from the file, the others are being copied to a device
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
@@ -139,9 +141,11 @@ class Sieve(Protocol):
 
     step_bytes: int
     """Parts are multiples of it."""
+    device: torch.device | None
+    """Where ``part`` is copied to while this thread continues; ``None``: it does not."""
 
-    def take(self, start: int, part: torch.Tensor) -> None:
-        """The bytes from ``start`` on. ``part`` is used again afterwards."""
+    def take(self, start: int, part: torch.Tensor, slots: RingSlots) -> None:
+        """The bytes from ``start`` on. ``part`` is used again, but for what ``slots`` is told of: when that is done."""
         ...
 
 
@@ -209,6 +213,7 @@ class TorchFile:
         self._swap = self._small("byteorder", b"little") != sys.byteorder.encode()
         self._map_location = map_location
         self._devices: dict[str, str | None] = {}
+        self.ring = shared_ring  # through which it is read where it goes to devices
         self._eager = trust  # its code may look at the numbers in the tensors that it is given
         self._unread: list[_Unread] = []
         self._known: dict[str, torch.UntypedStorage] = {}
@@ -297,15 +302,19 @@ class TorchFile:
 
     def _sift(self, sieves: Mapping[str, Sieve], progress: Callable[[int], object]) -> None:
         """Read records in parts, several at a time where they are small."""
-        scratch = torch.empty(max(_SIEVED_BYTES, *(sieve.step_bytes for sieve in sieves.values())), dtype=torch.uint8)
+        slot_bytes = min(_SIEVED_BYTES, sum(self._records[name].size for name in sieves))
+        slot_bytes = max(slot_bytes, *(sieve.step_bytes for sieve in sieves.values()), 1)
+        on_devices = [sieve.device for sieve in sieves.values() if sieve.device is not None]
+        device, count = (on_devices[0], _SLOTS) if on_devices else (torch.device("cpu"), 1)
         batch: list[tuple[str, int, int]] = []
         sums: dict[str, int] = {}
-        for name, start, size in self._parts(sieves):
-            if sum(size for _, _, size in batch) + size > scratch.numel():
-                self._sift_batch(batch, scratch, sieves, sums, progress)
-                batch = []
-            batch.append((name, start, size))
-        self._sift_batch(batch, scratch, sieves, sums, progress)
+        with self.ring.slots(slot_bytes, device, count) as slots:
+            for name, start, size in self._parts(sieves):
+                if sum(size for _, _, size in batch) + size > slot_bytes:
+                    self._sift_batch(batch, slots, sieves, sums, progress)
+                    batch = []
+                batch.append((name, start, size))
+            self._sift_batch(batch, slots, sieves, sums, progress)
         for name, crc in sums.items():
             self._compare_sum(name, self._records[name], crc)
 
@@ -320,12 +329,13 @@ class TorchFile:
     def _sift_batch(
         self,
         batch: Sequence[tuple[str, int, int]],
-        scratch: torch.Tensor,
+        slots: RingSlots,
         sieves: Mapping[str, Sieve],
         sums: dict[str, int],
         progress: Callable[[int], object],
     ) -> None:
         pieces: list[Piece] = []
+        scratch = slots.next()
         address = scratch.data_ptr()
         for name, start, size in batch:
             pieces.append((self._records[name].offset + start, address, size))
@@ -336,7 +346,7 @@ class TorchFile:
             part = scratch[begin : begin + size]
             if self._check_sums:
                 sums[name] = isal_zlib.crc32(part.numpy(), sums.get(name, 0))
-            sieves[name].take(start, part)
+            sieves[name].take(start, part, slots)
             begin += size
 
     def _fill(self, wanted: Sequence[tuple[str, int]], progress: Callable[[int], object]) -> None:

@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from composerlite.checkpoint.record.contents import (
     without,
 )
 from composerlite.checkpoint.record.naming import format_name_with_dist
+from composerlite.devices import DeviceCopier, DeviceRing, RingSlots, shared_ring
 from composerlite.storage import ObjectStore
 from composerlite.types import StateDict, items_of, with_items
 
@@ -94,7 +95,7 @@ def load_checkpoint(
 
     The generators are not touched: apply them with ``composerlite.checkpoint.rng.restore`` when training starts.
 
-    What does not fit is said, whole, before anything in ``state`` is changed. Tensors that are on the CPU and have the
+    What does not fit is said, whole, before anything in ``state`` is changed. Tensors that have the
     form of the saved ones are then read in place, and verified as they are: a file whose damage shows only there leaves
     ``state`` unusable, and the error says so. Autoresume verifies a file first.
 
@@ -171,7 +172,7 @@ def _opened(
 
 def _read_in_place(file: TorchFile, live: StateDict, progress: BytesRead, path: Path | None) -> None:
     """Read the tensors of ``file``, those that can into ``live`` ones, which then are in the contents instead."""
-    file.contents, targets = placed(file.contents, live, file.unread())
+    file.contents, targets = placed(file.contents, live, file.unread(), file.ring)
     with contextlib.nullcontext() if path is None else readable(path.resolve()), half_loaded(bool(targets)):
         file.read(places=targets.addresses, sieves=targets.sieves, progress=progress)
 
@@ -183,7 +184,7 @@ class LoadTargets(NamedTuple):
 
     Attributes:
         addresses: of the memory of live tensors, by record.
-        sieves: that fill this rank's part of distributed ones, by record.
+        sieves: that fill this rank's part of distributed ones, and tensors on devices, by record.
     """
 
     addresses: dict[str, int]
@@ -200,17 +201,20 @@ class _Pair(NamedTuple):
     live: Tensor | None
 
 
-def placed(contents: Any, live: Any, unread: Mapping[int, StorageRecord]) -> tuple[Any, LoadTargets]:
+def placed(
+    contents: Any, live: Any, unread: Mapping[int, StorageRecord], ring: DeviceRing = shared_ring
+) -> tuple[Any, LoadTargets]:
     """``contents`` with live tensors in the place of those that can be read into them, and where to read which record.
 
-    A tensor of the checkpoint is read in place where it is all of its storage, in the same order as the live one, on
-    the CPU; and where no two live tensors share memory unless those of the checkpoint do just the same. Of one that is
-    to become a distributed tensor a rank keeps its part: the whole is nowhere in memory.
+    A tensor of the checkpoint is read in place where it is all of its storage, in the same order as the live one; and
+    where no two live tensors share memory unless those of the checkpoint do just the same. Of one that is to become a
+    distributed tensor a rank keeps its part. Neither that nor what goes to a device is whole in this machine's memory.
 
     Args:
         contents: what the checkpoint holds, unread.
         live: the live tensors, by the same path of keys.
         unread: the record of each storage, by the ``id`` of the storage.
+        ring: knows the devices.
     """
     groups: dict[int, list[_Pair]] = {}
     for pair in _pairs(contents, live):
@@ -227,9 +231,13 @@ def placed(contents: Any, live: Any, unread: Mapping[int, StorageRecord]) -> tup
             places.sieves[record.name] = _Rows(pairs[0].saved, targets)
             replaced |= {id(pair.saved): target for pair, target in zip(pairs, targets, strict=True)}
         elif all(_fits(pair, pairs[0], record) for pair in pairs):
-            address = pairs[0].live.data_ptr()  # type: ignore[union-attr]
+            target = cast("Tensor", pairs[0].live)
+            address = target.data_ptr()
             if (address, address + record.size) not in shared:
-                places.addresses[record.name] = address
+                if (copier := ring.copier_of(target.untyped_storage())) is None:
+                    places.addresses[record.name] = address
+                else:
+                    places.sieves[record.name] = _OnDevice(target, copier)
                 replaced |= {id(pair.saved): pair.live for pair in pairs if pair.live is not None}
     return _with_live(contents, live, replaced), places
 
@@ -256,8 +264,25 @@ def _distributed_targets(pairs: Sequence[_Pair], record: StorageRecord, taken: s
 
 
 @final
+class _OnDevice:
+    """Takes a tensor in pieces and copies each to where it belongs on a device."""
+
+    step_bytes = 1
+
+    def __init__(self, live: Tensor, copier: DeviceCopier) -> None:
+        self._storage, self._first = live.untyped_storage(), int(live.storage_offset()) * live.itemsize
+        self._copier = copier
+        self.device: torch.device | None = live.device
+
+    def take(self, start: int, part: Tensor, slots: RingSlots) -> None:
+        slots.is_copied(self._copier, self._copier.load(part, self._storage, self._first + start))
+
+
+@final
 class _Rows:
     """Takes a tensor row by row and keeps what belongs to distributed ones."""
+
+    device: torch.device | None = None
 
     def __init__(self, saved: Tensor, targets: Sequence[Tensor]) -> None:
         self._dtype = saved.dtype
@@ -265,7 +290,7 @@ class _Rows:
         self._parts = [dist.local_shard(target) for target in targets]
         self.step_bytes = math.prod(self._row) * saved.itemsize
 
-    def take(self, start: int, part: Tensor) -> None:
+    def take(self, start: int, part: Tensor, slots: RingSlots) -> None:
         first = start // self.step_bytes
         rows = part.view(self._dtype).view(-1, *self._row)
         for offsets, lengths, local in self._parts:
@@ -300,7 +325,8 @@ def _fits(pair: _Pair, first: _Pair, record: StorageRecord) -> bool:
     if live is None or first.live is None or type(live) not in (Tensor, nn.Parameter) or type(saved) is not Tensor:
         return False
     return (
-        live.device.type == "cpu"
+        live.device.type != "meta"
+        and live.device == first.live.device
         and live.layout is torch.strided
         and live.dtype is saved.dtype
         and live.shape == saved.shape

@@ -43,6 +43,7 @@ from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.lease import turn_at
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.trust.trusted import RefusedError
+from composerlite.devices import DeviceCopier, DeviceRing, RingSlots, shared_ring
 from composerlite.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest, ObjectStore, WorkerPool, make_folder, number_of
 from composerlite.types import Piece
@@ -84,6 +85,7 @@ class RemoteFileSystemReader(StorageReader):
 
     Attributes:
         bytes_read: of data files, so far.
+        ring: what goes to devices passes through it.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class RemoteFileSystemReader(StorageReader):
         self._fetching = pre_download
         self._work_dir = work_dir
         self.bytes_read = 0
+        self.ring = shared_ring
         self._lock, self._fetch_lock = threading.Lock(), threading.Lock()
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._forget()
@@ -314,7 +317,7 @@ class RemoteFileSystemReader(StorageReader):
             raise CorruptCheckpointError(f"checkpoint {self.uri!r}: its manifest does not have the file {name!r}.")
         try:
             with self._opened(name, digest, threads) as source:
-                read_items(source, items, ours=self._manifest is not None, progress=self._count)
+                read_items(source, items, ours=self._manifest is not None, progress=self._count, ring=self.ring)
         except FileNotFoundError as e:
             raise CorruptCheckpointError(f"checkpoint {self.uri!r}: its file {name!r} is gone.") from e
         except RefusedError as e:
@@ -411,6 +414,8 @@ _SMALL_BYTES = 256 << 10
 _PROBE_BYTES = 4096
 _LEAST_RUN_BYTES = 64 << 10
 _BATCH_BYTES = 128 << 20
+_SLOT_BYTES = 16 << 20
+_SLOTS = 2  # one is read from the file, the other is copied to the device
 
 
 @final
@@ -466,9 +471,14 @@ class Item:
 
 
 def read_items(
-    source: ByteSource, items: Iterable[Item], *, ours: bool, progress: Callable[[int], object] = int
+    source: ByteSource,
+    items: Iterable[Item],
+    *,
+    ours: bool,
+    progress: Callable[[int], object] = int,
+    ring: DeviceRing = shared_ring,
 ) -> None:
-    """Read the requested parts of ``items`` of one file.
+    """Read the requested parts of ``items`` of one file. What goes to a device passes through ``ring``.
 
     Args:
         source: the file.
@@ -480,13 +490,55 @@ def read_items(
         CorruptCheckpointError: the bytes are not those that were saved, or no tensors of that shape.
         RefusedError: an item names something that is not known to be safe.
     """
-    for batch in _batches(sorted(items, key=lambda item: item.offset)):
-        readings = [_Reading(source, item, ours) for item in batch]
-        while readings:
-            pieces = [piece for reading in readings for piece in reading.wanted()]
-            if pieces:
-                source.read_into(pieces, progress)
-            readings = [reading for reading in readings if not reading.advance()]
+    with contextlib.closing(_ToDevices(ring)) as to_devices:
+        for batch in _batches(sorted(items, key=lambda item: item.offset)):
+            readings = [_Reading(source, item, ours, to_devices) for item in batch]
+            while readings:
+                to_devices.begin()
+                pieces = [piece for reading in readings for piece in reading.wanted()]
+                if pieces:
+                    source.read_into(pieces, progress)
+                readings = [reading for reading in readings if not reading.advance()]
+
+
+@final
+class _ToDevices:
+    """Slots for numbers on their way to devices, one at a time, which is shared by all that is read together.
+
+    Args:
+        ring: has them, from the first that is needed on.
+    """
+
+    def __init__(self, ring: DeviceRing) -> None:
+        self.ring = ring
+        self._stack = contextlib.ExitStack()
+        self._slots: RingSlots | None = None
+        self._slot: Tensor | None = None
+        self._used = 0
+
+    def begin(self) -> None:
+        """Begin another slot when one is asked for: what was taken is copied."""
+        self._slot = None
+
+    def take(self, size: int, device: torch.device) -> Tensor:
+        """Return up to ``size`` bytes of the slot, or none."""
+        if self._slots is None:
+            self._slots = self._stack.enter_context(self.ring.slots(_SLOT_BYTES, device, _SLOTS))
+        if self._slot is None:
+            self._slot, self._used = self._slots.next(), 0
+        part = self._slot[self._used : self._used + size]
+        self._used += part.numel()
+        return part
+
+    def copy(self, copier: DeviceCopier, part: Tensor, target: Tensor, start: int) -> None:
+        """Have the device copy ``part``, filled, to its place in ``target``."""
+        assert self._slots is not None
+        first = int(target.storage_offset()) * target.itemsize
+        self._slots.is_copied(copier, copier.load(part, target.untyped_storage(), first + start))
+
+    def close(self) -> None:
+        """Wait until all is copied."""
+        self._stack.close()
 
 
 def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
@@ -524,8 +576,9 @@ class _Reading:
     What does not hold what was expected, or is of a rarer kind, is read as a whole.
     """
 
-    def __init__(self, source: ByteSource, item: Item, ours: bool) -> None:
+    def __init__(self, source: ByteSource, item: Item, ours: bool, to_devices: _ToDevices) -> None:
         self._source = source
+        self._to_devices = to_devices
         self._item = item
         self._whole = item.shape is None or item.size_bytes <= _SMALL_BYTES
         self._frame: list[_Buffer] = []
@@ -551,7 +604,7 @@ class _Reading:
 
     def _fill(self, stored: StoredTensor) -> None:
         self._expected = stored
-        self._filled = [_Filled(box, stored) for box in self._item.boxes]
+        self._filled = [_Filled(box, stored, self._to_devices) for box in self._item.boxes]
 
     def wanted(self) -> Iterator[Piece]:
         """Yield the pieces to read before :meth:`advance` is called."""
@@ -577,9 +630,8 @@ class _Reading:
             if found != self._expected:
                 self._fill(found)
                 return False
-        for filled in self._filled:
-            filled.end()
-        return True
+        self._filled = [filled for filled in self._filled if not filled.advance()]
+        return not self._filled
 
     def _use_whole(self, data: bytearray) -> None:
         for take in self._item.take_bytes:
@@ -600,9 +652,14 @@ class _Reading:
 
 @final
 class _Filled:
-    """A box and the memory that its numbers are read to: the target's own where that can be."""
+    """A box and the memory that its numbers are read to: the target's own where that can be; a slot, for a device.
 
-    def __init__(self, box: Box, stored: StoredTensor) -> None:
+    Args:
+        box: what is wanted. stored: of what.
+        to_devices: has the slots.
+    """
+
+    def __init__(self, box: Box, stored: StoredTensor, to_devices: _ToDevices) -> None:
         self._box = box
         self._stored = stored
         self._target = box.target()
@@ -614,16 +671,49 @@ class _Filled:
         if short:  # it is quicker to read over what lies between
             self._runs = [(self._span[0], self._span[1] - self._span[0])]
         direct = not short and _takes_bytes(self._target, stored.dtype, count)
+        self._to_devices = to_devices
+        self._copier = to_devices.ring.copier_of(self._target.untyped_storage()) if direct else None
+        self._done = 0  # bytes on their way to the device
+        self._part: Tensor | None = None
+        direct = direct and (self._copier is not None or self._target.device.type == "cpu")
         self._scratch = None if direct else torch.empty(sum(n for _, n in self._runs), dtype=stored.dtype)
 
     def pieces(self) -> Iterator[Piece]:
         item_bytes = self._stored.dtype.itemsize
+        if self._copier is not None:
+            yield from self._next_pieces(sum(count for _, count in self._runs) * item_bytes)
+            return
         address = (self._target if self._scratch is None else self._scratch).data_ptr()
         for start, count in self._runs:
             yield self._stored.start + start * item_bytes, address, count * item_bytes
             address += count * item_bytes
 
-    def end(self) -> None:
+    def _next_pieces(self, size: int) -> Iterator[Piece]:
+        """List what is to be read to a slot, as far as that has room."""
+        self._part = self._to_devices.take(size - self._done, self._target.device)
+        item_bytes, address = self._stored.dtype.itemsize, self._part.data_ptr()
+        skipped, left = self._done, self._part.numel()
+        for start, count in self._runs:
+            length = count * item_bytes
+            begin = min(skipped, length)
+            take = min(length - begin, left)
+            if take:
+                yield self._stored.start + start * item_bytes + begin, address, take
+            skipped, left, address = skipped - begin, left - take, address + take
+
+    def advance(self) -> bool:
+        """Use what was read; whether that was all."""
+        part, self._part = self._part, None
+        if self._copier is not None and part is not None:
+            if part.numel():
+                self._to_devices.copy(self._copier, part, self._target, self._done)
+            self._done += part.numel()
+            if self._done < self._target.numel() * self._target.itemsize:
+                return False
+        self._end()
+        return True
+
+    def _end(self) -> None:
         if self._scratch is not None and self._runs:
             lengths = list(self._box.lengths)
             if math.prod(lengths) == self._scratch.numel():
@@ -638,7 +728,7 @@ class _Filled:
 def _takes_bytes(target: Tensor, dtype: torch.dtype, count: int) -> bool:
     return (
         type(target) is Tensor
-        and target.device.type == "cpu"
+        and target.device.type != "meta"
         and target.dtype is dtype
         and target.layout is torch.strided
         and target.is_contiguous()

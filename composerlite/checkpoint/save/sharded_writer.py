@@ -45,7 +45,7 @@ from composerlite.checkpoint.save.staging import HandOver
 from composerlite.storage import FileDigest, HostMemory, Sink, StreamWriter, WorkerPool, number_of
 from composerlite.types import StateDict
 
-__all__ = ["RemoteFileSystemWriter", "ShardWriter", "expected_bytes", "record_of_directory"]
+__all__ = ["RemoteFileSystemWriter", "ShardWriter", "expected_bytes", "in_one_piece", "record_of_directory"]
 
 log = logging.getLogger(__name__)
 _ITEM_FRAME_BYTES = 16 << 10
@@ -296,12 +296,27 @@ class RemoteFileSystemWriter(StorageWriter):
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """The tensor in memory of this machine, and of no more of it than it needs."""
-    tensor = tensor.detach().cpu()
+    """Return the tensor in no more memory than it needs, on its device where it is in one piece there."""
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu":
+        part = in_one_piece(tensor)
+        if part is not None:
+            return part
+        tensor = tensor.cpu()
     if tensor.layout is not torch.strided:
         return tensor
     whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
     return tensor if whole and type(tensor) is Tensor else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def in_one_piece(tensor: Tensor) -> Tensor | None:
+    """Return a plain tensor that has a storage to itself, in the same memory; ``None`` where that cannot be."""
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+    if not plain or not tensor.is_contiguous() or tensor.is_quantized or not tensor.numel():
+        return None
+    first, size = tensor.storage_offset() * tensor.itemsize, tensor.numel() * tensor.itemsize
+    storage: Any = tensor.untyped_storage()[first : first + size]
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def _tensor_bytes(item: WriteItem) -> int:

@@ -54,6 +54,8 @@ _GRANULE_BYTES = 4 << 20  # what a checkpoint may grow by before it needs new me
 _LEAST_RING_BYTES = 16 << 20
 _LITTLE_BYTES = 8 << 20  # as new memory that costs nothing
 _LEAST_WATCHED_BYTES = 64 << 10  # less is copied before anybody could be asked to watch it
+_SMALL_BYTES = 64 << 10  # of a storage on a device: copied together with others
+_MOST_GATHERED_BYTES = 16 << 20
 _WAIT_SECONDS = 600.0
 _HAND_OVER_SECONDS = 3600.0
 
@@ -291,6 +293,8 @@ class _DeviceCopy:
     Args:
         copier: of the device.
         memory: where to.
+        spare: where in it there is room behind all copies: small storages go there together, and are put into their
+            places when that is done.
         early: is copied before training changes anything.
         late: may be copied until an optimizer steps.
         tensors: of what is late.
@@ -302,6 +306,7 @@ class _DeviceCopy:
         self,
         copier: DeviceCopier,
         memory: HostMemory,
+        spare: int,
         early: Sequence[StorageCopy],
         late: Sequence[StorageCopy],
         tensors: Sequence[Tensor],
@@ -314,13 +319,22 @@ class _DeviceCopy:
         self._changes = _Changes(tensors if waits_for_step else ())
         self.checks = [_ContentCheck(copier, copies) for copies in (early, late) if verify and copies]
         self.late_check = self.checks[-1] if verify and late else None
+        self._memory, self._spare = memory, spare
+        self._small = _gathered(self._kept, memory.size_bytes - spare)
+        small = {copy.offset for copy in self._small}
+        at_once = [copy for copy in (early if waits_for_step else self._kept) if copy.offset not in small]
+        later = [copy for copy in (late if waits_for_step else ()) if copy.offset not in small]
         copier.after_training()
-        for storage, offset in early if waits_for_step else self._kept:
+        self._gathered = copier.gather([copy.storage for copy in self._small]) if small else None
+        self.gathered_bytes = 0 if self._gathered is None else self._gathered.nbytes()
+        for storage, offset in at_once:
             copier.copy(storage, memory, offset)
-        self._is_late = bool(late) and waits_for_step
-        if early or not self._is_late:
+        self._is_late = bool(later)
+        if at_once or small or not later:
             copier.before_training(copier.mark())
-        for storage, offset in late if waits_for_step else ():
+        if self._gathered is not None:  # training does not touch that
+            copier.copy(self._gathered, memory, spare)
+        for storage, offset in later:
             copier.copy(storage, memory, offset)
         self._copied = copier.mark()
 
@@ -337,6 +351,12 @@ class _DeviceCopy:
             TimeoutError: it is not.
         """
         self._copier.wait(self._copied, _WAIT_SECONDS)
+        at = self._spare
+        for storage, offset in self._small:
+            size = storage.nbytes()
+            self._memory.view(offset, size)[:] = self._memory.view(at, size)
+            at += size
+        self._small, self._gathered = [], None
 
     def was_written_to(self) -> bool:
         """Return true if torch has seen a change up to now, or up to an optimizer's step."""
@@ -345,6 +365,18 @@ class _DeviceCopy:
     def waited_seconds(self) -> float:
         """Seconds that training has waited for copies on the device."""
         return self._copier.waited_seconds()
+
+
+def _gathered(copies: Sequence[StorageCopy], room: int) -> list[StorageCopy]:
+    """Return the small ones of ``copies``, as many as there is room for; none where that would be one."""
+    found: list[StorageCopy] = []
+    room = min(room, _MOST_GATHERED_BYTES)
+    for copy in copies:
+        size = copy.storage.nbytes()
+        if size < _SMALL_BYTES and size <= room:
+            found.append(copy)
+            room -= size
+    return found if len(found) > 1 else []
 
 
 @final
@@ -605,8 +637,12 @@ class Staging:
         late_tensors = _tensors_in(lazy, shares.late_on_devices)
         if shares.on_devices:
             self._devices.pinner()(memory, None)
+        spare = image.size_bytes
         for copier, (early, late) in shares.on_devices.items():
-            copy = _DeviceCopy(copier, memory, early, late, late_tensors, waits_for_step=not tries, verify=verify)
+            copy = _DeviceCopy(
+                copier, memory, spare, early, late, late_tensors, waits_for_step=not tries, verify=verify
+            )
+            spare += copy.gathered_bytes
             snapshot.on_devices.append(copy)
         self._copier.copy(shares.now)
         if tries and (shares.late is not None or late_tensors):

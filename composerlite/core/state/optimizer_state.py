@@ -118,8 +118,8 @@ def optimizer_places(
     Args:
         optimizer: whose state it is.
         model: has the parameters.
-        saved: state by parameter name, as a checkpoint has it. Where a distributed parameter was not stepped yet, new
-            tensors are made for it, distributed as the parameter is: they become the state when they are loaded.
+        saved: state by parameter name, as a checkpoint has it. Where a parameter was not stepped yet that is
+            distributed or on a device, new tensors like it are made: they become the state when they are loaded.
     """
     own_way = type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
     if own_way or has_load_hooks(optimizer):
@@ -129,16 +129,21 @@ def optimizer_places(
         if parameter in optimizer.state:  # to read what is not there would make it
             state = optimizer.state[parameter]
             places[name] = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) or items_of(v)}
-        elif saved is not None and dist.is_distributed_tensor(parameter):
-            places[name] = _distributed_as(parameter, dict(saved.get(name, {})))
+        elif saved is not None and (dist.is_distributed_tensor(parameter) or parameter.device.type != "cpu"):
+            places[name] = _new_as(parameter, dict(saved.get(name, {})))
     return places
 
 
-def _distributed_as(parameter: torch.Tensor, saved: Any) -> Any:
-    """``saved`` with new tensors for those of the shape of ``parameter``, distributed as it is."""
-    if isinstance(saved, torch.Tensor):
-        return dist.empty_shard_like(parameter, saved.dtype) if saved.shape == parameter.shape else None
-    return with_items(saved, lambda _, item: _distributed_as(parameter, item))
+def _new_as(parameter: torch.Tensor, saved: Any) -> Any:
+    """``saved`` with new tensors for those of the shape of ``parameter``, distributed or on a device as it is."""
+    if not isinstance(saved, torch.Tensor):
+        return with_items(saved, lambda _, item: _new_as(parameter, item))
+    if saved.shape != parameter.shape:
+        return None
+    if dist.is_distributed_tensor(parameter):
+        return dist.empty_shard_like(parameter, saved.dtype)
+    plain = type(parameter) is nn.Parameter and saved.dim() > 0  # steps have no dimensions, and a place of their own
+    return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False) if plain else None
 
 
 def like_live(value: Any, live: Any) -> Any:

@@ -460,7 +460,7 @@ class Sink(Protocol):
         """
         ...
 
-    def copy(self, address: int, size: int) -> int:
+    def copy(self, address: int, size: int, crc: int = 0) -> int:
         """Append ``size`` bytes of memory at ``address``; their CRC-32. The memory may change when this returns.
 
         Args:

@@ -128,17 +128,17 @@ class StreamWriter:
             self._view[self._filled : self._filled + len(piece)] = piece
             self._advance(len(piece))
 
-    def copy(self, address: int, size: int) -> int:
+    def copy(self, address: int, size: int, crc: int = 0) -> int:
         """Append ``size`` bytes of memory at ``address``; their CRC-32. The memory may change when this returns.
 
         Args:
             address: of the first byte.
             size: in bytes.
+            crc: of the bytes before them.
 
         Returns:
-            CRC-32 of the bytes.
+            CRC-32 of the bytes, those before included.
         """
-        crc = 0
         while size:
             length = min(size, self._room(), _PIECE_BYTES)
             if address != self._address + self._filled:

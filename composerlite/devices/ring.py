@@ -1,0 +1,155 @@
+"""A little pinned memory through which the contents of devices pass, in turns: what a save or a load takes is bounded.
+
+Pinned memory is what a device copies to and from at the speed of its link, and without keeping the host waiting:
+https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Generator, Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from composerlite.devices.copier import DeviceCopier, Devices, this_machine
+from composerlite.storage import HostMemory, WarmMemory
+
+__all__ = ["DeviceRing", "RingSlots", "shared_ring"]
+
+_READ_SLOTS = 3  # one is written to disk, one is being filled, one waits
+_WAIT_SECONDS = 600.0
+
+
+@final
+class RingSlots:
+    """Slots of memory that the host fills, and devices copy from: one comes again when that is done.
+
+    Args:
+        memory: where they are.
+        slot_bytes: of each.
+        count: of them.
+    """
+
+    def __init__(self, memory: HostMemory, slot_bytes: int, count: int) -> None:
+        self._slots = [
+            torch.frombuffer(memory.view(number * slot_bytes, slot_bytes), dtype=torch.uint8) for number in range(count)
+        ]
+        self._copies: list[list[tuple[DeviceCopier, Any]]] = [[] for _ in range(count)]
+        self._number = -1
+
+    def next(self) -> Tensor:
+        """Return the bytes of the next slot, which may be filled.
+
+        Raises:
+            TimeoutError: a device does not get done with it.
+        """
+        self._number = (self._number + 1) % len(self._slots)
+        self._wait(self._number)
+        return self._slots[self._number]
+
+    def is_copied(self, copier: DeviceCopier, mark: Any) -> None:
+        """Take note that a device copies from the slot that came last, until ``mark``."""
+        self._copies[self._number].append((copier, mark))
+
+    def finish(self) -> None:
+        """Wait until all is copied.
+
+        Raises:
+            TimeoutError: it is not.
+        """
+        for number in range(len(self._slots)):
+            self._wait(number)
+
+    def _wait(self, number: int) -> None:
+        copies, self._copies[number] = self._copies[number], []
+        for copier, mark in copies:
+            copier.wait(mark, _WAIT_SECONDS)
+
+
+@final
+class DeviceRing:
+    """Memory between devices and files, pinned once and kept for the next. For any thread; each has memory of its own.
+
+    Args:
+        devices: whose contents pass.
+        slot_bytes: what is copied from a device at a time.
+    """
+
+    def __init__(self, devices: Devices = this_machine, slot_bytes: int = 8 << 20) -> None:
+        self._devices = devices
+        self._slot_bytes = slot_bytes
+        self._idle = WarmMemory()
+
+    def copier_of(self, storage: torch.UntypedStorage) -> DeviceCopier | None:
+        """Return who copies ``storage``; ``None`` where it is in this machine's memory."""
+        return self._devices.of(storage)
+
+    def read(self, copier: DeviceCopier, storage: torch.UntypedStorage) -> Iterator[tuple[int, int]]:
+        """Copy ``storage`` to this machine in pieces: address and bytes of each, to be used before the next is taken.
+
+        The device copies the next ones meanwhile. Whatever changes ``storage`` must be done, and nothing may begin.
+
+        Raises:
+            TimeoutError: the device does not copy.
+            OSError: the system has no memory for it.
+        """
+        size, slot_bytes = storage.nbytes(), self._slot_bytes
+        with self._memory(_READ_SLOTS * slot_bytes, storage.device) as memory:
+            copied: deque[tuple[Any, int, int]] = deque()
+            try:
+                for number, start in enumerate(range(0, size, slot_bytes)):
+                    if len(copied) == _READ_SLOTS:
+                        yield _done(copier, *copied.popleft())
+                    offset, length = number % _READ_SLOTS * slot_bytes, min(slot_bytes, size - start)
+                    copier.copy(storage, memory, offset, start, length)
+                    copied.append((copier.mark(), memory.address + offset, length))
+                while copied:
+                    yield _done(copier, *copied.popleft())
+            finally:
+                for mark, _, _ in copied:  # after an error, too: a device still writes there
+                    copier.wait(mark, _WAIT_SECONDS)
+
+    @contextlib.contextmanager
+    def slots(self, slot_bytes: int, device: torch.device, count: int) -> Generator[RingSlots]:
+        """Within it there are slots for loads; at its end all is copied to ``device``.
+
+        Raises:
+            OSError: the system has no memory for them.
+        """
+        with self._memory(slot_bytes * count, device) as memory:
+            slots = RingSlots(memory, slot_bytes, count)
+            try:
+                yield slots
+            finally:
+                slots.finish()  # after an error, too: a device still reads
+
+    @contextlib.contextmanager
+    def _memory(self, size_bytes: int, device: torch.device) -> Generator[HostMemory]:
+        memory = self._idle.take()
+        if memory is not None and memory.size_bytes < size_bytes:
+            self._release(memory)
+            memory = None
+        if memory is None:
+            memory = HostMemory(size_bytes)
+        self._devices.pinner(device)(memory, None)
+        try:
+            yield memory
+        finally:
+            self._release(self._idle.keep(memory))
+
+    def _release(self, memory: HostMemory | None) -> None:
+        if memory is not None:
+            self._devices.release(memory)
+            memory.close()
+
+
+def _done(copier: DeviceCopier, mark: Any, address: int, size: int) -> tuple[int, int]:
+    copier.wait(mark, _WAIT_SECONDS)
+    return address, size
+
+
+shared_ring = DeviceRing()
+"""That of this machine's devices."""
