@@ -11,8 +11,10 @@ works.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -24,20 +26,30 @@ from typing import Any
 
 import torch
 
+Tensors = dict[str, torch.Tensor]
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "benchmarks" / "out" / "gpu.jsonl"
 PLAN: list[tuple[str, float, int]] = [
     ("correctness", 0.0, 180),
     ("limits", 1.5, 40),
     ("save", 1.5, 40),
+    ("steps", 1.5, 40),
+    ("durable", 1.5, 40),
+    ("load", 1.5, 40),
     ("torch_save", 1.5, 30),
+    ("lightning", 1.5, 40),
     ("dcp", 1.5, 40),
+    ("torch_checkpointing", 1.5, 40),
     ("limits", 16.0, 60),
     ("save", 16.0, 80),
+    ("durable", 16.0, 80),
+    ("load", 16.0, 80),
     ("dcp", 16.0, 80),
-    ("save", 40.0, 120),
+    ("save", 40.0, 100),
 ]
 """Stage, size of the state in GB, deadline in seconds."""
+TOTAL_SECONDS = 470.0
+"""All stages together. What does not fit is left out, with a line that says so."""
 
 
 def synchronize(device: str) -> None:
@@ -51,6 +63,16 @@ def state_of(gb: float, device: str) -> dict[str, torch.Tensor]:
     count = max(1, round(gb * 1e9 / 64e6))
     large = {f"weight{n}": torch.full((16_000_000,), float(n), device=device) for n in range(count)}
     return {**large, **{f"bias{n}": torch.full((1000,), float(n), device=device) for n in range(200)}}
+
+
+def check(loaded: Tensors, state: Tensors) -> None:
+    """See that all bytes are those of ``state``.
+
+    Raises:
+        RuntimeError: they are not.
+    """
+    if differing := [n for n, t in state.items() if not torch.equal(loaded[n].to(t.device), t)]:
+        raise RuntimeError(f"bytes differ: {', '.join(differing[:5])}")
 
 
 # ── stages: each returns numbers by name ─────────────────────────────────────────────────────────────────────────────
@@ -77,7 +99,10 @@ def limits(gb: float, device: str, folder: Path) -> dict[str, float]:
 
 
 def save(gb: float, device: str, folder: Path) -> dict[str, float]:
-    """Three asynchronous saves of ours, late, each with the step of an optimizer after it; bytes are compared."""
+    """Four asynchronous saves of ours, each with the step of an optimizer after it; bytes are compared.
+
+    The first one copies at once. The last one has work between it and the step that takes longer than the copy.
+    """
     from composerlite.checkpoint.format.torch_file import TorchImage
     from composerlite.checkpoint.save.staging import Staging
 
@@ -92,7 +117,7 @@ def save(gb: float, device: str, folder: Path) -> dict[str, float]:
     if not staging.prepared(600):
         raise RuntimeError("memory was not prepared")
     found: dict[str, float] = {"size_gb": image.size_bytes / 1e9}
-    for number in range(3):
+    for number in range(4):
         image = TorchImage(dict(zip(state, parameters, strict=True)))
         copies = image.storages()
         if not staging.reserve(image.size_bytes):
@@ -101,9 +126,14 @@ def save(gb: float, device: str, folder: Path) -> dict[str, float]:
         started = time.perf_counter()
         snapshot = staging.take(image, [optimizer])
         found[f"host_ms_{number}"] = (time.perf_counter() - started) * 1000
+        if number == 3 and device == "cuda":  # forward and backward take longer than the copy
+            torch.cuda._sleep(int(2 * found["copied_s_2"] * 2e9))
         optimizer.step()
+        stall = snapshot.stall_seconds
         snapshot.wait()
         found[f"copied_s_{number}"] = time.perf_counter() - started
+        synchronize(device)
+        found[f"gpu_waits_ms_{number}"] = (snapshot.stall_seconds - stall) * 1000
         for storage, offset in (copies[0], copies[len(copies) // 2], copies[-1]):
             copied = torch.frombuffer(snapshot.memory.view(offset, storage.nbytes()), dtype=torch.uint8)
             live = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
@@ -116,6 +146,109 @@ def save(gb: float, device: str, folder: Path) -> dict[str, float]:
     return found
 
 
+def steps(gb: float, device: str, folder: Path) -> dict[str, float]:
+    """Steps of matrix products alone, and while a state is copied: how much slower they are."""
+    from composerlite.checkpoint.format.torch_file import TorchImage
+    from composerlite.checkpoint.save.staging import Staging
+
+    state = state_of(gb, device)
+    size = 4096 if device == "cuda" else 256
+    left, right = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
+
+    def seconds_of(count: int) -> float:
+        synchronize(device)
+        started = time.perf_counter()
+        for _ in range(count):
+            torch.mm(left, right)
+        synchronize(device)
+        return time.perf_counter() - started
+
+    seconds_of(20)
+    count = max(20, int(20 * 0.3 / seconds_of(20)))
+    optimizer, staging = torch.optim.SGD([torch.nn.Parameter(t) for t in state.values()], lr=0.0), Staging()
+    alone: list[float] = []
+    beside: list[float] = []
+    for _ in range(4):
+        alone.append(seconds_of(count))
+        image = TorchImage(state)
+        if not staging.reserve(image.size_bytes):
+            raise RuntimeError("no memory for the copy")
+        snapshot = staging.take(image, [optimizer])
+        beside.append(seconds_of(count))
+        optimizer.step()
+        snapshot.wait()
+        del image
+        staging.give_back(snapshot.memory)
+    staging.close()
+    return {"step_ms": min(alone) / count * 1000, "slower_percent": (min(beside[1:]) / min(alone) - 1) * 100}
+
+
+def durable(gb: float, device: str, folder: Path) -> dict[str, float]:
+    """A directory of ours, until it is durable: in the background, and while the caller waits."""
+    from composerlite.checkpoint import async_save_state_dict, save_state_dict
+
+    state, found = state_of(gb, device), dict[str, float]()
+    for number in range(2):
+        synchronize(device)
+        started = time.perf_counter()
+        pending = async_save_state_dict(folder / "step", state)
+        found[f"host_ms_{number}"] = (time.perf_counter() - started) * 1000
+        pending.result(300)
+        found[f"durable_s_{number}"] = time.perf_counter() - started
+        check(read_directory(folder / "step", state), state)
+        shutil.rmtree(folder / "step")
+    started = time.perf_counter()
+    save_state_dict(folder / "step", state)
+    found["waiting_durable_s"] = time.perf_counter() - started
+    check(read_directory(folder / "step", state), state)
+    return found
+
+
+def read_directory(path: Path, state: Tensors) -> Tensors:
+    """Load a directory into new tensors like those of ``state``."""
+    from composerlite.checkpoint import load_state_dict
+
+    live = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    load_state_dict(path, live)
+    return live
+
+
+def load(gb: float, device: str, folder: Path) -> dict[str, float]:
+    """Load a file and a directory into tensors of the device, beside ``torch.load``; what that takes on the host."""
+    from composerlite.checkpoint import save_state_dict
+    from composerlite.checkpoint.load.reader import opened
+    from composerlite.checkpoint.load.restore import placed
+
+    state = state_of(gb, device)
+    size = sum(tensor.numel() * tensor.itemsize for tensor in state.values()) / 1e9
+    torch.save(state, folder / "state.pt")
+    save_state_dict(folder / "step", state)
+    live = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    found = {"size_gb": size}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(2):
+        started = time.perf_counter()
+        with opened(folder / "state.pt") as (file, _):
+            file.contents, targets = placed(file.contents, live, file.unread())
+            file.read(places=targets.addresses, sieves=targets.sieves)
+        synchronize(device)
+        found[f"file_s_{number}"] = time.perf_counter() - started
+    check(live, state)
+    found["host_mb"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1000
+    started = time.perf_counter()
+    loaded = read_directory(folder / "step", state)
+    synchronize(device)
+    found["directory_s"] = time.perf_counter() - started
+    check(loaded, state)
+    del loaded
+    started = time.perf_counter()
+    loaded = torch.load(folder / "state.pt", map_location=device, weights_only=True)
+    synchronize(device)
+    found["torch_load_s"] = time.perf_counter() - started
+    check(loaded, state)
+    return found
+
+
 def torch_save(gb: float, device: str, folder: Path) -> dict[str, float]:
     """``torch.save``, which keeps training until all is in the page cache."""
     state = state_of(gb, device)
@@ -123,10 +256,52 @@ def torch_save(gb: float, device: str, folder: Path) -> dict[str, float]:
     started = time.perf_counter()
     torch.save(state, folder / "state.pt")
     blocked = time.perf_counter() - started
-    loaded = torch.load(folder / "state.pt", map_location="cpu", mmap=True)
-    if not all(torch.equal(loaded[name], tensor.cpu()) for name, tensor in list(state.items())[::50]):
-        raise RuntimeError("bytes differ")
+    check(torch.load(folder / "state.pt", map_location="cpu", mmap=True), state)
     return {"blocked_s": blocked}
+
+
+def lightning(gb: float, device: str, folder: Path) -> dict[str, float]:
+    """``Fabric.save`` of Lightning, which its Trainer saves with, too."""
+    from lightning.fabric import Fabric
+
+    state = state_of(gb, device)
+    fabric = Fabric(accelerator=device, devices=1)
+    synchronize(device)
+    started = time.perf_counter()
+    fabric.save(folder / "state.ckpt", {"state": state})
+    blocked = time.perf_counter() - started
+    check(torch.load(folder / "state.ckpt", map_location="cpu", mmap=True)["state"], state)
+    return {"blocked_s": blocked}
+
+
+def torch_checkpointing(gb: float, device: str, folder: Path) -> dict[str, float]:
+    """``CheckpointManager`` with asynchronous staging, pinned on a GPU, the second time. Its direct I/O is off."""
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.config import AsyncCheckpointSaverConfig
+    from torch_checkpointing.staging import CheckpointStagerConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    state, found, cuda = state_of(gb, device), dict[str, float](), device == "cuda"
+    staging = CheckpointStagerConfig(use_pinned_memory=cuda, use_non_blocking_copy=cuda, use_async_staging=True)
+    saver: Any = AsyncCheckpointSaverConfig(staging_config=staging)
+    storage = LocalFileSystemStorageConfig(use_direct_io=False)
+    manager = CheckpointManager(CheckpointManager.Config(save=saver, storage_config=storage))
+    manager.prewarm_staging({"state": state})
+    for number in range(2):
+        synchronize(device)
+        started = time.perf_counter()
+        future = manager.save(str(folder / f"step{number}"), {"state": state})
+        found[f"host_ms_{number}"] = (time.perf_counter() - started) * 1000
+        with manager.lock():  # what a step of the optimizer waits for
+            found[f"staged_s_{number}"] = time.perf_counter() - started
+        future.result(300)
+        found[f"written_s_{number}"] = time.perf_counter() - started
+        live = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        check(manager.load(str(folder / f"step{number}"), into={"state": live})["state"], state)
+        del live
+        shutil.rmtree(folder / f"step{number}")
+    manager.close()
+    return found
 
 
 def dcp(gb: float, device: str, folder: Path) -> dict[str, float]:
@@ -149,7 +324,14 @@ def dcp(gb: float, device: str, folder: Path) -> dict[str, float]:
             future.staging_completion.result()
         found[f"staged_s_{number}"] = time.perf_counter() - started
         getattr(future, "upload_completion", future).result()
-        found[f"durable_s_{number}"] = time.perf_counter() - started
+        found[f"written_s_{number}"] = time.perf_counter() - started
+        live = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        started = time.perf_counter()
+        checkpoint.load(live, checkpoint_id=folder / "step")
+        synchronize(device)
+        found[f"load_s_{number}"] = time.perf_counter() - started
+        check(live, state)
+        del live
         shutil.rmtree(folder / "step")
     stager.close()
     torch.distributed.destroy_process_group()
@@ -169,13 +351,24 @@ STAGES: dict[str, Callable[[float, str, Path], dict[str, float]]] = {
     "correctness": correctness,
     "limits": limits,
     "save": save,
+    "steps": steps,
+    "durable": durable,
+    "load": load,
     "torch_save": torch_save,
+    "lightning": lightning,
     "dcp": dcp,
+    "torch_checkpointing": torch_checkpointing,
 }
+PEERS = {"lightning": "lightning", "torch_checkpointing": "torch_checkpointing"}
+"""What a stage needs beside torch."""
 
 
 def run_stage(stage: str, gb: float, device: str) -> None:
     """Run one in this process and print its line; the files are gone afterwards."""
+    needed = PEERS.get(stage)
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        print(json.dumps({"skipped": f"{needed} is not installed"}), flush=True)
+        return
     with tempfile.TemporaryDirectory() as folder:
         found = STAGES[stage](gb, device, Path(folder))
     print(json.dumps({name: round(value, 4) for name, value in found.items()}), flush=True)
@@ -205,9 +398,14 @@ def main() -> int:
     OUT.unlink(missing_ok=True)
     name = torch.cuda.get_device_name() if chosen.device == "cuda" else "cpu"
     failed = False
-    for stage, gb, seconds in PLAN:
+    end = time.perf_counter() + TOTAL_SECONDS
+    for stage, gb, deadline in PLAN:
+        seconds = min(deadline, end - time.perf_counter())
         line: dict[str, Any] = {"stage": stage, "gb": gb, "device": name, "torch": torch.__version__}
         command = [sys.executable, __file__, "--stage", stage, "--gb", str(gb), "--device", chosen.device]
+        if seconds < 5:
+            note({**line, "skipped": f"all stages together have {TOTAL_SECONDS:.0f} s"})
+            continue
         started = time.perf_counter()
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, cwd=ROOT)
@@ -216,7 +414,7 @@ def main() -> int:
             else:
                 line.update(json.loads(done.stdout.splitlines()[-1]))
         except subprocess.TimeoutExpired:
-            line["error"] = f"not done after {seconds} s"
+            line["error"] = f"not done after {seconds:.0f} s"
         failed |= "error" in line
         note({**line, "seconds": round(time.perf_counter() - started, 1)})
     return int(failed)

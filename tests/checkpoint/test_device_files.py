@@ -108,6 +108,7 @@ def test_damage_is_found_in_what_goes_to_a_device(tmp_path: Path, device: Simula
         load_into(tmp_path / "file.pt", live, device)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_directory_is_loaded_into_tensors_of_a_device_in_place(tmp_path: Path, device: SimulatedDevice) -> None:
     """Of one rank or of several: whole tensors, and parts of what was saved."""
     large, wide = torch.arange(9_000_000, dtype=torch.int64), torch.randn(700, 900)
