@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gpu_parts import BATCHES, DEVICE, GPU, NEEDS_CUDA, Net, build, data, tensors_of
+from gpu_run import train_together
 
 from composerlite import ComposerModel, Trainer
+from composerlite.testing.cluster import run_ranks
 
 pytestmark = GPU
+PROGRAM = Path(__file__).with_name("gpu_run.py")
+PATHS = os.pathsep.join([str(PROGRAM.parents[2]), str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")])
 HOW: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"precision": "amp_bf16"},
@@ -64,6 +72,35 @@ def test_a_checkpoint_goes_between_devices(first: str, then: str, tmp_path: Path
     with build(device=then, load_path=str(tmp_path / f"ba{BATCHES}.pt")) as loaded:
         state = {"state": loaded.state.state_dict()}
     assert differing(tensors_of(torch.load(tmp_path / f"ba{BATCHES}.pt")), tensors_of(state)) == []
+
+
+def run(folder: Path) -> subprocess.Popen[str]:
+    """Start the program of ``gpu_run``, or resume it."""
+    command = [sys.executable, str(PROGRAM), str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": PATHS})
+
+
+def test_a_run_that_is_killed_resumes_exactly(tmp_path: Path) -> None:
+    """With SIGKILL after its third batch: it resumes by itself, and ends bit for bit as one that was not killed."""
+    for name in ("whole", "killed"):
+        process = run(tmp_path / name)
+        assert process.stdout is not None
+        lines = [line for line in process.stdout if name == "whole" or (line == "batch 3\n" and not process.kill())]
+        assert process.wait(120) == (0 if name == "whole" else -signal.SIGKILL)
+        assert lines
+    resumed = run(tmp_path / "killed")
+    out, _ = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0
+    assert 0 < out.count("batch") < BATCHES, "it does not begin anew"
+    whole, killed = (tensors_of(torch.load(tmp_path / name / f"ba{BATCHES}.pt")) for name in ("whole", "killed"))
+    assert differing(whole, killed) == []
+
+
+def test_two_ranks_share_a_device(tmp_path: Path) -> None:
+    """Over gloo; they save one file, and both resume from it exactly."""
+    whole = run_ranks(train_together, 2, str(tmp_path), DEVICE, timeout=240, dist_timeout=None, fresh=True)
+    assert whole[0] == whole[1]
+    assert run_ranks(train_together, 2, str(tmp_path), DEVICE, timeout=240, dist_timeout=None, fresh=True) == whole
 
 
 def test_predict_gives_what_the_model_gives() -> None:
