@@ -53,6 +53,7 @@ __all__ = [
     "check_subset",
     "is_several",
     "microbatch_size",
+    "uses_cuda_graphs",
 ]
 
 T = TypeVar("T")
@@ -379,6 +380,13 @@ def check_compile_config(value: Mapping[str, Any] | None) -> dict[str, Any] | No
         if name not in known:
             raise UnknownArgumentError(f"compile_config: torch.compile has no {name!r}.{did_you_mean(name, known)}")
     return dict(value)
+
+
+def uses_cuda_graphs(compile_config: Mapping[str, Any] | None) -> bool:
+    """Return true if a model that is compiled so replays CUDA graphs on a GPU, in memory that it uses again."""
+    given = compile_config or {}
+    options: Any = given.get("options") or {}
+    return given.get("mode") in ("reduce-overhead", "max-autotune") or bool(options.get("triton.cudagraphs"))
 
 
 def microbatch_size(value: int | str | None) -> tuple[int | None, bool]:

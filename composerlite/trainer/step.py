@@ -56,6 +56,7 @@ class TrainStep:
         spec: how to split and count batches.
         weight_by_tokens: weigh microbatches, and the batches of ranks, by tokens rather than samples.
         ranks: how this rank trains with the others.
+        replays_graphs: the model replays CUDA graphs, which use their memory again when a batch begins.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class TrainStep:
         *,
         weight_by_tokens: bool = False,
         ranks: Ranks,
+        replays_graphs: bool = False,
     ) -> None:
         self._state = state
         self._engine = engine
@@ -78,6 +80,7 @@ class TrainStep:
         plainly = spec.split_batch is split_batch and spec.get_num_samples_in_batch is count_samples
         self._cuts_by_samples = plainly and spec.batch_transforms is None
         self._cuts_alike = False
+        self._replays_graphs = replays_graphs
         self._losses: dict[str, Any] = {}  # of the pieces of the batch so far
 
     def run(self, samples: int, share: float = 1.0, *, are_even: bool = False) -> None:
@@ -189,6 +192,8 @@ class TrainStep:
         for handler in self._engine.handlers[Event.BEFORE_TRAIN_BATCH]:
             handler(state, self._engine.logger)
 
+        if self._replays_graphs:  # not before each microbatch: gradients of those before are in that memory
+            torch.compiler.cudagraph_mark_step_begin()
         microbatches = self._microbatches(samples)
         may_stop = state.interruption.may_abandon and state.device_train_microbatch_size is not None
         if may_stop:

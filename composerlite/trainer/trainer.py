@@ -319,6 +319,7 @@ class Trainer:
             seed_all(seed_of_rank(self.state.rank_zero_seed, parallel.data_rank))
             if compile_config is not None:
                 self.state.model.compile(**compile_config)
+            self._replays_graphs = checks.uses_cuda_graphs(compile_config)
         except BaseException:
             self.engine.close()
             if self.state.deepspeed is not None:
@@ -419,6 +420,7 @@ class Trainer:
                 self._train_spec,
                 weight_by_tokens=self._accumulate_on_tokens,
                 ranks=self._ranks,
+                replays_graphs=self._replays_graphs,
             ),
             evaluation=self._evaluation,
             subset_num_batches=self._settings.train_subset_num_batches,

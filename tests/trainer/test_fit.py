@@ -362,6 +362,18 @@ def test_a_compiled_model_trains_as_it_is() -> None:
     assert compiled.state.state_dict()["model"].keys() == plain.state.state_dict()["model"].keys()
 
 
+@pytest.mark.parametrize("mode", ["reduce-overhead", "default"])
+def test_memory_of_cuda_graphs_is_used_again_from_batch_to_batch(mode: str) -> None:
+    """torch is told once a batch that its outputs are not needed any more, and not between microbatches."""
+    from torch._inductor.cudagraph_trees import MarkStepBox  # pyright: ignore[reportPrivateImportUsage]
+
+    before = MarkStepBox.mark_step_counter
+    config = {"backend": "eager", "mode": mode}
+    with build(compile_config=config, device_train_microbatch_size=2, max_duration="3ba") as trainer:
+        trainer.fit()
+    assert abs(MarkStepBox.mark_step_counter - before) == (3 if mode == "reduce-overhead" else 0)
+
+
 # ── the trainer as an object ─────────────────────────────────────────────────────────────────────────────────────────
 def test_closing_twice_is_fine_and_a_closed_trainer_trains_no_more() -> None:
     """The context manager closes; what is closed says so."""
