@@ -9,7 +9,7 @@ import socket
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed
@@ -39,6 +39,7 @@ __all__ = [
     "initialize_dist",
     "is_available",
     "is_initialized",
+    "training_group_arguments",
 ]
 
 
@@ -388,18 +389,25 @@ def _claim_device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
+def training_group_arguments(device: torch.device, timeout: timedelta) -> dict[str, Any]:
+    """Arguments of ``init_process_group`` for the group of training on ``device``.
+
+    NCCL waits longer than ``timeout``, that of our own group: its watchdog ends the process, and our error comes first.
+    """
+    if device.type == "cuda":
+        return {"backend": "cpu:gloo,cuda:nccl", "timeout": timeout * _TRAINING_TIMES, "device_id": device}
+    return {"backend": "gloo", "timeout": timeout, "device_id": None}
+
+
 def _make_groups(store: Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> ProcessGroup:
     """Make the group of training, unless there is one, and ours."""
     global _owns_training_group
-    is_gpu = device.type == "cuda"
     if not is_initialized():
         torch.distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+            **training_group_arguments(device, timeout),
             store=PrefixStore("training", store),
             rank=rank,
             world_size=world_size,
-            timeout=timeout * _TRAINING_TIMES if is_gpu else timeout,
-            device_id=device if is_gpu else None,
         )
         _owns_training_group = True
     group = torch.distributed.new_group(backend="gloo", timeout=timeout)

@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Collection
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
 from composerlite import dist
-from composerlite.dist.env import gpu_of
+from composerlite.dist.env import gpu_of, training_group_arguments
 from composerlite.errors import ConfigError, LateRankError, RankError
 from composerlite.testing.cluster import run_ranks, run_ranks_to_the_end
 from composerlite.utils import dist as documented
@@ -262,3 +263,12 @@ def test_the_documented_path_has_all_names() -> None:
     """The same functions."""
     for name in documented.__all__:
         assert getattr(documented, name) is getattr(dist, name)
+
+
+def test_nccl_waits_longer_than_our_own_group() -> None:
+    """Its watchdog ends the process: the error that names the missing rank comes first. Gloo waits as long as we do."""
+    waits = timedelta(seconds=300)
+    device = torch.device("cuda:1")
+    gpu = training_group_arguments(device, waits)
+    assert gpu == {"backend": "cpu:gloo,cuda:nccl", "timeout": timedelta(seconds=900), "device_id": device}
+    assert training_group_arguments(torch.device("cpu"), waits)["timeout"] == waits
