@@ -51,7 +51,12 @@ class RingSlots:
         return self._slots[self._number]
 
     def is_copied(self, copier: DeviceCopier, mark: Any) -> None:
-        """Take note that a device copies from the slot that came last, until ``mark``."""
+        """Take note that a device copies from the slot that came last.
+
+        Args:
+            copier: of the device.
+            mark: when it is done.
+        """
         self._copies[self._number].append((copier, mark))
 
     def finish(self) -> None:
@@ -84,13 +89,20 @@ class DeviceRing:
         self._idle = WarmMemory()
 
     def copier_of(self, storage: torch.UntypedStorage) -> DeviceCopier | None:
-        """Return who copies ``storage``; ``None`` where it is in this machine's memory."""
+        """Return the copier for ``storage``; ``None`` for one in this machine's memory."""
         return self._devices.of(storage)
 
     def read(self, copier: DeviceCopier, storage: torch.UntypedStorage) -> Iterator[tuple[int, int]]:
         """Copy ``storage`` to this machine in pieces: address and bytes of each, to be used before the next is taken.
 
         The device copies the next ones meanwhile. Whatever changes ``storage`` must be done, and nothing may begin.
+
+        Args:
+            copier: for the storage.
+            storage: on a device.
+
+        Yields:
+            Address and bytes of a piece.
 
         Raises:
             TimeoutError: the device does not copy.
@@ -114,7 +126,15 @@ class DeviceRing:
 
     @contextlib.contextmanager
     def slots(self, slot_bytes: int, device: torch.device, count: int) -> Generator[RingSlots]:
-        """Within it there are slots for loads; at its end all is copied to ``device``.
+        """Give slots for loads to the block; at its end all is copied to ``device``.
+
+        Args:
+            slot_bytes: size of a slot.
+            device: where to.
+            count: of slots.
+
+        Yields:
+            The slots.
 
         Raises:
             OSError: the system has no memory for them.

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 from gpu_parts import BATCHES, DEVICE, GPU, NEEDS_CUDA, Net, build, data, tensors_of
-from gpu_run import train_together
 
 from composerlite import ComposerModel, Trainer
-from composerlite.testing.cluster import run_ranks
 
 pytestmark = GPU
 PROGRAM = Path(__file__).with_name("gpu_run.py")
@@ -94,13 +92,6 @@ def test_a_run_that_is_killed_resumes_exactly(tmp_path: Path) -> None:
     assert 0 < out.count("batch") < BATCHES, "it does not begin anew"
     whole, killed = (tensors_of(torch.load(tmp_path / name / f"ba{BATCHES}.pt")) for name in ("whole", "killed"))
     assert differing(whole, killed) == []
-
-
-def test_two_ranks_share_a_device(tmp_path: Path) -> None:
-    """Over gloo; they save one file, and both resume from it exactly."""
-    whole = run_ranks(train_together, 2, str(tmp_path), DEVICE, timeout=240, dist_timeout=None, fresh=True)
-    assert whole[0] == whole[1]
-    assert run_ranks(train_together, 2, str(tmp_path), DEVICE, timeout=240, dist_timeout=None, fresh=True) == whole
 
 
 def test_predict_gives_what_the_model_gives() -> None:

@@ -531,7 +531,7 @@ class _ToDevices:
         return part
 
     def copy(self, copier: DeviceCopier, part: Tensor, target: Tensor, start: int) -> None:
-        """Have the device copy ``part``, filled, to its place in ``target``."""
+        """Queue a copy of ``part``, which is filled, to its place in ``target``."""
         assert self._slots is not None
         first = int(target.storage_offset()) * target.itemsize
         self._slots.is_copied(copier, copier.load(part, target.untyped_storage(), first + start))
@@ -689,7 +689,7 @@ class _Filled:
             address += count * item_bytes
 
     def _next_pieces(self, size: int) -> Iterator[Piece]:
-        """List what is to be read to a slot, as far as that has room."""
+        """Yield the next pieces to read to a slot, as far as that has room."""
         self._part = self._to_devices.take(size - self._done, self._target.device)
         item_bytes, address = self._stored.dtype.itemsize, self._part.data_ptr()
         skipped, left = self._done, self._part.numel()
@@ -702,7 +702,7 @@ class _Filled:
             skipped, left, address = skipped - begin, left - take, address + take
 
     def advance(self) -> bool:
-        """Use what was read; whether that was all."""
+        """Copy the bytes that were read; return true if all were."""
         part, self._part = self._part, None
         if self._copier is not None and part is not None:
             if part.numel():
