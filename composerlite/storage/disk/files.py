@@ -466,9 +466,10 @@ class Sink(Protocol):
         Args:
             address: of the first byte.
             size: in bytes.
+            crc: of the bytes before them.
 
         Returns:
-            CRC-32 of the bytes.
+            CRC-32 of the bytes, those before included.
 
         Raises:
             OSError: what came before could not be written.
