@@ -175,12 +175,15 @@ class CheckpointSaver(Callback):
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Collect the save in flight if it has ended; save if an interval is due."""
         self.saver.look()
-        self._learn()
-        if not self.saver.is_checked:  # after the first step: optimizers have their state now
+        if isinstance(self.save_interval, AutoInterval):  # the others learn when the next save begins
+            self._learn()
+        is_first = not self.saver.is_checked
+        if is_first:  # after the first step: optimizers have their state now
             with self.saver.checking() as held:
                 held.update(self._held(state))
         self._save_if_due(state, Event.BATCH_CHECKPOINT)
-        self.saver.prepare(state)
+        if is_first:
+            self.saver.prepare(state)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Keep the metrics for the manifest."""

@@ -1,10 +1,11 @@
 """``composerlite checkpoint ls``, ``latest`` and ``verify``: what there is, and whether it is what was saved.
 
-None of them imports torch, and only ``verify`` opens data files.
+None of them imports torch, but ``verify`` where something is damaged; only that opens data files.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,12 +13,19 @@ import click
 
 from composerlite.checkpoint.load.resolve import progress_of
 from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.place.step import MODEL
 from composerlite.checkpoint.record.manifest import bytes_text
 from composerlite.checkpoint.tools.pointing import place_at, pointed
 from composerlite.checkpoint.tools.surveying import Found, abandoned, newest, survey
 from composerlite.cli import options
 from composerlite.cli.output import print_json, print_table
-from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, did_you_mean
+from composerlite.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    did_you_mean,
+)
 
 __all__ = ["described", "latest", "ls", "verify"]
 
@@ -161,7 +169,8 @@ def _state(found: Found) -> str:
 def verify(targets: Sequence[str], run: str | None, as_json: bool) -> None:
     """Read CHECKPOINT, or all in a folder, and compare every byte with the manifest.
 
-    Exit status 1: a checkpoint is damaged. Checkpoints without a manifest are listed as unverified.
+    Exit status 1: a checkpoint is damaged. Checkpoints without a manifest, and those that another program has
+    rewritten, are listed as unverified.
     """
     verdicts: list[dict[str, Any]] = []
     for text in targets:
@@ -189,20 +198,37 @@ def _told(verdict: dict[str, Any]) -> str:
     return ": ".join(filter(None, (verdict["state"], "; ".join(verdict["faults"]))))
 
 
+def _is_rewritten(place: Place, found: Found, differ: Sequence[str]) -> bool:
+    """Return true if another program has replaced the files that ``differ``: these are loaded, unverified."""
+    indexed = {"sharded": found.name, "step": f"{found.name}/{MODEL}"}
+    if found.kind not in indexed or not all(path.startswith(f"{indexed[found.kind]}/") for path in differ):
+        return False
+    from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader  # imports torch
+
+    with RemoteFileSystemReader(place.uri(indexed[found.kind])) as reader:
+        reader.warns = False
+        with contextlib.suppress(CheckpointError):
+            reader.read_metadata()
+        return reader.is_rewritten
+
+
 def _verdict(place: Place, found: Found, progress: Callable[[int], object]) -> dict[str, Any]:
     """Return the verdict on a checkpoint, ``'verified'``, ``'damaged'`` or ``'unverified'``, and the reason."""
-    faults: list[str] = []
+    differ: dict[str, str] = {}
     for record in found.records:
         try:
             place.verify(record, progress)
         except FileNotFoundError:
-            faults.append(f"{record.path} is missing")
+            differ[record.path] = f"{record.path} is missing"
         except CorruptCheckpointError as e:
-            faults.append(str(e).rstrip("."))
+            differ[record.path] = str(e).rstrip(".")
+    faults = list(differ.values())
     state = "damaged" if faults else "verified"
     if found.manifest is None:  # the manifest is missing or damaged
         faults = list(found.faults)
         state = "damaged" if found.commits and faults else "unverified"
+    elif faults and _is_rewritten(place, found, list(differ)):
+        state, faults = "unverified", ["another program has written it again: its manifest describes other files"]
     return {
         "name": found.name,
         "uri": place.uri(found.name),

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import unshard_kills
 from checkpoint.sharded_parts import same, small_model, trained
+from forked import run_forked
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
@@ -133,6 +135,34 @@ def test_what_it_would_write_is_not_replaced_unasked(
     with pytest.raises(CheckpointExistsError, match=rf"{name}' is there already: .* save_overwrite=True"):
         unshard_checkpoint(place, target, unshard_strategy=strategy)
     assert [path.name for path in target.iterdir()] == [name]
+
+
+def test_a_kill_at_any_step_leaves_the_old_model_the_new_one_or_none(tmp_path: Path) -> None:
+    """SIGKILL before each step of replacing it in a folder with files of others: an index never names a file of the
+    other model, those of others stay, and the same command then ends well.
+    """
+    done = run_forked(unshard_kills.main, str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    models = [dict(small_model(seed=seed).state_dict()) for seed in (0, 1)]
+    for strategy, where in (("one_file", "model.pt"), ("chunks", "model/model.pt.index.json")):
+        seen: list[int | None] = []
+        attempts = sorted((tmp_path / strategy).glob("step*"), key=lambda path: int(path.name.removeprefix("step")))
+        for target in attempts:
+            there = target / where
+            found: dict[str, Any] | None = None
+            if there.exists():
+                names = json.loads(there.read_bytes())["weight_map"].values() if strategy == "chunks" else []
+                found = {k: v for name in set(names) for k, v in _loaded(target / "model" / name).items()}
+                found = found or _loaded(there)
+            seen.append(None if found is None else next(n for n, model in enumerate(models) if same(found, model)))
+            unshard_kills.unshard(tmp_path / "new", target, strategy)
+            assert {name: (target / name).read_text() for name in unshard_kills.FOREIGN} == unshard_kills.FOREIGN
+            assert list(target.glob(".unshard*")) == []
+        assert len(seen) > 5
+        assert seen[0] == 0
+        assert seen[-1] == 1
+        assert [one for one in seen if one != 0] == sorted((one for one in seen if one != 0), key=lambda one: one == 1)
+        assert (None in seen) == (strategy == "chunks"), "a file is replaced at once; of a folder the index is away"
 
 
 def test_an_error_on_the_way_leaves_nothing(saved: tuple[Path, nn.Module, Optimizer], tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from commands import answer, composerlite, published, train
 
-from composerlite.checkpoint import Checkpointer, save_model_and_optim_state
+from composerlite.checkpoint import Checkpointer, load_keys, save_model_and_optim_state
 from composerlite.storage import open_store
 
 ONE, TWO, THREE = (f"ep{epoch}-ba{4 * epoch}-rank0.pt" for epoch in (1, 2, 3))
@@ -246,6 +247,21 @@ def test_verify_lists_all_that_is_wrong_with_a_directory(tmp_path: Path) -> None
     (found,) = json.loads(done.stdout)["checkpoints"]
     assert found["faults"][0] == "ep1/.metadata is missing"
     assert "__0_0.distcp' are not those that were saved" in found["faults"][1]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+def test_what_another_program_has_written_again_is_unverified(tmp_path: Path) -> None:
+    """As a load takes it: it is no damage. Damage beside it is damage, in what a rank remembers, too."""
+    Checkpointer().save(tmp_path / "step2", torch.nn.Linear(4, 2), {"step": 2})
+    model = load_keys(tmp_path / "step2/model_and_optim", ["model"])
+    dcp.save({"model": next(iter(model))}, checkpoint_id=tmp_path / "step2/model_and_optim", no_dist=True)
+    (found,) = answer("checkpoint", "verify", "step2", cwd=tmp_path)["checkpoints"]
+    assert found["state"] == "unverified"
+    assert found["faults"] == ["another program has written it again: its manifest describes other files"]
+    flip(tmp_path / "step2/train/rank0.pt", at=-100)
+    done = composerlite("checkpoint", "verify", "step2", "--json", cwd=tmp_path)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["checkpoints"][0]["state"] == "damaged"
 
 
 def test_verify_reads_a_bucket(demo: Path, bucket: str) -> None:

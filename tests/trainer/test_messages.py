@@ -6,7 +6,9 @@ import functools
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
+import pytest
 from message_ranks import lines_of_a_rank, train, unconfigured
 
 from composerlite.testing import run_ranks
@@ -76,6 +78,18 @@ def test_who_does_not_resume_is_told(tmp_path: Path) -> None:
     assert said.getvalue().splitlines()[1] == (
         f"  checkpoints: {tmp_path} (each 1ep); started again, the run resumes from them with autoresume=True only"
     )
+
+
+def test_a_save_to_a_bucket_is_one_line(tmp_path: Path, s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is there: that it is on this machine before is no news."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    uri = f"s3://{s3_server.new_bucket()}/run"
+    with unconfigured() as said:
+        train(save_folder=uri, save_staging_folder=tmp_path)
+
+    (line,) = [line for line in said.getvalue().splitlines() if "ep1-ba5-rank0.pt (" in line]
+    assert re.fullmatch(rf"uploaded checkpoint {uri}/ep1-ba5-rank0.pt \(\d+\.\d kB in \d+\.\d\d s\)", line)
 
 
 def test_a_program_that_configures_logging_decides(tmp_path: Path) -> None:

@@ -448,6 +448,7 @@ def get_checkpoint_metadata(dir: PathOrUri) -> Metadata:  # noqa: A002
         CorruptCheckpointError, UntrustedCheckpointError: the index is damaged, or names what is not known to be safe.
     """
     with _reader(dir, False, None, None) as reader:
+        reader.warns = False
         return reader.read_metadata()
 
 

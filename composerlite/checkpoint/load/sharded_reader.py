@@ -86,6 +86,7 @@ class RemoteFileSystemReader(StorageReader):
     Attributes:
         bytes_read: of data files, so far.
         ring: what goes to devices passes through it.
+        warns: log a warning where the checkpoint cannot be verified.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class RemoteFileSystemReader(StorageReader):
         self._work_dir = work_dir
         self.bytes_read = 0
         self.ring = shared_ring
+        self.warns = True
         self._lock, self._fetch_lock = threading.Lock(), threading.Lock()
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._forget()
@@ -162,19 +164,27 @@ class RemoteFileSystemReader(StorageReader):
             self._manifest = self._found
             self._index_digest = xxhash.xxh3_128_hexdigest(data)
             if self._manifest is None:
-                log.warning("checkpoint %s has no manifest: it is loaded unverified", self.uri)
+                self._warn("checkpoint %s has no manifest: it is loaded unverified")
             elif (digest := self._digest(INDEX)) is None or digest.xxh3_128 != self._index_digest:
                 self._metadata = self._rewritten(data)
                 self._manifest = None
-                log.warning(
+                self._warn(
                     "checkpoint %s was written anew by another program since it was saved: its manifest describes "
-                    "other files, and it is loaded unverified",
-                    self.uri,
+                    "other files, and it is loaded unverified"
                 )
                 return self._metadata
             self._metadata = index_of(data, self.uri)
             self._is_raw = is_folder_index(data)
         return self._metadata
+
+    def _warn(self, message: str) -> None:
+        if self.warns:
+            log.warning(message, self.uri)
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Return true if another program has replaced what was saved, as :meth:`read_metadata` found."""
+        return self._metadata is not None and self._found is not None and self._manifest is None
 
     def _rewritten(self, data: bytes) -> Metadata:
         """Return the index ``data``, which is not ours, if another program has replaced all that the manifest lists.
