@@ -362,6 +362,7 @@ def test_a_compiled_model_trains_as_it_is() -> None:
     assert compiled.state.state_dict()["model"].keys() == plain.state.state_dict()["model"].keys()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of modules that inductor imports
 @pytest.mark.parametrize("mode", ["reduce-overhead", "default"])
 def test_memory_of_cuda_graphs_is_used_again_from_batch_to_batch(mode: str) -> None:
     """torch is told once a batch that its outputs are not needed any more, and not between microbatches."""
