@@ -91,7 +91,12 @@ def test_a_killed_rank_loses_a_batch_at_most(tmp_path: Path, memory: Path, fsdp:
 
 
 def test_memory_is_given_back_when_the_disk_has_as_much(tmp_path: Path, memory: Path) -> None:
-    """A run that is asked to end saves to the disk."""
+    """A preempted run saves to the disk, also where a kill has left data whose manifest was deleted already."""
+    zero = launch(tmp_path, at=["after_forward", 12, 1], signals=["SIGKILL"], memory=str(memory), **ORDER)
+    assert zero.code == -signal.SIGKILL
+    left = next(memory.rglob("*-rank0.pt"))
+    left.with_name("ep0-ba3-rank0.pt").write_bytes(left.read_bytes())
+    assert "ep0-ba3-rank0.pt" in kept(memory)
     one = launch(tmp_path, at=["after_forward", 18, 1], memory=str(memory), **ORDER)
     assert one.code == 143
     assert kept(memory) == []

@@ -651,9 +651,17 @@ class Saver:
         savers = [saver for saver in self._others if not saver.options.in_memory]
         reports = [saver.outcomes.reports for saver in savers if not saver.options.weights_only]
         saved = [its[-1].batch for its in reports if its]
-        for manifest in self.where.catalog.manifests() if saved and self.where.is_leader else ():
+        if not saved or not self.where.is_leader:
+            return
+        catalog = self.where.catalog
+        for manifest in catalog.manifests():
             if manifest.batch <= max(saved):
-                self.where.catalog.delete(manifest)
+                catalog.delete(manifest)
+        if (
+            not catalog.manifests()
+        ):  # the folder is this saver's own: a kill came between a manifest's end and its data's
+            for name in list(catalog.files()):
+                catalog.place.delete(name)
 
     @property
     def publishers(self) -> list[Publisher]:
