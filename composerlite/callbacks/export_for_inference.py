@@ -121,7 +121,7 @@ def export_for_inference(
             _write_program(exported, sample_input, path)
         if store is not None:
             store.upload_object(name, path)
-    log.info("the model is in %s", save_path)
+    log.info("exported the model to %s", save_path)
 
 
 def export_with_logger(

@@ -239,7 +239,7 @@ def _seconds(value: str | float | Time, argument: str) -> float:
 def _signal_number(name: str) -> int:
     known = [one.name for one in signal.Signals if one not in (signal.SIGKILL, signal.SIGSTOP)]
     if name not in known:
-        raise ConfigError(f"signals: there is no signal {name!r} that could be heard.{did_you_mean(name, known)}")
+        raise ConfigError(f"signals: {name!r} is not a signal that a process can handle.{did_you_mean(name, known)}")
     return int(signal.Signals[name])
 
 

@@ -109,7 +109,7 @@ def convert(
     if dtype is not None and form != "huggingface":
         raise ConfigError(f"--dtype {dtype}: other forms keep the numbers as they are; expected --to huggingface.")
     if not overwrite and path.exists() and (form != "huggingface" or path.is_file()):
-        raise CheckpointExistsError(f"{target!r} is there already. Give another name, or --overwrite to replace it.")
+        raise CheckpointExistsError(f"{target!r} exists already. Give another name, or --overwrite to replace it.")
     source = _convert(checkpoint, path, form, dtype=dtype, overwrite=overwrite)
     size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
     if as_json:

@@ -51,7 +51,7 @@ def prune(
     What a link leads to stays, and so does what a killed process has begun to replace.
     """
     if keep_last is None and keep_every is None and best_k is None and best_metric is None and not with_abandoned:
-        raise ConfigError("prune: which are to stay? Give --keep-last, --keep-every, --best-k or --abandoned.")
+        raise ConfigError("prune: which checkpoints are kept? Give --keep-last, --keep-every, --best-k or --abandoned.")
     if (best_k is None) != (best_metric is None):
         raise ConfigError("prune: --best-k 3 and --best-metric NAME go together; 'ls' shows the metrics there are.")
     policy = retention_policy(

@@ -381,7 +381,7 @@ class CudaCopier:
         while not mark.query():  # an error of the device is raised here
             waited = time.monotonic() - started
             if waited > timeout:
-                raise TimeoutError(f"{self._device} has not copied after {timeout:g} s what it was asked to")
+                raise TimeoutError(f"{self._device} did not finish its copies within {timeout:g} s")
             time.sleep(min(max(waited / 8, _POLL_SECONDS), _MOST_POLL_SECONDS))
 
     def finish_training(self, timeout: float) -> None:

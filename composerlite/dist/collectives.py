@@ -288,7 +288,7 @@ def naming_lost_ranks(what: str, timeout: timedelta | None, ticket: int | None =
         if ticket is not None and (late := control.barrier.late(ticket, what, _limit(timeout))) is not None:
             raise late from e
         if "timed out" in str(e).lower():
-            raise RankError(f"{what}: every rank has come, and yet it did not end in time: {e}") from e
+            raise RankError(f"{what}: every rank arrived, but it did not finish in time: {e}") from e
         if lost := control.barrier.missing(what, _FIND_LOST_RANKS):
             raise RankError(f"{what}: lost {format_ranks(lost)}: {e}", lost) from e
         raise RankError(f"{what}: the connection between the ranks broke: {e}") from e

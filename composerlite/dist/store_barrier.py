@@ -136,7 +136,7 @@ def reaching_the_store(what: str) -> Generator[None]:
         yield
     except DistError as e:
         raise RankError(
-            f"{what}: the store through which the ranks meet does not answer ({e}). The process that holds it, "
+            f"{what}: the store of the process group does not answer ({e}). The process that holds it, "
             "rank 0 or its torchrun agent, is gone: its own output says why."
         ) from e
 

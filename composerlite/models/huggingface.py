@@ -238,17 +238,17 @@ class HuggingFaceModel(ComposerModel):
         record = cast("StateDict", (saved.get("huggingface") or {}).get("model") or {})
         content = (record.get("config") or {}).get("content")
         if changed := differences(content, as_json(self._base_model().config)):
-            log.warning("%s: the config is another now, and holds: %s", source, _first(changed))
+            log.warning("%s: the config has changed; using the current one: %s", source, _first(changed))
         files = (saved.get("huggingface") or {}).get("tokenizer")
         if files and self.tokenizer is not None and _texts(files) != _texts(self._tokenizer_record()):
-            log.warning("%s: the tokenizer is another now, and holds", source)
+            log.warning("%s: the tokenizer has changed; using the current one", source)
         then = record.get("peft_config") or {}
         if self.adapters is None:
             return []
         if self.adapters.is_other_base(then):
             log.warning(
                 "%s: its adapters were trained on a base model with other weights than this one: they are not in the "
-                "checkpoint, and have to be built as they were",
+                "checkpoint, and have to be built as before",
                 source,
             )
         if not (wrong := self.adapters.wrong_shapes(then)):

@@ -180,7 +180,7 @@ class Background:
                 log.debug("%s: %s took %.1f s", self._who, job.what, time.perf_counter() - started)
             except Exception as e:  # noqa: BLE001 - raised by raise_failures, in the thread that can do something about it
                 log.error("%s: %s failed: %s", self._who, job.what, e)
-                e.add_note(f"{self._who} could not do this in the background: {job.what}.")
+                e.add_note(f"{self._who} failed in the background: {job.what}.")
                 failure = e
             with self._changed:
                 if failure is not None:

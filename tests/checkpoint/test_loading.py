@@ -73,7 +73,7 @@ def test_a_file_without_a_manifest_is_loaded_and_called_unverified(
     state = new_state()
     load_checkpoint(elsewhere, state)
     assert weights(state) == 3
-    assert "copy.pt has no manifest: it is loaded unverified" in caplog.text
+    assert "copy.pt has no manifest: loading it unverified" in caplog.text
 
 
 def test_a_verified_file_is_not_called_unverified(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -313,7 +313,7 @@ def test_a_number_that_keeps_nothing_is_refused(count: Any) -> None:
     ("arguments", "says"),
     [
         ({"best_k": 3}, r"best_k=3: by which metric\? Give best_metric='eval/<name>'"),
-        ({"best_metric": ACCURACY}, r"how many of the best are to stay\? Give best_k"),
+        ({"best_metric": ACCURACY}, r"how many of the best are kept\? Give best_k"),
         ({"best_k": 0, "best_metric": ACCURACY}, "best_k=0: expected a positive number"),
         ({"best_k": True, "best_metric": ACCURACY}, "best_k=True: expected a positive number"),
         ({"best_k": 1, "best_metric": ACCURACY, "best_mode": "mx"}, "best_mode='mx': no such mode. Did you mean 'max'"),

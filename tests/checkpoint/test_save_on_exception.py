@@ -40,7 +40,7 @@ def test_a_failed_run_leaves_a_checkpoint_marked_as_such(tmp_path: Path) -> None
         expected = {name: tensor.clone() for name, tensor in run.state.model.state_dict().items()}
     assert run.saved_checkpoints == [f"{tmp_path}/ep0-ba4-rank0.pt"]
     path = tmp_path / "crash-ep1-ba5-rank0.pt"
-    assert f"What training had reached was saved as {str(path)!r}." in error.value.__notes__
+    assert f"The state of training was saved as {str(path)!r}." in error.value.__notes__
     found = torch.load(path, weights_only=True)["state"]["model"]
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert {m.name: m.kind for m in Catalog(tmp_path).manifests()} == {

@@ -132,7 +132,7 @@ def test_what_it_would_write_is_not_replaced_unasked(
     name = "optim.pt" if strategy.name is UnshardStrategyType.one_file else "optim"
     (target / name).mkdir(parents=True)
     (target / name / "mine").touch()
-    with pytest.raises(CheckpointExistsError, match=rf"{name}' is there already: .* save_overwrite=True"):
+    with pytest.raises(CheckpointExistsError, match=rf"{name}' exists already: .* save_overwrite=True"):
         unshard_checkpoint(place, target, unshard_strategy=strategy)
     assert [path.name for path in target.iterdir()] == [name]
 

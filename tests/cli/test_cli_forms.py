@@ -174,7 +174,7 @@ def test_nothing_is_converted_over_something(demo: Path) -> None:
     before = (demo / TWO).read_bytes()
     done = composerlite("checkpoint", "convert", f"demo/{ONE}", f"demo/{TWO}", cwd=demo.parent)
     assert done.returncode == 1
-    assert "is there already" in done.stderr
+    assert "exists already" in done.stderr
     assert (demo / TWO).read_bytes() == before
     assert (
         composerlite("checkpoint", "convert", f"demo/{ONE}", f"demo/{TWO}", "--overwrite", cwd=demo.parent).returncode
@@ -227,7 +227,7 @@ def test_unshard_writes_what_torch_load_and_safetensors_open(tmp_path: Path) -> 
     assert sorted(path.name for path in (tmp_path / told["model"]).glob("*.pt")) == ["bias.pt", "weight.pt"]
     done = composerlite("checkpoint", "unshard", "ep1", "out/t", "--per-tensor", "--no-optim", cwd=tmp_path)
     assert done.returncode == 1
-    assert "is there already" in done.stderr
+    assert "exists already" in done.stderr
 
 
 def test_unshard_takes_the_model_of_a_run(demo: Path) -> None:

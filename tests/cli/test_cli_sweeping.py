@@ -169,7 +169,7 @@ def test_a_wrong_rule_is_one_line_and_status_2(demo: Path) -> None:
     """Nothing is removed for a command that could not be meant so."""
     before = everything(demo)
     for arguments, words in (
-        ([], "which are to stay? Give --keep-last, --keep-every, --best-k or --abandoned."),
+        ([], "which checkpoints are kept? Give --keep-last, --keep-every, --best-k or --abandoned."),
         (["--best-k", "2"], "--best-k 3 and --best-metric NAME go together"),
         (["--keep-every", "10"], "invalid time '10'"),
         (["--keep-every", "0.5dur"], "does not know how long training will be"),

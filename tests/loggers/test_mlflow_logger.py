@@ -262,7 +262,7 @@ def test_a_service_that_fails_is_told(run, tmp_path):
     assert logger._background.wait(30)
     with pytest.raises(Exception, match="exceeds the maximum length") as error:
         logged.batches(1)
-    assert "MLFlowLogger could not do this in the background: sending 1 metrics." in error.value.__notes__
+    assert "MLFlowLogger failed in the background: sending 1 metrics." in error.value.__notes__
     logged.logger.log_metrics({"x" * 600: 1})
     with pytest.raises(Exception, match="exceeds the maximum length"):
         logged.finish()

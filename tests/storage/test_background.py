@@ -34,7 +34,7 @@ def test_what_fails_is_raised_and_the_rest_is_done():
     background.close(30)
 
     assert done == ["on"]
-    assert error.value.__notes__ == ["MyLogger could not do this in the background: dividing."]
+    assert error.value.__notes__ == ["MyLogger failed in the background: dividing."]
 
 
 def test_several_failures_are_raised_together():

@@ -87,7 +87,7 @@ class _MemoryFiles:
             remote = format_name_with_dist_and_time(self._remote, state.run_name, state.timestamp).strip("/")
             for path in paths:
                 logger.upload_file(f"{remote}/{path.name}", path, overwrite=self._overwrite)
-        log.info("%s: the memory of the GPU is in %s.*", self.owner, base)
+        log.info("%s: saved the memory snapshot of the GPU to %s.*", self.owner, base)
         return paths
 
 
@@ -205,7 +205,7 @@ class OOMObserver(Callback):
                 views = {"_trace_plot.html": "trace_plot", "_segment_plot.html": "segment_plot"}
                 self._files.save(state, logger, views)
             except Exception:
-                log.exception("OOMObserver could not write down what is in memory")
+                log.exception("OOMObserver: could not write the memory snapshot")
 
         self._files.record()
         observe_out_of_memory(observe)

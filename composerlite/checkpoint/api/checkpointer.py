@@ -297,7 +297,7 @@ class Checkpointer:
                         len(versions) == 1 and group.all_reduce("comparing versions", folder.version, set) == versions
                     ):
                         return train_state
-                log.info("%s was replaced while it was read: it is read again", folder.uri)
+                log.info("%s was replaced while it was read: reading it again", folder.uri)
         raise AssertionError("unreachable")
 
     def _load(

@@ -70,7 +70,7 @@ class UnshardStrategy:
             raise ConfigError(f"UnshardStrategy(name={str(self.name)!r}): expected one of {names}") from e
         if self.name is UnshardStrategyType.chunks:
             if self.chunk_size_bytes is None or self.chunk_size_bytes < 1:
-                raise ConfigError(f"chunk_size_bytes={self.chunk_size_bytes}: 'chunks' wants a number of bytes")
+                raise ConfigError(f"chunk_size_bytes={self.chunk_size_bytes}: 'chunks' needs a number of bytes")
         elif self.chunk_size_bytes is not None:
             raise ConfigError(f"chunk_size_bytes={self.chunk_size_bytes}: {self.name.value!r} has no chunks")
 
@@ -176,7 +176,7 @@ def _check_free(target: Path, names: Iterable[str], *, overwrite: bool) -> None:
     """See that nothing in ``target`` has one of ``names``; an empty folder is nothing."""
     for path in () if overwrite else [target / name for name in names]:
         if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
-            raise CheckpointExistsError(f"{str(path)!r} is there already: give another folder, or save_overwrite=True.")
+            raise CheckpointExistsError(f"{str(path)!r} exists already: pass another folder, or save_overwrite=True.")
 
 
 @contextlib.contextmanager

@@ -345,5 +345,5 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
         )
     with Archives([first], None).opened(0, object_store) as archive:
         ranks = range(number_of_ranks(archive))
-    log.warning("checkpoint %s has no manifest: it is loaded unverified", first)
+    log.warning("checkpoint %s has no manifest: loading it unverified", first)
     return Archives([format_name_with_dist(template, run_name, rank=rank) for rank in ranks], None)

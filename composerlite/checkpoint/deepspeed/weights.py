@@ -140,7 +140,7 @@ def _of_stage_3(pieces: Sequence[_Piece], shapes: Sequence[Mapping[str, Sequence
 
 def _part(vector: Tensor, start: int, size: int, name: str) -> Tensor:
     if start + size > vector.numel():
-        raise ValueError(f"{name!r} is not all there")
+        raise ValueError(f"{name!r} is incomplete")
     return vector[start : start + size]
 
 

@@ -57,7 +57,7 @@ class ByteSource(Protocol):
     """The bytes of a file, in any order. Those that are not what was saved raise :class:`CorruptCheckpointError`."""
 
     def read(self, offset: int, size: int) -> bytes:
-        """Exactly so many bytes."""
+        """Read exactly ``size`` bytes."""
         ...
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = ...) -> None:
@@ -116,7 +116,7 @@ class Window:
     known: Sequence[tuple[int, bytearray]] = ()
 
     def read(self, offset: int, size: int) -> bytes:
-        """Exactly so many bytes."""
+        """Read exactly ``size`` bytes."""
         for first, data in self.known:
             if first <= offset and offset + size <= first + len(data):
                 return bytes(data[offset - first : offset - first + size])

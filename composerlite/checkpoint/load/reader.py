@@ -136,7 +136,7 @@ def _opened_whole(stack: contextlib.ExitStack, path: Path, make: Callable[[RawFi
                 if not left or _version(path) == before:
                     stack.enter_context(opening.pop_all())
                     return made
-        log.info("%s was replaced while it was opened: it is opened again", path)
+        log.info("%s was replaced while it was opened: opening it again", path)
     raise AssertionError("unreachable")
 
 
@@ -159,7 +159,7 @@ def _made(stack: contextlib.ExitStack, path: Path, make: Callable[[RawFile], T])
     catalog, name = home_of(path)
     manifest = catalog.manifest_of(name)
     if manifest is None:
-        log.warning("checkpoint %s has no manifest: it is loaded unverified", path)
+        log.warning("checkpoint %s has no manifest: loading it unverified", path)
     try:
         return make(_raw_file(stack, path, catalog, manifest, verified=True))
     except CorruptCheckpointError:
@@ -321,7 +321,7 @@ def _opened_here(stack: contextlib.ExitStack, path: Path, *, trust: bool) -> _Pr
     try:
         return stack.enter_context(opened_as(lambda raw: _Primed(raw, trust=trust), path))[0]
     except (CheckpointError, OSError) as e:
-        log.warning("this node's file is not used, but that of rank 0: %s", e)
+        log.warning("using rank 0's file, not this node's: %s", e)
         return None
 
 

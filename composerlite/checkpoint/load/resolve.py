@@ -293,7 +293,7 @@ def resolved(path: Path) -> Path:
             target = file.read(_MOST_LINK_BYTES).decode(errors="replace").strip()
         found = path.parent / target
         path = found if found.exists() or not Path(target).name else _beside(path, target)
-    raise CorruptCheckpointError(f"{str(path)!r} leads from one link to the next without an end.")
+    raise CorruptCheckpointError(f"{str(path)!r} leads to a loop of links.")
 
 
 def _beside(link: Path, target: str) -> Path:
@@ -311,7 +311,7 @@ def followed(transfer: Transfer, name: str) -> str:
         target = transfer.read_all(name, most_bytes=_MOST_LINK_BYTES).decode(errors="replace").strip()
         folder = name.rpartition("/")[0]
         name = target if "/" in target or not folder else f"{folder}/{target}"
-    raise CorruptCheckpointError(f"{transfer.store.get_uri(name)} leads from one link to the next without an end.")
+    raise CorruptCheckpointError(f"{transfer.store.get_uri(name)} leads to a loop of links.")
 
 
 # ── who knows it ─────────────────────────────────────────────────────────────────────────────────────────────────────

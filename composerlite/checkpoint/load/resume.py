@@ -333,7 +333,7 @@ class _Search:
             tried = "; ".join(f"{candidate.source}: {error}" for candidate, error in self._rejected)
             raise CheckpointError(
                 f"run {self._run_name!r} has checkpoints, and none of them is good, so it does not start over by "
-                f"itself. Tried were: {tried}. Nothing was changed. If the files are good on another machine, this one "
+                f"itself. Tried: {tried}. Nothing was changed. If the files are good on another machine, this one "
                 "reads them wrongly. Otherwise name one to load with load_path and autoresume=False, or start over in "
                 "another save_folder, or with autoresume=False and save_overwrite=True."
             )
@@ -370,7 +370,7 @@ class _Search:
         newer = [c for c in self._candidates if not c.whole and c.manifest.order > candidate.manifest.order]
         if not candidate.whole:
             log.warning(
-                "%s is all there is to resume from; it was saved without %s",
+                "resuming from %s, which was saved without %s: there is no other checkpoint",
                 candidate.source,
                 candidate.manifest.left_out,
             )

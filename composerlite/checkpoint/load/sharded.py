@@ -193,7 +193,7 @@ def read_whole(reader: RemoteFileSystemReader, group: Group, read: Callable[[Rem
                 raise
             if not group.all_reduce("what is there now", reader.was_replaced, any):
                 raise
-        log.info("%s was replaced while it was read: it is read again", reader.uri)
+        log.info("%s was replaced while it was read: reading it again", reader.uri)
         reader.reset()
         time.sleep(_PAUSE_SECONDS * attempt)
     raise AssertionError("unreachable")

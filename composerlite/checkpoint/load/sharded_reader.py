@@ -164,7 +164,7 @@ class RemoteFileSystemReader(StorageReader):
             self._manifest = self._found
             self._index_digest = xxhash.xxh3_128_hexdigest(data)
             if self._manifest is None:
-                self._warn("checkpoint %s has no manifest: it is loaded unverified")
+                self._warn("checkpoint %s has no manifest: loading it unverified")
             elif (digest := self._digest(INDEX)) is None or digest.xxh3_128 != self._index_digest:
                 self._metadata = self._rewritten(data)
                 self._manifest = None

@@ -305,7 +305,7 @@ class RemoteShardFetcher:
         first = _first_of_node(everyone, told.node)
         self._folder.brought = everyone[first].place
         if size := sum(one.size_bytes for one in moves if one.target == group.rank):
-            log.info("brought %s of %s from the disks of other nodes", bytes_text(size), self._source)
+            log.info("fetched %s of %s from the disks of other nodes", bytes_text(size), self._source)
 
     def _told(self, wanted: StateDict) -> _NodeReport:
         assert self._folder is not None

@@ -284,7 +284,7 @@ class Bucket(Place):
         try:
             yield
         except Exception as e:  # noqa: BLE001
-            log.warning("%s cannot be put back as it was: %s", self.uri(path), e)
+            log.warning("%s could not be restored: %s", self.uri(path), e)
 
     def parts(self, name: str, handle: SaveHandle, deciding: str, data: bytes) -> Parts:
         return {f"{name}/{deciding}": data}
@@ -438,7 +438,7 @@ class _BucketCommit(Commit):
             if self._there is not None:
                 self._bucket.delete(self._record + _NEXT)
         except (OSError, ObjectStoreError) as e:
-            log.warning("what %s has replaced is left behind: %s", self._bucket.uri(self._name), e)
+            log.warning("could not remove the files that %s replaced: %s", self._bucket.uri(self._name), e)
 
 
 def exists_error(uri: str, there: Manifest) -> CheckpointExistsError:

@@ -116,7 +116,7 @@ class Catalog:
                 manifest = self._complete(self.place.target_of(f"/{link}", ahead=ahead))
                 return None if any(True for _ in self.begun(manifest.name)) else manifest
             except FileNotFoundError as e:
-                log.debug("no checkpoint is behind %s: %s", link, e)
+                log.debug("%s does not lead to a checkpoint: %s", link, e)
             except (CorruptCheckpointError, ConfigError) as e:
                 log.warning("%s does not lead to a checkpoint: %s", self.place.uri(PurePosixPath(link).name), e)
         return None
@@ -461,7 +461,7 @@ class Catalog:
         try:
             self.place.recover(None, everywhere=False)
         except OSError as e:
-            log.warning("what dead processes left in %s is not removed: %s", self.place.uri(), e)
+            log.warning("could not remove leftovers of killed processes in %s: %s", self.place.uri(), e)
 
     def record_path(self, name: str) -> Path:
         """Path of the manifest of the checkpoint ``name``, which need not exist."""

@@ -178,7 +178,7 @@ def retention_policy(
             raise ConfigError(f"best_k={best_k}: by which metric? Give best_metric='eval/<name>' as well.")
         policies.append(KeepBest(best_k, best_metric, best_mode))
     elif best_metric is not None:
-        raise ConfigError(f"best_metric={best_metric!r}: how many of the best are to stay? Give best_k=… as well.")
+        raise ConfigError(f"best_metric={best_metric!r}: how many of the best are kept? Give best_k=… as well.")
     return KeepAny(policies) if policies else KeepAll()
 
 

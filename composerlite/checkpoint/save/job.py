@@ -732,4 +732,4 @@ def _delete_named(catalog: Catalog, names: Iterable[str]) -> None:
             if (manifest := catalog.manifest_of(name)) is not None:
                 catalog.delete(manifest)
         except (OSError, CorruptCheckpointError) as e:
-            log.warning("%s is given up and cannot be deleted here: %s", catalog.folder / name, e)
+            log.warning("could not delete %s, which retention no longer keeps: %s", catalog.folder / name, e)

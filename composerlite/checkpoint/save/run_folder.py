@@ -464,8 +464,8 @@ class RunFolder:
         for lease in self._leases:
             if lease.lost_to is not None:
                 raise CheckpointError(
-                    f"{lease.lost_to} has taken this run over: it had not heard of this process for long. It continues "
-                    "from the newest checkpoint, and this process must not write there any more."
+                    f"{lease.lost_to} has taken this run over: it had no sign of life of this process for a "
+                    "long time. It continues from the newest checkpoint, and this process must not write there."
                 )
 
     def keep_leases(self, saved: Sequence[str]) -> list[str]:
@@ -476,7 +476,7 @@ class RunFolder:
         gone = [path for path in saved if not (self._started_in / path).exists()]
         log.error(
             "save_folder=%r was removed or replaced while this run saves to it: %d checkpoints that it had saved are "
-            "gone (%s). It is made again, and what is saved from now on is in it.",
+            "gone (%s). It is made again, and later checkpoints are saved to it.",
             self.folder,
             len(gone),
             ", ".join(gone[-3:]) or "none",

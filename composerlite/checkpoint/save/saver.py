@@ -492,9 +492,9 @@ class Saver:
             ).wait()
         except Exception as e:  # noqa: BLE001 - told with the error that matters
             log.error("could not save the state of training after %r: %s", error, e)
-            error.add_note(f"What training had reached could not be saved: {type(e).__name__}: {e}")
+            error.add_note(f"The state of training could not be saved: {type(e).__name__}: {e}")
         else:
-            error.add_note(f"What training had reached was saved as {str(report.path)!r}.")
+            error.add_note(f"The state of training was saved as {str(report.path)!r}.")
 
     @property
     def expected_seconds(self) -> float | None:

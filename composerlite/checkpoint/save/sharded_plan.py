@@ -438,5 +438,5 @@ def _plan_again(
     if (assigned := group.reduce_scatter("comparing a save with the one before", each, first)) is None:
         return None
     name, one = assigned
-    log.debug("plan %s is used again", name)
+    log.debug("reusing plan %s", name)
     return matching[name], one

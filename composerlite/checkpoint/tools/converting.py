@@ -84,7 +84,7 @@ def write_safetensors(contents: Any, path: Path, *, overwrite: bool, source: str
         IncompatibleCheckpointError: there is no model.
     """
     if not overwrite and path.exists():
-        raise CheckpointExistsError(f"{str(path)!r} is there already. Give another name, or --overwrite.")
+        raise CheckpointExistsError(f"{str(path)!r} exists already. Give another name, or --overwrite.")
     write = plain_writer(use_safetensors=True)
     weights = weights_of(contents, source)
     make_folder(path.parent)

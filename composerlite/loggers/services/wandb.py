@@ -295,7 +295,7 @@ class WandBLogger(ServiceLogger["wandb.Run"]):
         except OSError as e:
             if not self._is_broken:
                 raise
-            log.warning("WandBLogger: the run of W&B in %s has no end: %s", folder, e)  # training has ended with it
+            log.warning("WandBLogger: could not finish the run of W&B in %s: %s", folder, e)  # training is over
 
     # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────
     def state_dict(self) -> dict[str, Any]:

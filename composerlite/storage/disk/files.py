@@ -232,7 +232,7 @@ class HardlinkPin:
 def check_free(path: Path, overwrite: bool) -> None:
     """Raise FileExistsError if something has the name ``path`` and may not be replaced."""
     if not overwrite and os.path.lexists(path):
-        raise FileExistsError(f"{str(path)!r} is there already: pass overwrite=True to replace it.")
+        raise FileExistsError(f"{str(path)!r} exists already: pass overwrite=True to replace it.")
 
 
 @contextlib.contextmanager

@@ -254,7 +254,7 @@ def _provider(name: str) -> str:
     known: dict[str, str] = {value.lower(): value for value in DRIVERS}
     known |= {constant.lower(): value for constant, value in vars(Provider).items() if value in DRIVERS}
     if name.lower() not in known:
-        raise ConfigError(f"provider={name!r} is none.{did_you_mean(name.lower(), known)}")
+        raise ConfigError(f"provider={name!r} does not exist.{did_you_mean(name.lower(), known)}")
     return known[name.lower()]
 
 

@@ -261,7 +261,7 @@ def _new_client(config: dict[str, Any], path: Path, endpoint_url: str | None, ti
         )
     except (sdk.InvalidPrivateKey, OSError) as e:
         raise PermissionError(
-            f"OCI: the private key {config.get('key_file')} that {path} names is of no use: {e}"
+            f"OCI: the private key {config.get('key_file')} that {path} names cannot be used: {e}"
         ) from e
     client.base_client.session.get_adapter(client.base_client.endpoint).init_poolmanager(CONNECTIONS, CONNECTIONS)
     return client

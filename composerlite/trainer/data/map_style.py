@@ -132,9 +132,7 @@ class DealtPosition(DataPosition):
             self._stream = self._epoch_rng
             self._set_generators(self._epoch_generators)
         elif skip:
-            log.warning(
-                "the checkpoint does not tell how epoch %d began: the order may be another from here on", number
-            )
+            log.warning("the checkpoint has no start of epoch %d: the order of samples may differ from here on", number)
         self._epoch_rng = self._stream
         self._epoch_generators = self._generator_states()
         with self._drawing():

@@ -263,7 +263,7 @@ class RewindingPosition(DataPosition):
         now = rng.capture()
         if self._epoch_rng is None:
             log.warning(
-                "the checkpoint does not tell how epoch %d began: a shuffled loader gives another order from here on",
+                "the checkpoint has no start of epoch %d: a shuffled loader gives another order from here on",
                 number,
             )
             self._epoch_rng = now
