@@ -82,8 +82,8 @@ class Profiler(Callback):
     ) -> None:
         if torch_prof_memory_filename is not None:
             raise ConfigError(
-                f"Profiler(torch_prof_memory_filename={torch_prof_memory_filename!r}): torch has given up its picture "
-                "of memory. Leave it out, and use the callback MemorySnapshot."
+                f"Profiler(torch_prof_memory_filename={torch_prof_memory_filename!r}): torch removed this "
+                "export. Leave it out, and use the callback MemorySnapshot."
             )
         if sys_prof_cpu or sys_prof_memory or sys_prof_disk or sys_prof_net:
             log.warning("Profiler(sys_prof_…=True) records nothing: use the callback SystemMetricsMonitor")

@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 
 _RENAMED = {"save_interval": "save_interval", "save_async": "asynchronous"}
 _MEMORY_FAILURES = 3
-"""Saves in a row that may fail for want of memory: what is on the disk is there all the same."""
+"""Consecutive saves that may fail for lack of memory: those on the disk are not affected."""
 
 
 def resolve_run_name(run_name: str | None, *, autoresume: bool) -> tuple[str, bool]:

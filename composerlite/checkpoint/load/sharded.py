@@ -246,7 +246,7 @@ def _target(stored: Any, live: Tensor | None) -> Tensor:
 def load_leaves(reader: RemoteFileSystemReader, state: StateDict, *, group: Group) -> None:
     """Fill ``state`` in place. What it has must be in the checkpoint, in the same shape.
 
-    What several ranks want one of them reads, and sends it to the others. With a group of one's own each reads all.
+    Tensors that several ranks need are read by one of them and sent to the others; in a group of one, each reads all.
 
     Args:
         reader: of the checkpoint.

@@ -204,8 +204,8 @@ def _may_be_tolerated(error: Exception) -> bool:
 class Saver:
     """Saves a run's checkpoints.
 
-    One save is in flight at a time. Whoever says when calls :meth:`look` between batches, and asks ``outcomes``
-    how saves went. Every method is called by all ranks, where it does not say otherwise.
+    One save is in flight at a time. The caller calls :meth:`look` between batches, and asks ``outcomes`` how
+    saves went. Every method is called by all ranks, where it does not say otherwise.
 
     Args:
         arguments: those of the callback, with amounts of training that are read.
