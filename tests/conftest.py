@@ -42,6 +42,7 @@ def _process_settings() -> dict[str, Any]:
         "torch's deterministic mode": torch.are_deterministic_algorithms_enabled(),
         "torch's number of threads": torch.get_num_threads(),
         "torch's grad mode": torch.is_grad_enabled(),
+        "the process group, which dist.finalize_dist() destroys": torch.distributed.is_initialized(),
     }
 
 

@@ -14,7 +14,7 @@ import torch
 from checkpoint.tiny_training import Classifier, trainer
 from forked import run_forked
 
-from composerlite import Callback, Logger, State
+from composerlite import Callback, Logger, State, dist
 from composerlite.callbacks import CheckpointSaver, OptimizerMonitor
 from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.record.retention import KeepBest, deletions, retention_policy
@@ -73,9 +73,12 @@ def launch(folder: Path | str, good_batches: int, until: str = "8ba", *, model: 
     """Train until then with so many good batches, a checkpoint of each second batch; the trainer, which is closed."""
     model = Spoilt(good_batches) if model is None else model
     how: dict[str, Any] = {"save_interval": "2ba", "autoresume": True, **arguments}
-    with trainer(model=model, max_duration=until, save_folder=folder, **how) as run:
-        run.fit()
-        return run
+    try:
+        with trainer(model=model, max_duration=until, save_folder=folder, **how) as run:
+            run.fit()
+            return run
+    finally:
+        dist.finalize_dist()  # FSDP has made a process group
 
 
 def marks(folder: Path) -> dict[int, list[str]]:
