@@ -306,7 +306,8 @@ def test_reduce_lr_on_plateau_follows_a_metric_by_its_name() -> None:
         assert "metric" not in scheduler.state_dict()
     with run("eval_1/accuracy") as trainer, pytest.raises(ConfigError) as error:
         trainer.fit()
-    assert first_line(error).startswith("ReduceLROnPlateau: metric='eval_1/accuracy': nothing measures that.")
+    said = "ReduceLROnPlateau: metric='eval_1/accuracy': nothing measures that. Known: eval/loss, eval_1/loss."
+    assert first_line(error) == said
 
 
 def test_reduce_lr_on_plateau_is_resumed_exactly(tmp_path: Path) -> None:
