@@ -154,10 +154,10 @@ def _forks(loader: Any) -> bool:
 def _watch_parent() -> None:
     """Exit, in a worker process, when the parent says so: it stops workers that hang in this way."""
     if _shielded:
-        threading.Thread(target=_end_with_parent, args=(_shielded,), name="signals", daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(_shielded,), name="signals", daemon=True).start()
 
 
-def _end_with_parent(signals: Sequence[int]) -> None:
+def _exit_with_parent(signals: Sequence[int]) -> None:
     while True:
         if signal.sigwaitinfo(signals).si_pid == os.getppid():
             os._exit(0)

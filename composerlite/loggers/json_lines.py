@@ -96,7 +96,7 @@ class JSONLLogger(RunFileLogger):
     def after_load(self, state: State, logger: Logger) -> None:
         if not self.is_kept:
             return
-        self._end_metrics()
+        self._finish_metrics()
         batch, path = int(state.timestamp.batch), self.path
         if self._overwrite and batch == 0:
             path.write_bytes(b"")
@@ -129,7 +129,7 @@ class JSONLLogger(RunFileLogger):
         self._flush()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        self._end_metrics()
+        self._finish_metrics()
         super().batch_end(state, logger)
 
     def eval_start(self, state: State, logger: Logger) -> None:
@@ -167,7 +167,7 @@ class JSONLLogger(RunFileLogger):
         if not metrics or not self.is_kept:
             return
         if self._metrics and (step != self._metrics_of[0] or not self._metrics.keys().isdisjoint(metrics)):
-            self._end_metrics()
+            self._finish_metrics()
         if not self._metrics:
             self._metrics_of = (step, self._now[1], time.time())
         self._metrics.update(metrics)
@@ -205,7 +205,7 @@ class JSONLLogger(RunFileLogger):
             return 0, 0
         return int(self._state.timestamp.batch), int(self._state.timestamp.epoch)
 
-    def _end_metrics(self) -> None:
+    def _finish_metrics(self) -> None:
         if self._metrics:
             (batch, epoch, at), metrics = self._metrics_of, self._metrics
             self._metrics = {}
@@ -215,14 +215,14 @@ class JSONLLogger(RunFileLogger):
     def _add(self, kind: str, facts: Mapping[str, Any], *, batch: int | None = None, at: float | None = None) -> None:
         if not self.is_kept:
             return
-        self._end_metrics()
+        self._finish_metrics()
         now, epoch = self._now
         place = {"batch": now if batch is None and kind != "checkpoint" else batch, "epoch": epoch}
         head = {"at": _iso(time.time() if at is None else at), "kind": kind, **place}
         self._lines.append(_strict_json({**head, **facts}))
 
     def _write_waiting(self) -> bool:
-        self._end_metrics()
+        self._finish_metrics()
         if not self._lines:
             return False
         with self.path.open("ab", buffering=0) as file:

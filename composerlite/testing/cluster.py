@@ -167,12 +167,12 @@ class _Worker:
         if self._is_ready:
             return
         if not self._connection.poll(_START_SECONDS):
-            self.end()
+            self.stop()
             raise TimeoutError(f"a process did not start in {_START_SECONDS:g} s")
         try:
             self._connection.recv()
         except (EOFError, ConnectionError) as e:
-            raise ChildProcessError(f"a process did not start, and ended with {self.end(_EXIT_SECONDS)}") from e
+            raise ChildProcessError(f"a process did not start, and ended with {self.stop(_EXIT_SECONDS)}") from e
         self._is_ready = True
 
     @property
@@ -195,7 +195,7 @@ class _Worker:
                 return True
         except (EOFError, ConnectionError):
             pass  # it ended while it left
-        self.end()
+        self.stop()
         return False
 
     def ask_for_stacks(self) -> None:
@@ -206,7 +206,7 @@ class _Worker:
         """Read the stacks written since :meth:`ask_for_stacks`."""
         return self._stacks.read_text(errors="replace")
 
-    def end(self, seconds: float = 0.0) -> int:
+    def stop(self, seconds: float = 0.0) -> int:
         """Wait for the process to end, then kill it. Returns its exit code."""
         self._connection.close()
         self._process.join(seconds)
@@ -238,13 +238,13 @@ class _Pool:
             outcomes = self._collect(workers, timeout)
         except BaseException:
             for worker in workers:
-                worker.end()
+                worker.stop()
             raise
         assert self._folder is not None
         folder = Path(self._folder.name)
         if fresh:
             for worker in workers:
-                worker.end(_EXIT_SECONDS)
+                worker.stop(_EXIT_SECONDS)
             return outcomes
         # Each in its place: torch remembers which rank a process was. New ones start by themselves.
         self._idle[:0] = [worker if worker.is_usable_again() else _Worker(folder) for worker in workers]
@@ -252,7 +252,7 @@ class _Pool:
 
     def close(self) -> None:
         for worker in self._idle:
-            worker.end(_EXIT_SECONDS)
+            worker.stop(_EXIT_SECONDS)
         self._idle.clear()
         self._store = None
         if self._folder is not None:
@@ -273,7 +273,7 @@ class _Pool:
                 worker.wait_until_ready()
         except BaseException:
             for worker in workers:
-                worker.end()
+                worker.stop()
             raise
         return workers
 
@@ -327,7 +327,7 @@ def _outcome(rank: int, worker: _Worker) -> RankOutcome:
     try:
         pickled, trace = worker.connection.recv()
     except (EOFError, ConnectionError):
-        code = worker.end(_EXIT_SECONDS)
+        code = worker.stop(_EXIT_SECONDS)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         return RankOutcome(rank, error=ChildProcessError(f"rank {rank} {how}"))
     result = pickle.loads(pickled)

@@ -20,7 +20,7 @@ from torch.utils.data import Subset, TensorDataset
 from composerlite.core import State
 from composerlite.core.data import length_of
 
-__all__ = ["ChangedSetting", "data_settings", "differences_of_run", "optimizer_settings", "settle_optimizer", "tell"]
+__all__ = ["ChangedSetting", "data_settings", "differences_of_run", "optimizer_settings", "reconcile_optimizer", "tell"]
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def _plain(value: Any) -> Any:
 
 
 # ── what differs ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def settle_optimizer(state: State, *, script_holds: bool) -> list[ChangedSetting]:
+def reconcile_optimizer(state: State, *, script_holds: bool) -> list[ChangedSetting]:
     """Compare the optimizer's settings, have those hold that are to, and note them in ``state`` as the run's.
 
     Learning rates and numbers of the script hold, if ``script_holds``; of the others the state that the optimizer was
@@ -138,10 +138,10 @@ def settle_optimizer(state: State, *, script_holds: bool) -> list[ChangedSetting
     """
     if not state.optimizers or not state.resumed_metadata:
         return []
-    return [*_settle_rates(state, script_holds), *_settle_hyperparameters(state, script_holds)]
+    return [*_reconcile_rates(state, script_holds), *_reconcile_hyperparameters(state, script_holds)]
 
 
-def _settle_rates(state: State, script_holds: bool) -> Iterator[ChangedSetting]:
+def _reconcile_rates(state: State, script_holds: bool) -> Iterator[ChangedSetting]:
     before, now = list(map(float, state.resumed_metadata.get("learning_rates", ()))), list(state.learning_rates)
     if len(before) != len(now) or before == now:
         return
@@ -160,7 +160,7 @@ def _settle_rates(state: State, script_holds: bool) -> Iterator[ChangedSetting]:
     yield ChangedSetting("learning rate", tuple(before), tuple(now), verdict)
 
 
-def _settle_hyperparameters(state: State, script_holds: bool) -> Iterator[ChangedSetting]:
+def _reconcile_hyperparameters(state: State, script_holds: bool) -> Iterator[ChangedSetting]:
     groups = state.optimizers[0].param_groups
     given = state.settings.get("optimizer", {})
     saved: Mapping[str, list[Any]] | None = state.resumed_metadata.get("settings", {}).get("optimizer")

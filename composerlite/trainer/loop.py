@@ -108,7 +108,7 @@ def run(loop: Loop) -> None:
     if state.interruption.evaluation is not None:
         _evaluate_what_was_interrupted(loop)
     elif int(state.timestamp.batch_in_epoch) == 0:
-        _end_iteration_if_due(loop)  # resumed from a checkpoint of the last epoch of an iteration
+        _finish_iteration_if_due(loop)  # resumed from a checkpoint of the last epoch of an iteration
     while not state.training_is_over:
         # The first batch counts as slow: workers start. The loader draws its order when the epoch begins.
         before = _before_slow_batch(loop, is_first=True)
@@ -126,7 +126,7 @@ def run(loop: Loop) -> None:
         if not finished:
             break
         loop.position.finish_epoch(exhausted=exhausted)
-        _end_epoch(loop)
+        _finish_epoch(loop)
 
     state.stop_requested = False  # it has ended, whatever asked for it
     if not loop.logs and state.total_loss_dict:
@@ -257,7 +257,7 @@ def _batch(loop: Loop, batch: Batch, clock: int, own: tuple[int, int], counted: 
     if evaluated:
         now = time.perf_counter_ns() // 1000  # evaluation is not training time; saving a checkpoint is
     if counted.stops:
-        state.end_as_stopped()
+        state.apply_stop()
     if not loop.is_alone and (evaluated or loop.agrees_at_end):
         loop.ranks.communicator.sync_stop(state)  # before a checkpoint, which all save together
     for handler in on[Event.BATCH_CHECKPOINT]:
@@ -265,7 +265,7 @@ def _batch(loop: Loop, batch: Batch, clock: int, own: tuple[int, int], counted: 
     return now
 
 
-def _end_epoch(loop: Loop) -> None:
+def _finish_epoch(loop: Loop) -> None:
     state, engine = loop.state, loop.engine
     state.previous_timestamp = state.timestamp
     state.timestamp = state.timestamp.to_next_epoch()
@@ -274,7 +274,7 @@ def _end_epoch(loop: Loop) -> None:
     engine.run_event(Event.EPOCH_END)
     loop.evaluation.run_due(Event.EPOCH_END)
     _checkpoint(loop, Event.EPOCH_CHECKPOINT)
-    _end_iteration_if_due(loop)
+    _finish_iteration_if_due(loop)
 
 
 def _step_schedulers(state: State) -> None:
@@ -284,7 +284,7 @@ def _step_schedulers(state: State) -> None:
             scheduler.step()
 
 
-def _end_iteration_if_due(loop: Loop) -> None:
+def _finish_iteration_if_due(loop: Loop) -> None:
     state, engine = loop.state, loop.engine
     length = state.iteration_length
     done = state.timestamp.epoch_in_iteration if length.unit is TimeUnit.EPOCH else state.timestamp.token_in_iteration
@@ -317,7 +317,7 @@ def _evaluate_what_was_interrupted(loop: Loop) -> None:
     loop.evaluation.resume(event, labels)
     _checkpoint(loop, _CHECKPOINT_AFTER[event])
     if int(state.timestamp.batch_in_epoch) == 0 and event is not Event.ITERATION_END:
-        _end_iteration_if_due(loop)
+        _finish_iteration_if_due(loop)
 
 
 def _at_end_of_epoch(loop: Loop) -> bool:

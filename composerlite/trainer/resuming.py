@@ -19,7 +19,7 @@ from composerlite.core import LoggerDestination, State
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.storage import ObjectStore
 from composerlite.trainer.checks import Arguments, check_names, check_seconds
-from composerlite.trainer.differences import ChangedSetting, settle_optimizer
+from composerlite.trainer.differences import ChangedSetting, reconcile_optimizer
 from composerlite.trainer.messages import began_with
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def load_or_resume(
         state.load_path = str(path)
         _load(state, settings, loggers, resumed=resumed)
         began_with(state, resumed=resumed, weights_only=settings.load_weights_only)
-    differences = [] if state.deepspeed_enabled else settle_optimizer(state, script_holds=resumed)
+    differences = [] if state.deepspeed_enabled else reconcile_optimizer(state, script_holds=resumed)
     if choice is not None:
         state.lineage = choice.lineage
     else:

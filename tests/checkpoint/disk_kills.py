@@ -35,7 +35,7 @@ def save(root: Path, value: int, *, overwrite: bool) -> None:
     for number, node in enumerate(nodes):
         node.prepare(sealed, number)
     for node in nodes:
-        node.complete()
+        node.commit_part()
 
 
 def attempt(folder: Path, die_at: int, *, overwrite: bool) -> bool:

@@ -167,7 +167,7 @@ def save_on_disks(place: str, value: int, overwrite: bool) -> None:
     for number, node in enumerate(nodes):
         node.prepare(sealed, number)
     for node in nodes:
-        node.complete()
+        node.commit_part()
 
 
 def value_on_disks(place: str) -> int:

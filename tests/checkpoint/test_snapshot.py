@@ -126,7 +126,7 @@ def test_memory_that_loses_a_bit_is_found_where_content_is_compared(
     lazily(staging, optimizer, weight).wait()
     optimizer.step()
     snapshot = lazily(staging, optimizer, weight)
-    snapshot.complete()
+    snapshot.finish()
     snapshot.memory.view(SIZE, 1)[0] ^= 1
     if compared:
         with pytest.raises(SaveError, match="save_verify_copy"):

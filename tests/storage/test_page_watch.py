@@ -60,9 +60,9 @@ def test_a_write_is_seen(memory: torch.Tensor, write: Callable[[torch.Tensor], o
     """Whoever writes, and also the same value; the next watch begins anew."""
     watch = watch_of(memory)
     write(memory)
-    assert watch.end()
-    assert watch.end()
-    assert not watch_of(memory).end()
+    assert watch.stop()
+    assert watch.stop()
+    assert not watch_of(memory).stop()
 
 
 def test_reads_are_none(memory: torch.Tensor) -> None:
@@ -73,9 +73,9 @@ def test_reads_are_none(memory: torch.Tensor) -> None:
     assert int(memory.sum()) == 2 * SIZE
     assert memory.clone().numpy().tobytes() == b"\2" * SIZE
     beside.zero_()
-    assert not watch.end()
+    assert not watch.stop()
     memory.zero_()
-    assert not watch.end()
+    assert not watch.stop()
 
 
 def test_memory_that_was_never_touched_is_watched() -> None:
@@ -83,11 +83,11 @@ def test_memory_that_was_never_touched_is_watched() -> None:
     untouched = torch.zeros(64 << 20, dtype=torch.uint8)
     watch = watch_of(untouched)
     untouched.data[40 << 20] = 1
-    assert watch.end()
+    assert watch.stop()
     untouched = torch.zeros(64 << 20, dtype=torch.uint8)
     watch = watch_of(untouched)
     assert not int(untouched.max())
-    assert not watch.end()
+    assert not watch.stop()
 
 
 def test_memory_that_others_write_to_counts_as_written(tmp_path: Path) -> None:
@@ -100,15 +100,15 @@ def test_memory_that_others_write_to_counts_as_written(tmp_path: Path) -> None:
     for memory in (mapped, shared):
         watch = watch_of(memory)
         assert int(memory.sum()) >= 0  # it is there
-        assert watch.end()
+        assert watch.stop()
 
 
 def test_two_watches_of_the_same_memory(memory: torch.Tensor) -> None:
     """Two savers at one batch: the second cannot watch, and the first one's answer is right."""
     watch = watch_of(memory)
     assert PageWatch.begin([whole_pages(memory.data_ptr(), memory.nbytes)]) is None
-    assert not watch.end()
-    assert not watch_of(memory).end()
+    assert not watch.stop()
+    assert not watch_of(memory).stop()
 
 
 def test_a_forked_process_is_another(memory: torch.Tensor) -> None:
@@ -119,13 +119,13 @@ def test_a_forked_process_is_another(memory: torch.Tensor) -> None:
         memory.zero_()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert not watch.end()
+    assert not watch.stop()
     assert int(memory.sum()) == SIZE
 
 
 def test_nothing_stays_protected(memory: torch.Tensor) -> None:
     """After the end, and where the watch could not begin, the kernel watches nothing of this process."""
-    watch_of(memory).end()
+    watch_of(memory).stop()
     assert PageWatch.begin([whole_pages(memory.data_ptr(), memory.nbytes), (1 << 20, mmap.PAGESIZE)]) is None
     flags = [line.split() for line in Path("/proc/self/smaps").read_text().splitlines() if line.startswith("VmFlags")]
     assert not [line for line in flags if "uw" in line]

@@ -107,7 +107,7 @@ class ToolEncoder(Encoder):
         return b"".join(self._pipe.exchange(block))
 
     def finish(self) -> bytes:
-        return b"".join(self._pipe.end())
+        return b"".join(self._pipe.finish())
 
     def stop(self) -> None:
         self._pipe.stop()
@@ -273,7 +273,7 @@ class ToolPipe:
                         self._fail(process)
                     yield piece
 
-    def end(self) -> Iterator[bytes]:
+    def finish(self) -> Iterator[bytes]:
         """Close the program's input; the rest of what it gives.
 
         Raises:

@@ -200,7 +200,7 @@ def _tool_decoded(tool: str, pieces: Iterable[bytes]) -> Generator[bytes]:
     try:
         for piece in pieces:
             yield from pipe.exchange(piece)
-        yield from pipe.end()
+        yield from pipe.finish()
     finally:
         pipe.close()
 
@@ -319,7 +319,7 @@ class PackedSink:
             CheckpointError: the program that compresses failed or was killed.
         """
         if self._filled:
-            self._hand_over()
+            self._queue_block()
         while self._pending:
             self._write_oldest()
         with self._timed("compress"):
@@ -344,9 +344,9 @@ class PackedSink:
             self._block[self._filled : self._filled + len(piece)] = piece
             self._filled += len(piece)
             if self._filled == len(self._block):
-                self._hand_over()
+                self._queue_block()
 
-    def _hand_over(self) -> None:
+    def _queue_block(self) -> None:
         view = memoryview(self._block)[: self._filled]
         self._pending.append((self._pool.submit(functools.partial(self._encode, view)), self._block))
         if len(self._pending) > self._encoder.threads:

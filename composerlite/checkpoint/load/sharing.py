@@ -110,7 +110,7 @@ class ReadRequests:
             every = group.gather(self._names if is_first else b"")  # one for all alike
             names |= {one.digest: theirs for one, theirs in zip(told, every, strict=True) if theirs}
         groups = _groups(self._parts, [names.get(one.digest, b"") for one in told])
-        items, transfers = _dealt(groups, self._parts, group.rank)
+        items, transfers = _partitioned(groups, self._parts, group.rank)
         common = {id(self._parts[name].item) for members in groups.values() for name in members}
         own = [item for item in self._plan.items if id(item) not in common]
         return dataclasses.replace(self._plan, items=[*own, *items]), transfers
@@ -152,7 +152,7 @@ def _groups(mine: Mapping[bytes, _SharedItem], wanted: Sequence[bytes]) -> dict[
     return groups
 
 
-def _dealt(
+def _partitioned(
     groups: Mapping[Ranking, Sequence[bytes]], mine: Mapping[bytes, _SharedItem], rank: int
 ) -> tuple[list[ReadItem], list[dist.TensorTransfer]]:
     """Partition the shared items: those that this rank reads, and the transfers that it takes part in."""

@@ -227,7 +227,7 @@ class Bucket(Place):
         self.transfer.delete(self.name_of(path))
 
     # ── commits ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def hold(self, name: str) -> None:
+    def acquire(self, name: str) -> None:
         if name in self._held:
             return
         uri = self.uri(name)
@@ -245,7 +245,7 @@ class Bucket(Place):
             raise
         self._held[name] = lease
 
-    def let_go(self, name: str) -> None:
+    def release(self, name: str) -> None:
         self._written = [path for path in self._written if not path.startswith(f"{name}/")]
         lease = self._held.pop(name, None)
         if lease is not None:
@@ -253,13 +253,13 @@ class Bucket(Place):
             _saving.discard(self.uri(name))
 
     def begin(self, name: str, check: Callable[[], bool], *, overwrite: bool) -> SaveHandle:
-        self.hold(name)
+        self.acquire(name)
         try:
             is_there = check()
             if is_there:
                 self._settle(name)
         except BaseException:
-            self.let_go(name)
+            self.release(name)
             raise
         return SaveHandle(PurePosixPath(name).name, f"_{secrets.token_hex(4)}" if is_there else "")
 
@@ -276,7 +276,7 @@ class Bucket(Place):
             with self.undoing(path):
                 self.delete(path)
         with self.undoing(name):
-            self.let_go(name)
+            self.release(name)
 
     @contextlib.contextmanager
     def undoing(self, path: str) -> Generator[None]:

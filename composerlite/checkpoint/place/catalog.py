@@ -113,7 +113,7 @@ class Catalog:
         """
         for ahead in (True, False):
             try:
-                manifest = self._complete(self.place.target_of(f"/{link}", ahead=ahead))
+                manifest = self._complete_manifest(self.place.target_of(f"/{link}", ahead=ahead))
                 return None if any(True for _ in self.begun(manifest.name)) else manifest
             except FileNotFoundError as e:
                 log.debug("%s does not lead to a checkpoint: %s", link, e)
@@ -121,7 +121,7 @@ class Catalog:
                 log.warning("%s does not lead to a checkpoint: %s", self.place.uri(PurePosixPath(link).name), e)
         return None
 
-    def _complete(self, name: str) -> Manifest:
+    def _complete_manifest(self, name: str) -> Manifest:
         """Return the manifest of the checkpoint ``name``, whose data are there."""
         manifest = self.manifest_of(name)
         if manifest is None:
@@ -338,7 +338,7 @@ class Catalog:
             is_there = begins(lambda: None, begin)
             ends(lambda: None if is_there else send(), finish)
         finally:
-            self.place.let_go(manifest.name)
+            self.place.release(manifest.name)
 
     def _announced(self, manifest: Manifest, link: str | None, *, overwrite: bool) -> Commit | None:
         """Return the commit of what is to be published, prepared; ``None``: the bucket has just this checkpoint.
@@ -346,11 +346,11 @@ class Catalog:
         Where files are replaced one by one before the commit, which those with names of their own are not, the
         announced manifest tells readers what they are, and ``link`` leads them to it.
         """
-        self.place.hold(manifest.name)
+        self.place.acquire(manifest.name)
         there = self._readable(manifest.name)
         if there is not None and there.files == manifest.files:
             with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
-                self._complete(manifest.name)
+                self._complete_manifest(manifest.name)
                 return None
         elif there is not None and not overwrite and _moment(there) != _moment(manifest):
             raise exists_error(self.place.uri(there.name), there)

@@ -53,9 +53,9 @@ __all__ = [
     "FolderCommit",
     "between_names",
     "dead_saves",
-    "end_dead_saves",
     "folders",
     "recover",
+    "settle_dead_saves",
 ]
 
 log = logging.getLogger(__name__)
@@ -352,7 +352,7 @@ def recover(
         if records.is_dir() and not records.is_symlink():
             for inner in list(folders(records)) if below else [records]:
                 for temporary in filter(may_touch, abandoned_temporaries(inner)):
-                    kept.update(_end_commit(folder, temporary, committed))
+                    kept.update(_settle_commit(folder, temporary, committed))
     for folder in seen:
         for place in filter(may_touch, dead_saves(folder)):
             if place.with_name(_name_in(place)) not in kept:
@@ -363,13 +363,13 @@ def recover(
                 log.info("removed %s, left by a process that died while it wrote", temporary)
 
 
-def end_dead_saves(root: Path, name: str) -> None:
+def settle_dead_saves(root: Path, name: str) -> None:
     """Recover the directory ``name`` alone, as :func:`recover` does, but no commits that need several disks."""
     record = root / record_path(name)
     kept: set[Path] = set()
     for temporary in abandoned_temporaries(record.parent):
         if temporary.name.startswith(f".{record.name}.tmp-"):
-            kept.update(_end_commit(root, temporary, None))
+            kept.update(_settle_commit(root, temporary, None))
     path = root / name
     for place in dead_saves(path.parent, path.name):
         if path not in kept:
@@ -423,7 +423,7 @@ def _announced(temporary: Path) -> Manifest | None:
         return None
 
 
-def _end_commit(root: Path, temporary: Path, committed: Mapping[str, str] | None) -> Iterable[Path]:
+def _settle_commit(root: Path, temporary: Path, committed: Mapping[str, str] | None) -> Iterable[Path]:
     """Complete the commit that ``temporary`` announces, or forget it; what of it is left for another to decide."""
     manifest = _announced(temporary)
     if manifest is None:

@@ -314,7 +314,7 @@ class ShardedDirectory:
         """
         with self._staged(handle, index, self._manifest_of(index, files, facts)) as commit:
             commit.commit()
-        self.place.let_go(self.name)
+        self.place.release(self.name)
 
     def sealed(
         self, index: bytes, files: Mapping[str, FileDigest], facts: Mapping[str, object], nodes: Mapping[str, int]
@@ -327,13 +327,13 @@ class ShardedDirectory:
         assert self._handle is not None
         self._prepared = self._staged(self._handle, sealed.index, dataclasses.replace(sealed.manifest, node=node))
 
-    def complete(self) -> None:
+    def commit_part(self) -> None:
         """Give this disk's part, which is prepared, its name and its manifest."""
         prepared, self._prepared = self._prepared, None
         assert prepared is not None
         with prepared:
             prepared.commit()
-        self.place.let_go(self.name)
+        self.place.release(self.name)
 
     def _staged(self, handle: SaveHandle, index: bytes, manifest: Manifest) -> Commit:
         """Return the commit, prepared."""
@@ -359,7 +359,7 @@ class ShardedDirectory:
             self._prepared.leave()
             with self._prepared:
                 self._prepared = None
-            self.place.let_go(self.name)
+            self.place.release(self.name)
         self.place.close()
 
     def __enter__(self) -> ShardedDirectory:

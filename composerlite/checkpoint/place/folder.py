@@ -259,7 +259,7 @@ class Folder(Place):
 
     # ── commits ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def let_go(self, name: str) -> None:
+    def release(self, name: str) -> None:
         own = f".{Path(name).name}.saving-"
         for handle in [one for one in self._locks if one.place.startswith(own)]:
             os.close(self._locks.pop(handle))
@@ -291,7 +291,7 @@ class Folder(Place):
         path = self.path / name
         check()
         make_folder(path.parent)
-        commits.end_dead_saves(self.path, name)
+        commits.settle_dead_saves(self.path, name)
         place = path.with_name(handle.place)
         place.mkdir()
         try:
@@ -316,7 +316,7 @@ class Folder(Place):
             pass
         except OSError as e:  # it is no checkpoint
             log.warning("%s cannot be removed and is left behind: %s", place, e)
-        self.let_go(name)
+        self.release(name)
 
     def parts(self, name: str, handle: SaveHandle, deciding: str, data: bytes) -> Parts:
         place = (self.path / name).with_name(handle.place)

@@ -256,8 +256,8 @@ class Place(ABC):
         """Give a damaged file or directory a name that nothing has, where names can be changed."""
 
     # ── commits ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def hold(self, name: str) -> None:
-        """Begin a save of the checkpoint ``name``, which no other process does until ``let_go``. May be called twice.
+    def acquire(self, name: str) -> None:
+        """Reserve the name ``name`` for a save of this process, until ``release``. May be called twice.
 
         Where a commit decides at one instant who was first, that is soon enough, and nothing is held.
 
@@ -266,12 +266,12 @@ class Place(ABC):
         """
 
     @abstractmethod
-    def let_go(self, name: str) -> None:
-        """End a save, well or not: others may save that name. May be called twice."""
+    def release(self, name: str) -> None:
+        """Release the name, which other processes may save then. May be called twice."""
 
     @abstractmethod
     def begin(self, name: str, check: Callable[[], bool], *, overwrite: bool) -> SaveHandle:
-        """Begin a save of the directory ``name``, in one process for all, until ``let_go`` or ``abandon``.
+        """Begin a save of the directory ``name``, in one process for all, until ``release`` or ``abandon``.
 
         What a dead save of it has left is completed or removed. ``check`` says whether anything is there, and raises
         where that may not be.

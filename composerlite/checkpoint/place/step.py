@@ -255,7 +255,7 @@ class StepFolder:
             with self._place.commit(self._name, parts, overwrite=self._overwrite, has_manifest=False) as commit:
                 commit.commit()
         self._handle, self._has_claimed = None, False
-        self._place.let_go(self._name)
+        self._place.release(self._name)
 
     def _settle(self) -> None:
         """Give the files of a checkpoint that has taken the place of another their names, or forget one that has not.
@@ -295,7 +295,7 @@ class StepFolder:
             self._place.abandon(self._name, handle)
         except (OSError, ObjectStoreError, CorruptCheckpointError) as e:  # the save's own error is the one that counts
             log.warning("%s: the next save settles what is there: %s", self.uri, e)
-            self._place.let_go(self._name)
+            self._place.release(self._name)
 
     def put(self, name: str, contents: bytes, *, overwrite: bool) -> str:
         """Write ``contents`` atomically to the file ``name``; return its path. FileExistsError."""

@@ -108,7 +108,7 @@ class DiskWriter(RankWriter, Protocol):
         """Make this disk's part durable, so that nothing is left but to rename it."""
         ...
 
-    def complete(self) -> None:
+    def commit_part(self) -> None:
         """Give this disk's part its name and its commit record."""
         ...
 

@@ -182,7 +182,7 @@ class PendingSave:
     def join(self, timeout: float | None = PREVIOUS_SECONDS) -> bool:
         """Wait until it has ended, well or not; whether it has."""
         if self.snapshot is not None and threading.get_ident() == self._training_thread:
-            self.snapshot.complete()
+            self.snapshot.finish()
         try:
             self.future.exception(timeout)
         except TimeoutError:
@@ -337,7 +337,7 @@ class PendingSave:
         after = self.follow_up
         with contextlib.nullcontext() if after is None else after.catalog.pointing(after.links):
             manifest = self.writer.commit(dataclasses.replace(self.manifest, timings=seconds), parts)
-        return self._conclude(manifest, before_commit)
+        return self._after_commit(manifest, before_commit)
 
     def _commit_on_disks(self, writer: DiskWriter) -> SaveReport:
         """Commit where nodes have disks of their own, all of it or none.
@@ -354,15 +354,15 @@ class PendingSave:
 
         def follow() -> None:
             if not self.group.is_first:
-                writer.complete()
+                writer.commit_part()
             if after is not None:
                 for link, name in after.links.items():
                     after.catalog.point_latest(link, name)
 
         sealed: FinalizedManifest = written.run(self._finish, seal)
-        prepared.run(lambda: writer.prepare(sealed), lambda _: writer.complete())
+        prepared.run(lambda: writer.prepare(sealed), lambda _: writer.commit_part())
         manifest = dataclasses.replace(sealed.manifest, node=0)
-        report: SaveReport = completed.run(follow, lambda _: self._conclude(manifest, time.perf_counter()))
+        report: SaveReport = completed.run(follow, lambda _: self._after_commit(manifest, time.perf_counter()))
         if after is not None and not self.group.is_first:
             if after.publish is not None:
                 after.publish(self.manifest)
@@ -370,7 +370,7 @@ class PendingSave:
                 _delete_named(after.catalog, report.deleted)
         return report
 
-    def _conclude(self, manifest: Manifest, before_commit: float) -> SaveReport:
+    def _after_commit(self, manifest: Manifest, before_commit: float) -> SaveReport:
         """Log, publish and apply retention on rank 0, once the checkpoint exists."""
         now = time.perf_counter()
         seconds = {**manifest.timings, "commit": now - before_commit, "total": now - self.started}
@@ -459,7 +459,7 @@ class Pipeline:
     ) -> None:
         """Get the memory for checkpoints of ``state`` ready, in the background, so that the first costs no more.
 
-        One that comes before that is written as it is, as :class:`HandOver` says, and memory is got ready at its end.
+        A save before that is written without a copy: see :class:`UncopiedState`.
         ``state_dict`` is what ``state`` holds, where the caller has it already.
 
         Args:

@@ -484,7 +484,7 @@ class Publishing:
 
         def publish(manifest: Manifest) -> None:
             for publisher in () if self._are_several else self.publishers:
-                self._hand_over(publisher, manifest, run_name, None, overwrite=overwrite)
+                self._submit(publisher, manifest, run_name, None, overwrite=overwrite)
             for part in parts:
                 part()
 
@@ -500,13 +500,13 @@ class Publishing:
                 if manifest is None:
                     folder = str(self._where.root)
                     raise CheckpointError(f"checkpoint {name!r} is gone from {folder!r} while it was to be published.")
-                self._hand_over(self.publishers[number], manifest, run_name, votes, overwrite=overwrite)
+                self._submit(self.publishers[number], manifest, run_name, votes, overwrite=overwrite)
             elif votes is not None:
                 votes.stay_out()
 
         return publish
 
-    def _hand_over(
+    def _submit(
         self, publisher: Publisher, manifest: Manifest, run_name: str, votes: PublishVotes | None, *, overwrite: bool
     ) -> None:
         catalog = self._where.own_catalog

@@ -187,7 +187,7 @@ def merge_plans(plans: Sequence[PackedPlan]) -> tuple[list[AssignedItems], Metad
                 plan.parts.sizes + plan.wholes.sizes,
             )
         )
-    shares, entries = _index(ranks, _dealt(ranks))
+    shares, entries = _index(ranks, _partitioned(ranks))
     paths: dict[str, Any] = {}
     for table in reversed(known.values()):
         paths.update(table.paths)
@@ -196,7 +196,7 @@ def merge_plans(plans: Sequence[PackedPlan]) -> tuple[list[AssignedItems], Metad
     return shares, metadata
 
 
-def _dealt(ranks: Sequence[_Items]) -> list[list[int]]:
+def _partitioned(ranks: Sequence[_Items]) -> list[list[int]]:
     """The numbers of the items that each rank writes, in order."""
     first: dict[tuple[str, Place], tuple[int, int]] = {}
     copies: dict[tuple[str, Place], list[tuple[int, int]]] = {}

@@ -41,7 +41,7 @@ from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.place.place import SaveHandle
 from composerlite.checkpoint.record.manifest import Manifest, bytes_text, versions
 from composerlite.checkpoint.save.sharded_plan import Planner, plan_together
-from composerlite.checkpoint.save.staging import HandOver
+from composerlite.checkpoint.save.staging import UncopiedState
 from composerlite.storage import FileDigest, HostMemory, Sink, StreamWriter, WorkerPool, number_of
 from composerlite.types import StateDict
 
@@ -84,7 +84,7 @@ class RemoteFileSystemWriter(StorageWriter):
         overwrite: replace what is there.
 
     Attributes:
-        hand_over: called as soon as what is written may change.
+        on_state_read: called as soon as the state was read, and may change.
         may_grow: take new memory for that rather than wait for the disk.
         watched: names of tensors that should be finite, by their place in the index.
     """
@@ -102,7 +102,7 @@ class RemoteFileSystemWriter(StorageWriter):
         super().__init__()
         number_of(process_count, 1, "process_count")
         self._threads = number_of(thread_count, min(4, os.cpu_count() or 1))
-        self.hand_over: Callable[[], object] = lambda: None
+        self.on_state_read: Callable[[], object] = lambda: None
         self.may_grow = False
         self.watched: Mapping[MetadataIndex, str] = {}
         self._folder = directory_at(path, threads=thread_count)
@@ -229,7 +229,7 @@ class RemoteFileSystemWriter(StorageWriter):
             self._unread -= 1
             is_last = not self._unread
         if is_last:
-            self.hand_over()
+            self.on_state_read()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the checkpoint on the first rank, when all have written.
@@ -475,16 +475,16 @@ class ShardWriter:
         if not may_grow:
             self._write()
             return
-        moment = HandOver()
-        self._writer.hand_over, self._writer.may_grow = moment.take_place, True
+        state = UncopiedState()
+        self._writer.on_state_read, self._writer.may_grow = state.mark_read, True
         self._helper = WorkerPool(1, name="checkpoint-shards")
         self._writing = self._helper.submit(self._write)
-        self._writing.add_done_callback(lambda _: moment.end())
-        moment.wait()
+        self._writing.add_done_callback(lambda _: state.release())
+        state.wait()
 
     def _write(self) -> None:
         self._results = self._writer.write_data(self._plan, self._planner).wait()
-        self._let_go()
+        self._release()
 
     def finish(self) -> list[WriteResult]:
         """Wait until the files are durable; what rank 0 needs to know of them."""
@@ -521,24 +521,24 @@ class ShardWriter:
         if self._disks.is_folder_leader:
             self._folder.prepare(sealed, self._disks.nodes[dist.get_global_rank()])
 
-    def complete(self) -> None:
+    def commit_part(self) -> None:
         """Give this disk's part its name and its commit record."""
         assert self._disks is not None
         if self._disks.is_folder_leader:
-            self._folder.complete()
+            self._folder.commit_part()
 
     def close(self, *, may_be_committed: bool) -> None:
         """Remove the directory unless it is committed, or may be. May be called twice."""
         if self._helper is not None:  # it writes to the end, also what nobody waits for
             self._helper.close()
-        self._let_go()
+        self._release()
         if not may_be_committed:
             self._writer.abandon()
             if self._disks is not None:
                 self._folder.abandon(self._assignment.claim)
         self._folder.close()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Drop the tensors and the memory of the snapshot, which another save may be given."""
         self._planner.forget()
         self._copies = []

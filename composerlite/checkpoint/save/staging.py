@@ -2,7 +2,7 @@
 
 A copy is laid out as the file will be, so that writing it later moves nothing in memory again. On the CPU the bytes are
 moved by several threads without the interpreter's lock; from a GPU by a side stream, and the training thread resumes.
-Where memory for a copy would be new, the state is written as it is: docs/adr/0039, and :class:`HandOver`.
+Where memory for a copy would be new, the state is written as it is: docs/adr/0039, and :class:`UncopiedState`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from composerlite.storage import (
 )
 
 __all__ = [
-    "HandOver",
     "OptimizerStepBarrier",
     "Snapshot",
     "Stageable",
     "Staging",
+    "UncopiedState",
     "VerifyCopy",
     "finish_device_work",
     "shared_staging",
@@ -57,7 +57,7 @@ _LEAST_WATCHED_BYTES = 64 << 10  # less is copied before anybody could be asked 
 _SMALL_BYTES = 64 << 10  # of a storage on a device: copied together with others
 _MOST_GATHERED_BYTES = 16 << 20
 _WAIT_SECONDS = 600.0
-_HAND_OVER_SECONDS = 3600.0
+_READ_SECONDS = 3600.0
 
 Job = tuple[int, int, int]  # address to, address from, bytes
 
@@ -85,27 +85,27 @@ class Stageable(Protocol):
 
 
 @final
-class HandOver:
-    """The moment from which a state that is written as it is, without a copy, may change."""
+class UncopiedState:
+    """State that is written without a copy: training waits until it was read, and may change it then."""
 
     def __init__(self) -> None:
         self._may_change = threading.Event()
         self._is_waited_for = True
 
     def wait(self) -> None:
-        """Wait for it; the end of the save is one, too.
+        """Wait until the state was read, or the save has ended.
 
         Raises:
-            SaveError: it does not come.
+            SaveError: neither happens in time.
         """
         try:
-            if not self._may_change.wait(_HAND_OVER_SECONDS):
-                raise SaveError(f"the state is not written after {_HAND_OVER_SECONDS:g} s: does the disk hang?")
+            if not self._may_change.wait(_READ_SECONDS):
+                raise SaveError(f"the state is not written after {_READ_SECONDS:g} s: does the disk hang?")
         except BaseException:  # an interrupt, too: the state changes from now on, and is still being read
             self._is_waited_for = False
             raise
 
-    def take_place(self) -> None:
+    def mark_read(self) -> None:
         """Report, in the thread that writes, that the whole state was read.
 
         Raises:
@@ -115,8 +115,8 @@ class HandOver:
             raise SaveError("the save was interrupted while its state was read: what was written is not of one moment.")
         self._may_change.set()
 
-    def end(self) -> None:
-        """The save has ended, well or not."""
+    def release(self) -> None:
+        """Let training continue: the save has ended, well or not."""
         self._may_change.set()
 
 
@@ -168,20 +168,20 @@ class Snapshot:
     def start(self, copier: Copier, late: _LateCopy) -> None:
         """Copy ``late`` in the background."""
         self._late = late
-        self.copying = copier.start(late.jobs, late.watch.end)
+        self.copying = copier.start(late.jobs, late.watch.stop)
 
-    def finish(self) -> None:
-        """Call :meth:`complete` on the training thread before an optimizer steps; training waits for it.
+    def finish_before_step(self) -> None:
+        """Call :meth:`finish` on the training thread before an optimizer steps; training waits for it.
 
         Of devices only the device waits: the step is queued behind the copy.
         """
         started = time.perf_counter()
         for copy in self.on_devices:
             copy.before_step()
-        self.complete()
+        self.finish()
         self.stall_seconds += time.perf_counter() - started
 
-    def complete(self) -> None:
+    def finish(self) -> None:
         """Copy the rest on the training thread, together with the background threads."""
         if self.copying is not None:
             self.copying.finish()
@@ -236,7 +236,7 @@ class _LateCopy:
 
     def was_written_to(self) -> bool:
         """Return true if a source has changed by now, or by the first call. Ends the watch."""
-        written = self.watch.end()
+        written = self.watch.stop()
         return written or any((s.data_ptr(), s.nbytes()) != (at, size) for s, at, size in self._storages)
 
 
@@ -393,10 +393,10 @@ class _Trial:
         written = self._late is not None and self._late.was_written_to()
         return written or self._changes.found() or any(check.has_changed() for check in self._checks)
 
-    def end(self) -> None:
-        """Watch no longer."""
+    def stop(self) -> None:
+        """Stop watching."""
         if self._late is not None:
-            self._late.watch.end()
+            self._late.watch.stop()
 
 
 def finish_device_work(image: Stageable, devices: Devices = this_machine) -> None:
@@ -594,7 +594,7 @@ class Staging:
         self.prepared()
         trial, self._trial = self._trial, None
         if trial is not None:
-            trial.end()
+            trial.stop()
         if self._copier is not None:
             self._copier.close()
             self._copier = None
@@ -626,7 +626,7 @@ class Staging:
             assert memory is not None
             self._lent += 1
         self._copier = self._copier or Copier()
-        self._end_trial()
+        self._stop_trial()
         if self._last is not None and self._last.was_torn:
             self._may_copy_late = False
         verify = self._is_verified()
@@ -650,14 +650,14 @@ class Staging:
                 self._copier.copy(shares.late.jobs)
             checks = [copy.late_check for copy in snapshot.on_devices if copy.late_check is not None]
             self._trial = _Trial(shares.late, _Changes(late_tensors), checks)
-            self._barrier.set(lazy, self._end_trial)
+            self._barrier.set(lazy, self._stop_trial)
         snapshot.seconds = time.perf_counter() - started
         if not tries and (shares.late is not None or late_tensors):
             if shares.late is not None:
                 if verify and self._verify != "first":
                     snapshot.checks.append(_ContentCheck(PageableCopier(), shares.late_storages))
                 snapshot.start(self._copier, shares.late)
-            self._barrier.set(lazy, snapshot.finish)
+            self._barrier.set(lazy, snapshot.finish_before_step)
         image.staged_in(memory)
         snapshot.stall_seconds = time.perf_counter() - started
         return snapshot
@@ -702,7 +702,7 @@ class Staging:
             shares.late = _LateCopy(later, storages, watch)
         return shares
 
-    def _end_trial(self) -> None:
+    def _stop_trial(self) -> None:
         """Check, on the training thread, that only optimizers changed the tensors that may be copied late."""
         trial, self._trial = self._trial, None
         if trial is None:

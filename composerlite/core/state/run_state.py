@@ -304,9 +304,9 @@ class RunState:
         if self.world_size > 1:
             self.stop_requested = True
         else:
-            self.end_as_stopped()
+            self.apply_stop()
 
-    def end_as_stopped(self) -> None:
+    def apply_stop(self) -> None:
         """Carry out a :meth:`stop_training`. Every rank calls it after the same batch."""
         if self.stopped is None:
             self.stopped = self._max_duration

@@ -252,7 +252,7 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
             if (run := self._run) is not None:
                 self._send()
                 status = "FINISHED" if code == 0 else "FAILED" if code == 1 else "KILLED"
-                self._background.submit("ending the run", lambda: run.end(status))
+                self._background.submit("ending the run", lambda: run.finish(status))
             self._background.close(self._timeout)
         finally:
             self._client = self._run = None  # the threads of the client end with it

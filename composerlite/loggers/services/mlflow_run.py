@@ -154,7 +154,7 @@ class MlflowRun:
             raise FileExistsError(f"{name!r} exists in the MLflow run {self.id}: give another name, or overwrite=True.")
         self._client.log_artifact(self.id, str(file), folder)
 
-    def end(self, status: str) -> None:
+    def finish(self, status: str) -> None:
         """The run has ended."""
         self._client.set_terminated(self.id, status)
 

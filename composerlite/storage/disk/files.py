@@ -426,16 +426,16 @@ class Digester:
             self._left -= len(piece)
             view = view[len(piece) :]
             if not self._left:
-                self._end_chunk()
+                self._finish_chunk()
 
     def finish(self) -> FileDigest:
         """The digests of all that came."""
         if self._left < self._chunk_bytes:
-            self._end_chunk()
+            self._finish_chunk()
         chunks = base64.b64encode(self._chunks).decode()
         return FileDigest(self._size, self._whole.hexdigest(), self._chunk_bytes, chunks)
 
-    def _end_chunk(self) -> None:
+    def _finish_chunk(self) -> None:
         self._chunks += self._chunk.digest()
         self._chunk.reset()
         self._left = self._chunk_bytes

@@ -455,7 +455,7 @@ def whole_pages(address: int, size: int) -> Pages:
 
 @final
 class PageWatch:
-    """Memory that is watched from :meth:`begin` to :meth:`end`.
+    """Memory that is watched from :meth:`begin` to :meth:`stop`.
 
     The pages are write-protected, which costs 30 ns each where they have 4 KiB. The kernel lifts that from each that
     is written to. What is not written to is never noticed; a write costs a microsecond more, so that a watch should
@@ -481,7 +481,7 @@ class PageWatch:
         """Watch ``pages`` from now on; ``None`` where the kernel cannot, or may not.
 
         Args:
-            pages: whole ones, of memory that stays until :meth:`end`.
+            pages: whole ones, of memory that stays until :meth:`stop`.
         """
         watch = cls._open_for(pages)
         if watch is None:
@@ -492,10 +492,10 @@ class PageWatch:
                 watch._registered.append((start, size))
                 watch._scan(start, size, _PROTECT, 0, 0, 0, _WRITTEN, 0, _WRITTEN)
         except OSError:
-            watch.end()
+            watch.stop()
             return None
         except BaseException:
-            watch.end()
+            watch.stop()
             raise
         return watch
 
@@ -513,7 +513,7 @@ class PageWatch:
             os.close(descriptor)
             return None
 
-    def end(self) -> bool:
+    def stop(self) -> bool:
         """Watch no longer; whether anything was written to since the beginning. Twice gives the same answer."""
         with self._lock:
             if self._open:
@@ -523,7 +523,7 @@ class PageWatch:
                 except OSError:
                     self._written = True  # nobody knows
                 finally:
-                    self._let_go()
+                    self._unprotect()
             return self._written
 
     def _look(self) -> bool:
@@ -543,7 +543,7 @@ class PageWatch:
             struct.pack("12Q", _SCAN_BYTES, flags, start, start + size, 0, found, room, most, 0, mask, any_of, told),
         )
 
-    def _let_go(self) -> None:
+    def _unprotect(self) -> None:
         """Lift the protection of the pages, range by range, since a forked process may have the descriptor, too."""
         for start, size in self._registered:
             _libc.ioctl(self._descriptor, _UNREGISTER, struct.pack("QQ", start, size))

@@ -206,7 +206,7 @@ class Work(ABC):
             progress(new)
 
     def fail(self, error: BaseException) -> None:
-        """Stop all threads. :meth:`end` raises the first error."""
+        """Stop all threads. :meth:`finish` raises the first error."""
         self._error = self._error or error
         self.stopped = True
 
@@ -217,7 +217,7 @@ class Work(ABC):
     def close(self) -> None:
         """Give back what was borrowed, after all threads have ended."""
 
-    def end(self, progress: Callable[[int], object]) -> None:
+    def finish(self, progress: Callable[[int], object]) -> None:
         """Raise the first error of a thread, once all have ended."""
         if self._error is not None:
             raise self._error

@@ -244,7 +244,7 @@ def _do(work: Work, helpers: int, progress: Callable[[int], object]) -> None:
         raise
     finally:
         work.close()
-    work.end(progress)
+    work.finish(progress)
 
 
 def verify_file(path: Path, digest: FileDigest, progress: Callable[[int], object] = int, *, threads: int = 2) -> None:

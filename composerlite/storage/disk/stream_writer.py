@@ -157,8 +157,8 @@ class StreamWriter:
         Raises:
             OSError: something could not be written.
         """
-        self._hand_over()
-        self._end_threads()
+        self._queue_window()
+        self._stop_threads()
         self._raise_if_failed()
         started = time.perf_counter()
         try:
@@ -181,7 +181,7 @@ class StreamWriter:
     def _room(self) -> int:
         """Free bytes of the current window; a full one is handed over first, and the next one taken."""
         if self._filled == len(self._view):
-            self._hand_over()
+            self._queue_window()
             self._next_window()
         return len(self._view) - self._filled
 
@@ -198,7 +198,7 @@ class StreamWriter:
         self._digested = self._filled
         self.seconds["hash"] += time.perf_counter() - started
 
-    def _hand_over(self) -> None:
+    def _queue_window(self) -> None:
         """Pass the current window to be written."""
         self._raise_if_failed()
         if not self._filled:
@@ -293,7 +293,7 @@ class StreamWriter:
                     raise
         write_all(self._plain, view[:size], position)
 
-    def _end_threads(self) -> None:
+    def _stop_threads(self) -> None:
         for _ in self._threads:
             self._full.put(None)
         for thread in self._threads:
@@ -302,7 +302,7 @@ class StreamWriter:
 
     def _close(self) -> None:
         self._given_up = True  # if there is anything left to write
-        self._end_threads()
+        self._stop_threads()
         self._close_file()
         self._view = memoryview(b"")
         for window in self._grown:

@@ -83,7 +83,7 @@ def batches_per_epoch(spec: DataSpec, share: Share, *, subset: int) -> int:
 
     -1 without a limit, as for ``subset``.
     """
-    if not _is_shared_out(share) or not _is_dealt(spec):
+    if not _is_shared_out(share) or not _is_partitioned(spec):
         return subset
     loader: Any = spec.dataloader
     try:
@@ -97,7 +97,7 @@ def batches_per_epoch(spec: DataSpec, share: Share, *, subset: int) -> int:
 class EvaluationBatches:
     """This rank's batches of the data to evaluate on; over all ranks each sample is given once.
 
-    Every rank is given as many batches. What the trainer cannot deal is iterated over as it is.
+    Every rank is given as many batches. A loader that the trainer cannot partition is iterated over as it is.
 
     Attributes:
         is_padding: see :class:`DataPosition`; such a batch is for no metric.
@@ -106,7 +106,7 @@ class EvaluationBatches:
     def __init__(self, spec: DataSpec, share: Share) -> None:
         self._position: DataPosition | None = None
         loader: Any = spec.dataloader
-        if not _is_shared_out(share) or not _is_dealt(spec):
+        if not _is_shared_out(share) or not _is_partitioned(spec):
             self._batches: Iterator[Batch] = iter(loader)
         else:
             self._position = DealtPosition(loader, Timestamp, seed=None, share=share)
@@ -129,8 +129,8 @@ def _choose(
         return StatefulPosition(loader, loader, timestamp, seed=seed + share.rank, share=share)
     if is_streaming(dataset):
         return StatefulPosition(loader, dataset, timestamp, seed=seed + share.rank, share=share)
-    was_dealt = saved is not None and saved.get("kind") == DealtPosition.__name__
-    if _is_dealt(spec) and (_is_shared_out(share) or was_dealt):
+    was_partitioned = saved is not None and saved.get("kind") == DealtPosition.__name__
+    if _is_partitioned(spec) and (_is_shared_out(share) or was_partitioned):
         return DealtPosition(loader, timestamp, seed=seed, share=share)
     if _is_indexed(spec):
         return IndexedPosition(loader, timestamp, seed=seed + share.rank, share=share)
@@ -150,7 +150,7 @@ def _is_indexed(spec: DataSpec) -> bool:
     return not isinstance(loader.dataset, IterableDataset) and not spec.replay_on_resume
 
 
-def _is_dealt(spec: DataSpec) -> bool:
+def _is_partitioned(spec: DataSpec) -> bool:
     loader: Any = spec.dataloader
     return _is_indexed(spec) and not deals_by_itself(loader)
 

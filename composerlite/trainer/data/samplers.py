@@ -363,7 +363,7 @@ class GlobalSampler:
         rank, world_size = self._share.rank, self._share.world_size
         start = self.done - len(batch)
         if self.counts_samples:
-            if self._distributed:  # as that sampler deals them
+            if self._distributed:  # as that sampler partitions them
                 return batch[rank::world_size] or None, start + rank, world_size
             first, last = _bounds(len(batch), rank, world_size)
             return batch[first:last] or None, start + first, 1
@@ -383,7 +383,7 @@ def deals_by_itself(loader: DataLoader[Any]) -> bool:
         known = type(sampler).__iter__ is DistributedSampler.__iter__ if sampler is not None else True
         if not known and (hasattr(sampler, "num_replicas") or isinstance(sampler, DistributedSampler)):
             return True
-    # In a batch sampler of the user's it deals before those batches are made.
+    # In a batch sampler of the user's it partitions before those batches are made.
     return type(batch_sampler) is not BatchSampler and isinstance(
         getattr(batch_sampler, "sampler", None), DistributedSampler
     )

@@ -96,7 +96,7 @@ class Communicator:
             return
         over, stops = self._sums(state, int(state.training_is_over), int(state.stop_requested))
         if stops:
-            state.end_as_stopped()
+            state.apply_stop()
         elif over and not state.training_is_over:  # as by a clock
             state.max_duration = state.timestamp.batch
 

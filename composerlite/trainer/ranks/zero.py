@@ -93,7 +93,7 @@ class ZeRO(Parallel):
         )[0]
         state.deepspeed = self
         self._buffers = saved_buffers(state.model)
-        self._finalizer = weakref.finalize(self, _let_go, self._engine, state.model)
+        self._finalizer = weakref.finalize(self, _release, self._engine, state.model)
         if (short := _SHORT.get(state.precision)) is not None:
             state.model.forward = functools.partial(_in_short_format, state.model.forward, short, state.device.type)
 
@@ -332,7 +332,7 @@ def _plain(value: Any) -> Any:
     return type(value)(_plain(item) for item in value) if type(value) in (list, tuple) else value
 
 
-def _let_go(engine: Any, model: nn.Module) -> None:
+def _release(engine: Any, model: nn.Module) -> None:
     vars(model).pop("forward", None)
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     if torch.distributed.is_initialized():
