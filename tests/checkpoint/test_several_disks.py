@@ -57,7 +57,7 @@ def test_a_kill_at_any_step_leaves_the_same_on_all_disks(tmp_path: Path) -> None
     assert len(done.stdout.split()) > 30
 
 
-@pytest.mark.parametrize(("rank", "stage", "found"), [(0, "complete", 1), (1, "complete", 2)])
+@pytest.mark.parametrize(("rank", "stage", "found"), [(0, "commit_part", 1), (1, "commit_part", 2)])
 def test_a_node_that_dies_in_a_save_changes_nothing(tmp_path: Path, rank: int, stage: str, found: int) -> None:
     """The others say which, and the same nodes go on from the newest checkpoint that the first one committed: a part
     that was only prepared is completed, or removed. Then they save again, and the older one goes from all disks."""
