@@ -43,7 +43,7 @@ PUBLIC = {
     "composerlite.utils.checkpoint": """save_checkpoint load_checkpoint safe_torch_load download_checkpoint
         DistCPObjectStoreReader FileSystemReaderWithValidation""",
     "composerlite.checkpoint": """save_state_dict async_save_state_dict load_state_dict save_model_and_optim_state
-        async_save_model_and_optim_state load_model_and_optim_state unshard_checkpoint load_keys
+        save_safetensors async_save_model_and_optim_state load_model_and_optim_state unshard_checkpoint load_keys
         get_checkpoint_metadata swap_param_keys prune_state_dict merge_state_dicts UnshardStrategy UnshardStrategyType
         Checkpointer CheckpointerConfig CheckpointMetadata RemoteFileSystemReader RemoteFileSystemWriter""",
 }

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         load_model_and_optim_state,
         load_state_dict,
         save_model_and_optim_state,
+        save_safetensors,
         save_state_dict,
     )
     from composerlite.checkpoint.api.unshard import UnshardStrategy, UnshardStrategyType, unshard_checkpoint
@@ -66,6 +67,7 @@ __all__ = [
     "safe_torch_load",
     "save_checkpoint",
     "save_model_and_optim_state",
+    "save_safetensors",
     "save_state_dict",
     "swap_param_keys",
     "unshard_checkpoint",
@@ -85,6 +87,7 @@ _LAZY, __dir__ = lazy_names(
             "load_model_and_optim_state",
             "load_state_dict",
             "save_model_and_optim_state",
+            "save_safetensors",
             "save_state_dict",
         ],
         ".api.unshard": ["UnshardStrategy", "UnshardStrategyType", "unshard_checkpoint"],

@@ -47,7 +47,7 @@ def write_huggingface_pretrained_from_composer_checkpoint(
         IncompatibleCheckpointError: the checkpoint was not saved by a ``HuggingFaceModel``.
         UntrustedCheckpointError: it holds what is not known to be safe, or names of files that leave the folder.
         CheckpointError: it is not there, or damaged.
-        ConfigError: ``dtype`` is none, or safetensors is not installed.
+        ConfigError: ``dtype`` is none.
     """
     source = kept_at(str(checkpoint_path), local_checkpoint_save_location)
     write_huggingface(

@@ -34,6 +34,7 @@ from composerlite.checkpoint.load.state_keys import merge_state_dicts, prune_sta
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import PathOrUri, ShardedDirectory, directory_at
 from composerlite.checkpoint.save.job import PendingSave
+from composerlite.checkpoint.save.safetensors_writer import LARGEST_FILE_BYTES, SafetensorsWriter
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.checkpoint.save.staging import shared_staging
 from composerlite.dist import SingleProcess, get_local_world_size, group_of, is_initialized
@@ -52,6 +53,7 @@ __all__ = [
     "load_model_and_optim_state",
     "load_state_dict",
     "save_model_and_optim_state",
+    "save_safetensors",
     "save_state_dict",
 ]
 
@@ -256,6 +258,54 @@ class _SaveSettings:
 def _plain(state: StateDict) -> StateDict:
     """``state`` with what has a ``state_dict()`` asked for it."""
     return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
+
+
+def save_safetensors(
+    dir: PathOrUri,  # noqa: A002
+    model: nn.Module | StateDict,
+    *,
+    save_overwrite: bool = False,
+    largest_file_bytes: int = LARGEST_FILE_BYTES,
+) -> None:
+    """Write the weights of ``model`` to the folder ``dir`` in safetensors, with ``model.safetensors.index.json``.
+
+    All ranks call it, and all write: each tensor is whole in one file, and a rank sends the parts that it has of one
+    that another rank writes. No rank has memory for more than some rows of what it receives. As with
+    :func:`save_state_dict` the folder is durable when this returns, nothing is there where it raises, and what it holds
+    is verified when it is loaded here.
+
+    Args:
+        dir: a path, or a URI of an object store.
+        model: a model, sharded or not; or a state dict of one. Of nested dicts the keys are joined by dots; a weight
+            with two names is written under both; what is no tensor is left out.
+        save_overwrite: replace what is there. Other files of the folder stay, as a ``config.json``.
+        largest_file_bytes: of a file with several tensors; each rank with tensors has a file at least.
+
+    Raises:
+        CheckpointExistsError: a FileExistsError: the directory is not empty, and ``save_overwrite`` is false.
+        ConfigError: there are no tensors, a value is out of its range, or the URI names no store.
+        SaveError: a tensor is of a type or a layout that safetensors does not have; names its key.
+        RankError: a rank failed to write, or is late: names it, on every rank. Its cause is what that rank raised.
+        OSError, ObjectStoreError: it cannot be written.
+    """
+    number_of(largest_file_bytes, 1, "largest_file_bytes")
+    group = group_of()
+    with directory_at(dir) as folder:
+        if group.is_first:
+            Catalog(folder.place).tidy()
+        writer = SafetensorsWriter(
+            lambda: sharded.model_state(model) if isinstance(model, nn.Module) else _plain(model),
+            folder,
+            overwrite=save_overwrite,
+            largest_file_bytes=largest_file_bytes,
+        )
+        PendingSave(
+            manifest=record_of_directory(folder.name, group.size, kind="weights"),
+            path=folder.uri,
+            writer=writer,
+            votes=[group.vote(f"saving {folder.uri}")],
+            group=group,
+        ).run()
 
 
 def model_and_optim_state(model: nn.Module, optim: Optimizer | None, *, flatten: bool) -> StateDict:

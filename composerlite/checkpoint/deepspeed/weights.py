@@ -185,7 +185,7 @@ def unshard_zero(
 
     Raises:
         CheckpointExistsError: a FileExistsError: ``target`` is there, and ``save_overwrite`` is false.
-        ConfigError: ``target`` is a URI; safetensors is not installed; the archives of other ranks are not known.
+        ConfigError: ``target`` is a URI; the archives of other ranks are not known.
         RuntimeError: there are several ranks.
         CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError, UntrustedCheckpointError: as
             :func:`load_checkpoint`.

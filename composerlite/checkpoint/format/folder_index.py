@@ -1,7 +1,6 @@
 """The index of a folder with weights in safetensors: the headers of its files, as a sharded directory has them.
 
-A file begins with the length of its header, then the header in JSON, then the numbers, one tensor after the other,
-without gaps (huggingface.co/docs/safetensors). Every number of it is checked.
+Every number in a header is checked.
 """
 
 from __future__ import annotations
@@ -21,31 +20,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from composerlite.checkpoint.format.safetensors_file import DTYPES
 from composerlite.checkpoint.format.sharded_index import StorageInfo, read_index
 from composerlite.checkpoint.format.weight_files import MOST_HEADER_BYTES, is_folder_index
 from composerlite.errors import CorruptCheckpointError
 
 __all__ = ["index_of"]
 
-_DTYPES: Mapping[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
 _MOST_DIMENSIONS = 64
 _OFFSETS = "DCP_SHARDING_INFO"
 """Where HuggingFaceStorageWriter of torch notes which part of a tensor a file has."""
@@ -101,9 +82,9 @@ def _tensors(file: str, size_bytes: int, header: str) -> dict[str, _Stored]:
     found: dict[str, _Stored] = {}
     for name, entry in told.items():
         shape, (first, last) = entry["shape"], entry["data_offsets"]
-        if entry["dtype"] not in _DTYPES:
+        if entry["dtype"] not in DTYPES:
             raise ValueError(f"{name!r} has numbers of the type {entry['dtype']!r}, which are not known")
-        dtype = _DTYPES[entry["dtype"]]
+        dtype = DTYPES[entry["dtype"]]
         place: Any = offsets[name]["saved_offsets"] if name in offsets else [0] * len(shape)
         numbers = [*shape, first, last, *place]
         if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers) or len(place) != len(shape):

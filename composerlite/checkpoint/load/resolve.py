@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, final
 
 from composerlite import storage
 from composerlite.checkpoint.format.packing import is_packed, is_tar, unpacked
-from composerlite.checkpoint.format.weight_files import holds_weights, is_safetensors
+from composerlite.checkpoint.format.weight_files import WEIGHTS_SUFFIX, holds_weights, is_safetensors
 from composerlite.checkpoint.place.bucket import LINK_SUFFIX, Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import INDEX, ShardedDirectory, directory_at
@@ -62,6 +62,7 @@ class Located:
         path: of the file on this machine; ``None``: only rank 0 has it. Of the directory, if it is no URI.
         uri: of the directory.
         key: name of the directory in the object store that was given.
+        is_file: ``uri`` and ``key`` are those of a file of weights.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Located:
     path: Path | None = None
     uri: str = ""
     key: str = ""
+    is_file: bool = False
 
     def folder(self, object_store: ObjectStore | None) -> ShardedDirectory:
         """The directory, from this rank."""
@@ -77,6 +79,9 @@ class Located:
             if path.is_file():
                 return ShardedDirectory.of_file(Folder(path.parent), path.name)
             return ShardedDirectory.on_disk(path, root_of(path))
+        if self.is_file:
+            store = open_store(self.uri) if object_store is None else object_store
+            return ShardedDirectory.of_file(Bucket.of(store, closes=object_store is None), self.key)
         return ShardedDirectory.in_store(object_store, self.key) if object_store is not None else directory_at(self.uri)
 
 
@@ -84,7 +89,8 @@ class Located:
 def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool) -> Generator[Located]:
     """Locate ``name``, the same on every rank, for as long as the block lasts. Rank 0 looks.
 
-    A file that is elsewhere is downloaded, by rank 0. A directory is left where it is: each rank reads its part of it.
+    A file that is elsewhere is downloaded, by rank 0. A directory or a file of safetensors in a store is left where it
+    is: each rank reads its part of it.
 
     Args:
         name: a path, a URI, or a name in ``object_store``.
@@ -123,11 +129,17 @@ def is_read_in_place(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        return is_safetensors(file.read(9)) or path.suffix == ".safetensors"
+        return is_safetensors(file.read(9)) or path.suffix == WEIGHTS_SUFFIX
 
 
 def _elsewhere(stack: contextlib.ExitStack, name: str, object_store: ObjectStore | None, progress_bar: bool) -> Located:
     try:
+        if object_store is not None or parse_uri(name)[0] not in ("http", "https"):
+            with transferring(name, object_store) as (transfer, wanted):
+                key = followed(transfer, wanted)
+                if key.endswith(WEIGHTS_SUFFIX) and transfer.exists(key):
+                    uri = transfer.store.get_uri(key)
+                    return Located(name, is_directory=True, uri=uri, key=key, is_file=True)
         path = stack.enter_context(fetched(name, object_store, progress_bar=progress_bar))
         return Located(name, is_directory=is_read_in_place(path), path=path)
     except CheckpointNotFoundError:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from composerlite.checkpoint.format.folder_index import index_of
-from composerlite.checkpoint.format.sharded_index import read_index, untrusted
+from composerlite.checkpoint.format.sharded_index import untrusted
 from composerlite.checkpoint.format.torch_reader import (
     ByteSource,
     StoredTensor,
@@ -38,6 +38,7 @@ from composerlite.checkpoint.format.torch_reader import (
 )
 from composerlite.checkpoint.format.weight_files import is_folder_index
 from composerlite.checkpoint.load.reader import validate
+from composerlite.checkpoint.place.bucket import has_index
 from composerlite.checkpoint.place.directory import INDEX, PathOrUri, ShardedDirectory, directory_at
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.lease import turn_at
@@ -165,8 +166,9 @@ class RemoteFileSystemReader(StorageReader):
             self._index_digest = xxhash.xxh3_128_hexdigest(data)
             if self._manifest is None:
                 self._warn("checkpoint %s has no manifest: loading it unverified")
-            elif (digest := self._digest(INDEX)) is None or digest.xxh3_128 != self._index_digest:
+            elif not has_index(self._manifest, data):
                 self._metadata = self._rewritten(data)
+                self._is_raw = is_folder_index(data)
                 self._manifest = None
                 self._warn(
                     "checkpoint %s was written anew by another program since it was saved: its manifest describes "
@@ -196,7 +198,7 @@ class RemoteFileSystemReader(StorageReader):
             CorruptCheckpointError: it is not so.
         """
         with contextlib.suppress(CheckpointError, FileNotFoundError):
-            metadata = read_index(data, self.uri)
+            metadata = index_of(data, self.uri)
             ends: dict[str, int] = {}
             for stored in metadata.storage_data.values():
                 ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, TypeVar, final
 
 import xxhash
 
-from composerlite.checkpoint.format import INDEX, SUFFIX
+from composerlite.checkpoint.format import INDEXES, SUFFIX
+from composerlite.checkpoint.format.weight_files import digest_of_index, is_part_of_weights
 from composerlite.checkpoint.place.commit import Commit
 from composerlite.checkpoint.place.folder import write_file
 from composerlite.checkpoint.place.lease import HeartbeatLease, Lease, take_leases
@@ -266,9 +267,10 @@ class Bucket(Place):
     def _settle(self, name: str) -> None:
         """Complete or withdraw the commit of the directory ``name`` that a dead process had announced."""
         for data in self.announced(name):
-            with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
-                if has_index(Manifest.from_json(data, name), self.read(f"{name}/{INDEX}")):
-                    self.put(record_path(name), data)
+            for index in INDEXES:
+                with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
+                    if has_index(Manifest.from_json(data, name), self.read(f"{name}/{index}")):
+                        self.put(record_path(name), data)
             self.delete(record_path(name) + _NEXT)
 
     def abandon(self, name: str, handle: SaveHandle) -> None:
@@ -431,7 +433,8 @@ class _BucketCommit(Commit):
         old = [] if self._there is None else [record.path for record in self._there.files]
         try:
             if self._parts:  # a directory: what saves that did not end have left, too
-                old += [path for path in self._bucket.files(self._name) if path.endswith(SUFFIX)]
+                files = self._bucket.files(self._name)
+                old += [path for path in files if path.endswith(SUFFIX) or is_part_of_weights(path.rpartition("/")[2])]
             for path in old:
                 if path not in kept:
                     self._bucket.delete(path)
@@ -451,5 +454,6 @@ def exists_error(uri: str, there: Manifest) -> CheckpointExistsError:
 
 def has_index(manifest: Manifest, index: bytes) -> bool:
     """Return true if ``index`` is that of the directory that ``manifest`` describes."""
-    digest, path = xxhash.xxh3_128_hexdigest(index), f"{manifest.name}/{INDEX}"
-    return any(record.path == path and record.xxh3_128 == digest for record in manifest.files)
+    digest = digest_of_index(index) or xxhash.xxh3_128_hexdigest(index)
+    paths = [f"{manifest.name}/{name}" for name in INDEXES]
+    return any(record.path in paths and record.xxh3_128 == digest for record in manifest.files)

@@ -32,7 +32,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import final
 
-from composerlite.checkpoint.format import INDEX, SUFFIX
+from composerlite.checkpoint.format import INDEX, INDEXES, SUFFIX, WEIGHTS_INDEX
 from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, record_path
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 from composerlite.storage import (
@@ -70,6 +70,8 @@ _PART = re.compile(
     r"|(?:.*/)?\.[^/]+\.tmp-[0-9a-f]{16}|\.model_and_optim\.saving-[0-9a-f]{16}(?:-old|-failed)?/.*"
 )
 """A file of a checkpoint that is a directory; all others in it are the user's."""
+_WEIGHTS = re.compile(r"model(?:-\d+-of-\d+)?(?:_[0-9a-f]{8})?\.safetensors(?:\.index\.json)?")
+"""The same, where it is a folder of weights."""
 _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
 
 
@@ -236,7 +238,7 @@ def _take_new_name(place: Path, path: Path) -> Path | None:
     try:
         if place.is_dir():
             old = _take_name(place, path)
-            if old is not None and any((old / name).exists() for name in (INDEX, MARKER)):
+            if old is not None and any((old / name).exists() for name in (*INDEXES, MARKER)):
                 back = _take_name(old, path)
                 if back is not None and back != place:
                     back.rename(place)
@@ -304,10 +306,11 @@ def _discard(old: Path, path: Path) -> None:
 def _is_rescued(old: Path, path: Path) -> bool:
     """Move the user's files in ``old`` to ``path``; return whether none is left."""
     clear = True
+    of_weights = (old / WEIGHTS_INDEX).is_file()
     for folder, _, names in os.walk(old):
         for entry in (Path(folder) / name for name in names):
             relative = entry.relative_to(old)
-            if _PART.fullmatch(str(relative)):
+            if _PART.fullmatch(str(relative)) or (of_weights and _WEIGHTS.fullmatch(str(relative))):
                 continue
             target = path / relative
             if not path.is_dir():

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, final
 
 import xxhash
 
-from composerlite.checkpoint.format import INDEX, SUFFIX
-from composerlite.checkpoint.format.weight_files import folder_index, holds_weights
+from composerlite.checkpoint.format import INDEX, INDEXES, SUFFIX
+from composerlite.checkpoint.format.weight_files import folder_index, holds_weights, is_part_of_weights
 from composerlite.checkpoint.place.bucket import Bucket, has_index
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import Commit
@@ -154,8 +154,11 @@ class ShardedDirectory:
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def names(self) -> list[str]:
         """Return the names of what is in it; none if it is not there."""
+        return self._names_in(self.name)
+
+    def _names_in(self, path: str) -> list[str]:
         try:
-            return self.place.names(self.name)
+            return self.place.names(path)
         except NotADirectoryError as e:
             raise ConfigError(f"{self.uri!r} is a file and no directory of a sharded checkpoint.") from e
 
@@ -183,13 +186,23 @@ class ShardedDirectory:
                 index = self.place.read(f"{name}/{INDEX}")
                 self._shown = name
                 return index
-        if holds_weights(names := self.names()):
-            return self._of_weights(names)
+            if holds_weights(names := self._names_in(name)):
+                self._shown = name
+                return self._of_weights(names)
         raise FileNotFoundError(errno.ENOENT, "there is no such file", f"{self.uri}/{INDEX}")
 
     def _of_weights(self, names: Sequence[str]) -> bytes:
+        digests = (
+            {}
+            if (manifest := self.manifest()) is None
+            else {record.path.removeprefix(f"{self.name}/"): record.digest for record in manifest.files}
+        )
+
         def read(name: str, offset: int, size: int) -> bytes:
-            with self.opened(name, None, threads=1) as source:
+            digest = digests.get(name)
+            if digest is not None and (not digest.chunk_bytes or digest.size_bytes != self.size(name)):
+                digest = None  # another program has written it anew, which the reader sees
+            with self.opened(name, digest, threads=1) as source:
                 return source.read(offset, size)
 
         try:
@@ -270,9 +283,9 @@ class ShardedDirectory:
             CheckpointExistsError: there is something, and ``overwrite`` is false.
         """
         names = self.names()
-        left_over = all(name.endswith(SUFFIX) for name in names)
+        left_over = all(name.endswith(SUFFIX) or is_part_of_weights(name) for name in names)
         if not overwrite and not left_over:
-            what = "holds a checkpoint" if INDEX in names else f"is not empty: it holds {names[0]!r}"
+            what = "holds a checkpoint" if not {*INDEXES}.isdisjoint(names) else f"is not empty: it holds {names[0]!r}"
             raise CheckpointExistsError(
                 f"{self.uri!r} {what}. Give another directory, delete it, or pass save_overwrite=True."
             )
@@ -302,17 +315,25 @@ class ShardedDirectory:
         return self.place.write(str(path), most_bytes, fill, chunk_bytes=_chunk_bytes(most_bytes))
 
     def commit(
-        self, handle: SaveHandle, index: bytes, files: Mapping[str, FileDigest], facts: Mapping[str, object]
+        self,
+        handle: SaveHandle,
+        index: bytes,
+        files: Mapping[str, FileDigest],
+        facts: Mapping[str, object],
+        *,
+        index_name: str = INDEX,
     ) -> None:
         """Make the checkpoint exist, in the process that claimed: with ``index`` first, the manifest at last.
 
         Args:
             handle: what :meth:`claim` gave.
-            index: the content of ``.metadata``.
+            index: the content of the index.
             files: all others.
             facts: further fields of the manifest.
+            index_name: the file that has the index.
         """
-        with self._staged(handle, index, self._manifest_of(index, files, facts)) as commit:
+        manifest = self._manifest_of(index, files, facts, index_name=index_name)
+        with self._staged(handle, index, manifest, index_name) as commit:
             commit.commit()
         self.place.release(self.name)
 
@@ -335,11 +356,11 @@ class ShardedDirectory:
             prepared.commit()
         self.place.release(self.name)
 
-    def _staged(self, handle: SaveHandle, index: bytes, manifest: Manifest) -> Commit:
+    def _staged(self, handle: SaveHandle, index: bytes, manifest: Manifest, index_name: str = INDEX) -> Commit:
         """Return the commit, prepared."""
         if not self._overwrite:
             self.check_free(overwrite=False)  # another process may have saved here meanwhile
-        parts = self.place.parts(self.name, handle, INDEX, index)
+        parts = self.place.parts(self.name, handle, index_name, index)
         with contextlib.ExitStack() as stack:
             commit = stack.enter_context(self.place.commit(self.name, parts, overwrite=self._overwrite))
             commit.prepare(manifest)
@@ -374,8 +395,10 @@ class ShardedDirectory:
         files: Mapping[str, FileDigest],
         facts: Mapping[str, object],
         nodes: Mapping[str, int] | None = None,
+        *,
+        index_name: str = INDEX,
     ) -> Manifest:
-        digests = {**files, INDEX: FileDigest(len(index), xxhash.xxh3_128_hexdigest(index))}
+        digests = {**files, index_name: FileDigest(len(index), xxhash.xxh3_128_hexdigest(index))}
         records = tuple(
             FileRecord.of(f"{self.name}/{name}", digest, (nodes or {}).get(name))
             for name, digest in sorted(digests.items())

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
+from composerlite.checkpoint.format.safetensors_file import TensorEntry, header_of, laid_out, write_tensor
 from composerlite.checkpoint.format.torch_file import TorchImage
-from composerlite.errors import ConfigError
 from composerlite.storage import StagedFile, StreamWriter
 
-__all__ = ["plain_writer", "write_torch"]
+__all__ = ["plain_writer", "write_safetensors", "write_torch"]
 
 log = logging.getLogger(__name__)
 
 
 def plain_writer(*, use_safetensors: bool) -> Callable[[Path, Any], None]:
-    """Return a function that writes a file atomically.
-
-    Raises:
-        ConfigError: safetensors is not installed.
-    """
-    return _safetensors_writer() if use_safetensors else write_torch
+    """Return a function that writes a file atomically."""
+    return write_safetensors if use_safetensors else write_torch
 
 
 def write_torch(path: Path, contents: Any) -> None:
@@ -39,29 +33,24 @@ def write_torch(path: Path, contents: Any) -> None:
         staged.publish()
 
 
-def _safetensors_writer() -> Callable[[Path, Any], None]:
-    try:
-        library: ModuleType = importlib.import_module("safetensors.torch")
-    except ImportError as e:
-        raise ConfigError(
-            "use_safetensors=True: safetensors is not installed: pip install 'composerlite[safetensors]'"
-        ) from e
-    save_file = cast("Callable[..., None]", library.save_file)
+def write_safetensors(path: Path, contents: Mapping[str, Any]) -> None:
+    """Make the file ``path`` of safetensors, of the tensors in ``contents``.
 
-    def write(path: Path, contents: Any) -> None:
-        tensors: dict[str, Tensor] = {}
-        seen: set[int] = set()
-        for key, value in contents.items():
-            if isinstance(value, Tensor):
-                tensor = value.contiguous()
-                address = tensor.untyped_storage().data_ptr()
-                tensors[key] = tensor.clone() if address in seen else tensor  # the library takes none that share memory
-                seen.add(address)
-        if left_out := sorted(set(contents) - set(tensors)):
-            log.warning("%s: left out what is no tensor: %s", path, ", ".join(left_out[:20]))
-        with StagedFile(path) as staged:
-            save_file(tensors, staged.temporary, metadata={"format": "pt"})
-            staged.flush()
-            staged.publish()
-
-    return write
+    Raises:
+        SaveError: the format has none of that type or layout.
+    """
+    tensors = {name: value for name, value in contents.items() if isinstance(value, Tensor)}
+    if left_out := sorted(set(contents) - set(tensors)):
+        log.warning("%s: left out what is no tensor: %s", path, ", ".join(left_out[:20]))
+    entries = laid_out(TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+    for entry in entries:
+        entry.check(tensors[entry.name].layout)
+    header = header_of(entries)
+    size = len(header) + sum(entry.size_bytes for entry in entries)
+    with StagedFile(path) as staged:
+        with StreamWriter(staged.temporary, size) as sink:
+            sink.write(header)
+            for entry in entries:
+                write_tensor(sink, tensors[entry.name])
+            sink.finish()
+        staged.publish()

@@ -544,11 +544,11 @@ class ShardWriter:
         self._copies = []
 
 
-def record_of_directory(name: str, world_size: int) -> Manifest:
+def record_of_directory(name: str, world_size: int, *, kind: str = "sharded") -> Manifest:
     """Return the record of the directory ``name`` that is of no run, but for its files."""
     return Manifest(
         name=name,
-        kind="sharded",
+        kind=kind,
         template=name,
         run_name="",
         timestamp={"batch": 0},

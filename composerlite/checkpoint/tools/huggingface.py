@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from composerlite.checkpoint.save.plain_file import plain_writer
+from composerlite.checkpoint.save.safetensors_writer import LARGEST_FILE_BYTES
 from composerlite.checkpoint.tools.whole import weights_of
 from composerlite.errors import (
     CheckpointExistsError,
@@ -31,8 +32,6 @@ from composerlite.types import StateDict
 __all__ = ["is_huggingface_folder", "kept_by_huggingface", "write_huggingface", "write_tokenizer"]
 
 log = logging.getLogger(__name__)
-LARGEST_FILE_BYTES = 5 * 10**9
-"""As ``save_pretrained`` cut files for years: every tool and hub takes them."""
 
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _GENERATION_CONFIG = "generation_config.json"
@@ -97,7 +96,7 @@ def write_huggingface(
         CheckpointExistsError: the folder is not empty, and ``overwrite`` is false.
         IncompatibleCheckpointError: the checkpoint was not saved by a HuggingFaceModel, or has no model.
         UntrustedCheckpointError: a file of its tokenizer has a name that is none of one.
-        ConfigError: safetensors is not installed, or the number of bytes or the type is none.
+        ConfigError: the number of bytes or the type is none.
     """
     if largest_file_bytes < 1:
         raise ConfigError(f"largest file of {largest_file_bytes} bytes: expected a positive number of bytes.")

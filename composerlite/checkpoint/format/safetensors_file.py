@@ -1,0 +1,98 @@
+"""A file of safetensors: its types, and its header for tensors of which shape and type are known.
+
+A file begins with the length of its header, then the header in JSON, then the numbers, one tensor after the other,
+without gaps (huggingface.co/docs/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from composerlite.errors import SaveError
+from composerlite.storage import Sink
+
+__all__ = ["DTYPES", "TensorEntry", "header_of", "laid_out", "write_tensor"]
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ALIGNMENT = 8
+
+
+@final
+class TensorEntry(NamedTuple):
+    """A tensor of a file.
+
+    Attributes:
+        name: of it.
+        dtype: of its numbers.
+        shape: of it.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of its numbers, in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def check(self, layout: torch.layout) -> None:
+        """See that the format has such tensors.
+
+        Raises:
+            SaveError: it has none.
+        """
+        if self.dtype not in _NAMES or layout is not torch.strided:
+            raise SaveError(
+                f"{self.name!r}: safetensors has no tensors of {self.dtype}, {layout}. It takes dense ones of "
+                f"{', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in _NAMES))}."
+            )
+
+
+def laid_out(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+    """Return ``entries`` in the order of a file: large numbers first, so that each lies where its type may."""
+    return sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
+
+
+def header_of(entries: Sequence[TensorEntry]) -> bytes:
+    """Return the beginning of a file that has ``entries`` in this order."""
+    told: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        start, end = end, end + entry.size_bytes
+        told[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
+    header = json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode()
+    header += b" " * (-len(header) % _ALIGNMENT)
+    return struct.pack("<Q", len(header)) + header
+
+
+def write_tensor(sink: Sink, tensor: Tensor) -> None:
+    """Append the numbers of ``tensor`` to a file."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    sink.copy(plain.data_ptr(), plain.nbytes)
