@@ -45,6 +45,7 @@ from composerlite.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
+    CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
 from composerlite.storage import HostMemory
@@ -363,6 +364,8 @@ class Checkpointer:
     ) -> Generator[tuple[int, str]]:
         """The steps of the checkpoints in the folder ``dir``, from the first to the last, and where each is.
 
+        One whose ``.metadata.json`` cannot be read is skipped, with a warning.
+
         Args:
             dir: a path, or a URI of an object store.
             ephemeral: only those that are, or are not; ``None``: all.
@@ -374,7 +377,12 @@ class Checkpointer:
             matches = [match for name in folder.steps() if (match := _STEP.fullmatch(name)) is not None]
             for match in sorted(matches, key=lambda match: int(match[1])):
                 step = folder.step(match[0])
-                if step.is_checkpoint() and (ephemeral is None or metadata_of(step).ephemeral is ephemeral):
+                try:
+                    found = metadata_of(step) if step.is_checkpoint() else None
+                except (CorruptCheckpointError, OSError) as e:
+                    log.warning("skipped %s, which is damaged: %s", step.uri, e)
+                    continue
+                if found is not None and ephemeral in (None, found.ephemeral):
                     yield int(match[1]), step.uri
 
     @classmethod

@@ -108,7 +108,17 @@ class _Candidate:
         return self.catalog.folder / self.manifest.name
 
     def check(self, progress: Callable[[int, int], object] | None) -> None:
-        """See that it is good, and bring it to the folder if it is a file that is not there."""
+        """See that it is good, and bring it to the folder if it is a file that is not there.
+
+        Raises:
+            CorruptCheckpointError: it is not, or something of it is gone.
+        """
+        try:
+            self._check(progress)
+        except FileNotFoundError as e:
+            raise CorruptCheckpointError(f"checkpoint {self.source!r}: something of it is gone: {e}") from e
+
+    def _check(self, progress: Callable[[int, int], object] | None) -> None:
         if not self.listed:
             _check_unlisted(self.catalog, self.manifest)
             return
@@ -172,7 +182,7 @@ def choose(
     with its own checksums, as long as the run has one attempt only; the log says so.
 
     Every rank of a run calls it and gets the same. Rank 0 looks; the files of a directory are verified by all ranks,
-    each its share. What a rank cannot read is skipped by all, and not quarantined.
+    each its share. What a rank cannot read in a folder is skipped by all, and not quarantined.
 
     Args:
         places: of each of its savers.
@@ -182,8 +192,8 @@ def choose(
     Raises:
         CheckpointError: there are checkpoints, and none of them is good, or all are marked.
         IncompatibleCheckpointError: there is a checkpoint of a newer version, which may be the newest.
-        OSError: a folder cannot be read for any other reason than that it does not exist. With several ranks also:
-            there are checkpoints, and none that every rank can read.
+        OSError: a folder cannot be read for any other reason than that it does not exist; or there are checkpoints, and
+            none that every rank can read.
         ObjectStoreError: a bucket does not answer. PermissionError: it does not let us read. Neither means "nothing".
     """
     group = dist.get_group()
@@ -392,7 +402,7 @@ def _offer(candidate: _Candidate) -> Offer:
 def _checked(
     candidate: _Candidate | None, offer: Offer, progress: Callable[[int, int], object] | None
 ) -> CorruptCheckpointError | OSError | None:
-    """Verify it; what is wrong with it, the same on every rank. One process raises what is not damage."""
+    """Verify it; what is wrong with it, the same on every rank. What a bucket does not answer is raised."""
     group = dist.get_group()
     error: Exception | None = None
     try:
@@ -405,7 +415,7 @@ def _checked(
     except Exception as e:  # noqa: BLE001 - goes to every rank
         error = e
     outcomes = group.outcomes(f"verifying checkpoint {offer.manifest.name!r}", error)
-    return _verdict(outcomes, error, may_be_passed_over=offer.folder is not None and group.size > 1)
+    return _verdict(outcomes, error, may_be_passed_over=offer.folder is not None)
 
 
 def _verdict(

@@ -99,10 +99,13 @@ class Catalog:
     def begun(self, name: str | None = None) -> Iterator[Manifest]:
         """Yield the manifests of commits that have begun and not ended: of the checkpoint ``name``, or of all."""
         for data in self.place.announced(name):
-            with contextlib.suppress(CorruptCheckpointError):
-                manifest = Manifest.from_json(data, self.place.uri(name or ""))
-                if name in (None, manifest.name):
-                    yield manifest
+            try:
+                manifest = Manifest.from_json(data, f"{self.place.uri(name or MANIFESTS)}, of a commit that has begun,")
+            except CorruptCheckpointError as e:
+                log.warning("left out: %s", e)
+                continue
+            if name in (None, manifest.name):
+                yield manifest
 
     def latest(self, link: str) -> Manifest | None:
         """Return the newest checkpoint of a bucket, if its data are there: four requests. ``None`` if there is none.

@@ -102,6 +102,9 @@ class Folder(Place):
         if below and (root.is_symlink() or (root.exists() and not root.is_dir())):
             log.warning("left out: %s is no folder of this one", root)
             return {}
+        for record in root.rglob("*.json") if below == MANIFESTS else ():
+            if record.is_symlink() or not record.is_file():
+                log.warning("left out: %s is no file, and so no manifest", record)
         return {file.path: file for file in _below(root, f"{below}/" if below else "")}
 
     def exists(self, path: str) -> bool:

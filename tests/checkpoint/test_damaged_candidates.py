@@ -1,0 +1,164 @@
+"""Whatever becomes of a file of the newest checkpoint, a resume takes the one before and says why."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoint.place_contract import digest_of
+from checkpoint.sharded_parts import small_model
+from parts import save_batch, save_directory
+from storage.servers.seaweedfs import S3Server
+
+from composerlite.checkpoint import Catalog, Checkpointer, Manifest
+from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
+from composerlite.checkpoint.place.bucket import Bucket
+from composerlite.checkpoint.record.manifest import FileRecord, record_path
+from composerlite.errors import CorruptCheckpointError, ObjectStoreError
+from composerlite.storage import Transfer, open_store
+from composerlite.storage.stores.local import LocalObjectStore
+
+
+def save_archives(folder: Path, batch: int) -> Path:
+    """A checkpoint of two ranks, with an archive of each."""
+    first = save_batch(folder, batch)
+    catalog = Catalog(folder)
+    manifest = catalog.manifest_of(first.name)
+    assert manifest is not None
+    catalog.delete(manifest)
+    paths = [folder / f"ba{batch}-rank{rank}.tar" for rank in (0, 1)]
+    for path in paths:
+        path.write_bytes(f"the archive of {path.name}".encode())
+    files = tuple(FileRecord.of(path.name, digest_of(path.read_bytes())) for path in paths)
+    of_both = dataclasses.replace(
+        manifest, name=paths[0].name, kind="deepspeed", files=files, template="ba{batch}-rank{rank}.tar"
+    )
+    catalog.adopt(of_both)
+    return paths[0]
+
+
+KINDS = {"file": save_batch, "sharded": save_directory, "archives": save_archives}
+TEMPLATES = {"file": "ba{batch}.pt", "sharded": "ba{batch}", "archives": "ba{batch}-rank{rank}.tar"}
+
+
+def leave_empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def put_a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def put_a_full_directory(path: Path) -> None:
+    put_a_directory(path)
+    (path / "file").write_bytes(b"of somebody")
+
+
+def make_unreadable(path: Path) -> None:
+    """The system refuses to open it, for every user: it is a link to itself."""
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+FAULTS: dict[str, Callable[[Path], None]] = {
+    "missing": Path.unlink,
+    "empty": leave_empty,
+    "a directory": put_a_directory,
+    "a full directory": put_a_full_directory,
+    "unreadable": make_unreadable,
+}
+
+
+def saved(kind: str, folder: Path) -> list[Manifest]:
+    """Two checkpoints of a run, oldest first."""
+    for batch in (1, 2):
+        KINDS[kind](folder, batch)
+    return Catalog(folder).manifests()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_a_folder(kind: str, fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each of its files in turn. Without a manifest a file is no damaged checkpoint: it may be taken if it agrees with
+    itself, and files of a directory are somebody's."""
+    one, two = saved(kind, tmp_path / "before")
+    for number, path in enumerate([*(file.path for file in two.files), record_path(two.name)]):
+        folder = tmp_path / f"after{number}"
+        shutil.copytree(tmp_path / "before", folder, symlinks=True)
+        FAULTS[fault](folder / path)
+        caplog.clear()
+        place = choose([RunPlace(Catalog(folder), TEMPLATES[kind])], "run").place
+        is_gone = (fault, path) == ("missing", record_path(two.name))
+        assert place == folder / (two.name if is_gone and kind == "file" else one.name), path
+        assert is_gone or two.name in caplog.text, path
+
+
+@pytest.mark.parametrize("state", ["listed", "linked", "begun"])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_a_bucket(kind: str, fault: str, state: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Found by its link or in the list, published, or in the middle of replacing one of an earlier attempt.
+
+    A folder in the place of an object is none. A bucket that does not answer is no damage: the run ends, with its name.
+    """
+    caplog.set_level(logging.INFO)
+    one, two = saved(kind, tmp_path / "before")
+    link = "run/latest" if state == "linked" else None
+    record = record_path(two.name) + (".next" if state == "begun" else "")
+    for number, path in enumerate([*(file.path for file in two.files), record]):
+        bucket = tmp_path / f"bucket{number}"
+        (bucket / "run").mkdir(parents=True)
+        with LocalObjectStore(bucket) as store, Transfer(store) as transfer:
+            remote = Catalog(Bucket(transfer, "run"))
+            for manifest in (one, two):
+                files = [tmp_path / "before" / file.path for file in manifest.files]
+                remote.publish(manifest, files, link=link)
+            if state == "begun":
+                (bucket / "run" / record_path(two.name)).rename(bucket / "run" / record)
+            FAULTS[fault](bucket / "run" / path)
+            caplog.clear()
+            places = [RunPlace(Catalog(tmp_path / f"here{number}"), None, None, [RunBucket(remote, link)])]
+            if fault == "unreadable" and (path != record or state == "linked"):  # the list leaves it out
+                with pytest.raises(ObjectStoreError, match=path):
+                    choose(places, "run")
+                continue
+            place = choose(places, "run").place
+        assert Path(str(place)).name == one.name, path
+        reason = "of a commit that has begun" if (state, path) == ("begun", record) else two.name
+        assert reason in caplog.text or (path == record and fault != "empty"), path
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_among_steps(fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A step whose marker is damaged is skipped; one without a file that it needs is no checkpoint."""
+    for step in (1, 2):
+        Checkpointer().save(tmp_path / "before" / f"step{step}", small_model(), {"step": step})
+    for number, path in enumerate([".metadata.json", "model_and_optim/.metadata", "train/rank0.pt"]):
+        folder = tmp_path / f"after{number}"
+        shutil.copytree(tmp_path / "before", folder)
+        FAULTS[fault](folder / "step2" / path)
+        caplog.clear()
+        found = [step for step, _ in Checkpointer.find_checkpoints(folder)]
+        assert found == ([1, 2] if fault == "empty" and path != ".metadata.json" else [1]), path
+        assert ("step2" in caplog.text) == (fault == "empty" and path == ".metadata.json")
+        assert Checkpointer.latest_checkpoint(folder) == str(folder / f"step{found[-1]}")
+        if found == [1, 2]:
+            with pytest.raises(CorruptCheckpointError, match="step2"):
+                Checkpointer().load(folder / "step2", small_model())
+
+
+def test_among_steps_in_a_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, where there are no folders."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    run = f"s3://{s3_server.new_bucket()}/run"
+    for step in (1, 2):
+        Checkpointer().save(f"{run}/step{step}", small_model(), {"step": step})
+    with open_store(run) as store, Transfer(store) as transfer:
+        transfer.put_bytes("run/step2/.metadata.json", b"")
+    assert Checkpointer.latest_checkpoint(run) == f"{run}/step1"
