@@ -37,8 +37,9 @@ compat: ## checkpoints, resumes and the trainer with torch 2.11 to 2.13 on Pytho
 chaos: $(VENV)/.installed ## kill a run at every file event of its saves, resume it, compare (the tool ckpt-chaos)
 	PYTHONPATH=tests $(BIN)/python tests/reliability/chaos.py
 
-interop: $(INTEROP)/.installed ## write tests/data anew: checkpoints of other systems, by their own packages
+interop: $(INTEROP)/.installed $(INTEROP)-composer/.installed ## write tests/data anew, by the other systems themselves
 	$(INTEROP)/bin/python tests/interop/make_fixtures.py $(ARGS)
+	$(INTEROP)-composer/bin/python tests/interop/make_fixtures.py composer
 
 lint: $(VENV)/.installed ## ruff, pyright and the import contracts
 	$(BIN)/ruff check
@@ -110,6 +111,13 @@ $(INTEROP)/.installed: tests/interop/requirements.txt
 	$(check-python)
 	$(PYTHON) -m venv $(INTEROP)
 	$(INTEROP)/bin/pip install --quiet -r tests/interop/requirements.txt
+	touch $@
+
+# Composer needs an older torch.
+$(INTEROP)-composer/.installed: tests/interop/requirements-composer.txt
+	$(check-python)
+	$(PYTHON) -m venv $(INTEROP)-composer
+	$(INTEROP)-composer/bin/pip install --quiet -r tests/interop/requirements-composer.txt
 	touch $@
 
 # The peers live in an environment of their own: composerlite is never tested with what they bring along.

@@ -75,11 +75,12 @@ def trainer(path: Path, losses: Losses | None = None, model: nn.Module | None = 
         "schedulers": falling(optimizer),
         "step_schedulers_every_batch": True,
         "max_duration": f"{STEPS}ba",
+        "train_dataloader": data(),
     }
+    callbacks = [*more.pop("callbacks", []), *([losses] if losses else [])]
     return Trainer(
         model=model,
-        train_dataloader=data(),
-        callbacks=[losses] if losses else [],
+        callbacks=callbacks,
         progress_bar=False,
         load_path=str(path),
         **chosen | more,
@@ -114,6 +115,11 @@ def linear(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSched
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, (STEPS - step) / STEPS))
 
 
+def constant(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """The rate stays: OLMo-core saves no scheduler."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
 WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "transformers": ("transformers/checkpoint-6", {"optimizer": grouped, "scheduler": linear}),
     "accelerate": (
@@ -128,6 +134,10 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "torchtitan": ("dcp/torchtitan", {}),
+    "OLMo-core": (
+        "olmo_core/step6",
+        {"optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01), "scheduler": constant},
+    ),
     "Lightning": ("lightning/step6.ckpt", {}),
     "torch, by a key map": (
         "torch/nested.pt",
@@ -157,11 +167,42 @@ def test_a_run_continues_as_the_system_itself(system: str, model: type[nn.Module
     expected = json.loads((DATA / name.partition("/")[0] / "expected.json").read_text())["losses"]
     losses = Losses()
     with trainer(DATA / name, losses, model(), **more) as run:
-        if system != "transformers":  # whose rate falls otherwise
+        if system not in ("transformers", "OLMo-core"):  # which had other rates
             check_weights(run.state.model, "module." if model is Wrapped else "")
         assert int(run.state.timestamp.batch) == SAVED
         run.fit()
     assert losses.found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_step_of_olmo_core_tells_time_and_random_state() -> None:
+    """Step, epochs that have ended, batches of this one, and the state of each generator."""
+    saved = torch.load(DATA / "olmo_core/step6/train/rank0.pt", weights_only=False)
+    with trainer(DATA / "olmo_core/step6") as run:
+        time = run.state.timestamp
+        assert (int(time.epoch), int(time.batch), int(time.batch_in_epoch)) == (1, 6, 2)
+        (generators,) = run.state.loaded_generators or ()
+        assert torch.equal(generators["torch"], saved["rng"]["torch"]["state"])
+        assert generators["python"] == saved["rng"]["python"]["state"]
+
+
+@pytest.mark.parametrize("name", ["step6/model_and_optim", "flat"])
+def test_the_optimizer_of_olmo_core_is_read_in_both_layouts(name: str) -> None:
+    """A directory of model and optimizer alone: no time, and the momentum of every parameter."""
+    saved = torch.load(DATA / "olmo_core/unsharded/optim.pt")["state"]
+    with trainer(DATA / "olmo_core" / name) as run:
+        assert int(run.state.timestamp.batch) == 0
+        own = run.state.get_optim_state_dict()["AdamW"]
+        assert own["param_groups"][0]["lr"] == 0.01
+        for parameter, state in saved.items():
+            assert all(torch.equal(own["state"][parameter][key], value) for key, value in state.items())
+
+
+@pytest.mark.parametrize("name", ["model.pt", "file/model.safetensors", "chunks/model"])
+def test_what_unshard_checkpoint_of_olmo_core_writes_is_read(name: str) -> None:
+    """One file of torch or safetensors, and a folder of chunks without an index."""
+    saved = torch.load(DATA / "olmo_core/unsharded/model.pt")
+    with trainer(DATA / "olmo_core/unsharded" / name) as run:
+        assert all(torch.equal(run.state.model.state_dict()[key], value) for key, value in saved.items())
 
 
 def test_an_epoch_that_has_ended_is_not_trained_again(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
@@ -220,11 +221,164 @@ def make_dcp(folder: Path) -> None:
     expected(folder, ["torch"], plain_loop(save))
 
 
+def train_with_composer(*, dropout: float = 0.5, data: Any = None, **chosen: Any) -> list[float]:
+    """Train with Composer's Trainer, with an algorithm, callbacks and metrics; the losses."""
+    import composer
+    from composer import algorithms, callbacks
+    from torchmetrics.classification import MulticlassAccuracy
+
+    class Dropping(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(nn.functional.dropout(self.body(x).relu(), dropout, self.training))
+
+    class Model(composer.ComposerModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = Dropping()
+            self.module.body._fsdp_wrap = True
+            self.losses: list[float] = []
+            self.accuracy = MulticlassAccuracy(num_classes=2, average="micro")
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            return self.module(batch[0])
+
+        def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
+            loss = nn.functional.cross_entropy(outputs, batch[1])
+            self.losses.append(loss.item())
+            return loss
+
+        def get_metrics(self, is_train: bool) -> dict[str, Any]:
+            return {"MulticlassAccuracy": self.accuracy}
+
+        def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
+            metric.update(outputs, batch[1])
+
+    model = Model()
+    optimizer = optimizer_of(model)
+    settings = {
+        "schedulers": scheduler_of(optimizer), "step_schedulers_every_batch": True, "save_overwrite": True,
+        "algorithms": [algorithms.GradientClipping("norm", 0.5)], "seed": 5, "run_name": "saved",
+        "callbacks": [callbacks.SpeedMonitor(2), callbacks.LRMonitor()], "save_metrics": True,
+        "save_interval": f"{SAVED}ba", "save_latest_filename": None, "max_duration": f"{STEPS}ba",
+    }  # fmt: skip
+    trainer = composer.Trainer(
+        model=model, train_dataloader=data or loader(), optimizers=optimizer, device="cpu", progress_bar=False,
+        **settings | chosen,
+    )  # fmt: skip
+    trainer.fit()
+    trainer.close()
+    return model.losses
+
+
+def make_composer(folder: Path) -> None:
+    """Files of Composer's Trainer: plain, compressed, in an archive; a link to one; a directory of its FSDP."""
+    import composer
+
+    with tempfile.TemporaryDirectory() as out:
+        losses = train_with_composer(save_folder=out)
+        shutil.copy(Path(out) / f"ep1-ba{SAVED}-rank0.pt", folder)
+        for suffix in ("pt.gz", "tar.bz2"):
+            train_with_composer(save_folder=out, save_filename=f"packed.{suffix}", max_duration=f"{SAVED}ba")
+            shutil.copy(Path(out) / f"packed.{suffix}", folder)
+        composer.utils.create_symlink_file(f"ep1-ba{SAVED}-rank0.pt", str(folder / "latest-rank0.pt.symlink"))
+        ranks = [sys.executable, "-m", "composer.cli.launcher", "-n", "2", __file__, "composer over ranks", out]
+        subprocess.run(ranks, check=True)
+        shutil.copytree(Path(out) / f"ep2-ba{SAVED}", folder / f"ep2-ba{SAVED}")
+        over_ranks = [json.loads((Path(out) / f"{rank}.json").read_text()) for rank in (0, 1)]
+    sharded = [sum(both) / 2 for both in zip(*over_ranks, strict=True)]
+    expected(folder, ["mosaicml", "torch"], losses[SAVED:], sharded=sharded[SAVED:])
+
+
+def train_over_ranks(folder: Path) -> None:
+    """Train with FSDP, as a process that Composer's launcher has started. It asks for the GPU that there is not."""
+    from composer.utils import dist
+
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.empty_cache = lambda: None
+    data = DataLoader(dataset(), batch_size=4, sampler=dist.get_sampler(dataset(), shuffle=False))
+    sharded = {"fsdp": {"state_dict_type": "sharded"}}
+    losses = train_with_composer(dropout=0, data=data, save_folder=str(folder), parallelism_config=sharded)
+    (folder / f"{dist.get_global_rank()}.json").write_text(json.dumps(losses))
+
+
+def make_olmo_core(folder: Path) -> None:
+    """A step of OLMo-core's Trainer; the same with a flat optimizer; and what unshard_checkpoint makes of it."""
+    from olmo_core.data.data_loader import DataLoaderBase
+    from olmo_core.distributed.checkpoint import (
+        UnshardStrategy,
+        load_model_and_optim_state,
+        save_model_and_optim_state,
+        unshard_checkpoint,
+    )
+    from olmo_core.train import Duration, TrainerConfig
+    from olmo_core.train.callbacks import CheckpointerCallback
+    from olmo_core.train.train_module import BasicTrainModule
+
+    losses: list[float] = []
+
+    class Module(BasicTrainModule):
+        def train_batch(self, batch: Any, dry_run: bool = False) -> None:
+            loss = nn.functional.cross_entropy(self.model(batch["x"]), batch["y"])
+            loss.backward()
+            if not dry_run:
+                losses.append(loss.item())
+
+        def on_attach(self) -> None:
+            pass
+
+        def global_num_flops_in_batch(self, batch: Any) -> None:
+            pass
+
+    class Loader(DataLoaderBase):
+        total_batches = 4
+
+        def _iter_batches(self) -> Any:
+            for x, y in list(loader())[self.batches_processed :]:
+                yield {"x": x, "y": y, "input_ids": torch.zeros(4, 1, dtype=torch.long)}
+
+        def reshuffle(self, epoch: int | None = None, **_: Any) -> None:
+            self._epoch = epoch
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"batches_processed": self.batches_processed, "epoch": self._epoch}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            raise NotImplementedError
+
+        def get_mock_batch(self) -> Any:
+            return {"x": torch.zeros(4, 4), "y": torch.zeros(4, dtype=torch.long), "input_ids": torch.zeros(4, 1)}
+
+        def reset(self) -> None:
+            self.batches_processed = 0
+
+    with tempfile.TemporaryDirectory() as out:
+        module = Module(net := Net(), optimizer_of(net), rank_microbatch_size=4)
+        saver = CheckpointerCallback(save_interval=SAVED, save_async=False, max_checkpoints=None)
+        config = TrainerConfig(save_folder=out, max_duration=Duration.steps(STEPS), device="cpu", work_dir=out)
+        config.with_callback("checkpointer", saver).build(module, Loader(work_dir=out, global_batch_size=4)).fit()
+        shutil.copytree(step := Path(out) / f"step{SAVED}", folder / f"step{SAVED}")
+        net = Net()
+        optimizer = optimizer_of(net)
+        load_model_and_optim_state(step / "model_and_optim", net, optimizer)
+        save_model_and_optim_state(Path(out) / "flat", net, optimizer, flatten_optimizer_state=True)
+        shutil.copytree(Path(out) / "flat", folder / "flat")
+        for name, strategy in ("file", UnshardStrategy.one_file()), ("chunks", UnshardStrategy.chunks(50)):
+            target = folder / "unsharded" / name
+            unshard_checkpoint(step / "model_and_optim", target, unshard_strategy=strategy, use_safetensors=True)
+        unshard_checkpoint(step / "model_and_optim", folder / "unsharded", optim=True)
+    expected(folder, ["ai2-olmo-core", "torch"], losses[SAVED:])
+
+
 SYSTEMS = {name.removeprefix("make_"): make for name, make in list(globals().items()) if name.startswith("make_")}
+OF_THEIR_OWN = ("composer",)
+"""Those that need another environment than the rest: they are made when they are named."""
 
 
 def main(names: list[str]) -> None:
-    for name in names or SYSTEMS:
+    if names[:1] == ["composer over ranks"]:
+        train_over_ranks(Path(names[1]))
+        return
+    for name in names or [name for name in SYSTEMS if name not in OF_THEIR_OWN]:
         folder = DATA / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

@@ -13,6 +13,7 @@ from composerlite.checkpoint.foreign.huggingface import (
 )
 from composerlite.checkpoint.foreign.keys import KeyMap
 from composerlite.checkpoint.foreign.lightning import is_lightning, taken_from_lightning
+from composerlite.checkpoint.foreign.olmo_core import is_olmo_core, taken_from_olmo_core
 from composerlite.checkpoint.foreign.taken import Run, Taken, state_of
 from composerlite.checkpoint.foreign.torch_dicts import (
     is_state_dict,
@@ -48,6 +49,7 @@ SYSTEMS = (
     System("Lightning (.ckpt)", is_lightning, taken_from_lightning),
     System("transformers (checkpoint-N)", is_transformers, taken_from_transformers),
     System("accelerate (save_state)", is_accelerate, taken_from_accelerate),
+    System("OLMo-core (step…)", is_olmo_core, taken_from_olmo_core),
     System("torchtitan", is_torchtitan, taken_from_torchtitan),
     System("torch, a dict with a model", is_torch_dict, taken_from_torch_dict),
     System("torch or safetensors, a state dict of a model", is_state_dict, taken_from_state_dict),

@@ -15,7 +15,7 @@ from composerlite.checkpoint.foreign.keys import Rename, common_rename, flat_ten
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-__all__ = ["Counts", "Run", "Taken", "generators", "settle_time", "state_of"]
+__all__ = ["Counts", "Run", "Taken", "generators", "optimizer_by_names", "settle_time", "state_of"]
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +47,13 @@ class Counts(NamedTuple):
         batch: optimizer steps.
         epoch: epochs that have ended; ``None``: as many as the steps make.
         batch_in_epoch: optimizer steps since the last epoch has ended; ``None``: the rest of the steps.
+        token: tokens that were trained on.
     """
 
     batch: Any
     epoch: Any = None
     batch_in_epoch: Any = None
+    token: Any = 0
 
 
 @final
@@ -92,7 +94,7 @@ def state_of(taken: Taken, run: Run, system: str) -> StateDict:
     left = list(taken.left)
     if taken.optimizer is not None and run.optimizers:
         kind, live = next(iter(run.optimizers.items()))
-        state["optimizers"] = {kind: _optimizer(taken.optimizer, live, rename, run.source)}
+        state["optimizers"] = {kind: optimizer_by_names(taken.optimizer, live, rename, run.source)}
     if taken.scheduler is not None:
         fitting = [kind for kind, live in run.schedulers.items() if _is_like(taken.scheduler, live)]
         if len(fitting) == 1:
@@ -124,12 +126,13 @@ def settle_time(state: StateDict, batches_per_epoch: int | None, source: str) ->
     if "timestamp" not in state:
         return
     progress = Counts(**state["timestamp"]["Timestamp"])
-    batch, epoch, batch_in_epoch = (
+    batch, epoch, batch_in_epoch, token = (
         value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for value in progress
     )
     made = divmod(batch, batches_per_epoch) if batches_per_epoch and isinstance(batch, int) else (epoch or 0, 0)
     epoch, batch_in_epoch = made if epoch is None or batch_in_epoch is None else (epoch, batch_in_epoch)
     counts: StateDict = {"batch": batch, "epoch": epoch, "batch_in_epoch": batch_in_epoch, "iteration": epoch}
+    counts["token"] = token
     if not all(isinstance(count, int) and 0 <= count < 1 << 62 for count in counts.values()):
         raise IncompatibleCheckpointError(
             f"{source}: its counts of training are none: batch {batch!r}, epoch {epoch!r}, batch in the epoch "
@@ -163,8 +166,18 @@ def _lacks(weights: Mapping[str, Tensor], name: str, other: str) -> bool:
 
 
 # ── optimizers ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def _optimizer(saved: Any, live: StateDict, rename: Rename, source: str) -> StateDict:
-    """State of one optimizer by the names of parameters here, with the settings of its groups."""
+def optimizer_by_names(saved: Any, live: StateDict, rename: Rename, source: str) -> StateDict:
+    """State of one optimizer by the names of parameters here, with the settings of its groups.
+
+    Args:
+        saved: its state, with names or numbers of parameters, nested or flat.
+        live: that of the run.
+        rename: names there to names here.
+        source: the checkpoint, for messages.
+
+    Raises:
+        IncompatibleCheckpointError: it was another optimizer, or had other groups.
+    """
     way_out = "load_ignore_keys=['state/optimizers'] starts with a fresh one, load_weights_only=True takes the model."
 
     def refused(why: str) -> IncompatibleCheckpointError:

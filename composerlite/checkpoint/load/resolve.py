@@ -24,6 +24,7 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import INDEX, ShardedDirectory, directory_at
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import by_total
+from composerlite.checkpoint.place.step import MODEL, StepFolder, step_folder_of
 from composerlite.checkpoint.record.manifest import Manifest, record_path
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import ObjectStore, RetryPolicy, StagedFile, is_uri, open_store, parse_uri, replace_symlink
@@ -63,6 +64,7 @@ class Located:
         uri: of the directory.
         key: name of the directory in the object store that was given.
         is_file: ``uri`` and ``key`` are those of a file of weights.
+        step: whether the directory is that of a step, with the model and the optimizer below it.
     """
 
     name: str
@@ -71,9 +73,12 @@ class Located:
     uri: str = ""
     key: str = ""
     is_file: bool = False
+    step: bool = False
 
     def folder(self, object_store: ObjectStore | None) -> ShardedDirectory:
-        """The directory, from this rank."""
+        """The directory, from this rank; that of the model and the optimizer if it is that of a step."""
+        if self.step:
+            return self.step_folder(object_store).model()
         if self.path is not None:
             path = Path(os.path.realpath(self.path))
             if path.is_file():
@@ -83,6 +88,13 @@ class Located:
             store = open_store(self.uri) if object_store is None else object_store
             return ShardedDirectory.of_file(Bucket.of(store, closes=object_store is None), self.key)
         return ShardedDirectory.in_store(object_store, self.key) if object_store is not None else directory_at(self.uri)
+
+    def step_folder(self, object_store: ObjectStore | None) -> StepFolder:
+        """The directory of the step, from this rank."""
+        if object_store is None or self.path is not None:
+            return step_folder_of(str(self.path or self.uri))
+        above, _, name = self.key.rpartition("/")
+        return StepFolder(Bucket.of(object_store, above), name)
 
 
 @contextlib.contextmanager
@@ -119,6 +131,8 @@ def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool) 
 
 def _on_this_machine(name: str) -> Located:
     path = resolved(Path(parse_uri(name)[2]))
+    if (path / MODEL / INDEX).is_file():
+        return Located(name, is_directory=True, path=path, step=True)
     return Located(name, is_directory=is_read_in_place(path), path=path)
 
 
@@ -147,6 +161,8 @@ def _elsewhere(stack: contextlib.ExitStack, name: str, object_store: ObjectStore
             raise
         with transferring(name, object_store) as (transfer, wanted):
             key = followed(transfer, wanted).rstrip("/")
+            if key and transfer.exists(f"{key}/{MODEL}/{INDEX}"):
+                return Located(name, is_directory=True, uri=transfer.store.get_uri(key), key=key, step=True)
             has_index = bool(key) and transfer.exists(f"{key}/{INDEX}")
             if not has_index and not (key and holds_weights(ShardedDirectory.in_store(transfer.store, key).names())):
                 raise

@@ -139,7 +139,8 @@ def load_checkpoint(
         if place.is_directory:
             from composerlite.checkpoint.load.sharded import load_directory
 
-            return load_directory(place.folder(object_store), plan)
+            step = place.step_folder(object_store) if place.step else None
+            return load_directory(place.folder(object_store), plan, step)
         return _load_file(
             place, plan, progress_bar=progress_bar, trust=trust_checkpoint, rank0_only=monolith_rank0_only
         )

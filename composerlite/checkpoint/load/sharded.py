@@ -6,8 +6,10 @@ Of each tensor a rank reads what it needs, and where it belongs. What ranks tell
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast, final
@@ -34,6 +36,7 @@ from composerlite.checkpoint.format.torch_reader import item_contents
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, safe_contents
 from composerlite.checkpoint.load.sharing import RankReport, ReadRequests, RemoteShardFetcher
 from composerlite.checkpoint.place.directory import ShardedDirectory
+from composerlite.checkpoint.place.step import TRAIN, StepFolder
 from composerlite.checkpoint.record.contents import RestorePlan, half_loaded
 from composerlite.dist import Group, SingleProcess, empty_shard_like, exchange, group_of
 from composerlite.errors import CheckpointError, IncompatibleCheckpointError, RankError
@@ -58,35 +61,58 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+_RANK = re.compile(r"rank(\d+)\.pt")
 
 
-def load_directory(folder: ShardedDirectory, plan: RestorePlan) -> list[dict[str, Any]] | None:
+def load_directory(
+    folder: ShardedDirectory, plan: RestorePlan, step: StepFolder | None = None
+) -> list[dict[str, Any]] | None:
     """Restore a state from the directory ``folder``, on every rank. Returns the states of random generators, if any.
 
     What it holds is compared with the state before a tensor is read. Tensors are then read in place.
+
+    Args:
+        folder: the directory.
+        plan: of the load.
+        step: that ``folder`` is the model and the optimizer of, with the train state of each rank; closed at the end.
 
     Raises:
         CheckpointError: as :func:`composerlite.checkpoint.load_checkpoint`, on every rank.
     """
 
     def read(reader: RemoteFileSystemReader) -> Any:
+        beside = {} if step is None else {"train": _train_states(step)}
         with RemoteShardFetcher(folder, reader, plan.source) as fetcher:
-            return _read_state(reader, fetcher, plan)
+            return _read_state(reader, fetcher, plan, beside)
 
-    with RemoteFileSystemReader(folder) as reader:
+    with contextlib.nullcontext() if step is None else step, RemoteFileSystemReader(folder) as reader:
         wanted = read_whole(reader, dist.get_group(), read)
     with dist.get_group().all_or_none("restoring the run"):
         return plan.load(wanted)
 
 
-def _read_state(reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, plan: RestorePlan) -> Any:
-    """Read the state to restore; tensors go into the live ones where possible."""
+def _train_states(step: StepFolder) -> list[Any]:
+    """The train state of each rank that has saved the step, on every rank."""
+
+    def read() -> dict[str, bytes]:
+        names = {int(match[1]): f"{TRAIN}/{match[0]}" for name in step.names(TRAIN) if (match := _RANK.fullmatch(name))}
+        return {names[rank]: step.read(names[rank]) for rank in sorted(names)}
+
+    files = dist.get_group().from_first(f"reading the train states of {step.uri}", read)
+    return [safe_contents(data, name, step.uri) for name, data in files.items()]
+
+
+def _read_state(
+    reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, plan: RestorePlan, beside: StateDict
+) -> Any:
+    """Read the state to restore, with what is ``beside`` it; tensors go into the live ones where possible."""
     with dist.get_group().all_or_none(f"reading the index of {plan.source}"):
         metadata = reader.read_metadata()
     values = _plain_values(reader, fetcher, plan.source)
     tensors = _unread_tensors(metadata)
     with dist.get_group().all_or_none("comparing the checkpoint with the run"):
         held = nested(metadata, "", list(metadata.state_dict_metadata), {**values, **tensors})
+        held = {**held, **beside} if isinstance(held, dict) else held
         wanted = plan.wanted(as_in_a_file(cast("StateDict", held)) if isinstance(held, dict) else held)
         live = plan.places(wanted)
     key_of = {id(tensor): key for key, tensor in tensors.items()}

@@ -8,7 +8,7 @@ import io
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, SupportsInt, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Protocol, SupportsInt, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from composerlite.devices import rng
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError, SaveError
 from composerlite.storage import ObjectStore
 from composerlite.types import StateDict, items_of
+
+if TYPE_CHECKING:
+    from composerlite.checkpoint.foreign.taken import Run
 
 __all__ = [
     "EngineFiles",
@@ -352,6 +355,10 @@ class RestorePlan:
         """
         if self.key_map is not None or not is_of_a_run(contents):
             contents = self._of_another_system(contents)
+        elif "composerlite_version" not in (contents["state"].get("metadata") or ()):
+            from composerlite.checkpoint.foreign.composer import in_current_form  # rarely needed
+
+            contents = in_current_form(contents, self._run)
         self.weights_only = self.weights_only or set(contents["state"]) <= WEIGHTS_ONLY
         contents = without(contents, self.ignore_keys)
         state = contents.get("state", {})
@@ -361,19 +368,19 @@ class RestorePlan:
 
     def _of_another_system(self, contents: Any) -> StateDict:
         from composerlite.checkpoint.foreign.systems import as_of_a_run  # rarely needed
-        from composerlite.checkpoint.foreign.taken import Run
 
         self.is_foreign = True
+        return as_of_a_run(contents, self._run, key_map=self.key_map, source=self.source)
 
-        def run() -> Run:
-            state = self.state
-            globs = () if self.ignore_keys is None or callable(self.ignore_keys) else self.ignore_keys
-            left = self.weights_only or any(fnmatch.fnmatchcase("state/optimizers", glob) for glob in globs)
-            optimizers = {} if left else state.get_optim_state_dict()
-            schedulers = {type(one).__qualname__: one.state_dict() for one in state.schedulers}
-            return Run(state.get_model_state_dict(), optimizers, schedulers, self.strict, self.source)
+    def _run(self) -> Run:
+        from composerlite.checkpoint.foreign.taken import Run
 
-        return as_of_a_run(contents, run, key_map=self.key_map, source=self.source)
+        state = self.state
+        globs = () if self.ignore_keys is None or callable(self.ignore_keys) else self.ignore_keys
+        left = self.weights_only or any(fnmatch.fnmatchcase("state/optimizers", glob) for glob in globs)
+        optimizers = {} if left else state.get_optim_state_dict()
+        schedulers = {type(one).__qualname__: one.state_dict() for one in state.schedulers}
+        return Run(state.get_model_state_dict(), optimizers, schedulers, self.strict, self.source)
 
     def places(self, wanted: StateDict) -> StateDict:
         """The live tensors that those in ``wanted`` are to become, after all that does not fit has been said."""

@@ -127,8 +127,9 @@ def _user_types() -> dict[str, Any]:
 
 
 def _own_enum(name: str) -> type[enum.Enum] | None:
-    """The enumeration ``name`` if it is one of ours that is in use."""
+    """The enumeration ``name`` if it is one of ours that is in use, under Composer's name for it or ours."""
     module, _, kind = name.rpartition(".")
+    module = f"composerlite.{rest}" if (rest := module.removeprefix("composer.")) != module else module
     found = (
         vars(sys.modules[module]).get(kind) if module.startswith("composerlite.") and module in sys.modules else None
     )
@@ -141,6 +142,11 @@ def is_loadable(thing: Any) -> bool:
     full = f"{module}.{name}"
     known = full in _KNOWN or full in _user_types()
     return known or _own_enum(full) is not None or storage_kind(module, name) is not None
+
+
+@final
+class Described(dict[str, Any]):
+    """An object of a class that is not here: its name, what it was called with and its state. It does nothing."""
 
 
 @final
@@ -198,6 +204,8 @@ class SafeConstructor:
             return self._user[full]
         if (own := _own_enum(full)) is not None:
             return own
+        if full.startswith(_OF_COMPOSER):
+            return _Function(functools.partial(Self.described, name=full))
         raise RefusedError(full, allowable=True)
 
     def make(self, what: Any, arguments: tuple[Any, ...]) -> Any:
@@ -224,6 +232,8 @@ class SafeConstructor:
             raise ValueError(f"arguments that are {type(arguments).__name__}")
         if isinstance(kind, type) and id(kind) in self._user_ids:
             return kind.__new__(kind, *arguments, **keywords)
+        if type(kind) is _Function and isinstance(kind.call, functools.partial):
+            return kind.call(self, *arguments, keywords) if keywords else kind.call(self, *arguments)
         if keywords:
             raise ValueError("keywords for what takes none")
         return self.make(kind, arguments)
@@ -241,6 +251,8 @@ class SafeConstructor:
             _set_attributes(target, state)
         elif id(kind) in self._user_ids:
             _restore(target, state)
+        elif kind is Described:
+            target["state"] = state
         else:
             raise RefusedError(f"{kind.__module__}.{kind.__qualname__}", allowable=False)
         return target
@@ -431,6 +443,11 @@ class SafeConstructor:
                 return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced[0] if coalesced else None)
             return torch.sparse_compressed_tensor(*data, layout=layout)
 
+    def described(self, *arguments: Any, name: str) -> Described:
+        """A description of an object of Composer, none of whose code is here."""
+        self._charge(len(arguments))
+        return Described({"class": name, "arguments": arguments})
+
     def layout(self, name: Any) -> torch.layout:
         """``torch.strided`` and the like."""
         return _LAYOUTS[name]
@@ -604,6 +621,8 @@ def short(value: object) -> str:
     return repr(value)[:80] if isinstance(value, str | bytes | float | None) else f"a {type(value).__name__}"
 
 
+_OF_COMPOSER = ("composer.", "torchmetrics.")
+"""How the names of classes begin that Composer pickles, or has pickled: those are described."""
 _CONTAINERS = (dict, list, tuple, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 _FACTORIES = (list, dict, set, int, float, str, bool, tuple, bytes, *_DICTS, collections.deque)

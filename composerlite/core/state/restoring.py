@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import logging
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, final, runtime_checkable
 
 from composerlite import dist
@@ -63,6 +63,7 @@ class StateLoader:
     strict: bool
     exclude_algorithms: Sequence[str]
     source: str
+    _unmatched: list[str] = field(default_factory=list[str], init=False)
 
     def places(self, *, weights_only: bool) -> StateDict:
         """Say everything that keeps the contents from being loaded, or give the tensors that they are loaded into.
@@ -120,8 +121,8 @@ class StateLoader:
     def load_all(self) -> None:
         """Restore the model and everything else that the contents hold.
 
-        What is there on one side only is said: a part that the checkpoint lacks stays as it is and is logged as a
-        warning.
+        What is there on one side only is said, all of it in one warning: a part that the checkpoint lacks stays as it
+        is.
 
         Raises:
             IncompatibleCheckpointError: the model or an optimizer does not fit.
@@ -134,6 +135,8 @@ class StateLoader:
             self._load_time()
         with self._restoring("train_metrics"):
             self._load_metrics()
+        if self._unmatched:
+            log.warning("%s does not match the run in all its parts: %s", self.source, "; ".join(self._unmatched))
 
     @property
     def _has_training(self) -> bool:
@@ -292,23 +295,23 @@ class StateLoader:
     def _matching(
         self, own: Mapping[str, T], contents: StateDict, part: str, may_lack: Sequence[str] = ()
     ) -> Iterable[tuple[Any, T]]:
-        """(saved state, object) of each object that has a saved state; a warning for each state that has no partner.
+        """(saved state, object) of each object that has a saved state; notes each state that has no partner.
 
         None for objects named in ``may_lack``, which need no saved state.
         """
         if part not in contents:
             if own and self._has_training:
-                log.warning("%s holds no %s: not restored: %s", self.source, part, ", ".join(own))
+                self._unmatched.append(f"it holds no {part}: not restored: {', '.join(own)}")
             return
         saved = contents[part]
         for name, thing in own.items():
             if name in saved:
                 yield saved[name], thing
             elif name not in may_lack and _keeps_state(thing):
-                log.warning("%s holds no state of %r in %s: it starts fresh", self.source, name, part)
+                self._unmatched.append(f"it holds no state of {name!r} in {part}, which starts fresh")
         for name in saved:
             if name not in own and saved[name]:
-                log.warning("%s holds state of %r in %s, which this run has not: not restored", self.source, name, part)
+                self._unmatched.append(f"it holds state of {name!r} in {part}, which this run has not")
 
     def _check_form(self) -> None:
         """Check that the parts which are read here have the form that they have in every checkpoint."""

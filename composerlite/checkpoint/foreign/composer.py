@@ -1,0 +1,76 @@
+"""Checkpoints of older versions of Composer, in the form that its current version and ours have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from composerlite.checkpoint.foreign.keys import Rename
+from composerlite.checkpoint.foreign.taken import Run, optimizer_by_names
+from composerlite.types import StateDict
+
+__all__ = ["in_current_form"]
+
+_DDP = Rename("module.")
+
+
+def in_current_form(contents: StateDict, run: Callable[[], Run]) -> StateDict:
+    """``contents`` of a checkpoint of ours or Composer's, in the current form; most are.
+
+    Before 0.4.1 the names of its parts began with an underscore, and before 0.6 those of weights with ``module.`` under
+    DDP. Algorithms were a dict, parameters of optimizers had numbers, and metrics were pickled objects (to 0.13.5),
+    which are left out. States of callbacks get the keys that they have here.
+
+    Args:
+        contents: of the checkpoint; tensors need not have been read.
+        run: gives the run that they are for.
+
+    Raises:
+        IncompatibleCheckpointError: an optimizer has no names for its parameters, and does not fit the run.
+    """
+    before = cast("StateDict", contents["state"])
+    state: StateDict = {str(key).removeprefix("_"): value for key, value in before.items()}
+    if isinstance(state.get("algorithms"), Mapping):
+        state["algorithms"] = list(cast("StateDict", state["algorithms"]).items())
+    for part in ("train_metrics", "eval_metrics"):
+        if part in state and not _is_readable(state[part]):
+            del state[part]
+    callbacks: Any = state.get("callbacks")
+    speed: Any = cast("StateDict", callbacks).get("SpeedMonitor") if isinstance(callbacks, Mapping) else None
+    if isinstance(speed, Mapping) and "total_eval_wct" in speed:
+        state["callbacks"] = {**callbacks, "SpeedMonitor": {"eval_seconds": speed["total_eval_wct"]}}
+    names = list(cast("StateDict", state["model"])) if isinstance(state.get("model"), Mapping) else []
+    if _are_of_ddp(names) and not set(names) & set(run().model):
+        state["model"] = {_DDP.of(name): tensor for name, tensor in state["model"].items()}
+    for kind, saved in _optimizers(state):
+        listed = _parameters(saved)
+        of_ddp = _are_of_ddp(listed) and not set(listed) & set(run().model)
+        if of_ddp or any(isinstance(name, int) for name in listed):
+            live = run()
+            if kind in live.optimizers:
+                renamed = optimizer_by_names(saved, live.optimizers[kind], _DDP if of_ddp else Rename(), live.source)
+                state["optimizers"] = {**state["optimizers"], kind: renamed}
+    return {**contents, "state": state}
+
+
+def _optimizers(state: StateDict) -> list[tuple[str, Any]]:
+    optimizers: Any = state.get("optimizers")
+    return list(cast("StateDict", optimizers).items()) if isinstance(optimizers, Mapping) else []
+
+
+def _parameters(saved: Any) -> list[Any]:
+    """Return the names or numbers of the parameters in the groups of an optimizer."""
+    groups: Any = cast("StateDict", saved).get("param_groups") if isinstance(saved, Mapping) else None
+    listed = [cast("StateDict", group).get("params") for group in groups or () if isinstance(group, Mapping)]  # pyright: ignore
+    return [name for names in listed if isinstance(names, list) for name in cast("list[Any]", names)]
+
+
+def _are_of_ddp(names: list[Any]) -> bool:
+    return bool(names) and all(isinstance(name, str) and name.startswith(_DDP.strip) for name in names)
+
+
+def _is_readable(metrics: Any) -> bool:
+    """Return true for states of metrics, by name or by label and name; false for pickled objects."""
+    return isinstance(metrics, Mapping) and all(
+        isinstance(value, Mapping) and "class" not in value for value in cast("StateDict", metrics).values()
+    )

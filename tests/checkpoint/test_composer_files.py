@@ -1,0 +1,237 @@
+"""Checkpoints of Composer: files, archives, links and directories that its Trainer has written (tests/interop)."""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_other_systems import DATA, SAVED, Losses, trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from composerlite.algorithms import GradientClipping
+from composerlite.callbacks import EarlyStopper, SpeedMonitor
+from composerlite.checkpoint import read_checkpoint
+from composerlite.core import TimeUnit
+from composerlite.errors import IncompatibleCheckpointError
+from composerlite.models import ComposerModel
+from composerlite.types import StateDict
+
+FILES = DATA / "composer"
+FILE = FILES / "ep1-ba6-rank0.pt"
+EXPECTED = json.loads((FILES / "expected.json").read_text())
+
+
+class Model(ComposerModel):
+    """As make_fixtures.py has it."""
+
+    def __init__(self, dropout: float = 0.5) -> None:
+        super().__init__()
+        self.module = nn.ModuleDict({"body": nn.Linear(4, 3), "head": nn.Linear(3, 2)})
+        self.dropout = nn.Dropout(dropout)
+        self.accuracy = MulticlassAccuracy(num_classes=2, average="micro")
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.module["head"](self.dropout(self.module["body"](batch[0]).relu()))
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+    def get_metrics(self, is_train: bool) -> dict[str, Any]:
+        return {"MulticlassAccuracy": self.accuracy}
+
+    def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
+        metric.update(outputs, batch[1])
+
+
+def resumed(path: Path, losses: Losses | None = None, dropout: float = 0.5, **more: Any) -> Any:
+    """The run of make_fixtures.py, resumed here."""
+    chosen = {"algorithms": [GradientClipping("norm", 0.5)], "save_metrics": True}
+    return trainer(path, losses, Model(dropout), **chosen | more)
+
+
+NAMES = ["ep1-ba6-rank0.pt", "packed.pt.gz", "packed.tar.bz2", "latest-rank0.pt.symlink", "latest-rank0.pt"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_of_composer_continues_exactly(name: str) -> None:
+    """Weights, optimizer, scheduler, dropout and place in the data: the next losses are Composer's, bit for bit."""
+    losses = Losses()
+    with resumed(FILES / name, losses) as run:
+        time = run.state.timestamp
+        assert (int(time.epoch), int(time.batch), int(time.batch_in_epoch), int(time.sample)) == (1, 6, 2, 24)
+        run.fit()
+    assert losses.found == EXPECTED["losses"]
+
+
+def test_a_directory_of_composers_fsdp_continues() -> None:
+    """What two ranks of Composer have saved one rank here resumes, with their batches as one."""
+    x, y = torch.arange(64).reshape(16, 4).float().sin(), torch.arange(16) % 2
+    losses = Losses()
+    data = DataLoader(TensorDataset(x, y), batch_size=8)
+    with resumed(FILES / "ep2-ba6", losses, 0.0, train_dataloader=data) as run:
+        time = run.state.timestamp
+        assert (int(time.epoch), int(time.batch), int(time.sample)) == (2, SAVED, 48)
+        run.fit()
+    assert losses.found == pytest.approx(EXPECTED["sharded"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ep2-ba6", "packed.tar.bz2"])
+def test_weights_are_taken_alone(name: str) -> None:
+    """With load_weights_only nothing else is."""
+    with resumed(FILES / name, load_weights_only=True) as run:
+        assert int(run.state.timestamp.batch) == 0
+        assert not run.state.optimizers[0].state
+
+
+# ── versions of Composer ─────────────────────────────────────────────────────────────────────────────────────────────
+def algorithms_as_dict(contents: StateDict) -> None:
+    contents["state"]["algorithms"] = dict(contents["state"]["algorithms"])
+
+
+def names_with_underscores(contents: StateDict) -> None:
+    contents["state"] = {f"_{key}": value for key, value in contents["state"].items()}
+
+
+def model_of_ddp(contents: StateDict) -> None:
+    state = contents["state"]
+    state["model"] = {f"module.{name}": value for name, value in state["model"].items()}
+    adamw = state["optimizers"]["AdamW"]
+    (group,) = adamw["param_groups"]
+    adamw["state"] = {number: adamw["state"][name] for number, name in enumerate(group["params"])}
+    group["params"] = list(range(4))
+
+
+def optimizer_of_ddp(contents: StateDict) -> None:
+    adamw = contents["state"]["optimizers"]["AdamW"]
+    adamw["state"] = {f"module.{name}": value for name, value in adamw["state"].items()}
+    adamw["param_groups"][0]["params"] = [f"module.{name}" for name in adamw["param_groups"][0]["params"]]
+
+
+def few_keys(contents: StateDict) -> None:
+    for key in ("integrations", "metadata", "dataset_state", "train_metrics", "eval_metrics", "scaler", "callbacks"):
+        del contents["state"][key]
+
+
+def with_huggingface(contents: StateDict) -> None:
+    config = {"file_extension": ".json", "content": {}, "class": "transformers.models.bert.BertConfig"}
+    contents["state"]["integrations"] = {"huggingface": {"model": {"config": config}, "tokenizer": {}}}
+
+
+@pytest.mark.parametrize(
+    "change", [algorithms_as_dict, names_with_underscores, model_of_ddp, optimizer_of_ddp, few_keys, with_huggingface]
+)
+def test_forms_of_other_versions_continue_too(tmp_path: Path, change: Callable[[StateDict], None]) -> None:
+    """Algorithms as a dict, names with an underscore (before 0.4.1), 'module.' of DDP (before 0.6), fewer keys."""
+    contents = read_checkpoint(FILE)
+    change(contents)
+    torch.save(contents, tmp_path / "old.pt")
+    losses = Losses()
+    with resumed(tmp_path / "old.pt", losses) as run:
+        run.fit()
+    assert losses.found == EXPECTED["losses"]
+
+
+def test_callbacks_are_matched_by_the_name_of_their_class(tmp_path: Path) -> None:
+    """Of a callback that both have the state is restored: the time that evaluation took."""
+    contents = read_checkpoint(FILE)
+    assert contents["state"]["callbacks"]["SpeedMonitor"] == {"total_eval_wct": 0.0}
+    contents["state"]["callbacks"]["SpeedMonitor"] = {"total_eval_wct": 7.5}
+    torch.save(contents, tmp_path / "evaluated.pt")
+    with resumed(tmp_path / "evaluated.pt", callbacks=[SpeedMonitor(2)]) as run:
+        (monitor,) = [one for one in run.state.callbacks if isinstance(one, SpeedMonitor)]
+        assert monitor.state_dict() == {"eval_seconds": 7.5}
+
+
+def test_what_cannot_be_matched_is_listed_in_one_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What only the file has, and what only the run has: training goes on without."""
+    contents = read_checkpoint(FILE)
+    contents["state"]["callbacks"]["TheirOwn"] = {"count": 3}
+    torch.save(contents, tmp_path / "more.pt")
+    falling = torch.optim.lr_scheduler.ExponentialLR
+    more = {"callbacks": [EarlyStopper("loss", "eval")], "scheduler": lambda optimizer: falling(optimizer, 0.9)}
+    with caplog.at_level("WARNING", logger="composerlite"), resumed(tmp_path / "more.pt", **more):
+        pass
+    (message,) = [record.getMessage() for record in caplog.records if "does not match the run" in record.getMessage()]
+    assert "no state of 'ExponentialLR' in schedulers" in message
+    assert "no state of 'EarlyStopper' in callbacks" in message
+    assert "state of 'StepLR' in schedulers" in message
+    assert "state of 'TheirOwn' in callbacks" in message
+
+
+def test_another_optimizer_is_refused() -> None:
+    """No training goes on without its momentum, unless that is asked for."""
+    plain = {"optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1)}
+    with pytest.raises(IncompatibleCheckpointError, match=r"saved with the optimizer AdamW and the run has SGD"):
+        resumed(FILE, **plain)
+    with resumed(FILE, **plain, load_ignore_keys=["state/optimizers"]) as run:
+        assert int(run.state.timestamp.batch) == SAVED
+
+
+# ── classes of Composer in a pickle ──────────────────────────────────────────────────────────────────────────────────
+UNIT = enum.Enum("TimeUnit", {"BATCH": "ba"}, module="composer.core.time")
+
+
+class Time:
+    """Pickled under the name of Composer's own."""
+
+    __module__, __qualname__ = "composer.core.time", "Time"
+
+    def __init__(self, value: int, unit: object) -> None:
+        self.value, self.unit = value, unit
+
+
+class Action:
+    """Pickled as a call of a function of Composer's."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return action, ("touched",)
+
+
+def action(name: str) -> None:
+    """Would leave a trace."""
+    Path(name).touch()
+
+
+action.__module__, action.__qualname__ = "composer.utils.misc", "action"
+
+
+def test_classes_of_composer_are_taken_by_name_and_never_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An enumeration is ours of that name; any other object is what it was made of, and does nothing."""
+    names = {"time": {"Time": Time, "TimeUnit": UNIT}, "misc": {"action": action}}
+    modules = {"composer.core.time": names["time"], "composer.utils.misc": names["misc"]}
+    for module in ("composer", "composer.core", "composer.utils"):
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    for module, inside in modules.items():
+        made = types.ModuleType(module)
+        vars(made).update(inside)
+        monkeypatch.setitem(sys.modules, module, made)
+    contents = read_checkpoint(FILE)
+    contents["state"]["callbacks"] = {"TheirOwn": {"time": Time(3, UNIT.BATCH), "done": Action()}}
+    torch.save(contents, tmp_path / "objects.pt")
+    for module in ("composer", "composer.core", "composer.utils", *modules):
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.chdir(tmp_path)
+    found = read_checkpoint(tmp_path / "objects.pt")["state"]["callbacks"]["TheirOwn"]
+    assert found["time"] == {
+        "class": "composer.core.time.Time",
+        "arguments": (),
+        "state": {"value": 3, "unit": TimeUnit.BATCH},
+    }
+    assert found["done"] == {"class": "composer.utils.misc.action", "arguments": ("touched",)}
+    assert not Path("touched").exists()
+    assert not any(name.partition(".")[0] == "composer" for name in sys.modules)
+    losses = Losses()
+    with resumed(tmp_path / "objects.pt", losses) as run:
+        run.fit()
+    assert losses.found == EXPECTED["losses"]
