@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage] - documented
 
     from composerlite.dist.commit_barrier import CommitBarrier
+    from composerlite.dist.peer_watch import PeerWatch
     from composerlite.dist.store_barrier import StoreBarrier
 
 __all__ = [
@@ -190,6 +191,7 @@ class Control:
         barrier: of all ranks, for the main thread.
         commits: of checkpoints, for any thread.
         timeout: of every wait that is given none.
+        watch: reports ranks that are gone; ``None`` in a run of one process.
     """
 
     store: Store
@@ -197,6 +199,7 @@ class Control:
     barrier: StoreBarrier
     commits: CommitBarrier
     timeout: timedelta
+    watch: PeerWatch | None = None
 
 
 _log = logging.getLogger(__name__)
@@ -269,6 +272,7 @@ def initialize_dist(
     store = PrefixStore(f"{times}", store)
     ours = PrefixStore("composerlite", store)
     from composerlite.dist.commit_barrier import CommitBarrier  # a run of one process has none
+    from composerlite.dist.peer_watch import PeerWatch
     from composerlite.dist.store_barrier import StoreBarrier
 
     barrier = StoreBarrier(PrefixStore("barrier", ours), rank, world_size)
@@ -279,7 +283,8 @@ def initialize_dist(
     with barrier.all_succeed("making process groups", limit):
         group = _make_groups(store, rank, world_size, chosen, limit)
     commits = CommitBarrier(PrefixStore("commits", ours), rank, world_size)
-    _control = Control(ours, group, barrier, commits, limit)
+    watch = PeerWatch(PrefixStore("peers", ours), barrier, limit) if world_size > 1 else None
+    _control = Control(ours, group, barrier, commits, limit, watch)
     # Threads of a group that nobody has ended abort the process now and then when it exits. Nobody waits long for that.
     atexit.unregister(finalize_dist)
     atexit.register(finalize_dist, _GOODBYE_AT_EXIT)
@@ -296,6 +301,8 @@ def finalize_dist(timeout: timedelta = _GOODBYE) -> None:
         return
     control, _control, _layout = _control, None, None
     _say_goodbye(control, timeout)
+    if control.watch is not None:
+        control.watch.stop()
     if not is_initialized():
         return
     torch.distributed.destroy_process_group(control.group)

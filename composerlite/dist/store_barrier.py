@@ -277,8 +277,14 @@ class StoreBarrier:
         with reaching_the_store("leaving the run"):
             decide_once(self._store, "left", Failure.of(error, self.rank))
 
+    def report_gone(self, rank: int) -> None:
+        """Report that the process of ``rank`` is gone: the waits of all end with that, unless one had left before."""
+        error = LateRankError(f"{format_ranks([rank])} is gone: its process was killed, or its node is lost.", [rank])
+        with contextlib.suppress(RankError), reaching_the_store("reporting a lost rank"):
+            decide_once(self._store, "left", Failure.of(error, rank))  # without the store all have an error anyway
+
     def check_nobody_left(self, what: str) -> None:
-        """Raise the error of a rank that called :meth:`leave`.
+        """Raise the error of a rank that called :meth:`leave`, or that is gone.
 
         Raises:
             RankError: with the cause; or the store is gone.

@@ -1,0 +1,119 @@
+"""Ranks that hold a connection to the next one: who ends without a word is reported."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore, PrefixStore
+
+from composerlite.dist.peer_watch import PeerWatch
+from composerlite.dist.store_barrier import Poll, StoreBarrier
+from composerlite.errors import LateRankError
+
+LONG = timedelta(seconds=60)
+
+
+class Two:
+    """Two ranks in one process."""
+
+    def __init__(self) -> None:
+        self.store = HashStore()
+        self.barriers = [StoreBarrier(PrefixStore("barrier", self.store), rank, 2) for rank in range(2)]
+        with ThreadPoolExecutor(2) as threads:
+            self.watches = list(
+                threads.map(lambda barrier: PeerWatch(PrefixStore("peers", self.store), barrier, LONG), self.barriers)
+            )
+
+    def end_suddenly(self, rank: int) -> None:
+        """Close what the kernel closes when the process of ``rank`` is killed: its end of the other one's watch."""
+        behind = self.watches[rank]._behind
+        assert behind is not None
+        behind.close()
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    made = Two()
+    yield made
+    for watch in made.watches:
+        watch.stop()
+
+
+def test_a_rank_that_ends_suddenly_is_reported(two: Two) -> None:
+    """Who waits for it raises an error that names it and says what happened."""
+    two.end_suddenly(1)
+    assert Poll(PrefixStore("barrier", two.store), 2).until("left", LONG)
+    with pytest.raises(LateRankError, match="rank 1 is gone: its process was killed, or its node is lost") as caught:
+        two.barriers[0].wait("saving", LONG)
+    assert caught.value.ranks == (1,)
+
+
+def test_a_rank_that_ends_by_intention_is_not_reported(two: Two) -> None:
+    """The other one can still do what needs no other rank."""
+    two.watches[1].stop()
+    thread = two.watches[0]._thread
+    assert thread is not None
+    thread.join(60)
+    two.barriers[0].check_nobody_left("the end")
+    assert not two.store.check(["barrier/left"])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_worker_that_outlives_its_rank_does_not_hide_that_it_is_gone(two: Two) -> None:
+    """The worker of a loader has copies of all descriptors of its rank."""
+    ours, theirs = socket.socketpair()
+    worker = os.fork()
+    if worker == 0:
+        ours.close()
+        theirs.recv(1)  # until the test ends
+        os._exit(0)
+    try:
+        two.end_suddenly(1)
+        assert Poll(PrefixStore("barrier", two.store), 2).until("left", LONG)
+    finally:
+        ours.close()
+        theirs.close()
+        os.waitpid(worker, 0)
+
+
+def test_a_stranger_that_connects_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no token: its connection is closed, and the ranks watch each other."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    created = socket.create_server
+
+    def with_a_stranger(*arguments: object, **options: object) -> socket.socket:
+        server = created(*arguments, **options)  # pyright: ignore[reportArgumentType]
+        stranger = socket.create_connection(server.getsockname())
+        stranger.sendall(b"no token of theirs")
+        stranger.close()
+        return server
+
+    monkeypatch.setattr(socket, "create_server", with_a_stranger)
+    made = Two()
+    made.end_suddenly(0)
+    assert Poll(PrefixStore("barrier", made.store), 2).until("left", LONG)
+    for watch in made.watches:
+        watch.stop()
+
+
+def test_where_ranks_cannot_connect_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning says that a lost rank is found when the wait for it times out."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+    def refuse(*_: object, **__: object) -> socket.socket:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr("composerlite.dist.peer_watch._CONNECT_SECONDS", 0.1)
+    made = Two()
+    assert "the others wait until dist_timeout" in caplog.text
+    for watch in made.watches:
+        watch.stop()

@@ -1,0 +1,186 @@
+"""torchrun with a number of nodes that changes: the others go on without a lost one, and take a new one in."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import elastic_run
+import psutil
+import pytest
+import torch
+from forked import Launcher
+from torch.distributed import TCPStore
+from torch.distributed.run import main as torchrun
+
+from composerlite.testing import run_ranks
+
+SECONDS = 180.0
+LONGEST = 3600.0
+
+
+def agent(*_: str) -> None:
+    """``torchrun`` with the arguments of its process."""
+    torchrun()
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Agents of torchrun, each a node, that meet at a store which none of them holds: any of them may die."""
+
+    folder: Path
+    agents: list[str]
+    program: list[str]
+    nodes: dict[str, subprocess.Popen[str]]
+    store: TCPStore
+
+    def start(self, name: str) -> None:
+        settings = "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+        where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.store.port}", f"--rdzv-conf={settings}"]
+        how = ["--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=50", "--monitor-interval=0.2", "--rdzv-id=run"]
+        what = [*self.agents, *where, *how, "--local-addr=127.0.0.1", "--no-python", *self.program]
+        with (self.folder / f"{name}.log").open("w") as log:
+            self.nodes[name] = subprocess.Popen(
+                [*what, str(self.folder), "100000"],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+
+    def lose(self, name: str) -> None:
+        """SIGKILL to all processes of a node: to the agent's client, whose end ends the agent, and to its rank."""
+        node = self.nodes.pop(name)
+        for process in _processes_of(self.folder / f"{name}.log"):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        node.kill()
+        node.wait(SECONDS)
+        (self.folder / f"{name}.log").rename(self.folder / f"{name}-{time.monotonic_ns()}.log")
+
+    def journal(self) -> list[dict[str, Any]]:
+        path = self.folder / "journal.txt"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_until(self, what: Callable[[list[dict[str, Any]]], bool]) -> None:
+        end = time.monotonic() + SECONDS
+        while not what(self.journal()):
+            logs = "\n".join(path.read_text()[-3000:] for path in self.folder.glob("*.log"))
+            assert time.monotonic() < end, f"not within {SECONDS:g} s:\n{logs}"
+            assert all(node.poll() in (None, 0) for node in self.nodes.values()), logs
+            time.sleep(0.02)
+
+
+def _processes_of(log: Path) -> list[psutil.Process]:
+    """The processes that write to ``log``: those of one node."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and Path(f"/proc/{process.pid}/fd/1").resolve() == log:
+                found.append(process)
+    return found
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    datasets = pytest.importorskip("sklearn.datasets")
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    pixels = torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8)
+    torch.save([pixels, torch.tensor(labels)], tmp_path / "images.pt")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    with Launcher(agent, LONGEST) as agents, Launcher(elastic_run.main, LONGEST) as programs, ExitStack() as stack:
+        made = Cluster(folder, agents.command, programs.command, {}, store)
+        stack.callback(lambda: [made.lose(name) for name in list(made.nodes)])
+        yield made
+
+
+def attempts(journal: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """From which batch on, and on how many ranks."""
+    return [(line["begin"], line["ranks"]) for line in journal if "begin" in line]
+
+
+def end_of(journal: list[dict[str, Any]]) -> tuple[int, str]:
+    """The samples at the end of a run, and the digest of its state."""
+    (end,) = [(line["end"], line["digest"]) for line in journal if "end" in line][-1:]
+    return end
+
+
+def images(journal: list[dict[str, Any]]) -> list[list[str]]:
+    """The images of each batch, which attempts that repeat it must have in the same order."""
+    seen: dict[int, list[str]] = {}
+    for line in journal:
+        if "batch" in line:
+            assert seen.setdefault(line["batch"], line["images"]) == line["images"], "a batch was repeated with others"
+    assert list(seen) == list(range(1, len(seen) + 1)), "a batch was left out"
+    return list(seen.values())
+
+
+def lose_and_replace(cluster: Cluster, times: int, draw: random.Random) -> None:
+    """Lose nodes, each when it has trained a little, and start others in their place; then let the run end."""
+    for number in range(3):
+        cluster.start(f"node{number}")
+    for number in range(times):
+        cluster.wait_until(trained(draw.randrange(2, 12), ranks=3))
+        cluster.lose(draw.choice(sorted(cluster.nodes)))
+        cluster.wait_until(trained(draw.randrange(2, 12), ranks=2))
+        cluster.start(f"node{number + 3}")
+    cluster.wait_until(trained(3, ranks=3))
+    (cluster.folder / "enough").touch()
+    cluster.wait_until(lambda journal: any("end" in line for line in journal))
+    for node in cluster.nodes.values():
+        assert node.wait(SECONDS) == 0
+
+
+def trained(batches: int, ranks: int) -> Callable[[list[dict[str, Any]]], bool]:
+    """Whether the newest attempt has so many ranks and has trained so many batches."""
+
+    def is_so(journal: list[dict[str, Any]]) -> bool:
+        count = 0
+        for line in journal:
+            count = 0 if "begin" in line else count + 1
+        return count >= batches and attempts(journal)[-1][1] == ranks
+
+    return is_so
+
+
+def check(cluster: Cluster) -> None:
+    """The batches and the state are those of an undisturbed run on those numbers of ranks, one after the other."""
+    journal = cluster.journal()
+    folder = cluster.folder.with_name("undisturbed")
+    folder.mkdir()
+    samples, digest = end_of(journal)
+    stages = attempts(journal)
+    ends = [*(begin for begin, _ in stages[1:]), samples // elastic_run.GLOBAL_BATCH]
+    for (begin, ranks), end in zip(stages, ends, strict=True):
+        if end > begin:
+            run_ranks(elastic_run.main, ranks, str(folder), str(end), dist_timeout=None)
+    undisturbed = [json.loads(line) for line in (folder / "journal.txt").read_text().splitlines()]
+    assert images(undisturbed) == images(journal)
+    assert end_of(undisturbed) == (samples, digest)
+
+
+def test_a_run_goes_on_without_a_node_that_is_lost_and_takes_another_in(cluster: Cluster) -> None:
+    """Nobody launches it again: the same samples in the same order, and at the end the state of a run that had those
+    numbers of ranks by intention, bit for bit.
+    """
+    lose_and_replace(cluster, 1, random.Random(3))
+    assert [ranks for _, ranks in attempts(cluster.journal())] == [3, 2, 3]
+    check(cluster)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(LONGEST)
+def test_twenty_nodes_are_lost_one_after_the_other(cluster: Cluster) -> None:
+    """Each at a random moment, any of the three, the one that holds the store of the ranks too."""
+    lose_and_replace(cluster, 20, random.Random(5))
+    check(cluster)
