@@ -37,9 +37,12 @@ compat: ## checkpoints, resumes and the trainer with torch 2.11 to 2.13 on Pytho
 chaos: $(VENV)/.installed ## kill a run at every file event of its saves, resume it, compare (the tool ckpt-chaos)
 	PYTHONPATH=tests $(BIN)/python tests/reliability/chaos.py
 
-interop: $(INTEROP)/.installed $(INTEROP)-composer/.installed ## write tests/data anew, by the other systems themselves
+interop: $(VENV)/.installed $(INTEROP)/.installed $(INTEROP)-composer/.installed ## write tests/data anew, by the other systems themselves
 	$(INTEROP)/bin/python tests/interop/make_fixtures.py $(ARGS)
 	$(INTEROP)-composer/bin/python tests/interop/make_fixtures.py composer
+	rm -rf $(INTEROP)-composer/saved
+	$(BIN)/python tests/interop/back_to_composer.py save $(INTEROP)-composer/saved
+	$(INTEROP)-composer/bin/python tests/interop/back_to_composer.py resume $(INTEROP)-composer/saved
 
 lint: $(VENV)/.installed ## ruff, pyright and the import contracts
 	$(BIN)/ruff check

@@ -63,6 +63,7 @@ class CheckpointSaver(Callback):
             none once they are in a bucket.
         weights_only: save the model alone.
         ignore_keys: globs over ``state/model/…`` paths, or a function of the dict, of what is not saved.
+        compat: ``'composer'``: save what Composer loads, too.
         asynchronous: write in the background; else each save keeps training until it is durable.
         staging_bytes: memory for the copy of what is saved; ``None`` takes what a checkpoint needs if that is at most
             half of what is free. With less, training waits while the rest is written.
@@ -104,6 +105,7 @@ class CheckpointSaver(Callback):
         num_checkpoints_to_keep: int = -1,
         weights_only: bool = False,
         ignore_keys: IgnoreKeys = None,
+        compat: str | None = None,
         asynchronous: bool = True,
         staging_bytes: int | None = None,
         lazy: bool | None = None,

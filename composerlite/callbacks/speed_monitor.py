@@ -134,7 +134,7 @@ class SpeedMonitor(Callback):
         return {"eval_seconds": self._eval_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._eval_seconds = float(state_dict["eval_seconds"])
+        self._eval_seconds = float(state_dict.get("eval_seconds", state_dict.get("total_eval_wct", 0.0)))  # Composer's
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self._points.clear()

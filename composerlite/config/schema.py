@@ -91,6 +91,7 @@ class TrainerArguments:
     save_interval: int | str = "1ep"
     save_weights_only: bool = False
     save_ignore_keys: list[str] | None = None
+    save_compat: str | None = None
     save_num_checkpoints_to_keep: int = -1
     save_metrics: bool = False
     save_async: bool = True

@@ -119,6 +119,7 @@ class Trainer:
         save_memory_interval: save also into ``save_memory_folder`` at these times, as often as every batch: a run whose
             process dies resumes from there, if the machine lives. The newest one is kept.
         save_memory_folder: a folder that the machine keeps in memory.
+        save_compat: ``'composer'``: save what Composer loads, too. Times are then ``timedelta``.
         save_metrics: put the state of metrics into checkpoints, so that those of an epoch survive a resume within it.
         autoresume: resume from the newest good checkpoint of this ``run_name``, if there is one. Needs a ``run_name``.
             A run that is preempted saves first: see :class:`PreemptionHandler`.
@@ -195,6 +196,7 @@ class Trainer:
         save_interval: TimeInput | SchedulePredicate = "1ep",
         save_weights_only: bool = False,
         save_ignore_keys: IgnoreKeys = None,
+        save_compat: str | None = None,
         save_num_checkpoints_to_keep: int = -1,
         save_metrics: bool = False,
         save_async: bool = True,

@@ -21,7 +21,7 @@ from composerlite.algorithms import GradientClipping
 from composerlite.callbacks import EarlyStopper, SpeedMonitor
 from composerlite.checkpoint import read_checkpoint
 from composerlite.core import TimeUnit
-from composerlite.errors import IncompatibleCheckpointError
+from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.models import ComposerModel
 from composerlite.types import StateDict
 
@@ -90,6 +90,41 @@ def test_weights_are_taken_alone(name: str) -> None:
     with resumed(FILES / name, load_weights_only=True) as run:
         assert int(run.state.timestamp.batch) == 0
         assert not run.state.optimizers[0].state
+
+
+# ── back to Composer ─────────────────────────────────────────────────────────────────────────────────────────────────
+def saved_for_composer(folder: Path, losses: Losses, **more: Any) -> None:
+    """Train as make_fixtures.py does, and save with save_compat='composer'."""
+    how = {"save_folder": str(folder), "save_interval": f"{SAVED}ba", "save_compat": "composer", "seed": 5}
+    with resumed(FILE, losses, load_weights_only=True, callbacks=[SpeedMonitor(2)], **how | more) as run:
+        run.fit()
+
+
+def test_what_is_saved_for_composer_has_the_form_that_it_loads(tmp_path: Path) -> None:
+    """Times are timedelta, metrics have '_computed', SpeedMonitor its own key: tests/interop loads it in Composer."""
+    saved_for_composer(tmp_path, Losses())
+    ours, theirs = (read_checkpoint(path)["state"] for path in (tmp_path / FILE.name, FILE))
+    kinds = [{key: type(value) for key, value in one["timestamp"]["Timestamp"].items()} for one in (ours, theirs)]
+    assert kinds[0] == kinds[1]
+    assert ours["train_metrics"]["MulticlassAccuracy"].keys() >= {"state_dict", "_computed"}
+    assert ours["callbacks"]["SpeedMonitor"].keys() == theirs["callbacks"]["SpeedMonitor"].keys()
+    assert ours["optimizers"]["AdamW"].keys() == theirs["optimizers"]["AdamW"].keys()
+
+
+def test_what_is_saved_for_composer_resumes_here_too(tmp_path: Path) -> None:
+    """Exactly; and save_ignore_keys leaves out what it names."""
+    whole, rest = Losses(), Losses()
+    saved_for_composer(tmp_path, whole, save_ignore_keys=["state/integrations"])
+    assert "integrations" not in read_checkpoint(tmp_path / FILE.name)["state"]
+    with resumed(tmp_path / FILE.name, rest, callbacks=[SpeedMonitor(2)]) as run:
+        run.fit()
+    assert rest.found == whole.found[SAVED:]
+
+
+def test_another_system_to_save_for_is_refused(tmp_path: Path) -> None:
+    """Before training."""
+    with pytest.raises(ConfigError, match=r"save_compat='olmo': expected 'composer' or None"):
+        saved_for_composer(tmp_path, Losses(), save_compat="olmo")
 
 
 # ── versions of Composer ─────────────────────────────────────────────────────────────────────────────────────────────

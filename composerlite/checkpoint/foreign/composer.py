@@ -1,7 +1,8 @@
-"""Checkpoints of older versions of Composer, in the form that its current version and ours have."""
+"""Checkpoints of Composer: those of older versions in the form of the current one, and ours in a form that it loads."""
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ from composerlite.checkpoint.foreign.keys import Rename
 from composerlite.checkpoint.foreign.taken import Run, optimizer_by_names
 from composerlite.types import StateDict
 
-__all__ = ["in_current_form"]
+__all__ = ["in_current_form", "make_loadable_in_composer"]
 
 _DDP = Rename("module.")
 
@@ -19,7 +20,7 @@ def in_current_form(contents: StateDict, run: Callable[[], Run]) -> StateDict:
 
     Before 0.4.1 the names of its parts began with an underscore, and before 0.6 those of weights with ``module.`` under
     DDP. Algorithms were a dict, parameters of optimizers had numbers, and metrics were pickled objects (to 0.13.5),
-    which are left out. States of callbacks get the keys that they have here.
+    which are left out.
 
     Args:
         contents: of the checkpoint; tensors need not have been read.
@@ -35,10 +36,6 @@ def in_current_form(contents: StateDict, run: Callable[[], Run]) -> StateDict:
     for part in ("train_metrics", "eval_metrics"):
         if part in state and not _is_readable(state[part]):
             del state[part]
-    callbacks: Any = state.get("callbacks")
-    speed: Any = cast("StateDict", callbacks).get("SpeedMonitor") if isinstance(callbacks, Mapping) else None
-    if isinstance(speed, Mapping) and "total_eval_wct" in speed:
-        state["callbacks"] = {**callbacks, "SpeedMonitor": {"eval_seconds": speed["total_eval_wct"]}}
     names = list(cast("StateDict", state["model"])) if isinstance(state.get("model"), Mapping) else []
     if _are_of_ddp(names) and not set(names) & set(run().model):
         state["model"] = {_DDP.of(name): tensor for name, tensor in state["model"].items()}
@@ -51,6 +48,26 @@ def in_current_form(contents: StateDict, run: Callable[[], Run]) -> StateDict:
                 renamed = optimizer_by_names(saved, live.optimizers[kind], _DDP if of_ddp else Rename(), live.source)
                 state["optimizers"] = {**state["optimizers"], kind: renamed}
     return {**contents, "state": state}
+
+
+def make_loadable_in_composer(contents: StateDict) -> None:
+    """Change ``contents`` of a checkpoint of ours, in place, so that Composer loads it as well as we do.
+
+    It wants times as ``timedelta``, a computed value beside the state of each metric, and other keys of SpeedMonitor.
+
+    Args:
+        contents: of the checkpoint, or a part of them; its dicts and lists are changed, its tensors are not.
+    """
+    state: StateDict = contents.get("state", {})
+    time: StateDict = state.get("timestamp", {}).get("Timestamp", {})
+    for key, value in time.items():
+        if key.endswith("_wct") and not isinstance(value, datetime.timedelta):
+            time[key] = datetime.timedelta(seconds=value)
+    for metrics in (state.get("train_metrics") or {}, *(state.get("eval_metrics") or {}).values()):
+        for metric in metrics.values():
+            metric.setdefault("_computed", None)
+    if "eval_seconds" in (speed := state.get("callbacks", {}).get("SpeedMonitor", {})):
+        state["callbacks"]["SpeedMonitor"] = {"total_eval_wct": speed["eval_seconds"]}
 
 
 def _optimizers(state: StateDict) -> list[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.lease import Lease, take_leases
 from composerlite.checkpoint.place.node_disks import Disks, recover_on_other_disks
-from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, check_ignore_keys, check_kinds
+from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, check_ignore_keys, check_kinds, without
 from composerlite.checkpoint.record.manifest import (
     Manifest,
     Position,
@@ -79,6 +79,7 @@ class SaveOptions:
     num_checkpoints_to_keep: int
     weights_only: bool
     ignore_keys: IgnoreKeys
+    compat: str | None
     asynchronous: bool
     staging_bytes: int | None
     verify_copy: int | str
@@ -147,6 +148,10 @@ class SaveOptions:
         if self.latest is not None:
             check_template(self.latest, argument="save_latest_filename")
         self._set("ignore_keys", check_ignore_keys(self.ignore_keys, argument="save_ignore_keys"))
+        if self.compat not in (None, "composer"):
+            raise ConfigError(f"save_compat={self.compat!r}: expected 'composer' or None.")
+        if self.compat is not None:
+            self._set("ignore_keys", functools.partial(_for_composer, self.ignore_keys))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # as a frozen dataclass has to
@@ -544,3 +549,14 @@ def _may_replace(state: SavedState, place: Catalog, name: str) -> bool:
     except CheckpointError:
         return False
     return manifest is not None and may_be_replaced(state.lineage, manifest)
+
+
+def _for_composer(ignore_keys: IgnoreKeys, contents: StateDict) -> None:
+    """Leave out ``ignore_keys``, and give the rest the form that Composer loads, in place."""
+    from composerlite.checkpoint.foreign.composer import make_loadable_in_composer  # rarely needed
+
+    if ignore_keys is not None:
+        kept = without(contents, ignore_keys)
+        contents.clear()
+        contents.update(kept)
+    make_loadable_in_composer(contents)

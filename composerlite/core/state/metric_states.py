@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +24,8 @@ def metric_states(metrics: Mapping[str, Metric]) -> StateDict:
     states: StateDict = {}
     for name, metric in metrics.items():
         parts = list(_parts(metric).values())
-        for part in parts:
-            part.persistent(True)  # torchmetrics leaves its state out of state_dict() unless told otherwise
-        states[name] = {"state_dict": dict(metric.state_dict()), "update_count": metric.update_count}
+        with _persistent(parts):
+            states[name] = {"state_dict": dict(metric.state_dict()), "update_count": metric.update_count}
         if len(parts) > 1:
             states[name]["update_counts"] = [part.update_count for part in parts]
     return states
@@ -62,12 +62,25 @@ def _parts(metric: Metric) -> dict[str, Metric]:
     return {f"{name}." if name else "": part for name, part in metric.named_modules() if isinstance(part, Metric)}
 
 
+@contextlib.contextmanager
+def _persistent(parts: Sequence[Metric]) -> Generator[None]:
+    """Include their states in ``state_dict()`` for a moment: else they were also in that of the model that has them."""
+    before = [dict(part._persistent) for part in parts]  # pyright: ignore[reportPrivateUsage]
+    for part in parts:
+        part.persistent(True)
+    try:
+        yield
+    finally:
+        for part, persistent in zip(parts, before, strict=True):
+            part._persistent.update(persistent)  # pyright: ignore[reportPrivateUsage]
+
+
 def _load(metric: Metric, saved: Mapping[str, Any]) -> None:
     parts = list(_parts(metric).values())
     for part in parts:
-        part.persistent(True)
         part._computed = None  # pyright: ignore[reportPrivateUsage] - torchmetrics has no other way
-    metric.load_state_dict({key: _copied(value, metric.device) for key, value in saved["state_dict"].items()})
+    with _persistent(parts):
+        metric.load_state_dict({key: _copied(value, metric.device) for key, value in saved["state_dict"].items()})
     counts = saved.get("update_counts") or [saved.get("update_count", 1)] * len(parts)
     for part, count in zip(parts, counts, strict=True):
         part._update_count = count  # pyright: ignore[reportPrivateUsage]
