@@ -6,6 +6,8 @@ those that it has.
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
@@ -22,22 +24,45 @@ ALGORITHMS: dict[str, type[Any]] = {}
 
 
 def lazy_names(
-    package: str, homes: Mapping[str, Sequence[str]]
+    package: str, homes: Mapping[str, Sequence[str]] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Make the ``__getattr__`` and ``__dir__`` of ``package``, which import a name when it is first used (PEP 562).
 
     Args:
         package: its name, ``__name__``.
-        homes: names by the module that they are in; one within the package begins with a dot.
+        homes: names by the module that they are in; ``None``: what the package imports under ``if TYPE_CHECKING:``, so
+            that each name is said once for type checkers and for Python.
     """
-    home_of = {name: module for module, names in homes.items() for name in names}
+
+    @functools.cache
+    def home_of() -> dict[str, str]:
+        by_home = _imported_for_types(package) if homes is None else homes
+        return {name: home for home, names in by_home.items() for name in names}
 
     def get(name: str) -> Any:
-        if name not in home_of:
+        home = None if name.startswith("__") else home_of().get(name)
+        if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(home_of[name], package), name)
+        if home == package:  # a module of its own
+            return importlib.import_module(f"{package}.{name}")
+        return getattr(__import__(home, fromlist=[name]), name)
 
     return get, lambda: list(importlib.import_module(package).__all__)
+
+
+def _imported_for_types(package: str) -> dict[str, list[str]]:
+    """The names that ``package`` imports under ``if TYPE_CHECKING:``, by the module that they are in."""
+    loader: Any = importlib.import_module(package).__loader__
+    source = loader.get_source(package)
+    if source is None:
+        raise ImportError(f"{package} has no source file, which says where its names are: install it with its sources.")
+    blocks = [one.body for one in ast.parse(source).body if isinstance(one, ast.If)]
+    return {
+        line.module: [alias.name for alias in line.names]
+        for block in blocks
+        for line in block
+        if isinstance(line, ast.ImportFrom) and line.module is not None
+    }
 
 
 class ModulesOfOtherNames:

@@ -45,21 +45,4 @@ __all__ = [
     "ThresholdStopper",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        ".checkpoint_saver": ["CheckpointSaver"],
-        ".early_stopper": ["EarlyStopper"],
-        ".export_for_inference": ["ExportForInferenceCallback"],
-        ".generate": ["Generate"],
-        ".goodput_monitor": ["GoodputMonitor"],
-        ".inspection.activation_monitor": ["ActivationMonitor"],
-        ".inspection.memory_snapshot": ["MemorySnapshot", "OOMObserver"],
-        ".inspection.system_metrics_monitor": ["SystemMetricsMonitor"],
-        ".load_checkpoint": ["LoadCheckpoint"],
-        ".monitors": ["LRMonitor", "MemoryMonitor", "NaNMonitor", "OptimizerMonitor"],
-        ".preemption": ["PreemptionHandler"],
-        ".speed_monitor": ["RuntimeEstimator", "SpeedMonitor"],
-        ".threshold_stopper": ["ThresholdStopper"],
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)

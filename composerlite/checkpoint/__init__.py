@@ -6,8 +6,7 @@ The names below are for users, and are imported when they are first used: a list
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from composerlite.on_demand import lazy_names
 
@@ -74,37 +73,4 @@ __all__ = [
     "unshard_zero",
 ]
 
-_LAZY, __dir__ = lazy_names(
-    __name__,
-    {
-        ".api.checkpointer": ["CheckpointMetadata", "Checkpointer", "CheckpointerConfig"],
-        ".deepspeed.weights": ["unshard_zero"],
-        ".api.state_dict": [
-            "async_save_model_and_optim_state",
-            "async_save_state_dict",
-            "get_checkpoint_metadata",
-            "load_keys",
-            "load_model_and_optim_state",
-            "load_state_dict",
-            "save_model_and_optim_state",
-            "save_safetensors",
-            "save_state_dict",
-        ],
-        ".api.unshard": ["UnshardStrategy", "UnshardStrategyType", "unshard_checkpoint"],
-        ".load.restore": ["load_checkpoint", "read_checkpoint"],
-        ".load.reader": ["safe_torch_load"],
-        ".load.sharded_reader": ["RemoteFileSystemReader"],
-        ".load.state_keys": ["merge_state_dicts", "prune_state_dict", "swap_param_keys"],
-        ".place.catalog": ["Catalog"],
-        ".record.contents": ["IgnoreKeys", "TrainingState"],
-        ".record.manifest": ["FileRecord", "Manifest"],
-        ".save.job": ["PendingSave", "Pipeline", "SaveReport", "save_checkpoint"],
-        ".save.sharded_writer": ["RemoteFileSystemWriter"],
-    },
-)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "rng":
-        return importlib.import_module("composerlite.devices.rng")
-    return _LAZY(name)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -108,35 +108,4 @@ __all__ = [
     "total_norm",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        ".collectives": [
-            "all_gather",
-            "all_gather_object",
-            "all_reduce",
-            "all_succeed",
-            "barrier",
-            "broadcast",
-            "broadcast_object",
-            "broadcast_object_list",
-            "cause_elsewhere",
-            "leave_with",
-            "run_local_rank_zero_first",
-        ],
-        ".group": ["Group", "PiggybackCounter", "PiggybackCounters", "SingleProcess", "Vote", "get_group", "group_of"],
-        ".sampling": ["get_sampler"],
-        ".shards": [
-            "any_distributed",
-            "distributed_like",
-            "empty_shard_like",
-            "full_tensor",
-            "has_copies",
-            "is_distributed_tensor",
-            "local_shard",
-            "shards_like",
-            "total_norm",
-        ],
-        ".transfers": ["Move", "NodeBroadcast", "TensorTransfer", "exchange", "move", "node_broadcast"],
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -39,19 +39,4 @@ __all__ = [
     "WandBLogger",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        ".console": ["ConsoleLogger"],
-        ".csv_file": ["CSVLogger"],
-        ".file": ["FileLogger"],
-        ".in_memory": ["InMemoryLogger"],
-        ".json_lines": ["JSONLLogger"],
-        ".progress_bar": ["ProgressBarLogger"],
-        ".remote_uploader_downloader": ["RemoteUploaderDownloader"],
-        ".services.mlflow": ["MLFlowLogger"],
-        ".services.slack": ["SlackLogger"],
-        ".services.tensorboard": ["TensorboardLogger"],
-        ".services.wandb": ["WandBLogger"],
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)

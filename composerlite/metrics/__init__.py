@@ -29,18 +29,4 @@ __all__ = [
     "MaskedAccuracy",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        ".metrics": [
-            "BinaryF1Score",
-            "Dice",
-            "LanguageCrossEntropy",
-            "LanguagePerplexity",
-            "LossMetric",
-            "MIoU",
-            "MaskedAccuracy",
-        ],
-        "composerlite.models.cross_entropy": ["CrossEntropy"],
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -24,7 +24,4 @@ __all__ = [
     "write_huggingface_pretrained_from_composer_checkpoint",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,  # these need what reads checkpoints
-    {".hf_export": ["huggingface_contents", "write_huggingface_pretrained_from_composer_checkpoint"]},
-)
+__getattr__, __dir__ = lazy_names(__name__)  # these need what reads checkpoints

@@ -16,11 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = ["JSONTraceHandler", "Profiler", "ProfilerAction", "TraceHandler", "cyclic_schedule"]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        ".handlers": ["JSONTraceHandler", "TraceHandler"],
-        ".profiler": ["Profiler"],
-        ".schedule": ["ProfilerAction", "cyclic_schedule"],
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)

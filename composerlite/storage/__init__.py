@@ -98,11 +98,4 @@ __all__ = [
     "whole_pages",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        ".stores.local": ["LocalObjectStore"],
-        ".transfer": ["Transfer", "Uploader"],
-        ".verified_object": ["VerifiedObject"],
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from composerlite.on_demand import lazy_names
 
@@ -120,62 +119,4 @@ __all__ = [
     "save_checkpoint",
 ]
 
-_LAZY, __dir__ = lazy_names(
-    __name__,
-    {
-        "composerlite.callbacks.export_for_inference": ["ExportFormat", "export_for_inference", "export_with_logger"],
-        "composerlite.checkpoint": ["load_checkpoint", "safe_torch_load", "save_checkpoint"],
-        "composerlite.checkpoint.format.compression": ["KNOWN_COMPRESSORS", "get_compressor", "is_compressed_pt"],
-        "composerlite.checkpoint.format.packing": ["is_tar"],
-        "composerlite.checkpoint.load.resolve": ["download_checkpoint", "get_file"],
-        "composerlite.checkpoint.record.contents": ["glob_filter"],
-        "composerlite.checkpoint.record.naming": [
-            "PartialFilePath",
-            "format_name_with_dist",
-            "format_name_with_dist_and_time",
-            "get_save_filename",
-        ],
-        "composerlite.core": [
-            "FSDPConfig",
-            "ParallelismConfig",
-            "TPConfig",
-            "batch_get",
-            "batch_set",
-            "create_interval_scheduler",
-        ],
-        "composerlite.core.parallelism": ["FSDP2Config"],
-        "composerlite.devices": ["get_device"],
-        "composerlite.errors": ["ObjectStoreTransientError"],
-        "composerlite.storage": ["ObjectStore", "maybe_create_object_store_from_uri", "parse_uri", "retry"],
-        "composerlite.storage.stores.gcs": ["GCSObjectStore"],
-        "composerlite.storage.stores.libcloud": ["LibcloudObjectStore"],
-        "composerlite.storage.stores.oci": ["OCIObjectStore"],
-        "composerlite.storage.stores.s3": ["S3ObjectStore"],
-        "composerlite.storage.stores.sftp": ["SFTPObjectStore"],
-        "composerlite.utils.helpers": [
-            "STR_TO_DTYPE",
-            "MissingConditionalImportError",
-            "StringEnum",
-            "convert_flat_dict_to_nested_dict",
-            "convert_nested_dict_to_flat_dict",
-            "create_symlink_file",
-            "ensure_folder_is_empty",
-            "ensure_tuple",
-            "extract_hparams",
-            "get_composer_env_dict",
-            "get_free_tcp_port",
-            "import_object",
-            "is_model_fsdp",
-            "is_notebook",
-            "map_collection",
-            "model_eval_mode",
-            "partial_format",
-            "print_env",
-        ],
-    },
-)
-_MODULES = ("checkpoint", "dist", "module_surgery", "object_store", "reproducibility")
-
-
-def __getattr__(name: str) -> Any:
-    return importlib.import_module(f"{__name__}.{name}") if name in _MODULES else _LAZY(name)
+__getattr__, __dir__ = lazy_names(__name__)

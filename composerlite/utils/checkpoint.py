@@ -23,12 +23,4 @@ __all__ = [
     "save_checkpoint",
 ]
 
-__getattr__, __dir__ = lazy_names(  # they need torch.distributed.checkpoint, which takes its time
-    __name__,
-    {
-        "composerlite.checkpoint.load.sharded_reader": [
-            "DistCPObjectStoreReader",
-            "FileSystemReaderWithValidation",
-        ]
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)  # they need torch.distributed.checkpoint, which takes its time

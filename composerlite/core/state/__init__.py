@@ -11,4 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["State"]
 
-__getattr__, __dir__ = lazy_names(__name__, {".state": ["State"]})
+__getattr__, __dir__ = lazy_names(__name__)

@@ -25,14 +25,4 @@ __all__ = [
     "SFTPObjectStore",
 ]
 
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "composerlite.storage.stores.gcs": ["GCSObjectStore"],
-        "composerlite.storage.stores.libcloud": ["LibcloudObjectStore"],
-        "composerlite.storage.stores.oci": ["OCIObjectStore"],
-        "composerlite.storage.stores.s3": ["S3ObjectStore"],
-        "composerlite.storage.stores.sftp": ["SFTPObjectStore"],
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)
