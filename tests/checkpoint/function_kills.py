@@ -1,4 +1,4 @@
-"""Saves with a function again and again, and dies each time one step later: ``function_kills.py FOLDER KIND STRIDE``.
+"""Saves with a function again and again, and dies each time one step later.
 
 A step is whatever python reports to audit hooks about a file. After each death another save goes to a name beside it;
 what there is in the folder then is printed, a line of JSON for each death.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sharded_kills import STEPS
+from checkpoint.sharded_kills import STEPS
 
 from composerlite.checkpoint import Checkpointer, save_state_dict
 
@@ -57,11 +57,11 @@ def died(save: Callable[[Path, str, int], None], folder: Path, at: int) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-def main(root: Path, kind: str, stride: int) -> None:
+def main(root: str, kind: str, stride: str) -> None:
     """Until one survives."""
     save = {"function": function, "checkpointer": checkpointer, "file": file}[kind]
-    for number in range(0, 1000, stride):
-        folder = root / f"{kind}{number}"
+    for number in range(0, 1000, int(stride)):
+        folder = Path(root, f"{kind}{number}")
         folder.mkdir()
         save(folder, "step1", 1)
         was_killed = died(save, folder, number)
@@ -71,7 +71,3 @@ def main(root: Path, kind: str, stride: int) -> None:
         sys.stdout.flush()
         if not was_killed:
             break
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

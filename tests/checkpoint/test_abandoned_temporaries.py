@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint import function_kills
+from forked import run_forked
 
 from composerlite.checkpoint import Catalog, Checkpointer, save_state_dict
 
@@ -26,8 +28,7 @@ def save(path: Path, value: float = 1.0) -> None:
 @pytest.mark.parametrize(("kind", "stride"), [("function", 1), ("checkpointer", 2), ("file", 1)])
 def test_a_kill_at_any_step_leaves_nothing_for_good(kind: str, stride: int, tmp_path: Path) -> None:
     """After the next save to a name beside it there is no temporary, and both checkpoints are whole."""
-    program = [sys.executable, str(Path(__file__).with_name("function_kills.py")), str(tmp_path), kind, str(stride)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=600, check=False)
+    done = run_forked(function_kills.main, str(tmp_path), kind, str(stride), cwd=tmp_path, timeout=600)
     assert done.returncode == 0, done.stderr
     attempts = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(attempts) > 5
@@ -64,6 +65,11 @@ save_state_dict(sys.argv[1], {"x": torch.ones(1)}, save_overwrite=True)
 """
 
 
+def save_to(path: str) -> None:
+    """A small state dict, by a program."""
+    save(Path(path))
+
+
 def left_by_a_writer(folder: Path, *, end: bool, environment: dict[str, str] | None = None) -> list[Path]:
     """The four temporaries of a process that writes; it is killed first, or at the end of a save beside it."""
     (folder / ".manifest").mkdir(parents=True)
@@ -84,9 +90,12 @@ def left_by_a_writer(folder: Path, *, end: bool, environment: dict[str, str] | N
 
 
 def save_beside(folder: Path, environment: dict[str, str] | None) -> None:
-    """Save to the same folder in a process of its own."""
+    """Save to the same folder in a process of its own; a new interpreter if it is to load another library."""
+    if environment is None:
+        assert run_forked(save_to, str(folder / "beside"), cwd=folder).returncode == 0
+        return
     command = [sys.executable, "-c", BESIDE, str(folder / "beside")]
-    subprocess.run(command, check=True, timeout=120, env={**os.environ, **(environment or {})})
+    subprocess.run(command, check=True, timeout=120, env={**os.environ, **environment})
 
 
 def test_only_what_is_dead_is_removed(tmp_path: Path) -> None:
