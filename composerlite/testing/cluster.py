@@ -20,12 +20,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from composerlite.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
 __all__ = ["RankOutcome", "quick_processes", "run_ranks", "run_ranks_to_the_end"]
 
@@ -221,20 +218,25 @@ class _Worker:
 
 @final
 class _Pool:
-    """Processes that are kept for the next call, and the store through which they find each other."""
+    """Processes that are kept for the next call."""
 
     def __init__(self) -> None:
         self._idle: list[_Worker] = []
         self._runs = 0
-        self._store: TCPStore | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._owner = 0
 
     def run(self, call: bytes, world_size: int, timeout: float, *, fresh: bool) -> list[RankOutcome]:
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
+
         workers = self._take(world_size, fresh=fresh)
+        # One for each call, as torchrun has one for each attempt: torch finds the addresses of earlier groups in it.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._runs += 1
         try:
             for rank, worker in enumerate(workers):
-                worker.send(_Order(call, self._environment(rank, world_size), sys.path, str(Path.cwd())))
+                environment = self._environment(rank, world_size, store.port)
+                worker.send(_Order(call, environment, sys.path, str(Path.cwd())))
             outcomes = self._collect(workers, timeout)
         except BaseException:
             for worker in workers:
@@ -254,13 +256,12 @@ class _Pool:
         for worker in self._idle:
             worker.stop(_EXIT_SECONDS)
         self._idle.clear()
-        self._store = None
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
 
     def _take(self, world_size: int, *, fresh: bool) -> list[_Worker]:
-        if self._folder is None or self._store is None or self._owner != os.getpid():
+        if self._folder is None or self._owner != os.getpid():
             self._open()
         assert self._folder is not None
         self._idle = [worker for worker in self._idle if worker.is_alive]
@@ -278,20 +279,14 @@ class _Pool:
         return workers
 
     def _open(self) -> None:
-        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
-
         quick_processes()
         self._owner = os.getpid()  # a fork starts anew
         self._idle = []
         self._folder = tempfile.TemporaryDirectory(prefix="composerlite-ranks-")
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         atexit.register(self.close)
 
-    def _environment(self, rank: int, world_size: int) -> dict[str, str]:
+    def _environment(self, rank: int, world_size: int, port: int) -> dict[str, str]:
         """Make the environment that torchrun's agent sets, whose part of holding the store is ours."""
-        assert self._store is not None
-        if rank == 0:
-            self._runs += 1
         return {
             **os.environ,
             "RANK": str(rank),
@@ -300,7 +295,7 @@ class _Pool:
             "LOCAL_WORLD_SIZE": str(world_size),
             "GROUP_RANK": "0",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
+            "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(self._runs),
         }

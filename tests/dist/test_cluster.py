@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 from composerlite import dist
 from composerlite.errors import ConfigError
@@ -46,6 +48,14 @@ def _return_a_lambda() -> object:
     return lambda: None
 
 
+def _make_a_group() -> int:
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
+    rank = torch.tensor(torch.distributed.get_rank())
+    torch.distributed.all_reduce(rank)
+    torch.distributed.destroy_process_group()
+    return int(rank)
+
+
 def _what_is_around() -> tuple[str, str]:
     return os.environ["OF_THIS_TEST"], str(Path.cwd())
 
@@ -57,6 +67,11 @@ def test_each_rank_returns_its_value() -> None:
     assert [(rank, size) for rank, size, _ in first] == [(0, 2), (10, 2)]
     assert [(rank, size) for rank, size, _ in again] == [(0, 3), (10, 3), (20, 3)]
     assert {pid for *_, pid in first} < {pid for *_, pid in again}
+
+
+def test_functions_may_make_the_process_group_themselves() -> None:
+    """As in a script, one call after the other: no rank finds the addresses of an earlier one."""
+    assert [cluster.run_ranks(_make_a_group, 2, dist_timeout=None) for _ in range(6)] == [[1, 1]] * 6
 
 
 def test_a_rank_is_where_the_test_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
