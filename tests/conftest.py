@@ -104,7 +104,9 @@ def restore_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 _ROOT = Path(__file__).parents[1]
 _CHECKOUT = pytest.StashKey[set[str]]()
 # Environments and caches of tools. All else, files that git ignores included, would be seen by other tests.
-_NOT_OF_TESTS = shutil.ignore_patterns(".git", ".venv", ".*cache", ".hypothesis", "__pycache__", "*.egg-info")
+_NOT_OF_TESTS = shutil.ignore_patterns(
+    ".git", ".venv", ".compat", ".*cache", ".hypothesis", "__pycache__", "*.egg-info"
+)
 
 
 def _checkout() -> set[str]:

@@ -84,3 +84,9 @@ def tensors_of(checkpoint: Any) -> dict[str, torch.Tensor]:
     look(checkpoint["state"]["model"], "model")
     look(checkpoint["state"]["optimizers"], "optimizers")
     return found
+
+
+def differing(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that are not equal bit for bit."""
+    assert first.keys() == second.keys()
+    return [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]

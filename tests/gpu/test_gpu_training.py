@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_parts import BATCHES, DEVICE, GPU, NEEDS_CUDA, Net, build, data, tensors_of
+from gpu_parts import BATCHES, DEVICE, GPU, NEEDS_CUDA, Net, build, data, differing, tensors_of
 
 from composerlite import ComposerModel, Trainer
 
@@ -30,12 +30,6 @@ ON_CUDA: dict[str, dict[str, Any]] = {
     "compiled": {"compile_config": {}},
     "reduce-overhead": {"compile_config": {"mode": "reduce-overhead"}, "device_train_microbatch_size": 8},
 }
-
-
-def differing(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
-    """Names of tensors that are not equal bit for bit."""
-    assert first.keys() == second.keys()
-    return [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
 
 
 def resume_exactly(folder: Path, how: dict[str, Any]) -> None:
@@ -81,10 +75,10 @@ def run(folder: Path) -> subprocess.Popen[str]:
 def test_a_run_that_is_killed_resumes_exactly(tmp_path: Path) -> None:
     """With SIGKILL after its third batch: it resumes by itself, and ends bit for bit as one that was not killed."""
     for name in ("whole", "killed"):
-        process = run(tmp_path / name)
-        assert process.stdout is not None
-        lines = [line for line in process.stdout if name == "whole" or (line == "batch 3\n" and not process.kill())]
-        assert process.wait(120) == (0 if name == "whole" else -signal.SIGKILL)
+        with run(tmp_path / name) as process:
+            assert process.stdout is not None
+            lines = [line for line in process.stdout if name == "whole" or (line == "batch 3\n" and not process.kill())]
+            assert process.wait(120) == (0 if name == "whole" else -signal.SIGKILL)
         assert lines
     resumed = run(tmp_path / "killed")
     out, _ = resumed.communicate(timeout=120)
