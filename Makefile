@@ -37,8 +37,9 @@ compat: ## checkpoints, resumes and the trainer with torch 2.11 to 2.13 on Pytho
 chaos: $(VENV)/.installed ## kill a run at every file event of its saves, resume it, compare (the tool ckpt-chaos)
 	PYTHONPATH=tests $(BIN)/python tests/reliability/chaos.py
 
-interop: $(VENV)/.installed $(INTEROP)/.installed $(INTEROP)-composer/.installed ## write tests/data anew, by the other systems themselves
+interop: $(VENV)/.installed $(addsuffix /.installed,$(INTEROP) $(INTEROP)-composer $(INTEROP)-olmo_core) ## write tests/data anew, by the other systems themselves
 	$(INTEROP)/bin/python tests/interop/make_fixtures.py $(ARGS)
+	$(INTEROP)-olmo_core/bin/python tests/interop/make_fixtures.py olmo_core
 	$(INTEROP)-composer/bin/python tests/interop/make_fixtures.py composer
 	rm -rf $(INTEROP)-composer/saved
 	$(BIN)/python tests/interop/back_to_composer.py save $(INTEROP)-composer/saved
@@ -116,11 +117,11 @@ $(INTEROP)/.installed: tests/interop/requirements.txt
 	$(INTEROP)/bin/pip install --quiet -r tests/interop/requirements.txt
 	touch $@
 
-# Composer needs an older torch.
-$(INTEROP)-composer/.installed: tests/interop/requirements-composer.txt
+# Composer needs an older torch, and OLMo-core an older huggingface_hub.
+$(INTEROP)-%/.installed: tests/interop/requirements-%.txt
 	$(check-python)
-	$(PYTHON) -m venv $(INTEROP)-composer
-	$(INTEROP)-composer/bin/pip install --quiet -r tests/interop/requirements-composer.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet -r $<
 	touch $@
 
 # The peers live in an environment of their own: composerlite is never tested with what they bring along.

@@ -370,7 +370,7 @@ def make_olmo_core(folder: Path) -> None:
 
 
 SYSTEMS = {name.removeprefix("make_"): make for name, make in list(globals().items()) if name.startswith("make_")}
-OF_THEIR_OWN = ("composer",)
+OF_THEIR_OWN = ("composer", "olmo_core")
 """Those that need another environment than the rest: they are made when they are named."""
 
 
