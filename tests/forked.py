@@ -55,15 +55,10 @@ class Launcher:
 
     ``command`` is a small program (``forked_client.py``) that asks for a process, lends it its output, and ends as it
     does.
-
-    Args:
-        main: the function.
-        timeout: seconds after which a process is killed.
     """
 
-    def __init__(self, main: Callable[..., None], timeout: float = SECONDS) -> None:
+    def __init__(self, main: Callable[..., None]) -> None:
         self._main = main
-        self._timeout = timeout
         self._folder = tempfile.TemporaryDirectory(prefix="launcher-")
 
     def __enter__(self) -> Self:
@@ -100,7 +95,7 @@ class Launcher:
         files = [f"/proc/{order['process']}/fd/{number}" for number in (1, 2)]
         with _starting:
             process = _start(self._main, order["arguments"], order["folder"], order["environment"], files)
-        wait([process.sentinel, client], self._timeout)
+        wait([process.sentinel, client], SECONDS)
         with _starting:
             _end(process)
             return process.exitcode
