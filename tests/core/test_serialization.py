@@ -189,6 +189,21 @@ def test_everything_comes_back() -> None:
     assert state.dataset_state["train"] == {"epoch": 1}
 
 
+def test_the_scale_of_losses_comes_back() -> None:
+    """Of ``amp_fp16``: the scale, and how many steps it has been so."""
+    saved, other = run(), run()
+    saved.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    for _ in range(3):  # it has grown once
+        saved.optimizers[0].zero_grad()
+        saved.scaler.scale(saved.model(torch.ones(4, 3)).sum()).backward()
+        saved.scaler.step(saved.optimizers[0])
+        saved.scaler.update()
+    other.scaler = torch.amp.GradScaler("cpu")
+    restored(saved.state_dict(), other)
+    assert other.scaler.state_dict() == saved.scaler.state_dict()
+    assert (other.scaler.get_scale(), other.scaler.state_dict()["_growth_tracker"]) == (16.0, 1)
+
+
 def test_two_callbacks_of_one_class_keep_separate_states() -> None:
     """Neither overwrites the other: they are told apart by their order."""
     saved = run(callbacks=[Counter(1), Callback(), Counter(2)], algorithms=[Shift(3.0), Shift(4.0)]).state_dict()
