@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from forked import run_forked
 from tiny_training import saved_batches, train, trainer
 
 from composerlite import Callback, Logger, State
@@ -131,17 +132,16 @@ def test_a_folder_that_is_removed_under_a_run_is_reported_and_made_again(
     assert who_holds(folder) is None
 
 
-WANT = """
-import sys
-from composerlite.checkpoint.place.folder import Folder
-print(Folder(sys.argv[1]).lock("run").try_to_take() or "")
-"""
+def want(folder: str) -> None:
+    """Print who has the lease of the run."""
+    sys.stdout.write(Folder(folder).lock("run").try_to_take() or "")
 
 
 def who_holds(folder: Path) -> str | None:
     """What another process is told that wants the lease of the run."""
-    command = [sys.executable, "-c", WANT, str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip() or None
+    done = run_forked(want, str(folder), cwd=Path.cwd(), timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout or None
 
 
 def test_two_trainers_of_a_process_share_a_lease_that_was_lost(tmp_path: Path) -> None:
