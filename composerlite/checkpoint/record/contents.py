@@ -355,7 +355,7 @@ class RestorePlan:
         """
         if self.key_map is not None or not is_of_a_run(contents):
             contents = self._of_another_system(contents)
-        elif "composerlite_version" not in (contents["state"].get("metadata") or ()):
+        elif not _is_ours(contents["state"].get("metadata")):
             from composerlite.checkpoint.foreign.composer import in_current_form  # rarely needed
 
             contents = in_current_form(contents, self._run)
@@ -428,6 +428,10 @@ def half_loaded(in_place: bool) -> Generator[None]:
         for note in getattr(e, "__notes__", ()):  # which rank has seen it
             damaged.add_note(note)
         raise damaged from e
+
+
+def _is_ours(metadata: Any) -> bool:
+    return isinstance(metadata, Mapping) and "composerlite_version" in metadata
 
 
 def is_of_a_run(contents: Any) -> bool:
