@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 __all__ = ["convert", "unshard"]
 
+_FORMS = ("huggingface", "safetensors", "state_dict", "lightning", "transformers")
+_OF_WEIGHTS = ("safetensors", "safetensors folder", "state_dict")
+_RENAMING = (*_OF_WEIGHTS, "lightning", "transformers")
+
 
 @click.command()
 @options.checkpoint
@@ -79,8 +83,9 @@ def unshard(
 @options.checkpoint
 @click.argument("target", metavar="[TARGET]", required=False, help="The file or directory to write.")
 @click.option("-o", "--output", metavar="TARGET", help="Another way to say TARGET.")
-@click.option("--to", metavar="FORM", help="huggingface: a folder for from_pretrained.")
+@click.option("--to", metavar="FORM", help=f"Another form: {', '.join(_FORMS)}.")
 @click.option("--dtype", metavar="TYPE", help="Of the weights, with --to huggingface: bfloat16.")
+@click.option("--rename", metavar="FROM=TO", help="Names of weights that begin with FROM begin with TO: net.=module.")
 @options.overwrite
 @options.as_json
 def convert(
@@ -89,14 +94,17 @@ def convert(
     output: str | None,
     to: str | None,
     dtype: str | None,
+    rename: str | None,
     overwrite: bool,
     as_json: bool,
 ) -> None:
     """Write CHECKPOINT in another form, which the end of TARGET's name tells, or --to.
 
     .pt, .pt.zst, .tar.gz and the like: a file. None: a directory that any number of ranks loads. Both resume a run
-    that was saved. .safetensors: the weights alone. --to huggingface: what a HuggingFaceModel has trained, as
-    save_pretrained writes it; and CHECKPOINT can be such a folder, to load into a HuggingFaceModel.
+    that was saved. .safetensors: the weights alone. .ckpt: for Lightning. --to huggingface: what a HuggingFaceModel has
+    trained, as save_pretrained writes it; and CHECKPOINT can be such a folder, to load into a HuggingFaceModel. --to
+    transformers: a folder checkpoint-N that its Trainer continues from. --to safetensors: a folder with an index. --to
+    state_dict: a file of the weights for torch.load.
     """
     if (target is None) is (output is None):
         given = "neither" if target is None else f"{target} and --output {output}"
@@ -108,17 +116,22 @@ def convert(
     form = _form(path, to)
     if dtype is not None and form != "huggingface":
         raise ConfigError(f"--dtype {dtype}: other forms keep the numbers as they are; expected --to huggingface.")
-    if not overwrite and path.exists() and (form != "huggingface" or path.is_file()):
+    if rename is not None and ("=" not in rename or form not in _RENAMING):
+        raise ConfigError(
+            f"--rename {rename}: expected FROM=TO, of which one may be empty, and a form that names weights for other "
+            f"programs: {', '.join(_RENAMING)}."
+        )
+    if not overwrite and path.exists() and (form not in ("huggingface", "transformers") or path.is_file()):
         raise CheckpointExistsError(f"{target!r} exists already. Give another name, or --overwrite to replace it.")
-    source = _convert(checkpoint, path, form, dtype=dtype, overwrite=overwrite)
-    size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
+    source = _convert(checkpoint, path, form, dtype=dtype, rename=rename, overwrite=overwrite)
+    size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
     if as_json:
         print_json({"source": source, "target": target, "form": form, "size_bytes": size})
     else:
         click.echo(f"wrote {target}")
 
 
-def _convert(text: str, path: Path, form: str, *, dtype: str | None, overwrite: bool) -> str:
+def _convert(text: str, path: Path, form: str, *, dtype: str | None, rename: str | None, overwrite: bool) -> str:
     """Write the form ``form`` of the checkpoint at ``text`` to ``path``, and return what it was made of."""
     from composerlite.checkpoint.tools.huggingface import is_huggingface_folder
     from composerlite.checkpoint.tools.whole import whole_contents
@@ -128,34 +141,59 @@ def _convert(text: str, path: Path, form: str, *, dtype: str | None, overwrite: 
         write_huggingface_pretrained_from_composer_checkpoint(text, path, dtype=dtype, overwrite=overwrite)
         return text
     if not is_uri(text) and is_huggingface_folder(Path(parse_uri(text)[2])):
-        _write(huggingface_contents(parse_uri(text)[2]), path, form, None, source=text, overwrite=overwrite)
+        _write(
+            huggingface_contents(parse_uri(text)[2]), path, form, None, source=text, rename=rename, overwrite=overwrite
+        )
         return text
     with pointed(text) as source:
         found = source.the_one(whole=True)
-        contents = whole_contents(source.place, found, weights_only=form == "safetensors")
-        _write(contents, path, form, found.manifest, source=text, overwrite=overwrite)
+        contents = whole_contents(source.place, found, weights_only=form in _OF_WEIGHTS)
+        _write(contents, path, form, found.manifest, source=text, rename=rename, overwrite=overwrite)
         return source.place.uri(found.name)
 
 
-def _write(contents: Any, path: Path, form: str, manifest: Manifest | None, *, source: str, overwrite: bool) -> None:
-    from composerlite.checkpoint.tools.converting import write_directory, write_file, write_safetensors
+def _write(
+    contents: Any,
+    path: Path,
+    form: str,
+    manifest: Manifest | None,
+    *,
+    source: str,
+    rename: str | None,
+    overwrite: bool,
+) -> None:
+    from composerlite.checkpoint.foreign.keys import Rename
+    from composerlite.checkpoint.tools import converting
+    from composerlite.checkpoint.tools.huggingface import write_trainer_folder
 
-    if form == "safetensors":
-        write_safetensors(contents, path, overwrite=overwrite, source=source)
-    elif form == "directory":
-        write_directory(contents, path, manifest, overwrite=overwrite)
-    else:
-        write_file(contents, path, manifest, overwrite=overwrite)
+    if form == "directory":
+        converting.write_directory(contents, path, manifest, overwrite=overwrite)
+        return
+    if form == "file":
+        converting.write_file(contents, path, manifest, overwrite=overwrite)
+        return
+    writers = {
+        "safetensors": converting.write_safetensors,
+        "safetensors folder": converting.write_safetensors_folder,
+        "state_dict": converting.write_state_dict,
+        "lightning": converting.write_lightning,
+        "transformers": write_trainer_folder,
+    }
+    old, _, new = (rename or "=").partition("=")
+    writers[form](contents, path, source=source, rename=Rename(old, new), overwrite=overwrite)
 
 
 def _form(path: Path, to: str | None) -> str:
-    """``'huggingface'``, ``'safetensors'``, ``'file'`` or ``'directory'``; ConfigError."""
+    """One of ``_FORMS``, ``'safetensors folder'``, ``'file'`` or ``'directory'``; ConfigError."""
     from composerlite.checkpoint.format.packing import format_of
 
     if to is not None:
-        if to != "huggingface":
-            raise ConfigError(f"--to {to}: expected huggingface; the suffix of TARGET selects any other form.")
-        return to
+        if to not in _FORMS:
+            forms = ", ".join(_FORMS)
+            raise ConfigError(f"--to {to}: expected one of {forms}; the suffix of TARGET selects any other form.")
+        return f"{to} folder" if to == "safetensors" and not path.name.endswith(".safetensors") else to
     if path.name.endswith(".safetensors"):
         return "safetensors"
+    if path.name.endswith(".ckpt"):
+        return "lightning"
     return "file" if format_of(path.name).suffix else "directory"

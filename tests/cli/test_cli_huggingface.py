@@ -64,7 +64,7 @@ def test_what_convert_cannot_do_is_said(run: tuple[Path, HuggingFaceModel]) -> N
     for arguments, message in (
         ([], "expected TARGET or --output"),
         (["a", "-o", "b"], "expected TARGET or --output"),
-        (["a", "--to", "gguf"], "--to gguf: expected huggingface"),
+        (["a", "--to", "gguf"], "--to gguf: expected one of huggingface, safetensors"),
         (["a.pt", "--dtype", "bfloat16"], "expected --to huggingface"),
         (["a", "--to", "huggingface", "--dtype", "bf17"], "bf17"),
     ):

@@ -27,7 +27,7 @@ from composerlite.checkpoint.foreign.torch_dicts import (
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-__all__ = ["SYSTEMS", "System", "as_of_a_run", "model_in"]
+__all__ = ["SYSTEMS", "System", "as_of_a_run", "model_in", "system_of"]
 
 
 @final
@@ -71,7 +71,7 @@ def as_of_a_run(contents: Any, run: Callable[[], Run], *, key_map: KeyMap | None
     """
     if key_map is not None:
         return state_of(taken_by_map(contents, key_map, source), run(), "the keys in load_key_map")
-    system = _system_of(contents)
+    system = system_of(contents)
     if system is None:
         keys = ", ".join(map(repr, list(contents)[:8])) if isinstance(contents, dict) else type(contents).__name__
         raise IncompatibleCheckpointError(
@@ -91,11 +91,12 @@ def model_in(contents: Any) -> Any:
             inner = cast("Mapping[Any, Any]", inner).get(key) if isinstance(inner, Mapping) else None
         if isinstance(inner, Mapping):
             return cast("Any", inner)
-    system = _system_of(contents)
+    system = system_of(contents)
     return contents if system is None else system.take(cast("StateDict", contents), "it").model
 
 
-def _system_of(contents: Any) -> System | None:
+def system_of(contents: Any) -> System | None:
+    """Return the system whose ``contents`` they are; ``None`` if none is recognised."""
     if not isinstance(contents, dict):
         return None
     return next((one for one in SYSTEMS if one.is_one(cast("StateDict", contents))), None)

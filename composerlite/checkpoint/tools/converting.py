@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from composerlite.checkpoint.api.state_dict import save_state_dict
+from composerlite.checkpoint.api.state_dict import save_safetensors, save_state_dict
+from composerlite.checkpoint.foreign.keys import Rename
+from composerlite.checkpoint.foreign.outgoing import lightning_contents, taken_of
 from composerlite.checkpoint.format.archive import STATES
 from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.record.manifest import Manifest, versions
+from composerlite.checkpoint.save import plain_file
 from composerlite.checkpoint.save.form import FileWriter, RankWriter
 from composerlite.checkpoint.save.job import PendingSave
-from composerlite.checkpoint.save.plain_file import plain_writer
+from composerlite.checkpoint.save.plain_file import write_torch
 from composerlite.checkpoint.save.sharded_writer import ShardWriter
 from composerlite.checkpoint.tools.whole import weights_of
 from composerlite.devices import rng
@@ -25,7 +29,16 @@ from composerlite.errors import CheckpointExistsError
 from composerlite.storage import make_folder
 from composerlite.types import StateDict
 
-__all__ = ["write_directory", "write_file", "write_safetensors"]
+__all__ = [
+    "write_directory",
+    "write_file",
+    "write_lightning",
+    "write_safetensors",
+    "write_safetensors_folder",
+    "write_state_dict",
+]
+
+log = logging.getLogger(__name__)
 
 
 def write_file(contents: Any, path: Path, manifest: Manifest | None, *, overwrite: bool) -> None:
@@ -77,18 +90,55 @@ def _save(writer: RankWriter, record: Manifest, path: Path) -> None:
     ).run()
 
 
-def write_safetensors(contents: Any, path: Path, *, overwrite: bool, source: str) -> None:
+def write_safetensors(contents: Any, path: Path, *, overwrite: bool, source: str, rename: Rename | None = None) -> None:
     """Write the model in ``contents`` as a file of the safetensors library. Raises as :func:`write_file`, and:
 
     Raises:
         IncompatibleCheckpointError: there is no model.
     """
+    _check_free(path, overwrite=overwrite)
+    rename = rename or Rename()
+    weights = {rename.of(name): tensor for name, tensor in weights_of(contents, source).items()}
+    plain_file.write_safetensors(path, weights)
+
+
+def write_safetensors_folder(
+    contents: Any, path: Path, *, overwrite: bool, source: str, rename: Rename | None = None
+) -> None:
+    """Write the model in ``contents`` as a folder of safetensors with an index. Raises as :func:`write_safetensors`."""
+    make_folder(path.parent)
+    rename = rename or Rename()
+    weights = {rename.of(name): tensor for name, tensor in weights_of(contents, source).items()}
+    save_safetensors(path, weights, save_overwrite=overwrite)
+
+
+def write_state_dict(contents: Any, path: Path, *, overwrite: bool, source: str, rename: Rename | None = None) -> None:
+    """Write the model in ``contents`` as a file that ``model.load_state_dict(torch.load(path))`` takes. Raises as
+    :func:`write_safetensors`.
+    """
+    _check_free(path, overwrite=overwrite)
+    rename = rename or Rename()
+    write_torch(path, {rename.of(name): tensor for name, tensor in weights_of(contents, source).items()})
+
+
+def write_lightning(contents: Any, path: Path, *, overwrite: bool, source: str, rename: Rename | None = None) -> None:
+    """Write ``contents`` as a ``.ckpt`` of Lightning, with optimizer, scheduler and how far training was.
+
+    Raises:
+        CheckpointExistsError: there is something, and ``overwrite`` is false.
+        IncompatibleCheckpointError: there is no model, or an optimizer that is none.
+    """
+    _check_free(path, overwrite=overwrite)
+    taken = taken_of(contents, source, rename or Rename())
+    write_torch(path, lightning_contents(taken))
+    if taken.left:
+        log.info("%s: not written for Lightning: %s", source, ", ".join(taken.left))
+
+
+def _check_free(path: Path, *, overwrite: bool) -> None:
     if not overwrite and path.exists():
         raise CheckpointExistsError(f"{str(path)!r} exists already. Give another name, or --overwrite.")
-    write = plain_writer(use_safetensors=True)
-    weights = weights_of(contents, source)
     make_folder(path.parent)
-    write(path, weights)
 
 
 def _is_model(contents: Any) -> bool:

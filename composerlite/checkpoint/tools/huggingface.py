@@ -16,7 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from composerlite.checkpoint.save.plain_file import plain_writer
+from composerlite.checkpoint.foreign.keys import Rename
+from composerlite.checkpoint.foreign.outgoing import taken_of, transformers_files
+from composerlite.checkpoint.save.plain_file import write_safetensors, write_torch
 from composerlite.checkpoint.save.safetensors_writer import LARGEST_FILE_BYTES
 from composerlite.checkpoint.tools.whole import weights_of
 from composerlite.errors import (
@@ -29,11 +31,19 @@ from composerlite.errors import (
 from composerlite.storage import atomic_write, make_folder
 from composerlite.types import StateDict
 
-__all__ = ["is_huggingface_folder", "kept_by_huggingface", "write_huggingface", "write_tokenizer"]
+__all__ = [
+    "is_huggingface_folder",
+    "kept_by_huggingface",
+    "write_huggingface",
+    "write_tokenizer",
+    "write_trainer_folder",
+]
 
 log = logging.getLogger(__name__)
 
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
+TRAINER_STATE = "trainer_state.json"
+_TRAINER_FILES = ("optimizer.pt", "scheduler.pt")
 _GENERATION_CONFIG = "generation_config.json"
 _MODEL, _ADAPTER = "model", "adapter_model"
 _OURS = re.compile(r"(config|adapter_config|generation_config)\.json|(model|adapter_model)[-.].*", re.IGNORECASE)
@@ -47,7 +57,17 @@ _PREFIX = "model."
 def is_huggingface_folder(path: Path) -> bool:
     """Return true if ``path`` is a folder with a model or adapters as ``save_pretrained`` writes them."""
     has_weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
-    return (path / _ADAPTER_CONFIG).is_file() or ((path / _CONFIG).is_file() and has_weights)
+    is_model = (path / _ADAPTER_CONFIG).is_file() or ((path / _CONFIG).is_file() and has_weights)
+    return is_model and not (path / TRAINER_STATE).is_file()  # that is a checkpoint, with an optimizer
+
+
+def has_config(contents: Any) -> bool:
+    """Return true for contents that a ``HuggingFaceModel`` was saved with."""
+    try:
+        kept_by_huggingface(contents, "")
+    except IncompatibleCheckpointError:
+        return False
+    return True
 
 
 def kept_by_huggingface(contents: Any, source: str) -> StateDict:
@@ -102,7 +122,6 @@ def write_huggingface(
         raise ConfigError(f"largest file of {largest_file_bytes} bytes: expected a positive number of bytes.")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"dtype={dtype}: expected a type of floating-point numbers, such as bfloat16.")
-    write = plain_writer(use_safetensors=True)
     kept = kept_by_huggingface(contents, source)
     model = cast("StateDict", kept["model"])
     tokenizer = _files_of_tokenizer(kept.get("tokenizer"), source)
@@ -117,18 +136,55 @@ def write_huggingface(
         weights = _each_once(weights, model.get("tied_weights"))
         stem, config_name = _MODEL, _CONFIG
         config = _config(model, weights, dtype)
-    if not overwrite and folder.is_dir() and any(folder.iterdir()):
-        raise CheckpointExistsError(f"{str(folder)!r} is not empty. Give another folder, or overwrite it.")
+    _check_empty(folder, overwrite=overwrite)
     make_folder(folder)
     _clear(folder)
     files = list(_cut(weights, dtype, largest_file_bytes if stem == _MODEL else None))
-    _write_weights(write, folder, stem, files, dtype)
+    _write_weights(folder, stem, files, dtype)
     for name, data in tokenizer.items():
         _put(folder / name, data)
     generation = _content(model, "generation_config")
     if stem == _MODEL and isinstance(generation, dict):
         _put(folder / _GENERATION_CONFIG, _json(generation, source))
     _put(folder / config_name, _json(config, source))
+
+
+def write_trainer_folder(
+    contents: Any, folder: Path, *, source: str, rename: Rename | None = None, overwrite: bool = False
+) -> None:
+    """Make ``folder`` a ``checkpoint-N`` that the Trainer of transformers continues from.
+
+    With the config and the tokenizer of a ``HuggingFaceModel``, whose weights have the names of that model. What tells
+    how far training was is written last, and gone first where a folder is replaced.
+
+    Args:
+        contents: of a checkpoint of any system.
+        folder: to write.
+        source: the checkpoint, for messages.
+        rename: of the weights, where they are of no ``HuggingFaceModel``.
+        overwrite: replace what is written here; other files stay.
+
+    Raises:
+        CheckpointExistsError: the folder is not empty, and ``overwrite`` is false.
+        IncompatibleCheckpointError: the checkpoint has no model.
+        UntrustedCheckpointError: as :func:`write_huggingface`.
+    """
+    taken = taken_of(contents, source, rename or Rename())
+    files, state = transformers_files(taken, contents)
+    _check_empty(folder, overwrite=overwrite)
+    make_folder(folder)
+    for path in (folder / TRAINER_STATE, *folder.glob("rng_state*.pth"), *(folder / name for name in _TRAINER_FILES)):
+        path.unlink(missing_ok=True)
+    if has_config(contents):
+        write_huggingface(contents, folder, source=source, overwrite=True)
+    else:
+        _clear(folder)
+        _write_weights(folder, _MODEL, list(_cut(taken.model, None, LARGEST_FILE_BYTES)), None)
+    for name, saved in files.items():
+        write_torch(folder / name, saved)
+    _put(folder / TRAINER_STATE, _json(state, source))
+    if taken.left:
+        log.info("%s: not written for transformers: %s", source, ", ".join(taken.left))
 
 
 def write_tokenizer(kept: StateDict, folder: Path, *, source: str) -> bool:
@@ -249,18 +305,16 @@ def _cut(
     yield group
 
 
-def _write_weights(
-    write: Any, folder: Path, stem: str, files: list[dict[str, Tensor]], dtype: torch.dtype | None
-) -> None:
+def _write_weights(folder: Path, stem: str, files: list[dict[str, Tensor]], dtype: torch.dtype | None) -> None:
     if len(files) == 1:
-        write(folder / f"{stem}.safetensors", _as_type(files[0], dtype))
+        write_safetensors(folder / f"{stem}.safetensors", _as_type(files[0], dtype))
         return
     places: dict[str, str] = {}
     size = 0
     for number, group in enumerate(files, 1):
         name = f"{stem}-{number:05}-of-{len(files):05}.safetensors"
         tensors = _as_type(group, dtype)
-        write(folder / name, tensors)
+        write_safetensors(folder / name, tensors)
         places |= dict.fromkeys(group, name)
         size += sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": places}
@@ -275,6 +329,11 @@ def _as_type(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[s
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _check_empty(folder: Path, *, overwrite: bool) -> None:
+    if not overwrite and folder.is_dir() and any(folder.iterdir()):
+        raise CheckpointExistsError(f"{str(folder)!r} is not empty. Give another folder, or overwrite it.")
+
+
 def _clear(folder: Path) -> None:
     """Take away what would be loaded, the configs first."""
     for name in (_CONFIG, _ADAPTER_CONFIG, _GENERATION_CONFIG):

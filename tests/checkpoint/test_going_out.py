@@ -1,0 +1,215 @@
+"""Checkpoints written for other programs: from any that is read here, with the values that were saved.
+
+tests/data/composerlite has a checkpoint of ours, and the file of Lightning that ``checkpoint convert`` makes of it. The
+losses that Lightning had from there on are in tests/data/lightning_from_ours.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoint.sharded_parts import same
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from test_other_systems import DATA, SAVED, STEPS, Losses, data, grouped, linear, trainer
+from tiny_training import Classifier
+from torch import nn
+from torch.utils.data import SequentialSampler
+
+from composerlite import Trainer
+from composerlite.cli.conversion import convert
+
+OURS = DATA / "composerlite/ep2.pt"
+SOURCES = [
+    "composerlite/ep2.pt",
+    "composerlite/lightning.ckpt",
+    "lightning/step6.ckpt",
+    "torch/weights.pt",
+    "torch/checkpoint.pt",
+    "transformers/checkpoint-6",
+    "accelerate/state",
+    "dcp/torchtitan",
+    "dcp/nested",
+    "safetensors/model.safetensors",
+    "safetensors/sharded",
+]
+FORMS = {
+    "file": ["out.pt"],
+    "directory": ["out"],
+    "safetensors": ["out.safetensors"],
+    "safetensors folder": ["out", "--to", "safetensors"],
+    "state_dict": ["out.bin", "--to", "state_dict"],
+    "lightning": ["out.ckpt"],
+    "transformers": ["checkpoint-6", "--to", "transformers"],
+}
+"""The target, and how it is asked for."""
+
+
+def converted(source: Path, target: Path, *options: str) -> Path:
+    """What the command makes of ``source``."""
+    done = CliRunner().invoke(convert, [str(source), str(target), *options])
+    assert done.exit_code == 0, f"{done.output} {done.exception!r}"
+    return target
+
+
+def trained(path: Path, steps: int, model: nn.Module | None = None, **more: Any) -> list[float]:
+    """Losses of a run of ours that begins with ``path``."""
+    losses = Losses()
+    with trainer(path, losses, model, max_duration=f"{steps}ba", **more) as run:
+        run.fit()
+    return losses.found
+
+
+def named(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights by their names in the network."""
+    return {name.removeprefix("net."): tensor for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_weights_go_from_any_form_to_any_other(tmp_path: Path, source: str, form: str) -> None:
+    """Bit for bit: what is written is read by a plain run here, and by the program that it is for."""
+    name, *options = FORMS[form]
+    target = converted(DATA / source, tmp_path / name, *options)
+    original = torch.load(DATA / "torch/weights.pt")
+    if "composerlite" in source:
+        original = dict(torch.load(OURS)["state"]["model"])
+    elif "transformers" in source:
+        original = load_file(DATA / source / "model.safetensors")
+    if form != "directory" or source != "safetensors/model.safetensors":
+        with trainer(target, load_weights_only=True) as run:
+            assert same(run.state.model.state_dict(), original)
+    if form == "safetensors":
+        assert same(named(load_file(target)), original)
+    elif form in ("safetensors folder", "transformers"):
+        assert same(named(load_file(target / "model.safetensors")), original)
+    elif form in ("state_dict", "lightning"):
+        found = torch.load(target, weights_only=True)
+        assert same(named(dict(found if form == "state_dict" else found["state_dict"])), original)
+
+
+def test_lightning_continues_from_ours(tmp_path: Path) -> None:
+    """What is written is what Lightning was given, and has trained on from: the run here has the same 20 losses."""
+    target = converted(OURS, tmp_path / "out.ckpt", "--rename", "=net.")
+    assert same(torch.load(target), torch.load(DATA / "composerlite/lightning.ckpt"))
+    expected = json.loads((DATA / "lightning_from_ours/expected.json").read_text())["losses"]
+    assert len(expected) == STEPS - SAVED
+    assert trained(OURS, 8 + len(expected)) == pytest.approx(expected, rel=1e-5)
+    assert trained(target, 8 + len(expected)) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
+    """What accelerate sets is gone after a test."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+class _InOrder(transformers.Trainer):
+    """The Trainer of transformers, with the data in order."""
+
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return SequentialSampler(data().dataset)  # pyright: ignore[reportArgumentType]
+
+
+class _Net(nn.Module):
+    """The network, as transformers calls a model."""
+
+    def __init__(self, losses: list[float]) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 2)
+        self.losses = losses
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.body(x).relu())
+        loss = nn.functional.cross_entropy(logits, labels)
+        self.losses.append(loss.item())
+        return {"loss": loss, "logits": logits}
+
+
+def continued(checkpoint: Path, out: Path, steps: int, **more: Any) -> tuple[list[float], Any]:
+    """Losses of the Trainer of transformers that goes on from ``checkpoint``, and that trainer."""
+    arguments = transformers.TrainingArguments(
+        str(out), max_steps=steps, save_strategy="no", per_device_train_batch_size=4, report_to=[],
+        learning_rate=0.01, weight_decay=0.01, max_grad_norm=0, use_cpu=True, disable_tqdm=True, **more,
+    )  # fmt: skip
+    losses: list[float] = []
+    rows: Any = [{"x": x, "labels": y} for x, y in data().dataset]
+    run = _InOrder(_Net(losses), arguments, train_dataset=rows)
+    run.train(resume_from_checkpoint=str(checkpoint))
+    return losses, run
+
+
+@pytest.mark.parametrize("by", ["the folder itself", "a run of ours", "a directory of ours"])
+def test_transformers_continues_from_ours(tmp_path: Path, by: str) -> None:
+    """A run of transformers that went on here, or was converted twice, goes on there with the losses that it had."""
+    source = DATA / "transformers/checkpoint-6"
+    expected = json.loads((DATA / "transformers/expected.json").read_text())["losses"]
+    if by != "the folder itself":
+        with trainer(source, optimizer=grouped, scheduler=linear) as run:
+            source = Path(run.save_checkpoint(str(tmp_path / "now.pt")))
+    if by == "a directory of ours":
+        source = converted(source, tmp_path / "directory")
+    target = converted(source, tmp_path / "checkpoint-6", "--to", "transformers")
+    found, run = continued(target, tmp_path / "out", STEPS)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert run.state.epoch == pytest.approx(STEPS / 4)
+
+
+def test_an_optimizer_of_one_group_becomes_the_two_of_transformers(tmp_path: Path) -> None:
+    """Moments and settings stay with their weights: at a constant rate both have the same 20 losses from there on."""
+    losses, model = Losses(), Classifier()
+    with Trainer(
+        model=model,
+        train_dataloader=data(),
+        optimizers=torch.optim.AdamW(model.parameters(), lr=0.01),
+        max_duration="28ba",
+        callbacks=[losses],
+        progress_bar=False,
+        save_folder=str(tmp_path / "run"),
+        save_filename="ba{batch}.pt",
+        save_interval="4ba",
+    ) as run:
+        run.fit()
+    source = tmp_path / "run/ba8.pt"
+    target = converted(source, tmp_path / "checkpoint-8", "--to", "transformers")
+    saved = torch.load(target / "optimizer.pt")
+    assert [group["params"] for group in saved["param_groups"]] == [[0, 1], [2, 3]]
+    ours = torch.load(source)["state"]["optimizers"]["AdamW"]["state"]
+    names = ["body.weight", "head.weight", "body.bias", "head.bias"]
+    assert same([saved["state"][number] for number in range(4)], [ours[name] for name in names])
+    found, _ = continued(target, tmp_path / "out", 28, lr_scheduler_type="constant")
+    assert found == pytest.approx(list(map(float, losses.found[8:])), rel=1e-5)
+
+
+def test_a_scheduler_of_another_kind_is_left_to_transformers(tmp_path: Path) -> None:
+    """Its own rate goes on at the step of the checkpoint; the generators of a rank are those that were saved."""
+    target = converted(OURS, tmp_path / "checkpoint-8", "--to", "transformers")
+    assert torch.load(target / "scheduler.pt")["last_epoch"] == 8
+    saved = torch.load(target / "rng_state.pth", weights_only=False)
+    ours = torch.load(OURS)["rng"][0]
+    assert same(saved["cpu"], ours["torch"])
+    assert list(saved["numpy"][1]) == ours["numpy"][1].tolist()
+    assert saved["python"] == (ours["python"][0], tuple(ours["python"][1]), ours["python"][2])
+
+
+def test_what_is_there_is_not_replaced_unasked(tmp_path: Path) -> None:
+    """A file and a folder; with --overwrite they are, and other files stay."""
+    for form in ("lightning", "transformers", "state_dict", "safetensors folder"):
+        name, *options = FORMS[form]
+        target = converted(OURS, tmp_path / name, *options)
+        done = CliRunner().invoke(convert, [str(OURS), str(target), *options])
+        assert done.exit_code != 0
+        assert "exists already" in str(done.exception) or "not empty" in str(done.exception)
+        converted(OURS, target, *options, "--overwrite")
+
+
+def test_a_rename_that_is_none_is_refused(tmp_path: Path) -> None:
+    """It is FROM=TO, and for forms that have weights under names alone."""
+    for target, rename in (("out.ckpt", "net."), ("out.pt", "=net."), ("out", "a=b")):
+        done = CliRunner().invoke(convert, [str(OURS), str(tmp_path / target), "--rename", rename])
+        assert "expected FROM=TO" in str(done.exception)
