@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help gpu gpu-wheels demo interop test compat soak chaos lint fmt types reference migration walks docs examples bench clean install
+.PHONY: help scale gpu gpu-wheels demo interop test compat soak chaos lint fmt types reference migration walks docs examples bench clean install
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -78,6 +78,9 @@ examples: $(VENV)/.installed ## run every code block of README.md and docs/
 bench: $(BENCH)/.installed ## time composerlite beside its peers: benchmarks/out, docs/images; ONLY=checkpoint_saves for one, ARGS=--no-peers
 	set -e; for name in $(ONLY); do $(BENCH)/bin/python benchmarks/$$name.py $(ARGS); done
 	$(BENCH)/bin/python benchmarks/report.py
+
+scale: $(VENV)/.installed ## what saves and loads of Llama models cost in coordination on 8 to 16,384 ranks; benchmarks/out/scale.json
+	$(BIN)/python benchmarks/scale.py $(ARGS)
 
 # A machine with a GPU may have no network: what its python lacks is carried in .gpu-wheels, which git ignores.
 gpu: $(if $(wildcard .gpu-wheels),,$(VENV)/.installed) ## checkpoints on a GPU: correct, and what they cost; benchmarks/out/gpu.jsonl. Without one: one line

@@ -31,7 +31,18 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-__all__ = ["MOST_ITEMS", "RANKS", "TENSORS", "VOTERS", "bytes_read", "planning", "votes"]
+__all__ = [
+    "MOST_ITEMS",
+    "RANKS",
+    "TENSORS",
+    "VOTERS",
+    "bytes_read",
+    "connected",
+    "planning",
+    "serve_store",
+    "vote",
+    "votes",
+]
 
 LAYERS, WIDTH = 12, 1024
 KEYS_STEP = 10
@@ -253,20 +264,21 @@ def votes() -> Iterator[Measured]:
     """From the last vote until every rank knows that it is committed; and what the store was asked, per rank."""
     processes = multiprocessing.get_context("spawn")
     ours, theirs = processes.Pipe()
-    server = processes.Process(target=_serve_store, args=(theirs,))
+    server = processes.Process(target=serve_store, args=(theirs,))
     server.start()
     port = ours.recv()
-    stores = [_connected(port) for _ in range(max(VOTERS))]
+    stores = [connected(port) for _ in range(max(VOTERS))]
     for ranks in VOTERS:
         for number in range(ROUNDS):
             with ForeignCpu() as foreign:
-                values = _vote(stores[:ranks], number)
+                values = vote(stores[:ranks], number)
             yield f"{ranks}", {"ranks": ranks, **values}, foreign.share
     ours.send("end")
     server.join()
 
 
-def _serve_store(connection: Any) -> None:
+def serve_store(connection: Any) -> None:
+    """Hold a store until something is received."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     connection.send(store.port)
     connection.recv()
@@ -289,11 +301,13 @@ class _Asked:
         return counted
 
 
-def _connected(port: int) -> Any:
+def connected(port: int) -> Any:
+    """Connect to the store."""
     return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
 
-def _vote(stores: list[Any], number: int) -> dict[str, float]:
+def vote(stores: list[Any], number: int) -> dict[str, float]:
+    """One vote of as many ranks as there are ``stores``, each a thread."""
     from composerlite.dist.commit_barrier import CommitRound
 
     ranks = len(stores)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = [
     "change_count",
     "dcp_memory_format_class",
-    "dcp_plan_errors",
     "dcp_storage_info_class",
     "default_store",
     "forget_workers",
@@ -164,19 +163,6 @@ def dcp_memory_format_class() -> Any:
     from torch.distributed.checkpoint import metadata
 
     return metadata._MEM_FORMAT_ENCODING
-
-
-def dcp_plan_errors(plans: Any, metadata: Any) -> list[str]:
-    """Reasons why the planned parts do not cover their tensors, or overlap; in DCP's words.
-
-    torch 2.11 returns only a bool, and logs the rest.
-    """
-    from torch.distributed.checkpoint import default_planner
-
-    found: Any = default_planner._validate_global_plan(plans, metadata)
-    if isinstance(found, bool):
-        return [] if found else ["the parts of a tensor overlap, or leave some of it out"]
-    return found
 
 
 # ── arguments and memory ─────────────────────────────────────────────────────────────────────────────────────────────

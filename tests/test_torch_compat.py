@@ -262,23 +262,6 @@ def test_dcp_classes_are_those_that_files_name(tmp_path: Path) -> None:
     assert any(type(one) is kind for one in properties.__reduce_ex__(2)[2])
 
 
-@seen_with("dcp_plan_errors", "2.11", "2.12", "2.13", "2.15")
-def test_dcp_plan_errors_says_what_is_wrong() -> None:
-    """Nothing for parts that make up the whole; something for a hole and for an overlap, whatever torch returns."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata as Entry
-
-    def errors(*starts: int) -> list[str]:
-        chunks = [ChunkStorageMetadata(torch.Size([start]), torch.Size([2])) for start in starts]
-        entry = Entry(TensorProperties(torch.float32), torch.Size([4]), chunks)
-        return compat.dcp_plan_errors([None, None], Metadata({"a": entry}))
-
-    assert errors(0, 2) == []
-    assert errors(0)
-    assert errors(0, 1)
-    assert all(isinstance(one, str) for one in errors(0))
-
-
 @seen_with("map_leaves", "2.13")
 def test_map_leaves_keeps_the_containers() -> None:
     """Dictionaries, lists and tuples stay, and what they hold is replaced."""

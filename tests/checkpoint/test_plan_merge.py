@@ -62,9 +62,18 @@ def test_what_all_ranks_have_is_written_once_and_by_all_about_as_much() -> None:
     assert {key for key in metadata.state_dict_metadata if key.startswith("whole")} == set(every)
 
 
-@pytest.mark.parametrize(("first", "what"), [(1, "overlapping"), (3, "invalid fill")])
-def test_parts_that_do_not_make_up_the_whole_are_refused(first: int, what: str) -> None:
-    """Two ranks with rows that both have, or that none has: no checkpoint that would miss something."""
-    items = [_tensor("w", PARTS, [0, 0], [2, 4], [5, 4]), _tensor("w", PARTS, [first, 0], [2, 4], [5, 4])]
-    with pytest.raises(ValueError, match=what):
+@pytest.mark.parametrize(
+    ("second", "what"),
+    [
+        (([3, 0], [1, 4]), "another size"),  # a row is missing
+        (([1, 0], [2, 4]), "overlap"),
+        (([0, 2], [4, 1]), "overlap"),
+        (([1, 0], [3, 4]), "another size"),  # a row is there twice
+    ],
+)
+def test_parts_that_do_not_make_up_the_whole_are_refused(second: tuple[list[int], list[int]], what: str) -> None:
+    """Two ranks with numbers that both have, or that none has: no checkpoint that would miss something."""
+    first_sizes = [2, 4] if second[1] != [4, 1] else [3, 4]
+    items = [_tensor("w", PARTS, [0, 0], first_sizes, [4, 4]), _tensor("w", PARTS, *second, [4, 4])]
+    with pytest.raises(ValueError, match=rf"'w' .*{what}"):
         merge_plans(_travelled([SavePlan([item], planner_data={"w": ("w",)}) for item in items]))

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from composerlite.checkpoint.format.safetensors_file import DTYPES
 from composerlite.checkpoint.format.sharded_index import StorageInfo, read_index
+from composerlite.checkpoint.format.sharded_layout import is_layout, read_layout
 from composerlite.checkpoint.format.weight_files import MOST_HEADER_BYTES, is_folder_index
 from composerlite.errors import CorruptCheckpointError
 
@@ -45,12 +46,14 @@ class _Stored(NamedTuple):
 
 
 def index_of(data: bytes, uri: str) -> Metadata:
-    """Read the index of a checkpoint: ``.metadata``, or what :mod:`.weight_files` has made of a folder without one.
+    """Read the index of a checkpoint: ``.metadata``, a list of DCP or a rule; or what :mod:`.weight_files` has made.
 
     Raises:
         CorruptCheckpointError: it is damaged.
         UntrustedCheckpointError: it names what is not known to be safe.
     """
+    if is_layout(data):
+        return read_layout(data, uri)
     if not is_folder_index(data):
         return read_index(data, uri)
     file = ""

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from composerlite import dist
 from composerlite.checkpoint.format.sharded_index import filled, inner_tensors, key_path, leaves, nested, tensor_at
+from composerlite.checkpoint.format.sharded_layout import narrowed
 from composerlite.checkpoint.format.torch_file import is_dense
 from composerlite.checkpoint.format.torch_reader import item_contents
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, safe_contents
@@ -282,8 +283,7 @@ def load_leaves(reader: RemoteFileSystemReader, state: StateDict, *, group: Grou
     planner = _LoadPlanner(reader.uri)
 
     def plan() -> LoadPlan:
-        metadata = reader.read_metadata()
-        planner.set_up_planner(state, metadata, group.is_first)
+        planner.set_up_planner(state, narrowed(reader.read_metadata(), state), group.is_first)
         return planner.create_local_plan()
 
     def read(plan: LoadPlan) -> None:

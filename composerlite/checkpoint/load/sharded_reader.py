@@ -27,6 +27,7 @@ from torch.futures import Future
 
 from composerlite.checkpoint.format.folder_index import index_of
 from composerlite.checkpoint.format.sharded_index import untrusted
+from composerlite.checkpoint.format.sharded_layout import chunks_at
 from composerlite.checkpoint.format.torch_reader import (
     ByteSource,
     StoredTensor,
@@ -375,12 +376,14 @@ class RemoteFileSystemReader(StorageReader):
 
 def _chunk_shape(stored: Any, index: MetadataIndex) -> tuple[int, ...]:
     """The shape of the part of a tensor that is stored as ``index``."""
-    if index.index is not None and index.index < len(stored.chunks):
-        chunk = stored.chunks[index.index]
-        if index.offset is None or chunk.offsets == index.offset:
+    offsets = index.offset
+    chunks = stored.chunks if offsets is None else chunks_at(stored, (tuple(offsets), (1,) * len(offsets)))
+    if index.index is not None and index.index < len(chunks):
+        chunk = chunks[index.index]
+        if offsets is None or chunk.offsets == offsets:
             return tuple(chunk.sizes)
-    for chunk in stored.chunks:
-        if chunk.offsets == index.offset:
+    for chunk in chunks:
+        if chunk.offsets == offsets:
             return tuple(chunk.sizes)
     raise CorruptCheckpointError(f"{index.fqn!r} has no part at {index.offset}")
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from composerlite import dist
+from composerlite.checkpoint.format.sharded_layout import narrowed
 from composerlite.checkpoint.load.reader import validate
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader
 from composerlite.checkpoint.place.directory import ON_ALL_NODES, ShardedDirectory
@@ -130,7 +131,8 @@ def _named(items: Iterable[ReadItem], planner: DefaultLoadPlanner, place: str) -
         if stored is None or not dist.has_copies(planner.state_dict[item.dest_index.fqn]):
             continue
         target = planner.resolve_tensor(item).detach()
-        what = (place, item.storage_index, tuple(item.storage_offsets), tuple(item.lengths), target.dtype)
+        index = item.storage_index
+        what = (place, index.fqn, index.offset, tuple(item.storage_offsets), tuple(item.lengths), target.dtype)
         name = xxhash.xxh3_128_digest(repr(what).encode())
         found.append((name, _SharedItem(name, (stored.relative_path, stored.offset), item, target)))
     return sorted(found, key=lambda pair: pair[0])
@@ -332,7 +334,7 @@ class RemoteShardFetcher:
         """The file and the range of each item that is read for ``wanted``."""
         metadata = self._reader.read_metadata()
         planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner(wanted, metadata, is_coordinator=False)
+        planner.set_up_planner(wanted, narrowed(metadata, wanted), is_coordinator=False)
         for item in planner.create_local_plan().items:
             place = metadata.storage_data[item.storage_index]
             yield place.relative_path, place.offset, place.offset + place.length

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["INDEX", "ON_ALL_NODES", "FinalizedManifest", "PathOrUri", "ShardedDirectory", "directory_at"]
 
-_LEAST_CHUNK_BYTES, _MOST_CHUNKS = 32 << 10, 1 << 15
+_LEAST_CHUNK_BYTES, _MOST_CHUNKS = 32 << 10, 1 << 15  # of a file
 ON_ALL_NODES = (
     "Load it on all the nodes that saved it, or copy the files of all of them to one folder; save to a folder that all "
     "nodes share, or to a bucket, to be free of that."
@@ -309,10 +309,20 @@ class ShardedDirectory:
         self.place.join(self.name, handle, lambda: self.check_free(overwrite=overwrite))
         self._handle = handle
 
-    def write(self, handle: SaveHandle, name: str, most_bytes: int, fill: Callable[[Sink], object]) -> FileDigest:
-        """Make a durable file of what ``fill`` gives, at most ``most_bytes``; return what it contains."""
+    def write(
+        self,
+        handle: SaveHandle,
+        name: str,
+        most_bytes: int,
+        fill: Callable[[Sink], object],
+        most_chunks: int = _MOST_CHUNKS,
+    ) -> FileDigest:
+        """Make a durable file of what ``fill`` gives, at most ``most_bytes``; return what it contains.
+
+        It is verified in ``most_chunks`` parts at most.
+        """
         path = PurePosixPath(self.name).with_name(handle.place) / name
-        return self.place.write(str(path), most_bytes, fill, chunk_bytes=_chunk_bytes(most_bytes))
+        return self.place.write(str(path), most_bytes, fill, chunk_bytes=_chunk_bytes(most_bytes, most_chunks))
 
     def commit(
         self,
@@ -434,9 +444,9 @@ def directory_at(place: PathOrUri, *, threads: int | None = None) -> ShardedDire
     return ShardedDirectory.on_disk(Path(parse_uri(text)[2]))
 
 
-def _chunk_bytes(size_bytes: int) -> int:
+def _chunk_bytes(size_bytes: int, most_chunks: int) -> int:
     """Bytes that are verified at once: few, since a read of a shard is often of one tensor among many."""
     chunk_bytes = _LEAST_CHUNK_BYTES
-    while size_bytes > chunk_bytes * _MOST_CHUNKS:
+    while size_bytes > chunk_bytes * most_chunks:
         chunk_bytes *= 2
     return chunk_bytes

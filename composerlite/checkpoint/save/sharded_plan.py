@@ -1,8 +1,9 @@
 """Plan of a sharded save: assigns each shard to one rank that writes it, and makes the index on the first rank.
 
 DCP's own merging moves and rebuilds an object tree for every part of every tensor on every rank, about 0.1 ms each, in
-the first rank. Here columns are sent: parts equal on all ranks are read once, and a rank learns only which of its
-items are its to write.
+the first rank. Where there are many parts, the ranks compare a digest of how their tensors are split, and each works
+out what it writes (docs/adr/0081). Else columns are sent: parts equal on all ranks are read once, and a rank learns
+only which of its items are its to write.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast, final
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -33,8 +35,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from composerlite._torch_compat import dcp_plan_errors
 from composerlite.checkpoint.format.sharded_index import KEYS, leaves, value_bytes
+from composerlite.checkpoint.format.sharded_layout import ShardLayout, SplitTensor, balanced, split_of
 from composerlite.dist import Group
 from composerlite.errors import SaveError
 from composerlite.types import StateDict
@@ -45,6 +47,12 @@ log = logging.getLogger(__name__)
 A = TypeVar("A")
 Place = tuple[int, ...] | None
 _MOST_PLANS = 4
+_MOST_LISTED = 50_000
+"""Parts of tensors in an index of DCP, which lists them; with more it is a rule. About 9 MB."""
+_MOST_FILES = 4096
+"""Data files of a checkpoint, where it has many parts and no more ranks."""
+LEAST_FILE_BYTES = 64 << 20
+"""Bytes of a data file, where a rank writes several."""
 
 
 class _Table(NamedTuple):
@@ -192,7 +200,7 @@ def merge_plans(plans: Sequence[PackedPlan]) -> tuple[list[AssignedItems], Metad
     for table in reversed(known.values()):
         paths.update(table.paths)
     metadata = Metadata(entries, planner_data=paths)
-    _check(metadata, len(plans))
+    _check(metadata)
     return shares, metadata
 
 
@@ -249,15 +257,43 @@ def _index(ranks: Sequence[_Items], written: Sequence[list[int]]) -> tuple[list[
 
 
 # ── checking ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _check(metadata: Metadata, count: int) -> None:
-    """Raise if parts of a tensor overlap, or do not make up the whole. What lies in a row is seen at a glance."""
-    doubtful: dict[str, Any] = {
-        key: entry
-        for key, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and not _is_row(entry)
-    }
-    if doubtful and (errors := dcp_plan_errors([None] * count, Metadata(doubtful))):
-        raise ValueError("the ranks do not have the parts of one state: " + "; ".join(errors[:3]))
+def _check(metadata: Metadata) -> None:
+    """Raise if parts of a tensor overlap, or do not make up the whole. What lies in a row is seen at a glance.
+
+    Raises:
+        ValueError: for the first such tensor.
+    """
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata) and not _is_row(entry):
+            found = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
+            if sum(math.prod(chunk.sizes) for chunk in found) != math.prod(entry.size):
+                raise ValueError(f"the ranks do not have the parts of one state: those of {key!r} have another size")
+            if _overlap(found):
+                raise ValueError(f"the ranks do not have the parts of one state: those of {key!r} overlap")
+
+
+def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
+    """Return true if two of the parts overlap.
+
+    Each is compared with those that overlap in one dimension: that in which the parts have the most different offsets.
+    """
+    if len(chunks) < 2:
+        return False
+    if not chunks[0].sizes:
+        return True
+    along = max(range(len(chunks[0].sizes)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
+    active: list[ChunkStorageMetadata] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
+        active = [one for one in active if one.offsets[along] + one.sizes[along] > chunk.offsets[along]]
+        if any(_share(one, chunk) for one in active):
+            return True
+        active.append(chunk)
+    return False
+
+
+def _share(a: ChunkStorageMetadata, b: ChunkStorageMetadata) -> bool:
+    spans = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    return all(first < other + its and other < first + size for first, size, other, its in spans)
 
 
 def _is_row(entry: TensorStorageMetadata) -> bool:
@@ -320,6 +356,48 @@ class Planner(DefaultSavePlanner):
                 raise
             return e  # for the writing, of which the ranks say who has failed
 
+    def layout(self, plan: SavePlan, group: Group, files: int) -> ShardLayout | None:
+        """The rule by which all ranks split the tensors of ``plan``, as far as this rank can tell.
+
+        Args:
+            plan: what this rank has. group: the ranks that save together. files: most files of a rank.
+
+        Returns:
+            The rule; ``None`` if there are few parts, or tensors that no rule covers.
+        """
+        split = [item for item in plan.items if self._is_split(item)]
+        if len(split) * group.size <= _MOST_LISTED:
+            return None
+        tensors: list[SplitTensor] = []
+        orders: dict[int, bool] = {}
+        for item in split:
+            tensor = self.state_dict[item.index.fqn]
+            mesh = tensor.device_mesh
+            if id(mesh) not in orders:
+                orders[id(mesh)] = mesh.mesh.flatten().tolist() == list(range(group.size))
+            found = split_of(self.mappings[item.index.fqn], tensor) if orders[id(mesh)] else None
+            if found is None or not _is_as_split(item, found, group.rank):
+                log.debug("the tensor %s is split in a way that no rule covers: listing all parts", item.index.fqn)
+                return None
+            tensors.append(found)
+        files = max(1, min(files, _MOST_FILES // group.size))
+        tensors.sort(key=lambda tensor: tensor.key)
+        return ShardLayout(group.size, tensors, files=files, least_bytes=LEAST_FILE_BYTES)
+
+    def listed(self, plan: SavePlan, group: Group) -> tuple[SavePlan, bytes]:
+        """Select the items that no rule covers and this rank writes; and what must be equal on all ranks for that."""
+        items = [item for item in plan.items if not self._is_split(item)]
+        if self._of_run:
+            return dataclasses.replace(plan, items=items), b""
+        sizes = [_size_bytes(item) for item in items]
+        own = balanced(sizes, group.size)[group.rank]
+        common = PackedPlan.of(dataclasses.replace(plan, items=items))
+        return dataclasses.replace(plan, items=[items[number] for number in sorted(own)]), pickle.dumps(common)
+
+    def _is_split(self, item: WriteItem) -> bool:
+        value = self.state_dict[item.index.fqn]
+        return isinstance(value, DTensor) and value.numel() > 0
+
     def _is_of_this_rank(self, item: WriteItem) -> bool:
         name = item.index.fqn
         return isinstance(self.state_dict[name], DTensor) or self.mappings[name][0] == "rng"
@@ -344,6 +422,18 @@ class Planner(DefaultSavePlanner):
         self.tensors, self._values, self.state_dict = {}, {}, {}
 
 
+def _size_bytes(item: WriteItem) -> int:
+    tensor = item.tensor_data
+    return 1 if tensor is None else math.prod(tensor.chunk.sizes) * tensor.properties.dtype.itemsize
+
+
+def _is_as_split(item: WriteItem, split: SplitTensor, rank: int) -> bool:
+    assert item.tensor_data is not None
+    offsets, sizes = split.splits.box(split.shape, rank)
+    own = item.tensor_data.chunk
+    return tuple(own.sizes) == sizes and (tuple(own.offsets) == offsets or not math.prod(sizes))
+
+
 # ── all ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 @final
 @dataclass(frozen=True)
@@ -355,7 +445,8 @@ class KnownPlan:
         count: of the ranks.
         local: what this rank wanted to write.
         final: what it writes, without what others write already.
-        metadata: of the whole, on the first rank.
+        metadata: of the whole, on the first rank; of what is listed, where there is a layout.
+        layout: the rule that the tensors follow which are not listed.
     """
 
     name: str
@@ -363,6 +454,7 @@ class KnownPlan:
     local: SavePlan
     final: SavePlan
     metadata: Metadata | None
+    layout: ShardLayout | None
 
 
 _known: list[KnownPlan] = []  # the newest last
@@ -370,50 +462,108 @@ _known_lock = threading.Lock()
 
 
 def plan_together(
-    group: Group, local_plan: Callable[[], SavePlan], assign: Callable[[int], list[A]], *, reuse: bool
+    group: Group,
+    planner: Planner,
+    local_plan: Callable[[], SavePlan],
+    assign: Callable[[int], list[A]],
+    *,
+    reuse: bool,
+    files: int = 1,
 ) -> tuple[KnownPlan, A]:
     """Plan a save with the other ranks, in the main thread.
 
     Args:
         group: the ranks that save together.
-        local_plan: makes what this rank wants to write. If it fails on a rank, all raise that.
+        planner: of this rank.
+        local_plan: makes with it what this rank wants to write. If it fails on a rank, all raise that.
         assign: called on the first rank with the number of ranks when there is a plan; returns an assignment for each.
         reuse: use the plan of an earlier save if on no rank a key, shape, type or placement differs.
+        files: that a rank writes at the same time.
     """
-    if not reuse:
-        return _plan(group, local_plan, assign)
     local: list[SavePlan] = []
 
     def kept() -> SavePlan:
-        local.append(local_plan())
+        if not local:
+            local.append(local_plan())
         return local[0]
 
-    made = _plan_again(group, kept, assign)
+    made = _plan_again(group, kept, assign) if reuse else None
     if made is None:
-        made = _plan(group, lambda: local[0], assign)
-        with _known_lock:
-            _known.append(made[0])
-            del _known[:-_MOST_PLANS]
+        made = _plan_by_rule(group, planner, kept, assign, files) or _plan_listed(group, kept, assign)
+        if reuse:
+            with _known_lock:
+                _known.append(made[0])
+                del _known[:-_MOST_PLANS]
     return made
 
 
-def _plan(group: Group, local_plan: Callable[[], SavePlan], assign: Callable[[int], list[A]]) -> tuple[KnownPlan, A]:
+@final
+@dataclass(frozen=True)
+class _Proposal:
+    """Proposal of a rank to the first one.
+
+    Attributes:
+        digest: of the rule that it follows; empty: it follows none.
+        plan: what is listed.
+    """
+
+    digest: str
+    plan: PackedPlan
+
+
+def _plan_by_rule(
+    group: Group, planner: Planner, local_plan: Callable[[], SavePlan], assign: Callable[[int], list[A]], files: int
+) -> tuple[KnownPlan, A] | None:
+    """The plan where all ranks follow one rule, or none does; ``None`` where they have to be asked for lists."""
+    own: list[tuple[ShardLayout | None, SavePlan]] = []
     found: list[Metadata] = []
-    local: list[SavePlan] = []
 
-    def each() -> PackedPlan:
-        local.append(local_plan())
-        return PackedPlan.of(local[0])
+    def each() -> _Proposal:
+        plan = local_plan()
+        layout = planner.layout(plan, group, files)
+        if layout is None:
+            own.append((None, plan))
+            return _Proposal("", PackedPlan.of(plan))
+        listed, common = planner.listed(plan, group)
+        own.append((layout, listed))
+        return _Proposal(layout.digest + xxhash.xxh3_128_hexdigest(common), PackedPlan.of(listed))
 
-    def first(plans: list[PackedPlan]) -> list[tuple[str, AssignedItems, A]]:
-        shares, metadata = merge_plans(plans)
-        found.append(metadata)
-        name = secrets.token_hex(8)
-        return [(name, share, one) for share, one in zip(shares, assign(len(plans)), strict=True)]
+    def first(proposals: list[_Proposal]) -> list[tuple[str, AssignedItems, A] | None]:
+        if len({one.digest for one in proposals}) > 1:
+            return [None] * len(proposals)
+        return [*_merged([one.plan for one in proposals], found, assign)]
 
-    name, share, assigned = group.reduce_scatter("planning a save", each, first)
-    known = KnownPlan(name, group.size, local[0], share.of(local[0]), found[0] if found else None)
-    return known, assigned
+    made = group.reduce_scatter("planning a save", each, first)
+    if made is None:
+        return None
+    (layout, listed), plan = own[0], local_plan()
+    name, share, assigned = made
+    final = share.of(listed)
+    if layout is not None:
+        mine = {part.metadata_index for part in layout.parts(group.rank)}
+        final = dataclasses.replace(plan, items=[*final.items, *(item for item in plan.items if item.index in mine)])
+    return KnownPlan(name, group.size, plan, final, found[0] if found else None, layout), assigned
+
+
+def _plan_listed(
+    group: Group, local_plan: Callable[[], SavePlan], assign: Callable[[int], list[A]]
+) -> tuple[KnownPlan, A]:
+    """The plan of ranks that follow no common rule."""
+    found: list[Metadata] = []
+    name, share, assigned = group.reduce_scatter(
+        "planning a save", lambda: PackedPlan.of(local_plan()), lambda plans: _merged(plans, found, assign)
+    )
+    plan = local_plan()
+    return KnownPlan(name, group.size, plan, share.of(plan), found[0] if found else None, None), assigned
+
+
+def _merged(
+    plans: list[PackedPlan], found: list[Metadata], assign: Callable[[int], list[A]]
+) -> list[tuple[str, AssignedItems, A]]:
+    shares, metadata = merge_plans(plans)
+    found.append(metadata)
+    name = secrets.token_hex(8)
+    return [(name, share, one) for share, one in zip(shares, assign(len(plans)), strict=True)]
 
 
 def _plan_again(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import heapq
 import io
 import logging
 import math
@@ -34,13 +33,14 @@ from torch.futures import Future
 from composerlite import dist
 from composerlite._torch_compat import storage_id
 from composerlite.checkpoint.format.sharded_index import StorageInfo, leaves
+from composerlite.checkpoint.format.sharded_layout import ShardLayout, balanced, file_name
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.place.directory import FinalizedManifest, PathOrUri, ShardedDirectory, directory_at
 from composerlite.checkpoint.place.lease import turn_of_this_node
 from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.place.place import SaveHandle
 from composerlite.checkpoint.record.manifest import Manifest, bytes_text, versions
-from composerlite.checkpoint.save.sharded_plan import Planner, plan_together
+from composerlite.checkpoint.save.sharded_plan import LEAST_FILE_BYTES, Planner, plan_together
 from composerlite.checkpoint.save.staging import UncopiedState
 from composerlite.storage import FileDigest, HostMemory, Sink, StreamWriter, WorkerPool, number_of
 from composerlite.types import StateDict
@@ -49,7 +49,6 @@ __all__ = ["RemoteFileSystemWriter", "ShardWriter", "expected_bytes", "in_one_pi
 
 log = logging.getLogger(__name__)
 _ITEM_FRAME_BYTES = 16 << 10
-_LEAST_FILE_BYTES = 64 << 20
 _ALIGNMENT = 64
 
 
@@ -87,6 +86,8 @@ class RemoteFileSystemWriter(StorageWriter):
         on_state_read: called as soon as the state was read, and may change.
         may_grow: take new memory for that rather than wait for the disk.
         watched: names of tensors that should be finite, by their place in the index.
+        threads: files that a rank writes at the same time.
+        layout: the rule that the plan follows, where it does.
     """
 
     def __init__(
@@ -101,10 +102,11 @@ class RemoteFileSystemWriter(StorageWriter):
     ) -> None:
         super().__init__()
         number_of(process_count, 1, "process_count")
-        self._threads = number_of(thread_count, min(4, os.cpu_count() or 1))
+        self.threads = number_of(thread_count, min(4, os.cpu_count() or 1))
         self.on_state_read: Callable[[], object] = lambda: None
         self.may_grow = False
         self.watched: Mapping[MetadataIndex, str] = {}
+        self.layout: ShardLayout | None = None
         self._folder = directory_at(path, threads=thread_count)
         self._throttle = throttle_uploads and self._folder.path is None
         self._overwrite = overwrite
@@ -124,7 +126,7 @@ class RemoteFileSystemWriter(StorageWriter):
         """Begin again, in another directory if one is given."""
         if checkpoint_id is not None:
             self._folder.close()
-            self._folder = directory_at(checkpoint_id, threads=self._threads)
+            self._folder = directory_at(checkpoint_id, threads=self.threads)
         self._started = time.perf_counter()
         self._save_id = str(uuid.uuid4())
 
@@ -170,9 +172,10 @@ class RemoteFileSystemWriter(StorageWriter):
         """
         claim, rank, world_size = cast("WriteAssignment", plan.storage_data)
         self._claim = claim
-        buckets = _buckets(plan.items, self._threads)
-        self._unread = len(buckets)
-        threads = 1 if self._throttle else max(1, len(buckets))
+        layout = self.layout
+        files = _files(plan.items, self.threads) if layout is None else _files_by_rule(plan.items, layout, rank)
+        self._unread = len(files)
+        threads = 1 if self._throttle else max(1, len(files))
         try:
             with (
                 turn_of_this_node() if self._throttle else contextlib.nullcontext(),
@@ -180,11 +183,14 @@ class RemoteFileSystemWriter(StorageWriter):
             ):
                 jobs = [
                     pool.submit(
-                        functools.partial(self._write_file, f"__{rank}_{number}{claim.suffix}.distcp", bucket, planner)
+                        functools.partial(self._write_file, file_name(rank, number, claim.suffix), items, planner)
                     )
-                    for number, bucket in enumerate(buckets)
+                    for number, items in enumerate(files)
                 ]
                 results = [result for job in jobs for result in job.result()]
+            if layout is not None:  # rank 0 knows the places that follow from the rule
+                known = {part.metadata_index: place for part, place in layout.places(rank, claim.suffix)}
+                results = [result for result in results if known.get(result.index) != result.storage_data]
         except BaseException:
             if world_size == 1:  # else others still write: whoever saves calls abandon when all have ended
                 self.abandon()
@@ -219,7 +225,8 @@ class RemoteFileSystemWriter(StorageWriter):
                 results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=place))
             self._was_read()
 
-        digest = self._folder.write(self._claim, name, most, fill)
+        chunks = {} if self.layout is None else {"most_chunks": self.layout.most_chunks}
+        digest = self._folder.write(self._claim, name, most, fill, **chunks)
         written = _FileWritten(name, digest, next(iter(not_finite), None))
         return [*results, WriteResult(MetadataIndex(f"file {name}"), digest.size_bytes, written)]
 
@@ -273,6 +280,9 @@ class RemoteFileSystemWriter(StorageWriter):
         metadata.storage_meta = self.storage_meta()
         if (number := getattr(filesystem, "CURRENT_DCP_VERSION", None)) is not None:
             metadata.version = number
+        if self.layout is not None:
+            assert self._claim is not None
+            return self.layout.pack(metadata, self._claim.suffix), files
         return pickle.dumps(metadata), files
 
     def facts(self) -> Mapping[str, object]:
@@ -331,17 +341,19 @@ def _item_bytes(item: WriteItem, values: Mapping[MetadataIndex, Any]) -> int:
     return _tensor_bytes(item) + _ITEM_FRAME_BYTES if value is None else len(value.getvalue())
 
 
-def _buckets(items: Sequence[WriteItem], most: int) -> list[list[WriteItem]]:
+def _files(items: Sequence[WriteItem], most: int) -> list[list[WriteItem]]:
     """The items of each file: about as many bytes in one as in the other, and none that is empty."""
-    total = sum(_tensor_bytes(item) for item in items)
-    count = max(1, min(most, len(items), -(-total // _LEAST_FILE_BYTES)))
-    buckets: list[list[WriteItem]] = [[] for _ in range(count)]
-    loads = [(0, number) for number in range(count)]
-    for item in sorted(items, key=_tensor_bytes, reverse=True):
-        load_bytes, number = heapq.heappop(loads)
-        buckets[number].append(item)
-        heapq.heappush(loads, (load_bytes + _tensor_bytes(item), number))
-    return [bucket for bucket in buckets if bucket]
+    sizes = [_tensor_bytes(item) for item in items]
+    count = max(1, min(most, len(items), -(-sum(sizes) // LEAST_FILE_BYTES)))
+    return [[items[number] for number in group] for group in balanced(sizes, count) if group]
+
+
+def _files_by_rule(items: Sequence[WriteItem], layout: ShardLayout, rank: int) -> list[list[WriteItem]]:
+    """The items of each file as ``layout`` has them, and those that it does not cover after them in the last one."""
+    left = {item.index: item for item in items}
+    files = [[left.pop(part.metadata_index) for part in parts] for parts in layout.files(rank)] or [[]]
+    files[-1] += left.values()
+    return [file for file in files if file]
 
 
 # ── saves of composerlite ────────────────────────────────────────────────────────────────────────────────────────────
@@ -399,13 +411,21 @@ class ShardWriter:
             return self._planner.create_local_plan()
 
         try:
-            known, self._assignment = plan_together(self._group, local_plan, self._writer.assignments, reuse=reuse_plan)
+            known, self._assignment = plan_together(
+                self._group,
+                self._planner,
+                local_plan,
+                self._writer.assignments,
+                reuse=reuse_plan,
+                files=self._writer.threads,
+            )
         except BaseException:
             self._writer.abandon()
             folder.close()
             raise
         self._plan = self._planner.finish_plan(dataclasses.replace(known.final, storage_data=self._assignment))
         self._metadata = known.metadata
+        self._writer.layout = known.layout
         if disks is not None:
             self._join(disks, overwrite=overwrite)
         self._planner.find_tensors(self._plan.items)
