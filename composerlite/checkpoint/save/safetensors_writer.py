@@ -229,7 +229,7 @@ class SafetensorsWriter:
                 raise ConfigError(f"{folder.uri!r}: there are no tensors to write: expected the state dict of a model.")
             return dataclasses.replace(plan, items=items)
 
-        known, _ = plan_together(self._group, local_plan, lambda count: [None] * count, reuse=False)
+        known, _ = plan_together(self._group, self._planner, local_plan, lambda count: [None] * count, reuse=False)
 
         def divided(tables: list[Table]) -> list[_Share]:
             self._claim = folder.claim(overwrite=overwrite)
