@@ -222,7 +222,7 @@ def test_torchrun_that_is_asked_to_end_leaves_a_checkpoint_for_any_number_of_ran
     assert code != 0
     assert "kept" in said, said
     done = [len(diary(asked, rank)) for rank in (0, 1)]
-    assert done in ([6, 6], [7, 7], [8, 8])
+    assert 6 <= done[0] == done[1] < 14  # torchrun passes the signal on while they train
     (asked / "rank1.txt").unlink()
     (asked / "rank0.txt").rename(asked / "before.txt")
     assert run_forked(digits_run.main, configured(asked, images), cwd=ROOT).returncode == 0
