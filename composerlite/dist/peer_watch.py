@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 16
 _CONNECT_SECONDS = 10.0
-_GOODBYE = b"."
+_HELLO, _GOODBYE = b"+", b"."
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}
 """A node without power or network answers nothing: its connection ends after 15 seconds."""
 
@@ -71,6 +71,7 @@ class PeerWatch:
                 self._ahead = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
                 self._ahead.sendall(bytes.fromhex(theirs))
                 self._behind = _accept(server, token)
+                self._behind.sendall(_HELLO)
         except OSError as e:
             _log.warning(
                 "rank %d cannot connect to rank %d%s (%s): if one of them is lost, the others wait until dist_timeout",
@@ -105,6 +106,11 @@ class PeerWatch:
 
     def _watch(self) -> None:
         assert self._ahead is not None
+        try:
+            if self._ahead.recv(1) != _HELLO:
+                return  # the next rank did not take the connection, and has logged why
+        except OSError:
+            return
         try:
             last = self._ahead.recv(1)
         except OSError:  # the node has not answered, or the process was killed with bytes unread
