@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -117,3 +118,32 @@ def test_where_ranks_cannot_connect_the_run_goes_on(
     assert "the others wait until dist_timeout" in caplog.text
     for watch in made.watches:
         watch.stop()
+
+
+def test_a_rank_that_cannot_connect_to_the_next_one_is_not_reported_as_gone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It closes the connection that the rank before has opened to it, and trains on: it is the network that fails."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    connect, lock, others_turn = socket.create_connection, threading.Lock(), threading.Event()
+
+    def refuse_one(*arguments: object) -> socket.socket:
+        if lock.acquire(blocking=False):
+            others_turn.wait(60)
+            raise ConnectionRefusedError(111, "Connection refused")
+        connection = connect(*arguments)  # pyright: ignore[reportArgumentType]
+        others_turn.set()
+        return connection
+
+    monkeypatch.setattr(socket, "create_connection", refuse_one)
+    monkeypatch.setattr("composerlite.dist.peer_watch._CONNECT_SECONDS", 0.5)
+    made = Two()
+    try:
+        (watching,) = (watch._thread for watch in made.watches if watch._thread is not None)
+        watching.join(60)
+        assert not watching.is_alive()
+        assert caplog.text.count("the others wait until dist_timeout") == 2
+        made.barriers[0].check_nobody_left("the end")
+    finally:
+        for watch in made.watches:
+            watch.stop()
