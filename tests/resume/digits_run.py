@@ -72,18 +72,19 @@ class Diary(Callback):
 
 
 class DieAt(Callback):
-    """Kills a rank, as the kernel would, when it has a batch done; not again after a restart by torchrun.
+    """Kills a rank, as the kernel would, when it has a batch done; once only, which a file in ``folder`` remembers.
 
     With ``asks``: asks torchrun to end, as a scheduler would.
     """
 
-    def __init__(self, rank: int, batch: int, asks: bool = False) -> None:
-        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        self._batch = batch if dist.get_global_rank() == rank and first else -1
+    def __init__(self, folder: str, rank: int, batch: int, asks: bool = False) -> None:
+        self._died = Path(folder, "died")
+        self._batch = batch if dist.get_global_rank() == rank and not self._died.exists() else -1
         self._asks = asks
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if int(state.timestamp.batch) == self._batch:
+            self._died.touch()
             if self._asks:
                 os.kill(os.getppid(), signal.SIGTERM)
             else:

@@ -1,7 +1,9 @@
-"""The same run in one process, under torchrun, and on two nodes with disks of their own: kills change nothing."""
+"""The same run in one process, under torchrun and Ray Train, and on two nodes with disks of their own: kills change
+nothing."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -44,6 +46,7 @@ callbacks:
   "digits_run:Diary":
     folder: {folder}
   "digits_run:DieAt":
+    folder: {folder}
     rank: {rank}
     batch: {batch}
     asks: {asks}
@@ -92,9 +95,9 @@ def configured(
     return str(path)
 
 
-def run(*commands: Sequence[str], folders: Sequence[Path] = ()) -> Ended:
+def run(*commands: Sequence[str], folders: Sequence[Path] = (), **variables: str) -> Ended:
     """Start processes at once, each in its folder if there are any, and wait until all have ended."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent), **variables}
     processes = [
         subprocess.Popen(
             command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -206,6 +209,22 @@ def test_torchrun_restarts_a_run_whose_rank_is_killed(tmp_path: Path, images: Pa
     run_ranks(digits_run.main, 2, configured(whole, images), dist_timeout=None)
     restarting = ["--nproc-per-node", "2", "--max-restarts", "1", "--standalone", *commands.program]
     check(run([*commands.agent, *restarting, "train", configured(cut, images, die=(1, 10))]))
+    assert [diary(cut, rank) for rank in (0, 1)] == [diary(whole, rank) for rank in (0, 1)]
+
+
+def test_ray_train_restarts_a_run_whose_worker_is_killed(tmp_path: Path, images: Path) -> None:
+    """The recipe on a Ray cluster of one node: a worker gets SIGKILL, Ray Train starts both again, and the run ends bit
+    for bit as one that was left alone."""
+    if importlib.util.find_spec("ray") is None:  # importing it changes the environment
+        pytest.skip("Ray is not installed: pip install 'ray[train]'")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run_ranks(digits_run.main, 2, configured(whole, images), dist_timeout=None)
+    config = configured(cut, images, die=(1, 10))
+    recipe = [sys.executable, str(ROOT / "configs" / "recipes" / "ray_train.py")]
+    ended = run(recipe, CONFIG=config, RANKS="2", RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="120")
+    check(ended)
+    assert (cut / "died").exists()
+    assert "resumed run 'digits' from" in ended[0][1]
     assert [diary(cut, rank) for rank in (0, 1)] == [diary(whole, rank) for rank in (0, 1)]
 
 
