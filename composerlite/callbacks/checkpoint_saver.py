@@ -77,6 +77,7 @@ class CheckpointSaver(Callback):
         in_memory: the folder is in memory that outlives the process: it is emptied at the end, once another saver has
             saved as much, and does not count where a run is preempted. Before the step that ends an interval of
             batches the save of the one before is waited for: a process that is killed has lost one interval at most.
+        replication: with ``in_memory``, replicate checkpoints to the memory of another node, at so many GB/s at most.
         failure_limit: number of consecutive saves, and of uploads, that may fail, with a warning each.
         ephemeral_interval: save at these times too, and delete such a checkpoint as soon as there is a newer one.
         keep_every: the first checkpoint at or after each multiple of this interval stays for ever.
@@ -112,6 +113,7 @@ class CheckpointSaver(Callback):
         verify_copy: int | str = "first",
         on_exception: bool = False,
         in_memory: bool = False,
+        replication: float | None = None,
         failure_limit: int = 0,
         ephemeral_interval: TimeInput | SchedulePredicate | None = None,
         keep_every: TimeInput | None = None,

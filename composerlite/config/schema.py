@@ -109,6 +109,7 @@ class TrainerArguments:
     save_num_remote_checkpoints_to_keep: int = -1
     save_memory_interval: int | str | None = None
     save_memory_folder: str = "/dev/shm"
+    save_memory_replication: float | None = None
     autoresume: bool = False
     autoresume_timeout: float = 60.0
     device: str | None = None

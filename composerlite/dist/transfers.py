@@ -32,6 +32,8 @@ _PIECE_BYTES = 8 << 20
 """Bytes of a file that are one transfer."""
 _SMALL_BYTES = 64 << 10
 """Pieces up to this size are broadcast together."""
+_BACKGROUND_TAG = 1
+"""Of what another thread than the main one sends meanwhile."""
 
 
 @final
@@ -68,12 +70,17 @@ def exchange(what: str, transfers: Iterable[TensorTransfer]) -> None:
     Raises:
         RankError: a rank was lost. LateRankError: not every rank came in time.
     """
+    _exchange(what, transfers, get_control().barrier.announce(what), _WINDOW_BYTES, tag=0)
+
+
+def _exchange(
+    what: str, transfers: Iterable[TensorTransfer], ticket: int | None, window_bytes: int, *, tag: int
+) -> None:
     control = get_control()
-    ticket = control.barrier.announce(what)
-    for window in _windows(transfers):
+    for window in _windows(transfers, window_bytes):
         parcels = [_Parcel(transfer, control.barrier.rank) for transfer in window]
         with naming_lost_ranks(what, control.timeout, ticket) as group:
-            works = [work for parcel in parcels for work in parcel.start(group)]
+            works = [work for parcel in parcels for work in parcel.start(group, tag)]
             for work in works:
                 work.wait(control.timeout)
         for parcel in parcels:
@@ -96,14 +103,18 @@ def move(
     moves: Sequence[Move],
     read: Callable[[str, int, int], bytes | bytearray],
     write: Callable[[str, int, memoryview], object],
+    *,
+    in_background: bool = False,
 ) -> None:
-    """Make all ``moves``, in order. Every rank calls it with the same ones.
+    """Make all ``moves``. Every rank calls it with the same ones.
 
     Args:
         what: is moved, for messages.
         moves: of which parts.
         read: on the source: returns bytes of a file, given name, offset and size.
         write: on the target: takes them.
+        in_background: in a thread of its own, one such call at a time: it is only called by ranks that have a part in
+            ``moves``, which may leave out those between other ranks. Two pieces are on their way at a time.
 
     Raises:
         RankError: a rank was lost.
@@ -120,7 +131,7 @@ def move(
                 failures.append(e)
 
     def transfers() -> Iterator[TensorTransfer]:
-        for piece in _pieces(moves):
+        for piece in _in_turn(moves) if in_background else _pieces(moves):
             if rank not in (piece.source, piece.target):
                 continue
             memory = bytearray(piece.size_bytes)
@@ -132,13 +143,22 @@ def move(
                 piece.source, (piece.source, piece.target), tensors, functools.partial(attempt, arrived)
             )
 
-    exchange(what, transfers())
+    if in_background:
+        _exchange(what, transfers(), None, 2 * _PIECE_BYTES, tag=_BACKGROUND_TAG)
+    else:
+        exchange(what, transfers())
     if failures:
         raise failures[0]
 
 
 def _fill(memory: bytearray, data: bytes | bytearray) -> None:
     memoryview(memory)[:] = data  # of another size: raises
+
+
+def _in_turn(moves: Sequence[Move]) -> list[Move]:
+    """Cut ``moves`` into pieces and order these so that all moves advance together."""
+    pieces = [(number, one.source, one) for move in moves for number, one in enumerate(_pieces([move]))]
+    return [one for *_, one in sorted(pieces)]
 
 
 def _pieces(moves: Sequence[Move]) -> Iterator[Move]:
@@ -148,15 +168,15 @@ def _pieces(moves: Sequence[Move]) -> Iterator[Move]:
             yield one._replace(offset=one.offset + start, size_bytes=size)
 
 
-def _windows(transfers: Iterable[TensorTransfer]) -> Iterator[list[TensorTransfer]]:
-    """Yield windows of transfers that fit in ``_WINDOW_BYTES``, each with at least one.
+def _windows(transfers: Iterable[TensorTransfer], most_bytes: int) -> Iterator[list[TensorTransfer]]:
+    """Yield windows of transfers that fit in ``most_bytes``, each with at least one.
 
     Ranks need not have the same windows: of all transfers that are not done, the first is in those of all its ranks.
     """
     window: list[TensorTransfer] = []
     size = 0
     for transfer in transfers:
-        if window and size + transfer.size_bytes > _WINDOW_BYTES:
+        if window and size + transfer.size_bytes > most_bytes:
             yield window
             window, size = [], 0
         window.append(transfer)
@@ -181,15 +201,15 @@ class _Parcel:
         else:
             self.bytes = torch.empty(transfer.size_bytes, dtype=torch.uint8)
 
-    def start(self, group: ProcessGroup) -> Iterator[Work]:
+    def start(self, group: ProcessGroup, tag: int) -> Iterator[Work]:
         """Begin to send, or to receive."""
         source = self._transfer.source
         if self._rank != source:
-            yield cast("Work", torch.distributed.irecv(self.bytes, source, group=group))
+            yield cast("Work", torch.distributed.irecv(self.bytes, source, group=group, tag=tag))
             return
         for rank in self._transfer.ranks:
             if rank != source:
-                yield cast("Work", torch.distributed.isend(self.bytes, rank, group=group))
+                yield cast("Work", torch.distributed.isend(self.bytes, rank, group=group, tag=tag))
 
     def unpack(self) -> None:
         """Copy the received data to the tensors, and call ``then``."""

@@ -355,6 +355,7 @@ def _memory_saver(arguments: Mapping[str, Any], callbacks: Sequence[Callback]) -
         num_checkpoints_to_keep=1,
         overwrite=True,
         in_memory=True,
+        replication=arguments["save_memory_replication"],
         failure_limit=_MEMORY_FAILURES,
         **{_RENAMED.get(f"save_{name}", name): arguments[f"save_{name}"] for name in same},
     )

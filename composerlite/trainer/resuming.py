@@ -182,4 +182,6 @@ def _place_of(saver: CheckpointSaver) -> RunPlace:
     where = saver.saver.where
     link = None if where.latest_filename is None else where.latest_filename.filename
     buckets = [RunBucket(publisher.remote, publisher.link) for publisher in saver.saver.publishers]
-    return RunPlace(where.catalog, where.filename.filename, link, buckets)
+    replication = saver.saver.replication
+    memory = None if replication is None else replication.memory
+    return RunPlace(where.catalog, where.filename.filename, link, buckets, saver.in_memory, memory)

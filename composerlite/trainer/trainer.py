@@ -119,6 +119,8 @@ class Trainer:
         save_memory_interval: save also into ``save_memory_folder`` at these times, as often as every batch: a run whose
             process dies resumes from there, if the machine lives. The newest one is kept.
         save_memory_folder: a folder that the machine keeps in memory.
+        save_memory_replication: also replicate checkpoints in memory to that of another node, in the background, so
+            that a run resumes from memory when a node is lost. GB/s that each node sends at most (1 GB is 10⁹ bytes).
         save_compat: ``'composer'``: save what Composer loads, too. Times are then ``timedelta``.
         save_metrics: put the state of metrics into checkpoints, so that those of an epoch survive a resume within it.
         autoresume: resume from the newest good checkpoint of this ``run_name``, if there is one. Needs a ``run_name``.
@@ -214,6 +216,7 @@ class Trainer:
         save_num_remote_checkpoints_to_keep: int = -1,
         save_memory_interval: TimeInput | SchedulePredicate | None = None,
         save_memory_folder: str | Path = "/dev/shm",
+        save_memory_replication: float | None = None,
         autoresume: bool = False,
         autoresume_timeout: float = 60.0,
         device: str | torch.device | None = None,

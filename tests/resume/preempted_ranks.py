@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import Callback, ComposerModel, DataSpec, Event, Logger, State, Trainer, dist
-from composerlite.callbacks import PreemptionHandler
+from composerlite.callbacks import CheckpointSaver, PreemptionHandler
 from composerlite.errors import Preempted
 
 LAST = 8
@@ -52,6 +52,30 @@ class _Asked(Callback):
                 os.kill(os.getpid(), self.what)
 
 
+def on_node(nodes: Path) -> None:
+    """Make this rank the only one of its node, which has a folder of its own below ``nodes``."""
+    rank = dist.get_global_rank()
+    os.environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)})
+    here = nodes / f"node{rank}"
+    (here / "memory").mkdir(parents=True, exist_ok=True)
+    os.chdir(here)
+
+
+class _Replicated(Callback):
+    """Begins no batch before what is being replicated is there, or, if ``waits`` is false, counts these batches."""
+
+    def __init__(self, *, waits: bool) -> None:
+        self.waits = waits
+        self.meanwhile = 0
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        for saver in state.callbacks:
+            if isinstance(saver, CheckpointSaver) and saver.saver.replication is not None:
+                if self.waits:
+                    saver.saver.replication.join()
+                self.meanwhile += saver.saver.replication.is_busy
+
+
 def train(
     folder: Path,
     at: tuple[int, str, int, int] | None,
@@ -62,16 +86,23 @@ def train(
     fsdp: bool = False,
     memory: str = "",
     signalled: signal.Signals = signal.SIGTERM,
+    nodes: Path | None = None,
+    replication: float | None = None,
+    waits: bool = True,
 ) -> dict[str, Any]:
     """Train, go on from what is in ``folder``; one rank gets a signal ``at`` (rank, event, batch, so many-th time).
 
-    With ``memory``, a folder, what each batch has reached is kept there.
+    With ``memory``, a folder, what each batch has reached is kept there. With ``nodes``, a folder, each rank is a node
+    of its own, and relative paths are below ``nodes/node<rank>``. With ``replication``, so many GB/s, a batch ``waits``
+    for that of the one before.
     """
+    if nodes is not None:
+        on_node(nodes)
     numbers = torch.Generator().manual_seed(4)
     inputs = torch.randn(32, 3, generator=numbers)
     points = TensorDataset(inputs, (inputs.sum(1) > 0).long(), torch.arange(32))
     torch.manual_seed(5)
-    model, asked = _Model(pause), _Asked(at, signalled)
+    model, asked, replicated = _Model(pause), _Asked(at, signalled), _Replicated(waits=waits)
     loader: Any = DataLoader(points, batch_size=4, shuffle=True)
     if tokens:
         loader = DataSpec(loader, get_num_tokens_in_batch=lambda batch: 3 * len(batch[0]))
@@ -84,11 +115,12 @@ def train(
         optimizers=torch.optim.Adam(model.parameters(), lr=0.01),
         max_duration=f"{LAST}ba",
         device_train_microbatch_size=4 // pieces,
-        callbacks=[asked, PreemptionHandler("20s")],
+        callbacks=[asked, replicated, PreemptionHandler("20s")],
         save_folder=folder,
         save_interval="3ba",
         save_memory_interval="1ba" if memory else None,
         save_memory_folder=memory or "/dev/shm",
+        save_memory_replication=replication,
         autoresume=True,
         run_name="run",
         seed=2,
@@ -109,4 +141,5 @@ def train(
             "seen": asked.seen,
             "evaluated": asked.evaluated,
             "weights": weights,
+            "meanwhile": replicated.meanwhile,
         }

@@ -20,6 +20,7 @@ from composerlite.checkpoint.load.restore import read_checkpoint
 from composerlite.checkpoint.place.bucket import has_index
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ON_ALL_NODES
+from composerlite.checkpoint.place.memory_replicas import NodeMemory
 from composerlite.checkpoint.record.manifest import (
     RESUMABLE,
     FileRecord,
@@ -70,12 +71,16 @@ class RunPlace:
             checkpoint of ``template`` are mended or removed.
         buckets: where else checkpoints are. Four requests find the latest of one; only if that is not good is
             everything in it looked at.
+        in_memory: the folder is in memory: of two checkpoints of the same moment, that in memory is taken.
+        memory: of all nodes, where each keeps replicas of another's: what this node's lacks is brought to it.
     """
 
     catalog: Catalog
     template: str | None = None
     link: str | None = None
     buckets: Sequence[RunBucket] = ()
+    in_memory: bool = False
+    memory: NodeMemory | None = None
 
 
 @final
@@ -86,15 +91,18 @@ class _Candidate:
     remote: Catalog | None = None  # it is there and not in the folder
     listed: bool = True  # it has a manifest
     begun: bool = False  # its commit in the bucket has begun: a manifest is announced, and the data may be another's
+    in_memory: bool = False
+    elsewhere: int | None = None  # a part of it is in the memory of another node: the number of its place
 
     @property
     def whole(self) -> bool:
         return not self.manifest.left_out
 
     @property
-    def rank(self) -> tuple[bool, tuple[int, int, int], bool, bool, str]:
-        """The greatest is tried first: what can be verified, and is there already, before what is not."""
-        return self.whole, self.manifest.order[:3], self.listed, self.remote is None, self.manifest.saved_at
+    def rank(self) -> tuple[bool, tuple[int, int, int], bool, int, str]:
+        """The greatest is tried first: what can be verified, and is nearer, before what is not."""
+        nearness = 0 if self.remote is not None else 1 if not self.in_memory else 2 if self.elsewhere is not None else 3
+        return self.whole, self.manifest.order[:3], self.listed, nearness, self.manifest.saved_at
 
     @property
     def is_directory(self) -> bool:
@@ -141,6 +149,8 @@ class _Candidate:
     @property
     def source(self) -> str:
         name = self.manifest.name
+        if self.elsewhere is not None:
+            return f"{name} in the memory of several nodes"
         return str(self.catalog.folder / name) if self.remote is None else self.remote.place.uri(name)
 
 
@@ -151,6 +161,7 @@ class Offer(NamedTuple):
     manifest: Manifest
     folder: Path | None
     place: Path | str
+    elsewhere: int | None
 
 
 @final
@@ -204,9 +215,10 @@ def choose(
     }
     search: _Search | None = None
     damaged: list[Manifest] = []
+    elsewhere = {number: place.memory.find(run_name) for number, place in enumerate(places) if place.memory is not None}
     with group.all_or_none("looking for checkpoints"):
         if group.is_first:
-            search = _Search(places, run_name, its_links)
+            search = _Search(places, run_name, its_links, elsewhere)
     while True:
         candidate: _Candidate | None = None
         with group.all_or_none("looking for checkpoints"):
@@ -218,7 +230,7 @@ def choose(
             if search is not None:
                 lineage = search.new_attempt()
             return Choice(None, group.broadcast(lineage))
-        error = _checked(candidate, offer, progress)
+        error = _checked(candidate, offer, places, progress)
         with group.all_or_none("looking for checkpoints"):
             if search is not None and candidate is not None:
                 if error is None:
@@ -255,7 +267,13 @@ class _NotFiniteError(CheckpointError):
 class _Search:
     """The candidates, on rank 0."""
 
-    def __init__(self, places: Sequence[RunPlace], run_name: str, links: Mapping[Path, _Links]) -> None:
+    def __init__(
+        self,
+        places: Sequence[RunPlace],
+        run_name: str,
+        links: Mapping[Path, _Links],
+        elsewhere: Mapping[int, Sequence[Manifest]],
+    ) -> None:
         for place in places:
             if place.template is not None:
                 place.catalog.quarantine_unreadable(name_pattern(place.template, run_name))
@@ -269,10 +287,15 @@ class _Search:
         self._unseen: set[str] = set()
         """Buckets of which only the latest is a candidate, until that does not hold."""
         found = [
-            _Candidate(manifest, place.catalog)
+            _Candidate(manifest, place.catalog, in_memory=place.in_memory)
             for place in places
             for manifest in place.catalog.manifests()
             if manifest.run_name == run_name
+        ]
+        found += [
+            _Candidate(manifest, places[number].catalog, in_memory=True, elsewhere=number)
+            for number, manifests in elsewhere.items()
+            for manifest in manifests
         ]
         for catalog, bucket in [(place.catalog, bucket) for place in places for bucket in place.buckets]:
             manifest = None if bucket.link is None else bucket.remote.latest(bucket.link)
@@ -374,7 +397,8 @@ class _Search:
         for rejected, error in self._rejected:
             if rejected.place == candidate.place:
                 continue  # what is good was fetched from a bucket to take its place
-            if rejected.remote is None and isinstance(error, CorruptCheckpointError):
+            is_here = rejected.remote is None and rejected.elsewhere is None
+            if is_here and isinstance(error, CorruptCheckpointError):
                 rejected.catalog.quarantine(rejected.manifest)  # the run will write one of that name again
                 quarantined.append(rejected.manifest)
         newer = [c for c in self._candidates if not c.whole and c.manifest.order > candidate.manifest.order]
@@ -396,16 +420,22 @@ class _Search:
 
 # ── on every rank ────────────────────────────────────────────────────────────────────────────────────────────────────
 def _offer(candidate: _Candidate) -> Offer:
-    return Offer(candidate.manifest, candidate.catalog.folder if candidate.remote is None else None, candidate.place)
+    folder = candidate.catalog.folder if candidate.remote is None else None
+    return Offer(candidate.manifest, folder, candidate.place, candidate.elsewhere)
 
 
 def _checked(
-    candidate: _Candidate | None, offer: Offer, progress: Callable[[int, int], object] | None
+    candidate: _Candidate | None,
+    offer: Offer,
+    places: Sequence[RunPlace],
+    progress: Callable[[int, int], object] | None,
 ) -> CorruptCheckpointError | OSError | None:
     """Verify it; what is wrong with it, the same on every rank. What a bucket does not answer is raised."""
     group = dist.get_group()
     error: Exception | None = None
     try:
+        if offer.elsewhere is not None and (memory := places[offer.elsewhere].memory) is not None:
+            memory.bring(offer.manifest)
         if group.size > 1 and offer.folder is not None and len(offer.manifest.files) > 1:
             _check_share(Catalog(offer.folder), offer.manifest)
         elif candidate is not None:
@@ -496,11 +526,12 @@ def _follow(
         return
     catalog = Catalog(offer.folder)
     mine = catalog.manifest_of(offer.manifest.name)
-    if mine is None or mine.node == offer.manifest.node:
+    if mine is None or (mine.node == offer.manifest.node and offer.elsewhere is None):
         return
     if error is None:
         for one in damaged:
-            catalog.quarantine(one)
+            if one.name != mine.name:  # what is good was brought to take its place
+                catalog.quarantine(one)
         _mend(catalog, mine, links)
     elif isinstance(error, CorruptCheckpointError):
         damaged.append(mine)

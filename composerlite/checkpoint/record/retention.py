@@ -203,14 +203,20 @@ def deletions(manifests: Sequence[Manifest], policy: RetentionPolicy) -> list[Ma
 
 @final
 class Retention(NamedTuple):
-    """Retention of a run's checkpoints by ``policy``, once the one at ``position`` is saved."""
+    """Retention of a run's checkpoints by ``policy``, once the one at ``position`` is saved.
+
+    Attributes:
+        held: names of checkpoints that stay in any case.
+    """
 
     policy: RetentionPolicy
     position: Position
+    held: frozenset[str] = frozenset()
 
     def given_up(self, manifests: Iterable[Manifest], template: str) -> list[Manifest]:
         """List the checkpoints to delete among the run's own in ``manifests`` that are named after ``template``."""
-        return deletions(self.position.own(manifests, template), self.policy)
+        given_up = deletions(self.position.own(manifests, template), self.policy)
+        return [manifest for manifest in given_up if manifest.name not in self.held]
 
 
 def _counts_anew(before: Manifest, manifest: Manifest) -> bool:

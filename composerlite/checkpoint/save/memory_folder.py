@@ -14,7 +14,7 @@ import xxhash
 from composerlite.errors import ConfigError
 from composerlite.storage import fsync_folder, make_folder
 
-__all__ = ["folder_key", "make_private", "warn_of_others"]
+__all__ = ["folder_key", "make_private", "new_mark", "read_mark", "warn_of_others", "write_mark"]
 
 log = logging.getLogger(__name__)
 _MARK = Path(".manifest", ".memory-id")
@@ -34,21 +34,40 @@ def folder_key(save_folder: Path, place: str) -> str:
     Raises:
         OSError: the number can be neither read nor written.
     """
+    write_mark(save_folder, new_mark())
+    number = read_mark(save_folder)
+    assert number is not None
+    return xxhash.xxh3_64_hexdigest(number + os.fsencode(save_folder.resolve()) + place.encode())
+
+
+def new_mark() -> bytes:
+    """Return a random number for a folder."""
+    return secrets.token_hex(16).encode()
+
+
+def write_mark(save_folder: Path, number: bytes) -> None:
+    """Write the random ``number`` of ``save_folder`` to it, unless it has one."""
     mark = save_folder / _MARK
     make_folder(mark.parent)
     with contextlib.suppress(FileExistsError):
         descriptor = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_hex(16).encode())
+            file.write(number)
             file.flush()
             os.fsync(file.fileno())
         fsync_folder(mark.parent)
-    descriptor = os.open(mark, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+
+
+def read_mark(save_folder: Path) -> bytes | None:
+    """Return the random number of ``save_folder``; ``None`` if it has none."""
     try:
-        number = os.read(descriptor, _MOST_BYTES)
+        descriptor = os.open(save_folder / _MARK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        return os.read(descriptor, _MOST_BYTES)
     finally:
         os.close(descriptor)
-    return xxhash.xxh3_64_hexdigest(number + os.fsencode(save_folder.resolve()) + place.encode())
 
 
 def make_private(folder: Path, *, levels: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -35,7 +36,14 @@ from composerlite.checkpoint.record.naming import (
 )
 from composerlite.checkpoint.record.retention import Interval
 from composerlite.checkpoint.save.form import Form, form_of
-from composerlite.checkpoint.save.memory_folder import folder_key, make_private, warn_of_others
+from composerlite.checkpoint.save.memory_folder import (
+    folder_key,
+    make_private,
+    new_mark,
+    read_mark,
+    warn_of_others,
+    write_mark,
+)
 from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError
 from composerlite.storage import is_uri, parse_uri
 from composerlite.types import Lineage, StateDict
@@ -84,6 +92,7 @@ class SaveOptions:
     staging_bytes: int | None
     verify_copy: int | str
     in_memory: bool
+    replication: float | None
     on_exception: bool
     failure_limit: int
     any_ephemeral: bool
@@ -116,6 +125,10 @@ class SaveOptions:
                     f"save_verify_copy={self.verify_copy!r}: expected 'first', 'always', 'never', or a number of saves."
                 )
             _check_number(self.verify_copy, argument="save_verify_copy", least=1)
+        if self.replication is not None and not 0 < self.replication < math.inf:
+            raise ConfigError(
+                f"save_memory_replication={self.replication!r}: expected more than zero gigabytes per second, or None."
+            )
         check_template(self.folder, argument="save_folder", allow_time=False)
         _check_number(self.failure_limit, argument="save_failure_limit")
         _check_number(self.num_concurrent_uploads, argument="num_concurrent_uploads", least=1)
@@ -336,6 +349,16 @@ class RunFolder:
     def key(self, places: Iterable[str]) -> str:
         """Key of the folder, unlike that of others and of an earlier one at the same path. On rank 0."""
         return folder_key(Path(self.folder), " ".join(places))
+
+    def share_key(self) -> None:
+        """Write the random number in the key to this folder on each node that has none: one of them may be lost."""
+        group, folder = dist.get_group(), Path(self.folder)
+        with group.all_or_none("marking the folder of checkpoints on all nodes"):
+            known = read_mark(folder) if dist.get_local_rank() == 0 else None
+        marks = [mark for mark in (*group.gather(known), group.broadcast(new_mark())) if mark is not None]
+        with group.all_or_none("marking the folder of checkpoints on all nodes"):
+            if dist.get_local_rank() == 0 and known is None:
+                write_mark(folder, marks[0])
 
     def keep_in_memory(self, state: SavedState, key: str) -> None:
         """Name the folder after ``key``, that of the other folder of the run, and make it for this user alone."""

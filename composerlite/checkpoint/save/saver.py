@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, final
 
 from composerlite import dist
@@ -20,6 +21,7 @@ from composerlite.checkpoint.save.publish import (
     Publishing,
     PublishingNews,
 )
+from composerlite.checkpoint.save.replication import Replication
 from composerlite.checkpoint.save.run_folder import RunFolder, SavedState, SaveOptions, position_of
 from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError, RankError
 from composerlite.storage import open_store
@@ -216,6 +218,7 @@ class Saver:
         saved_checkpoints: paths of the checkpoints of this run, oldest first.
         outcomes: how saves and uploads went.
         blocked_seconds: how long training has waited for saves.
+        replication: to another node, of checkpoints in memory.
         counters: what ranks tell each other as they reduce something in a batch, so that all take note at the same one.
 
     Raises:
@@ -228,6 +231,7 @@ class Saver:
         self.saved_checkpoints: list[str] = []
         self.blocked_seconds = 0.0
         self.outcomes = Outcomes(options.failure_limit)
+        self.replication: Replication | None = None  # once the folder is open
         self._others: Sequence[Saver] = ()
         self._warned = False
         self._pending: PendingSave | None = None
@@ -287,6 +291,8 @@ class Saver:
         if self.options.in_memory:
             savers = [one for one in others if not one.options.in_memory]
             saver = next((one for one in savers if not one.options.weights_only), savers[0])
+            if self.options.replication is not None:
+                saver.where.share_key()
             key = group.from_first("telling the folder in memory from others", saver.key_of_folder)
             self.where.keep_in_memory(state, key)
         with group.all_or_none("preparing the folder of checkpoints"):
@@ -295,6 +301,12 @@ class Saver:
                 if self._publishing is not None:
                     self._publishing.open(state, logger)
         self.where.find_disks(form)
+        if self.options.replication is not None:
+            levels = len(Path(state.run_name).parts) + 1
+            self.replication = Replication(
+                self.where.root, levels=levels, gigabytes_per_second=self.options.replication
+            )
+            self.counters += self.replication.counters
         if self._publishing is not None:
             self._publishing.begin(state, logger)
 
@@ -308,6 +320,8 @@ class Saver:
         self.saved_checkpoints, self._deletes, behind = group.from_first(
             "finding the checkpoints of this run", lambda: self._take_up(state)
         )
+        if self.replication is not None:
+            self.replication.take_up(map(self._name_of, self.saved_checkpoints))
         publishing = self._publishing
         again = [] if publishing is None else publishing.again(behind, state.run_name, self._may_overwrite)
         with group.all_or_none("taking up the checkpoints of this run"):
@@ -369,6 +383,8 @@ class Saver:
         self.where.check_leases()
         if self._pending is not None and self._saves_done.total == dist.get_world_size():
             self.collect()
+        if self.replication is not None:
+            self.replication.look(None if self.newest is None else self._name_of(self.newest))
         if self._publishing is not None and self._publishing.has_news:
             self._note_publishing(self._publishing.take_news_of_all())
 
@@ -438,6 +454,7 @@ class Saver:
         options, where = self.options, self.where
         name = where.name_now(state)
         is_own = self._may_overwrite(name)
+        held = frozenset[str]() if self.replication is None else frozenset(self.replication.held)
         publishing = self._publishing
         publish = None if publishing is None else publishing.of_next(name, state.run_name, overwrite=is_own)
         if options.best_metric is not None and options.best_metric not in metrics and not ephemeral:
@@ -458,7 +475,7 @@ class Saver:
                 ephemeral=ephemeral,
                 metrics=metrics,
                 publish=publish,
-                retention=Retention(self._retention, position_of(state)) if self._deletes else None,
+                retention=Retention(self._retention, position_of(state), held) if self._deletes else None,
                 disks=where.disks,
                 is_routine=options.in_memory,
                 state_dict=state_dict,
@@ -599,6 +616,10 @@ class Saver:
         """
         return self.options.overwrite or self.where.path(name) in self.saved_checkpoints
 
+    def _name_of(self, path: str) -> str:
+        """Return the name of one of the :attr:`saved_checkpoints`."""
+        return path.removeprefix(self.where.path(""))
+
     def _forget(self, path: str) -> None:
         if path in self.saved_checkpoints:
             self.saved_checkpoints.remove(path)
@@ -640,6 +661,8 @@ class Saver:
             stack.callback(self.where.release)
             if self.options.in_memory:
                 stack.callback(self._empty)
+            if self.replication is not None:
+                stack.callback(self.replication.close)
             stack.callback(self._pipeline.close)
             self.collect_all(alone=True)  # each rank for itself: others may have failed and not come here
             if self._publishing is not None:
@@ -651,6 +674,8 @@ class Saver:
         savers = [saver for saver in self._others if not saver.options.in_memory]
         reports = [saver.outcomes.reports for saver in savers if not saver.options.weights_only]
         saved = [its[-1].batch for its in reports if its]
+        if saved and self.replication is not None:
+            self.replication.empty(max(saved))
         if not saved or not self.where.is_leader:
             return
         catalog = self.where.catalog

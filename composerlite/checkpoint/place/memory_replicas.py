@@ -1,0 +1,348 @@
+"""Replicas of checkpoints in memory: each node keeps those of the node before it, and a node that lost its own gets it.
+
+Nodes form a ring. On each, the folder of checkpoints in memory has a second one beside it, with the replicas: what the
+node before has written, and its manifest. Who has which is found out anew when a run resumes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple, final
+
+from composerlite import dist
+from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.node_disks import Disks
+from composerlite.checkpoint.record.manifest import RESUMABLE, FileRecord, Manifest, bytes_text, record_path
+from composerlite.errors import CorruptCheckpointError
+
+__all__ = ["NodeMemory", "replica_folder"]
+
+log = logging.getLogger(__name__)
+_LENGTH_BYTES = 8
+
+
+def replica_folder(folder: Path) -> Path:
+    """Return the folder of the replicas that are beside the checkpoints in ``folder``."""
+    return folder.with_name(f"{folder.name}-replica")
+
+
+@final
+class _HeldPart(NamedTuple):
+    """A part of a checkpoint, in the memory of one node.
+
+    Attributes:
+        node: whose part it is, as its manifest says; ``None``: it is all of it.
+        is_replica: another node has written it.
+    """
+
+    node: int | None
+    is_replica: bool
+
+
+@final
+class _Delivery(NamedTuple):
+    """Files that a rank gets in its folder.
+
+    Attributes:
+        node: of the manifest that it gets; ``None`` with ``is_addition``: none.
+        is_addition: files of a node that has none of the memory any more, beside those of the target's own.
+    """
+
+    source: int
+    target: int
+    node: int | None
+    is_addition: bool = False
+
+
+@final
+class NodeMemory:
+    """Checkpoints of a run in the memory of this node, and the replicas of those of the node before it.
+
+    Args:
+        folder: of the checkpoints.
+        disks: which ranks see the same folder of replicas.
+
+    Attributes:
+        is_leader: this rank is the one that sends and receives for its node.
+    """
+
+    def __init__(self, folder: Path, disks: Disks) -> None:
+        self._own, self._replicas = Catalog(folder), Catalog(replica_folder(folder))
+        self._leaders = sorted(set(disks.leaders))
+        self._rank = dist.get_global_rank()
+        self.is_leader = disks.is_folder_leader
+
+    # ── while training ───────────────────────────────────────────────────────────────────────────────────────────
+    def sweep(self) -> None:
+        """Remove incomplete replicas that a killed process has left; on leaders."""
+        self._replicas.recover()
+        known = {file.path for manifest in self._replicas.manifests() for file in manifest.files}
+        for path in [path for path in self._replicas.files() if path not in known]:
+            self._replicas.place.delete(path)
+
+    def empty(self, last_batch: float) -> None:
+        """Remove the replicas of what was saved until ``last_batch``; on leaders."""
+        for manifest in self._replicas.manifests():
+            if manifest.batch <= last_batch:
+                self._replicas.delete(manifest)
+
+    def replicate(self, name: str, bytes_per_second: float, hurry: threading.Event) -> None:
+        """Send this node's part of the checkpoint ``name`` to the next node, and keep that of the node before it.
+
+        On all leaders, in a thread of its own. What was kept before is removed once the new one is there, verified.
+
+        Args:
+            name: of the checkpoint.
+            bytes_per_second: are sent at most.
+            hurry: there is no such limit from now on.
+
+        Raises:
+            Exception: this node's part could not be sent, or the other not be kept: what was kept before still is.
+        """
+        what = f"replicating {name!r}"
+        position = self._leaders.index(self._rank)
+        source, target = self._leaders[position - 1], self._leaders[(position + 1) % len(self._leaders)]
+        failures: list[Exception] = []
+
+        def attempt(act: Callable[[], object]) -> None:
+            try:
+                act()
+            except (OSError, CorruptCheckpointError) as e:  # the others are not kept waiting
+                failures.append(e)
+
+        own: Manifest | None = None
+        head = b""  # a node that has no part of it sends none
+        try:
+            if (own := self._own.manifest_of(name)) is not None:
+                head = self._own.place.read(record_path(name))
+        except (OSError, CorruptCheckpointError) as e:
+            failures.append(e)
+
+        def swap(label: str, mine: bytes, size_bytes: int) -> bytes:
+            """Send ``mine``, and receive so many bytes."""
+            got = bytearray(size_bytes)
+            moves = [
+                dist.Move(self._rank, target, label, 0, len(mine)),
+                dist.Move(source, self._rank, label, 0, size_bytes),
+            ]
+
+            def read(_: str, offset: int, size: int) -> bytes:
+                return mine[offset : offset + size]
+
+            def write(_: str, offset: int, data: memoryview) -> None:
+                got[offset : offset + len(data)] = data
+
+            dist.move(what, moves, read, write, in_background=True)
+            return bytes(got)
+
+        theirs = swap("head", head, int.from_bytes(swap("length", len(head).to_bytes(_LENGTH_BYTES), _LENGTH_BYTES)))
+        taken = Manifest.from_json(theirs, f"the node of rank {source}") if theirs else None
+        mine = () if own is None else own.here
+        limit = _BandwidthLimit(bytes_per_second, hurry)
+
+        def read(path: str, offset: int, size: int) -> bytes:
+            limit.wait_for(size)
+            return _read(self._own, path, offset, size)
+
+        moves = [dist.Move(self._rank, target, file.path, 0, file.size_bytes) for file in mine]
+        if taken is not None:
+            attempt(lambda: _clear(self._replicas, taken))
+            moves += [dist.Move(source, self._rank, file.path, 0, file.size_bytes) for file in taken.here]
+        attempt(lambda: dist.move(what, moves, read, lambda *part: _write(self._replicas, *part), in_background=True))
+        if failures:
+            if taken is not None:
+                _clear(self._replicas, taken)
+            raise failures[0]
+        if taken is not None:
+            _adopt(self._replicas, taken)
+            for older in self._replicas.manifests():
+                if older.name != taken.name:
+                    self._replicas.delete(older)
+            log.debug("replicated %s (%s) from the node of rank %d", name, bytes_text(taken.size_bytes), source)
+
+    # ── when a run resumes ───────────────────────────────────────────────────────────────────────────────────────
+    def find(self, run_name: str) -> list[Manifest]:
+        """Return the checkpoints of a run of which each part is in the memory of a node, its own or not; on all ranks.
+
+        Every rank calls it.
+        """
+        group = dist.get_group()
+        here: dict[str, Manifest] = {}
+        held: list[tuple[str, int | None]] = []
+        with group.all_or_none("looking at the memory of all nodes"):
+            for catalog in (self._own, self._replicas) if self.is_leader else ():
+                for manifest in catalog.manifests():
+                    if manifest.run_name == run_name and manifest.kind in RESUMABLE:
+                        here[manifest.identity] = manifest
+                        held.append((manifest.identity, manifest.node))
+        first: dict[str, int] = {}
+        nodes: dict[str, set[int | None]] = {}
+        for rank, told in enumerate(group.gather(held)):
+            for identity, node in told:
+                first.setdefault(identity, rank)
+                nodes.setdefault(identity, {None}).add(node)
+        mine = [here[identity] for identity, rank in first.items() if rank == group.rank]  # each once
+        found = [manifest for its in group.gather(mine) for manifest in its]
+        return [one for one in found if {file.node for file in one.files} <= nodes[one.identity]]
+
+    def bring(self, manifest: Manifest) -> None:
+        """Bring each part of a checkpoint to a node that lacks one, verified. Every rank calls it.
+
+        Each part is read where it was written if it is there and good, and else from its replica. A node that has none
+        gets one that none has; where there are fewer nodes than before, what is left over stays with the replica's.
+
+        Raises:
+            CorruptCheckpointError: a part is nowhere, or nowhere good. Then nothing has changed but what was damaged.
+        """
+        group, what = dist.get_group(), f"bringing checkpoint {manifest.name!r} to the memory of all nodes"
+        good: list[_HeldPart] = []
+        faults: list[str] = []
+        with group.all_or_none(what):
+            for catalog in (self._own, self._replicas) if self.is_leader else ():
+                try:
+                    if (there := catalog.manifest_of(manifest.name)) and there.identity == manifest.identity:
+                        catalog.verify(there)
+                        good.append(_HeldPart(there.node, is_replica=catalog is self._replicas))
+                except (CorruptCheckpointError, OSError) as e:
+                    faults.append(str(e))
+        everyone = group.gather((good, faults))
+        with group.all_or_none(what):
+            plan = self._plan(manifest, [parts for parts, _ in everyone], [f for _, its in everyone for f in its])
+            sources = self._sources(manifest, good)
+            for one in plan:
+                if one.target == self._rank and not one.is_addition:
+                    _clear(self._own, manifest)
+            for one in plan:  # a node keeps what it has a replica of
+                if one.source == one.target == self._rank:
+                    for file in self._files(manifest, one):
+                        self._own.place.take(sources[file.path].place, file)
+        moves = [
+            dist.Move(one.source, one.target, file.path, 0, file.size_bytes)
+            for one in plan
+            if one.source != one.target
+            for file in self._files(manifest, one)
+        ]
+        with group.all_or_none(what):
+            dist.move(
+                what,
+                moves,
+                lambda path, offset, size: _read(sources[path], path, offset, size),
+                lambda *part: _write(self._own, *part),
+            )
+        with group.all_or_none(what):
+            for one in plan:
+                if one.target == self._rank and not one.is_addition:
+                    _adopt(self._own, dataclasses.replace(manifest, node=one.node))
+        for one in plan:
+            if one.target == self._rank:
+                log.info("%s: got a part of it from the memory of rank %d's node", manifest.name, one.source)
+
+    def _plan(self, manifest: Manifest, everyone: list[list[_HeldPart]], faults: Iterable[str]) -> list[_Delivery]:
+        """List which rank gets which files from which other one: the same on every rank."""
+        own: dict[int | None, int] = {}
+        holders: dict[int | None, int] = {}
+        for is_replica in (False, True):
+            for rank, parts in enumerate(everyone):
+                for part in parts:
+                    if part.is_replica == is_replica:
+                        holders.setdefault(part.node, rank)
+                        if not is_replica:
+                            own.setdefault(part.node, rank)
+        parts = sorted({file.node for file in manifest.files} - {None}, key=lambda node: node or 0)
+        if lost := [node for node in (parts or [None]) if node not in holders]:
+            whose = "it" if lost[0] is None else f"the part of node {lost[0]}"
+            raise CorruptCheckpointError(
+                f"checkpoint {manifest.name!r} in memory: no node has {whose} as it was saved. " + " ".join(faults)
+            )
+        if not parts:
+            target = self._leaders[0]
+            has_it = any(not part.is_replica for part in everyone[target])
+            return [] if has_it else [_Delivery(holders[None], target, None)]
+        lacking = [node for node in parts if node not in own]
+        vacant = [rank for rank in self._leaders if rank not in own.values()]
+        plan = [_Delivery(holders[node], rank, node) for node, rank in zip(lacking, vacant, strict=False)]
+        plan += [_Delivery(holders[node], holders[node], node, is_addition=True) for node in lacking[len(vacant) :]]
+        unused, any_holder = max(node or 0 for node in parts) + 1, holders[parts[0]]
+        plan += [_Delivery(any_holder, rank, unused + number) for number, rank in enumerate(vacant[len(lacking) :])]
+        return plan
+
+    def _sources(self, manifest: Manifest, good: Iterable[_HeldPart]) -> dict[str, Catalog]:
+        """Map each file to the catalog that this rank reads it from: its own part rather than a replica."""
+        sources: dict[str, Catalog] = {}
+        for part in sorted(good, key=lambda part: part.is_replica):
+            for file in dataclasses.replace(manifest, node=part.node).here:
+                sources.setdefault(file.path, self._replicas if part.is_replica else self._own)
+        return sources
+
+    def _files(self, manifest: Manifest, one: _Delivery) -> list[FileRecord]:
+        files = dataclasses.replace(manifest, node=one.node).here
+        return [file for file in files if file.node is not None or not one.is_addition]
+
+
+@final
+class _BandwidthLimit:
+    """Sends no more than so many bytes per second, on average."""
+
+    def __init__(self, bytes_per_second: float, hurry: threading.Event) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._hurry = hurry
+        self._started = time.monotonic()
+        self._sent = 0
+
+    def wait_for(self, size_bytes: int) -> None:
+        """Wait until so many bytes may be sent, in addition to those before."""
+        self._sent += size_bytes
+        due = self._started + self._sent / self._bytes_per_second
+        self._hurry.wait(max(0.0, due - time.monotonic()))
+
+
+def _clear(catalog: Catalog, manifest: Manifest) -> None:
+    """Make room for files that come: what is there of that name is no checkpoint any more."""
+    catalog.place.delete(record_path(manifest.name))
+    for file in manifest.files:
+        catalog.place.delete(file.path)
+        _arriving(catalog.folder / file.path).unlink(missing_ok=True)
+
+
+def _arriving(path: Path) -> Path:
+    """Path of the file until all of it has come: that of a temporary, which is swept after a kill."""
+    return path.with_name(f".{path.name}.tmp-{0:016x}")
+
+
+def _adopt(catalog: Catalog, manifest: Manifest) -> None:
+    """Commit the files that have come as a checkpoint, or remove them if they are not as they were saved.
+
+    Raises:
+        CorruptCheckpointError: it is not.
+    """
+    try:
+        for file in manifest.here:
+            path = catalog.folder / file.path
+            _arriving(path).replace(path)
+        catalog.verify(manifest)
+    except (OSError, CorruptCheckpointError):
+        _clear(catalog, manifest)
+        raise
+    catalog.adopt(manifest)
+
+
+def _read(catalog: Catalog, path: str, offset: int, size: int) -> bytes:
+    with (catalog.folder / path).open("rb") as file:
+        file.seek(offset)
+        data = file.read(size)
+    if len(data) != size:
+        raise OSError(f"{str(catalog.folder / path)!r} ends before byte {offset + size}")
+    return data
+
+
+def _write(catalog: Catalog, path: str, offset: int, data: memoryview) -> None:
+    target = _arriving(catalog.folder / path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("r+b" if offset else "wb") as file:
+        file.seek(offset)
+        file.write(data)

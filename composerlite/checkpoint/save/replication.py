@@ -1,0 +1,119 @@
+"""Replication of checkpoints in memory to another node, in the background: which one is sent, and which ones stay."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import final
+
+from composerlite import dist
+from composerlite.checkpoint.place.memory_replicas import NodeMemory, replica_folder
+from composerlite.checkpoint.place.node_disks import disks_of
+from composerlite.checkpoint.save.memory_folder import make_private
+from composerlite.storage import start_threads
+
+__all__ = ["Replication"]
+
+log = logging.getLogger(__name__)
+_GIGABYTE = 1e9
+
+
+@final
+class Replication:
+    """Sends the newest checkpoint to the next node, then the one that is newest by then, and so on.
+
+    All nodes replicate one and the same checkpoint, and keep theirs of it until all have the next: together with the
+    replicas it is there whichever node is lost. Every method is called by all ranks.
+
+    Args:
+        folder: in memory, of checkpoints.
+        levels: how many folders are this user's alone, see :func:`make_private`.
+        gigabytes_per_second: that a node sends at most; 1 GB is 10⁹ bytes.
+
+    Attributes:
+        memory: of the nodes; ``None``: all ranks see the same.
+        counters: what ranks tell each other in each batch.
+        held: names of the checkpoints that must stay.
+    """
+
+    def __init__(self, folder: Path, *, levels: int, gigabytes_per_second: float) -> None:
+        group = dist.get_group()
+        with group.all_or_none("preparing the folder of replicas"):
+            if dist.get_local_rank() == 0:
+                make_private(replica_folder(folder), levels=levels)
+        disks = None if group.size == 1 else disks_of(replica_folder(folder))
+        self.memory = None if disks is None else NodeMemory(folder, disks)
+        self.held: set[str] = set()
+        self._bytes_per_second = gigabytes_per_second * _GIGABYTE
+        self._hurry = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._begun = self._done = self._failed = self._failures_before = 0
+        self._name: str | None = None
+        self._ranks_done = dist.PiggybackCounter(lambda: self._done)
+        self._ranks_failed = dist.PiggybackCounter(lambda: self._failed)
+        self.counters = [] if self.memory is None else [self._ranks_done, self._ranks_failed]
+        if self.memory is None:
+            log.warning("save_memory_replication: all ranks are on one node, so there is none to replicate to")
+            return
+        with group.all_or_none("preparing the folder of replicas"):
+            if self.memory.is_leader:
+                self.memory.sweep()
+
+    @property
+    def is_busy(self) -> bool:
+        """True while something is being replicated, from or to this node."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def take_up(self, saved: Iterable[str]) -> None:
+        """Keep the checkpoints ``saved`` before a resume until one is replicated: replicas may be of any of them."""
+        self.held = set(saved)
+
+    def look(self, newest: str | None) -> None:
+        """Take note of a replica that is there on all nodes; begin with that of ``newest``, between two batches."""
+        if self.memory is None:
+            return
+        if self._name is not None and self._ranks_done.total == self._begun * dist.get_world_size():
+            failures, self._failures_before = self._ranks_failed.total - self._failures_before, self._ranks_failed.total
+            if failures == 0:
+                self.held = {self._name}
+            else:
+                self.held.discard(self._name)
+            self._name = None
+        if self._name is None and newest is not None and newest not in self.held:
+            self._name = newest
+            self._begun += 1
+            self.held.add(newest)
+            run = functools.partial(self._run, newest)
+            threads = start_threads(run, 1, name="memory-replication") if self.memory.is_leader else []
+            self._threads = threads
+            if not threads:
+                self._failed += self.memory.is_leader
+                self._done += 1
+
+    def _run(self, name: str) -> None:
+        assert self.memory is not None
+        try:
+            self.memory.replicate(name, self._bytes_per_second, self._hurry)
+        except Exception as e:  # noqa: BLE001 - training needs no replica; those that wait for a lost rank say so
+            log.warning("checkpoint %s in memory was not replicated: %s: %s", name, type(e).__name__, e)
+            self._failed += 1
+        finally:
+            self._done += 1
+
+    def close(self) -> None:
+        """Send the rest as fast as can be."""
+        self._hurry.set()
+        self.join()
+
+    def join(self) -> None:
+        """Wait until what is being replicated is there, or has failed."""
+        for thread in self._threads:
+            thread.join()
+
+    def empty(self, last_batch: float) -> None:
+        """Remove the replicas of what was saved until ``last_batch``."""
+        if self.memory is not None and self.memory.is_leader:
+            self.memory.empty(last_batch)

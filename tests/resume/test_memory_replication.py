@@ -1,0 +1,76 @@
+"""Checkpoints in memory that survive their node: another one has a replica, and the run resumes from it."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import preempted_ranks
+import pytest
+import torch
+
+from composerlite.testing import run_ranks, run_ranks_to_the_end
+
+pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no folder in memory")
+
+
+@pytest.fixture
+def nodes() -> Iterator[Path]:
+    """A folder with the memory of each of several nodes."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], list[dict[str, Any]]]:
+    """What each rank of the run says that nothing interrupts, of DDP or FSDP."""
+
+    @functools.cache
+    def run(fsdp: bool) -> list[dict[str, Any]]:
+        train = functools.partial(preempted_ranks.train, fsdp=fsdp)
+        return run_ranks(train, 2, tmp_path_factory.mktemp("whole"), None, dist_timeout=None)
+
+    return run
+
+
+def replicated(nodes: Path, *, fsdp: bool = False, replication: float = 1.0, waits: bool = True) -> Callable[..., Any]:
+    return functools.partial(
+        preempted_ranks.train,
+        memory="memory",
+        nodes=nodes,
+        replication=replication,
+        waits=waits,
+        fsdp=fsdp,
+        signalled=signal.SIGKILL,
+    )
+
+
+@pytest.mark.parametrize(("lost", "fsdp"), [(0, False), (0, True), (1, True)])
+def test_a_lost_node_costs_what_was_not_replicated_yet(
+    tmp_path: Path, nodes: Path, uninterrupted: Any, lost: int, fsdp: bool
+) -> None:
+    """A node is gone with its memory: the run resumes from the other's, newer than the disk, to the same end, bit for
+    bit. Then the memory of all nodes is free."""
+    died = run_ranks_to_the_end(
+        replicated(nodes, fsdp=fsdp), 2, tmp_path / "run", (lost, "batch_end", 6, 1), dist_timeout=None
+    )
+    assert "was killed by SIGKILL" in str(died[lost].error)
+    shutil.rmtree(nodes / f"node{lost}")
+    ended = run_ranks(replicated(nodes, fsdp=fsdp), 2, tmp_path / "run", None, dist_timeout=None)
+    for rank, alone in zip(ended, uninterrupted(fsdp), strict=True):
+        assert rank["first"] == 4, "the disk has batch 3"
+        assert rank["seen"] == alone["seen"][4:]
+        assert all(torch.equal(rank["weights"][name], tensor) for name, tensor in alone["weights"].items())
+    assert [*nodes.rglob("*.json"), *nodes.rglob("*.pt"), *nodes.rglob("*.distcp")] == []
+
+
+def test_training_does_not_wait_for_a_slow_network(tmp_path: Path, nodes: Path) -> None:
+    """With less bandwidth than a replica takes in the whole run, each batch but the first is trained meanwhile."""
+    for rank in run_ranks(replicated(nodes, replication=1e-6, waits=False), 2, tmp_path, None, dist_timeout=None):
+        assert rank["last"] == preempted_ranks.LAST
+        assert rank["meanwhile"] >= preempted_ranks.LAST - 3
