@@ -29,12 +29,15 @@ def inspect(checkpoint: str, depth: int | None, as_json: bool) -> None:
 
     Nothing in it is run, and the bytes of its tensors are read only where it is compressed.
     """
+    from composerlite.checkpoint.foreign.systems import recognised, what_is_recognised
     from composerlite.checkpoint.tools.inspecting import contents_of, leaves_of_contents
 
     with pointed(checkpoint) as target:
         found = target.the_one()
-        leaves = list(leaves_of_contents(contents_of(target.place, found)))
+        contents = contents_of(target.place, found)
+        leaves = list(leaves_of_contents(contents))
         facts = described(target.place, found)
+    facts["system"] = recognised(contents) if found.manifest is None else "composerlite"
     tensors = [leaf for leaf in leaves if leaf.kind == "tensor"]
     total = sum(leaf.size_bytes for leaf in tensors)
     if as_json:
@@ -44,12 +47,15 @@ def inspect(checkpoint: str, depth: int | None, as_json: bool) -> None:
     where = [f"epoch {facts['epoch']}, batch {facts['batch']}"] if facts["epoch"] is not None else []
     run = [f"run {facts['run_name']}"] if facts["run_name"] else []
     saved = [f"saved {facts['saved_at']}"] if facts["saved_at"] else []
-    click.echo(", ".join([facts["uri"], *([facts["kind"]] if facts["kind"] else []), *run, *where, *saved]))
+    system = [facts["system"]] if facts["system"] and found.manifest is None else []
+    click.echo(", ".join([facts["uri"], *([facts["kind"]] if facts["kind"] else []), *system, *run, *where, *saved]))
     for line in _tree(leaves, depth):
         click.echo(line)
     click.echo(f"{len(tensors)} tensors, {bytes_text(total)}; in files {bytes_text(facts['size_bytes'])}")
     for fault in facts["faults"]:
         click.echo(f"{facts['state']}: {fault}", err=True)
+    if facts["system"] is None:
+        click.echo(f"It is of no system that is recognised. {what_is_recognised()}", err=True)
 
 
 def _entry(leaf: Leaf) -> dict[str, object]:

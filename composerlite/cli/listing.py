@@ -1,6 +1,6 @@
 """``composerlite checkpoint ls``, ``latest`` and ``verify``: what there is, and whether it is what was saved.
 
-None of them imports torch, but ``verify`` where something is damaged; only that opens data files.
+None of them imports torch, but ``verify`` where something is damaged or has no manifest; only that opens data files.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from composerlite.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
+    UntrustedCheckpointError,
     did_you_mean,
 )
 
@@ -169,8 +170,9 @@ def _state(found: Found) -> str:
 def verify(targets: Sequence[str], run: str | None, as_json: bool) -> None:
     """Read CHECKPOINT, or all in a folder, and compare every byte with the manifest.
 
-    Exit status 1: a checkpoint is damaged. Checkpoints without a manifest, and those that another program has
-    rewritten, are listed as unverified.
+    Exit status 1: a checkpoint is damaged, or holds what is not known to be safe. Checkpoints without a manifest, as
+    other programs write them, are read and compared with the checksums in their own files; they and those that another
+    program has rewritten are listed as unverified.
     """
     verdicts: list[dict[str, Any]] = []
     for text in targets:
@@ -180,7 +182,7 @@ def verify(targets: Sequence[str], run: str | None, as_json: bool) -> None:
                 raise CheckpointNotFoundError(
                     f"{text!r} holds no checkpoint{_of_run(run)}: there is nothing to verify."
                 )
-            size = sum(record.size_bytes for one in chosen for record in one.records)
+            size = sum(sum(r.size_bytes for r in one.records) if one.manifest else one.size_bytes for one in chosen)
             with progress_of(f"verifying {text}", size, wanted=True) as progress:
                 verdicts += [_verdict(target.place, one, progress) for one in chosen]
     if as_json:
@@ -188,9 +190,10 @@ def verify(targets: Sequence[str], run: str | None, as_json: bool) -> None:
     else:
         rows = [[v["uri"], bytes_text(v["size_bytes"]), _told(v)] for v in verdicts]
         print_table(("checkpoint", "size", "state"), rows, right=("size",))
-    damaged = sum(verdict["state"] == "damaged" for verdict in verdicts)
-    if damaged:
-        click.echo(f"{damaged} of {len(verdicts)} checkpoints are damaged", err=True)
+    states = [verdict["state"] for verdict in verdicts if verdict["state"] in ("damaged", "refused")]
+    if states:
+        words = " or ".join(sorted(set(states)))
+        click.echo(f"{len(states)} of {len(verdicts)} checkpoints are {words}", err=True)
         raise click.exceptions.Exit(1)
 
 
@@ -213,7 +216,9 @@ def _is_rewritten(place: Place, found: Found, differ: Sequence[str]) -> bool:
 
 
 def _verdict(place: Place, found: Found, progress: Callable[[int], object]) -> dict[str, Any]:
-    """Return the verdict on a checkpoint, ``'verified'``, ``'damaged'`` or ``'unverified'``, and the reason."""
+    """Return the verdict on a checkpoint, ``'verified'``, ``'damaged'``, ``'refused'`` or ``'unverified'``, with the
+    reason.
+    """
     differ: dict[str, str] = {}
     for record in found.records:
         try:
@@ -224,7 +229,9 @@ def _verdict(place: Place, found: Found, progress: Callable[[int], object]) -> d
             differ[record.path] = str(e).rstrip(".")
     faults = list(differ.values())
     state = "damaged" if faults else "verified"
-    if found.manifest is None:  # the manifest is missing or damaged
+    if found.state == "unverified":
+        state, faults = _by_itself(place, found, progress)
+    elif found.manifest is None:  # the manifest is damaged, or the save did not end
         faults = list(found.faults)
         state = "damaged" if found.commits and faults else "unverified"
     elif faults and _is_rewritten(place, found, list(differ)):
@@ -236,3 +243,17 @@ def _verdict(place: Place, found: Found, progress: Callable[[int], object]) -> d
         "faults": faults,
         "size_bytes": found.size_bytes,
     }
+
+
+def _by_itself(place: Place, found: Found, progress: Callable[[int], object]) -> tuple[str, list[str]]:
+    """Return the verdict on a checkpoint without a manifest."""
+    from composerlite.checkpoint.tools.verifying import compared_with_itself  # imports torch
+
+    try:
+        return "unverified", [compared_with_itself(place, found, progress)]
+    except CorruptCheckpointError as e:
+        return "damaged", [str(e).rstrip(".")]
+    except UntrustedCheckpointError as e:
+        return "refused", [str(e).rstrip(".")]
+    except (CheckpointError, ConfigError) as e:
+        return "unverified", [str(e).rstrip(".")]

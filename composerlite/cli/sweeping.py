@@ -112,7 +112,7 @@ def collect(places: Sequence[str], orphans: bool, older_than: str, dry_run: bool
                 continue
             is_vouched = vouched_from_above(place)
             for found in survey(place):
-                if found.manifest is None and not found.commits and not is_vouched(found) and _is_old(found, age):
+                if found.may_be_left_over and not is_vouched(found) and _is_old(found, age):
                     removed.append(_removed(place, found, "data without a manifest", dry_run=dry_run))
     _tell(removed, [], dry_run=dry_run, as_json=as_json)
 

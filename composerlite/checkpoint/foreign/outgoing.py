@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from composerlite.checkpoint.foreign.keys import Rename, flat_tensors
-from composerlite.checkpoint.foreign.systems import system_of
+from composerlite.checkpoint.foreign.systems import system_of, what_is_recognised
 from composerlite.checkpoint.foreign.taken import Counts, Taken
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
@@ -40,7 +40,9 @@ def taken_of(contents: Any, source: str, rename: Rename) -> Taken:
     elif (system := system_of(contents)) is not None:
         found = system.take(cast("StateDict", contents), source)
     else:
-        raise IncompatibleCheckpointError(f"{source!r} holds no model: 'composerlite checkpoint inspect' shows what.")
+        raise IncompatibleCheckpointError(
+            f"{source!r} holds no model: 'composerlite checkpoint inspect' shows what. {what_is_recognised()}"
+        )
     weights = {rename.of(name): tensor for name, tensor in flat_tensors(found.model).items()}
     optimizer = None if found.optimizer is None else _numbered(found.optimizer, list(flat_tensors(found.model)), source)
     counts = None if found.progress is None else Counts(*map(_number, found.progress))

@@ -27,7 +27,7 @@ from composerlite.checkpoint.foreign.torch_dicts import (
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-__all__ = ["SYSTEMS", "System", "as_of_a_run", "model_in", "system_of"]
+__all__ = ["SYSTEMS", "System", "as_of_a_run", "model_in", "recognised", "system_of", "what_is_recognised"]
 
 
 @final
@@ -75,12 +75,29 @@ def as_of_a_run(contents: Any, run: Callable[[], Run], *, key_map: KeyMap | None
     if system is None:
         keys = ", ".join(map(repr, list(contents)[:8])) if isinstance(contents, dict) else type(contents).__name__
         raise IncompatibleCheckpointError(
-            f"{source} is not a checkpoint of a run: it holds {keys or 'nothing'} and no 'state'. Recognised are, "
-            f"besides ours and Composer's: {'; '.join(system.name for system in SYSTEMS)}. For other files of torch "
-            "say where the parts are: load_key_map={'model': 'net.*', 'optimizer': 'optim'}; or load the model "
-            "with model.load_state_dict(torch.load(path))."
+            f"{source} is not a checkpoint of a run: it holds {keys or 'nothing'} and no 'state'. "
+            f"{what_is_recognised()} For other files of torch say where the parts are: "
+            "load_key_map={'model': 'net.*', 'optimizer': 'optim'}; or load the model with "
+            "model.load_state_dict(torch.load(path))."
         )
     return state_of(system.take(cast("StateDict", contents), source), run(), system.name)
+
+
+def recognised(contents: Any) -> str | None:
+    """Return the name of the system whose ``contents`` they are; ``None`` if none is recognised."""
+    state: Any = contents.get("state") if isinstance(contents, dict) else None  # pyright: ignore[reportUnknownMemberType]
+    if isinstance(state, Mapping) and "model" in state:
+        return "composerlite or Composer"
+    steps: Any = contents.get("model_and_optim") if isinstance(contents, dict) else None  # pyright: ignore[reportUnknownMemberType]
+    if steps is not None:
+        return "OLMo-core (step…)"
+    system = system_of(contents)
+    return None if system is None else system.name
+
+
+def what_is_recognised() -> str:
+    """Return a sentence for messages that lists the systems."""
+    return f"Recognised are, besides ours and Composer's: {'; '.join(system.name for system in SYSTEMS)}."
 
 
 def model_in(contents: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import final
 
+from composerlite.checkpoint.format.weight_files import holds_weights
 from composerlite.checkpoint.place.place import Place, StoredFile
 from composerlite.checkpoint.place.step import MARKER, MODEL, NEXT, TRAIN, Successor
 from composerlite.checkpoint.record.manifest import (
@@ -24,8 +25,10 @@ __all__ = ["UNLISTED", "Found", "abandoned", "newest", "survey", "vouched_from_a
 UNLISTED = "it has no manifest: its save did not end, or another program wrote it"
 _INDEX = ".metadata"
 _STEP = re.compile(r"(?:.*/)?step(\d+)")
+_OF_OTHERS = re.compile(r"\.(?:ckpt|safetensors)$", re.I)
+"""What other programs call a checkpoint that is one file, and a save of ours does not."""
 _LOOKS_SAVED = re.compile(
-    r"\.pt(?:\.(?:gz|bz2|xz|lzma|lz4|zst|lzo))?$|\.tar(?:\.\w+)?$|\.tgz$|(?:^|/)ep\d+-ba\d+", re.I
+    rf"{_OF_OTHERS.pattern}|\.pt(?:\.(?:gz|bz2|xz|lzma|lz4|zst|lzo))?$|\.tar(?:\.\w+)?$|\.tgz$|(?:^|/)ep\d+-ba\d+", re.I
 )
 """What a checkpoint that is one file is called."""
 _MANIFEST = re.compile(rf"(?P<root>(?:[^./][^/]*/)*){re.escape(MANIFESTS)}/(?P<name>(?:[^/]+/)*[^./][^/]*)\.json")
@@ -56,8 +59,16 @@ class Found:
 
     @property
     def state(self) -> str:
-        """``'committed'`` or ``'incomplete'``."""
-        return "incomplete" if self.faults else "committed"
+        """``'committed'``, ``'unverified'`` where nothing is missing but a manifest, or ``'incomplete'``."""
+        return "unverified" if self.faults == (UNLISTED,) else "incomplete" if self.faults else "committed"
+
+    @property
+    def may_be_left_over(self) -> bool:
+        """Return true for data that a save of ours which did not end may have left: nothing is in its name or files
+        that only other programs write."""
+        return (
+            self.manifest is None and not self.commits and self.kind != "weights" and not _OF_OTHERS.search(self.name)
+        )
 
     @property
     def committed(self) -> Manifest | None:
@@ -223,7 +234,7 @@ def _of_step(
         return _torn(name, "step", files, (marker,), f"its {MARKER} or its manifest is damaged: {e}")
     missing = [path for path in (f"{MODEL}/{_INDEX}", f"{TRAIN}/rank0.pt") if f"{name}/{path}" not in files]
     if inner is None:  # of another program: nothing says what its files must contain
-        return _torn(name, "step", files, (marker,), *(f"{path} is missing" for path in missing))
+        return _torn(name, "step", files, (marker,), *([f"{path} is missing" for path in missing] or [UNLISTED]))
     records = tuple(replace(record, path=f"{name}/{record.path}") for record in inner.files)
     commits = (f"{name}/{record_path(MODEL)}", marker)
     index = next((record.xxh3_128 for record in inner.files if record.path == f"{MODEL}/{_INDEX}"), "")
@@ -257,20 +268,28 @@ def _unfinished_step(path: str, files: Mapping[str, StoredFile]) -> str | None:
 
 # ── files without a manifest ─────────────────────────────────────────────────────────────────────────────────────────
 def _unlisted(files: Mapping[str, StoredFile], taken: set[str]) -> list[Found]:
-    """Directories with the files of sharded checkpoints in them, and files that are called as checkpoints are."""
-    directories: set[str] = set()
+    """Directories with the files of sharded checkpoints or with weights, and files that are called as checkpoints."""
+    directories: dict[str, str] = {}
     alone: list[str] = []
     for path in files:
         folder, _, last = path.rpartition("/")
         if path in taken or any(part.startswith(".") for part in folder.split("/")):
             continue
         if folder and (last == _INDEX or last.endswith(".distcp")):
-            directories.add(folder.removesuffix(f"/{MODEL}"))
+            directories[folder.removesuffix(f"/{MODEL}")] = "sharded"
+        elif folder and holds_weights([last]):
+            directories.setdefault(folder, "weights")
         elif not last.startswith(".") and _LOOKS_SAVED.search(path):
             alone.append(path)
-    found = [_torn(name, "sharded", files, (), UNLISTED) for name in sorted(directories)]
+    found = [_torn(name, kind, files, (), _lack(name, kind, files)) for name, kind in sorted(directories.items())]
     inside = {file.path for one in found for file in one.files}
     return found + [Found(path, "", None, (UNLISTED,), (files[path],), ()) for path in alone if path not in inside]
+
+
+def _lack(name: str, kind: str, files: Mapping[str, StoredFile]) -> str:
+    """Reason why a directory without a manifest is listed so."""
+    has_index = any(path in files for path in (f"{name}/{_INDEX}", f"{name}/{MODEL}/{_INDEX}"))
+    return UNLISTED if kind == "weights" or has_index else f"{_INDEX} is missing: its save did not end"
 
 
 def _torn(name: str, kind: str, files: Mapping[str, StoredFile], commits: tuple[str, ...], *faults: str) -> Found:

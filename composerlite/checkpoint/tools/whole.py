@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from composerlite.checkpoint.foreign.systems import model_in
+from composerlite.checkpoint.foreign.systems import model_in, what_is_recognised
 from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.load.resolve import fetched, is_read_in_place
 from composerlite.checkpoint.place.directory import ShardedDirectory
@@ -146,5 +146,7 @@ def weights_of(contents: Any, source: str) -> dict[str, Tensor]:
 
     visit(model_in(contents), "")
     if not found:
-        raise IncompatibleCheckpointError(f"{source!r} holds no model: 'composerlite checkpoint inspect' shows what.")
+        raise IncompatibleCheckpointError(
+            f"{source!r} holds no model: 'composerlite checkpoint inspect' shows what. {what_is_recognised()}"
+        )
     return found
