@@ -83,7 +83,7 @@ class TarSink:
         self._inner.write(data)
         self._took(len(data))
 
-    def copy(self, address: int, size: int, crc: int = 0) -> int:
+    def copy(self, address: int, size: int, crc: int | None = 0) -> int:
         """Append ``size`` bytes of memory at ``address``; their CRC-32."""
         crc = self._inner.copy(address, size, crc)
         self._took(size)

@@ -301,8 +301,9 @@ class PackedSink:
         """Append ``data``."""
         self._append(memoryview(data))
 
-    def copy(self, address: int, size: int, crc: int = 0) -> int:
+    def copy(self, address: int, size: int, crc: int | None = 0) -> int:
         """Append ``size`` bytes of memory at ``address``; their CRC-32."""
+        crc = crc or 0
         for start in range(0, size, _HASHED_BYTES):
             length = min(_HASHED_BYTES, size - start)
             piece = memoryview((ctypes.c_char * length).from_address(address + start)).cast("B")

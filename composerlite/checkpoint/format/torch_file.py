@@ -176,10 +176,10 @@ class FileInMemory:
     def write(self, data: bytes) -> None:
         self.size_bytes += self.file.write(data)
 
-    def copy(self, address: int, size: int, crc: int = 0) -> int:
+    def copy(self, address: int, size: int, crc: int | None = 0) -> int:
         data = ctypes.string_at(address, size)
         self.write(data)
-        return zlib.crc32(data, crc)
+        return zlib.crc32(data, crc or 0)
 
     def finish(self) -> FileDigest:
         raise NotImplementedError("it is never durable")

@@ -420,6 +420,14 @@ class Digester:
         view = memoryview(data)
         self._size += len(view)
         while view:
+            chunk = self._chunk_bytes
+            if self._left == chunk and chunk <= min(len(view), _PIECE_BYTES):  # whole ones are summed at once
+                size = min(len(view), _PIECE_BYTES) // chunk * chunk
+                self._whole.update(view[:size])
+                for at in range(0, size, chunk):
+                    self._chunks += xxhash.xxh3_64_digest(view[at : at + chunk])
+                view = view[size:]
+                continue
             piece = view[: min(self._left, _PIECE_BYTES)]  # both digests of it while it is in the cache
             self._whole.update(piece)
             self._chunk.update(piece)
@@ -460,13 +468,13 @@ class Sink(Protocol):
         """
         ...
 
-    def copy(self, address: int, size: int, crc: int = 0) -> int:
+    def copy(self, address: int, size: int, crc: int | None = 0) -> int:
         """Append ``size`` bytes of memory at ``address``; their CRC-32. The memory may change when this returns.
 
         Args:
             address: of the first byte.
             size: in bytes.
-            crc: of the bytes before them.
+            crc: of the bytes before them; ``None``: it is not wanted, and 0 is returned.
 
         Returns:
             CRC-32 of the bytes, those before included.

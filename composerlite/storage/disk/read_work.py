@@ -287,27 +287,41 @@ class _UnitReader:
 
 
 def pieces(file: OpenFile, start: int, end: int) -> Iterator[Unit]:
-    """``start`` to ``end`` in pieces that fit the processor's cache and end where a chunk does."""
+    """``start`` to ``end`` in pieces that fit the processor's cache: of one chunk, or of several whole ones."""
+    if 0 < file.chunk_bytes <= _PIECE_BYTES:
+        yield from cut(start, end, _PIECE_BYTES // file.chunk_bytes * file.chunk_bytes)
+        return
     for chunk_start, chunk_end in cut(start, end, file.chunk_bytes or UNIT_BYTES):
         for at in range(chunk_start, chunk_end, _PIECE_BYTES):
             yield at, min(chunk_end, at + _PIECE_BYTES)
 
 
 def verify(file: OpenFile, digest: xxhash.xxh3_64, views: Sequence[memoryview], start: int, end: int) -> None:
-    """Sum the piece ``start`` to ``end``, and compare at the end of a chunk."""
+    """Sum the piece ``start`` to ``end``, which is in ``views``, and compare at the end of each chunk."""
     if not file.chunk_bytes:
         return
+    position = start
     for view in views:
-        digest.update(view)
-    if end % file.chunk_bytes and end != file.size_bytes:
-        return
-    number = start // file.chunk_bytes
-    if digest.digest() != file.chunks[number]:
-        raise CorruptCheckpointError(
-            f"the bytes of {str(file.path)!r} are not those that were saved: those from "
-            f"{number * file.chunk_bytes} to {end} differ."
-        )
-    digest.reset()
+        at = 0
+        while at < len(view):
+            number = position // file.chunk_bytes
+            first, last = number * file.chunk_bytes, min((number + 1) * file.chunk_bytes, file.size_bytes)
+            count = min(len(view) - at, last - position)
+            part = view[at : at + count]
+            at, position = at + count, position + count
+            if count == last - first:
+                found = xxhash.xxh3_64_digest(part)
+            else:
+                digest.update(part)
+                if position < last:
+                    continue
+                found = digest.digest()
+                digest.reset()
+            if found != file.chunks[number]:
+                raise CorruptCheckpointError(
+                    f"the bytes of {str(file.path)!r} are not those that were saved: those from {first} to {last} "
+                    "differ."
+                )
 
 
 def put(places: ReadTargets, data: memoryview, start: int) -> None:

@@ -128,13 +128,13 @@ class StreamWriter:
             self._view[self._filled : self._filled + len(piece)] = piece
             self._advance(len(piece))
 
-    def copy(self, address: int, size: int, crc: int = 0) -> int:
+    def copy(self, address: int, size: int, crc: int | None = 0) -> int:
         """Append ``size`` bytes of memory at ``address``; their CRC-32. The memory may change when this returns.
 
         Args:
             address: of the first byte.
             size: in bytes.
-            crc: of the bytes before them.
+            crc: of the bytes before them; ``None``: it is not wanted, and 0 is returned.
 
         Returns:
             CRC-32 of the bytes, those before included.
@@ -143,13 +143,14 @@ class StreamWriter:
             length = min(size, self._room(), _PIECE_BYTES)
             if address != self._address + self._filled:
                 move(self._address + self._filled, address, length)
-            started = time.perf_counter()
-            crc = isal_zlib.crc32(self._view[self._filled : self._filled + length], crc)
-            self.seconds["hash"] += time.perf_counter() - started
+            if crc is not None:
+                started = time.perf_counter()
+                crc = isal_zlib.crc32(self._view[self._filled : self._filled + length], crc)
+                self.seconds["hash"] += time.perf_counter() - started
             self._advance(length)
             address += length
             size -= length
-        return crc
+        return crc or 0
 
     def finish(self) -> FileDigest:
         """Wait until everything is written and durable; what the file contains.
