@@ -1,6 +1,7 @@
 """Cost of coordination at thousands of ranks: planning, commit, index, manifest and load planning of Llama models.
 
-The ranks are logical ones in one process: DTensors on ``meta`` in the real layouts, over torch's fake process group.
+The ranks are logical ones in one process: DTensors in the real layouts, over torch's fake process group, whose parts
+have memory for one number.
 What ranks send each other is pickled as for gloo, and the code of rank 0 runs on the messages of all. Nothing is
 written: files have digests of the size that real ones have. Seconds are those of one core.
 
@@ -36,7 +37,6 @@ import torch
 import torch.distributed
 from measure import write
 from rank_costs import connected, serve_store, vote
-from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
@@ -138,7 +138,7 @@ class Ranks:
         }[tensor_parallel]
 
     def state(self, rank: int) -> dict[str, Any]:
-        """The state of a run with AdamW, in float32, as ``rank`` has it; nothing in it has memory."""
+        """The state of a run with AdamW, in float32, as ``rank`` has it; a tensor has memory for one number."""
         self.become(rank)
         model: dict[str, Any] = {}
         optimizer: dict[str, Any] = {}
@@ -153,7 +153,7 @@ class Ranks:
                 local: Any = local, placements: Any = placements, shape: Any = shape, strides: Any = strides
             ) -> DTensor:
                 return DTensor.from_local(
-                    torch.empty(local, device="meta"),
+                    torch.empty(1).expand(local),
                     self.mesh,
                     placements,
                     run_check=False,
@@ -162,7 +162,7 @@ class Ranks:
                 )
 
             model[name] = part()
-            optimizer[name] = {"step": torch.zeros((), device="meta"), "exp_avg": part(), "exp_avg_sq": part()}
+            optimizer[name] = {"step": torch.zeros(()), "exp_avg": part(), "exp_avg_sq": part()}
         groups = [{"lr": 1e-4, "betas": (0.9, 0.95), "params": list(model)}]
         return {
             "state": {"model": model, "optimizers": {"AdamW": {"state": optimizer, "param_groups": groups}}},
@@ -271,10 +271,8 @@ def _stand_in(message: bytes, rank: int) -> bytes:
 # ── one save and one load ────────────────────────────────────────────────────────────────────────────────────────────
 def simulated(model: str, layout: str, count: int) -> dict[str, float]:
     """What a first save, a repeated one and a load cost."""
-    from composerlite.checkpoint.format import sharded_index
     from composerlite.checkpoint.save import sharded_plan
 
-    sharded_index.is_dense = lambda tensor: True  # plain numbers, if they had memory
     ranks = Ranks(model, layout, count)
     samples = sorted({0, 1, count // 2, count - 1} if _by_rule(model, count) else range(count))
     sharded_plan._MOST_PLANS = 2 * len(samples)  # each logical rank has its own, and all are in one process
@@ -342,7 +340,6 @@ def _saved_and_loaded(ranks: Ranks, planners: Any, known: Any, states: Any) -> d
         "manifest_bytes": len(record),
         "files": len(files),
     }
-    default_planner._init_state_dict = lambda state_dict: None  # it gives memory to what is on meta: real tensors have
     seconds: list[float] = []
     for rank in known:
         wanted = {key: tensor for key, tensor in planners[rank].state_dict.items() if isinstance(tensor, DTensor)}

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         has_copies,
         is_distributed_tensor,
         local_shard,
+        shard_box,
         shards_like,
         total_norm,
     )
@@ -104,6 +105,7 @@ __all__ = [
     "move",
     "node_broadcast",
     "run_local_rank_zero_first",
+    "shard_box",
     "shards_like",
     "total_norm",
 ]

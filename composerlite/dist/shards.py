@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from composerlite._torch_compat import local_part
 from composerlite.dist.env import get_world_size
 from composerlite.types import items_of, with_items
 
@@ -22,8 +23,13 @@ __all__ = [
     "has_copies",
     "is_distributed_tensor",
     "local_shard",
+    "shard_box",
     "shards_like",
 ]
+
+
+_boxes: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+_MOST_BOXES = 4096
 
 
 class LocalShard(NamedTuple):
@@ -52,12 +58,39 @@ def local_shard(tensor: Tensor) -> LocalShard:
     """Return this rank's shard of ``tensor``; all of it where it is not distributed."""
     if not is_distributed_tensor(tensor):
         return LocalShard((0,) * tensor.dim(), tuple(tensor.shape), tensor.detach())
-    value: Any = cast("DTensor", tensor).detach()
-    local: Tensor = value.to_local()
-    if value.device_mesh.get_coordinate() is None:
-        return LocalShard((0,) * value.dim(), (0,) * value.dim(), local)
+    value: Any = tensor.detach()
+    return LocalShard(*shard_box(value), value.to_local())
+
+
+def shard_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and lengths of this rank's shard of a distributed tensor: lengths with a 0 where it has nothing of it.
+
+    They are worked out once for all tensors of one shape that are split in the same way: a model of thousands has ten.
+
+    Args:
+        tensor: a distributed tensor.
+
+    Returns:
+        Offsets and lengths, by dimension.
+    """
+    value: Any = tensor
+    coordinate = value.device_mesh.get_coordinate()
+    if coordinate is None:
+        return (0,) * value.dim(), (0,) * value.dim()
+    if type(local_part(value)) not in (Tensor, torch.nn.Parameter):  # it may know its place itself
+        return _box_of(value)
+    key = (value.shape, value.device_mesh.shape, tuple(coordinate), value.placements)
+    box = _boxes.get(key)
+    if box is None:
+        if len(_boxes) >= _MOST_BOXES:
+            _boxes.clear()
+        box = _boxes[key] = _box_of(value)
+    return box
+
+
+def _box_of(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     (chunk,) = value.__create_chunk_list__()  # what torch.distributed.checkpoint asks it for
-    return LocalShard(tuple(chunk.offsets), tuple(chunk.sizes), local)
+    return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 def has_copies(tensor: Tensor) -> bool:

@@ -52,6 +52,11 @@ def test_the_index_is_a_rule_and_reads_like_a_list(saved: Path) -> None:
             assert file != next_file or start + size == next_start
 
 
+def test_a_rank_plans_what_dcp_plans() -> None:
+    """Each tensor in the same part, also where the part was worked out for another tensor of its shape."""
+    run_ranks(layout_ranks.plan_as_dcp, 4, timeout=120)
+
+
 def test_ranks_that_differ_make_a_list(tmp_path: Path) -> None:
     """Where one rank has what others have not, the index is one of DCP, with all of it."""
     run_ranks(layout_ranks.save_differing, 2, tmp_path, timeout=120)

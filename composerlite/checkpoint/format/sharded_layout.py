@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from composerlite.checkpoint.format import SUFFIX
 from composerlite.checkpoint.format.sharded_index import Path, StorageInfo, read_index
 from composerlite.checkpoint.format.torch_file import TorchImage
-from composerlite.dist import local_shard
+from composerlite.dist import shard_box
 from composerlite.errors import CorruptCheckpointError
 
 __all__ = [
@@ -78,9 +78,7 @@ class Splits(NamedTuple):
 
     def box(self, shape: Sequence[int], rank: int) -> Box:
         """The part of ``rank`` of a tensor of that shape."""
-        coordinate = _coordinate(rank, self.mesh)
-        spans = [_span(n, self.mesh, dims, coordinate) for n, dims in zip(shape, self.dims, strict=True)]
-        return tuple(start for start, _ in spans), tuple(size for _, size in spans)
+        return _box(self, tuple(shape), rank)
 
 
 def _coordinate(rank: int, mesh: Sequence[int]) -> tuple[int, ...]:
@@ -99,6 +97,13 @@ def _span(length: int, mesh: Sequence[int], dims: Sequence[int], coordinate: Seq
         skipped = min(length, piece * coordinate[dim])
         start, length = start + skipped, min(piece, length - skipped)
     return start, length
+
+
+@functools.lru_cache(4096)  # of thousands of tensors few have a form of their own
+def _box(splits: Splits, shape: tuple[int, ...], rank: int) -> Box:
+    coordinate = _coordinate(rank, splits.mesh)
+    spans = [_span(n, splits.mesh, dims, coordinate) for n, dims in zip(shape, splits.dims, strict=True)]
+    return tuple(start for start, _ in spans), tuple(size for _, size in spans)
 
 
 @functools.lru_cache(4096)
@@ -306,7 +311,8 @@ class ShardLayout:
     def kinds(self) -> list[Part]:
         """One part of each form that there is."""
         found: dict[Any, Part] = {}
-        for _, shape, dtype, (mesh, dims) in self.tensors.values():
+        forms = dict.fromkeys((tensor.shape, tensor.dtype, tensor.splits) for tensor in self.tensors.values())
+        for shape, dtype, (mesh, dims) in forms:
             cuts = [_cuts(n, tuple(mesh[dim] for dim in of)) for n, of in zip(shape, dims, strict=True)]
             for sizes in itertools.product(*(sorted(set(lengths)) for _, lengths, _ in cuts)):
                 found[sizes, dtype] = Part("", (), sizes, dtype)
@@ -509,7 +515,7 @@ def narrowed(metadata: Metadata, wanted: Mapping[str, Any]) -> Metadata:
     for key, value in wanted.items():
         stored = found.get(key)
         if isinstance(stored, TensorStorageMetadata) and isinstance(value, Tensor) and value.shape == stored.size:
-            part = local_shard(value)
-            chunks = chunks_at(stored, (part.offsets, part.lengths)) if math.prod(part.lengths) else []
+            box = shard_box(value) if isinstance(value, DTensor) else ((0,) * value.dim(), tuple(value.shape))
+            chunks = chunks_at(stored, box) if math.prod(box[1]) else []
             found[key] = TensorStorageMetadata(stored.properties, stored.size, list(chunks))
     return Metadata(found, metadata.planner_data, metadata.storage_data, metadata.storage_meta)

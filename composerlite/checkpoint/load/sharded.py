@@ -16,9 +16,15 @@ from typing import Any, TypeVar, cast, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -320,11 +326,25 @@ def load_flat(reader: RemoteFileSystemReader, keys: Iterable[str]) -> dict[str, 
 
 @final
 class _LoadPlanner(DefaultLoadPlanner):
-    """DCP's own planner, but that values which are no tensors are read without running what they name."""
+    """Plans as DCP does; values which are no tensors are read without running what they name."""
 
     def __init__(self, uri: str) -> None:
         super().__init__(flatten_state_dict=False)
         self._uri = uri
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        others: StateDict = {}
+        for key, value in self.state_dict.items():
+            stored = self.metadata.state_dict_metadata.get(key)
+            is_here = dist.is_distributed_tensor(value) and value.device_mesh.get_coordinate() is not None
+            if is_here and isinstance(stored, TensorStorageMetadata) and stored.size == value.shape:
+                own = ChunkStorageMetadata(*map(torch.Size, dist.shard_box(value)))
+                items += create_read_items_for_chunk_list(key, stored, [own])
+            else:
+                others[key] = value
+        return LoadPlan([*create_default_local_load_plan(others, self.metadata).items, *items])
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         contents = safe_contents(value.getvalue(), read_item.dest_index.fqn, self._uri)

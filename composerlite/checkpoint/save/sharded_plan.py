@@ -15,14 +15,14 @@ import math
 import pickle
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast, final
+from typing import Any, NamedTuple, TypeGuard, TypeVar, cast, final
 
 import torch
 import xxhash
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -32,12 +32,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from composerlite._torch_compat import local_part
 from composerlite.checkpoint.format.sharded_index import KEYS, leaves, value_bytes
 from composerlite.checkpoint.format.sharded_layout import ShardLayout, SplitTensor, balanced, split_of
-from composerlite.dist import Group
+from composerlite.dist import Group, shard_box
 from composerlite.errors import SaveError
 from composerlite.types import StateDict
 
@@ -336,7 +337,11 @@ class Planner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
+        others = {key: value for key, value in self.state_dict.items() if not _is_plainly_split(value)}
+        made = {item.index.fqn: [item] for item in self._items_of_split()}
+        for item in create_default_local_save_plan(others, self.is_coordinator).items:
+            made.setdefault(item.index.fqn, []).append(item)
+        plan = SavePlan([item for key in self.state_dict for item in made.get(key, ())], planner_data=self.mappings)
         if self._of_run and not self.is_coordinator:
             items = [item for item in plan.items if self._is_of_this_rank(item)]
             names = {item.index.fqn for item in items}
@@ -347,6 +352,22 @@ class Planner(DefaultSavePlanner):
                 self._values[item.index.fqn] = self._pickled(item.index.fqn)
         self.plan = plan
         return plan
+
+    def _items_of_split(self) -> Iterator[WriteItem]:
+        """Yield the items that DCP makes of distributed tensors; parts of one form share all but their key."""
+        known: dict[Any, TensorWriteData] = {}
+        for key, tensor in self.state_dict.items():
+            if not _is_plainly_split(tensor):
+                continue
+            local, (offsets, sizes) = local_part(tensor), shard_box(tensor)
+            form = tensor.shape, offsets, sizes, tensor.dtype, tensor.requires_grad, local.is_pinned()
+            data = known.get(form)
+            if data is None:
+                properties = TensorProperties.create_from_tensor(local)
+                properties.requires_grad = tensor.requires_grad
+                chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                data = known[form] = TensorWriteData(chunk, properties, tensor.size())
+            yield WriteItem(MetadataIndex(key, data.chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
     def _pickled(self, name: str) -> bytes | SaveError:
         try:
@@ -420,6 +441,14 @@ class Planner(DefaultSavePlanner):
     def forget(self) -> None:
         """Release everything that was to be written."""
         self.tensors, self._values, self.state_dict = {}, {}, {}
+
+
+def _is_plainly_split(value: Any) -> TypeGuard[DTensor]:
+    """Return true if this rank has a strided part of ``value``, of a class that knows nothing of checkpoints itself."""
+    if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is None:
+        return False
+    local = local_part(value)
+    return type(local) in (Tensor, nn.Parameter) and local.layout is torch.strided
 
 
 def _size_bytes(item: WriteItem) -> int:
