@@ -5,9 +5,7 @@ The files in tests/data were written by the systems themselves: tests/interop/ma
 
 from __future__ import annotations
 
-import io
 import json
-import random
 import shutil
 import struct
 from pathlib import Path
@@ -15,16 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from hostile_child import Watch, mutated, mutated_bytes
 from tiny_training import Classifier
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import Callback, Event, Logger, State, Trainer
-from composerlite.checkpoint import RemoteFileSystemReader, load_checkpoint
-from composerlite.checkpoint.load.sharded import load_flat
 from composerlite.errors import (
-    CheckpointError,
     ConfigError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
@@ -388,70 +382,3 @@ def test_nothing_of_a_foreign_pickle_runs(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "run/training_args.bin", tmp_path / "run/optimizer.pt")
     with pytest.raises(UntrustedCheckpointError, match="transformers"):
         trainer(tmp_path / "run")
-
-
-def test_damage_by_chance_is_an_error_of_ours(tmp_path: Path) -> None:
-    """1,000 mutations of the headers of safetensors: an error of ours, or a checkpoint."""
-    chance = random.Random(0)
-    whole = (DATA / "safetensors/model.safetensors").read_bytes()
-    path = tmp_path / "run"
-    path.mkdir()
-    outcomes: dict[str, int] = {}
-    for _ in range(1000):
-        data = bytearray(whole)
-        for _ in range(chance.randint(1, 4)):
-            at = chance.randrange(len(data) - 100)
-            new = chance.choices(b'{}[],:"0123456789Fx\0\xff', k=chance.randint(0, 3))
-            data[at : at + chance.randint(0, 2)] = bytes(new)
-        (path / "model.safetensors").write_bytes(data)
-        try:
-            with RemoteFileSystemReader(path) as reader:
-                keys = list(reader.read_metadata().state_dict_metadata)
-                load_flat(reader, keys)
-            outcome = "loaded"
-        except CheckpointError as e:
-            outcome = type(e).__name__
-        outcomes[outcome] = outcomes.get(outcome, 0) + 1
-    assert sum(outcomes.values()) == 1000
-    assert outcomes["CorruptCheckpointError"] > 500
-
-
-def _archived(path: Path) -> bytes:
-    """The contents of a file of torch, written as the mutations want it."""
-    data = io.BytesIO()
-    torch.save(torch.load(path, weights_only=False), data)
-    return data.getvalue()
-
-
-DAMAGED: dict[str, tuple[str, str, Any]] = {
-    "Composer, a file": ("composer/ep1-ba6-rank0.pt", "", lambda whole, chance: mutated(whole, chance)[1]),
-    "Composer, an index": ("composer/ep2-ba6", ".metadata", mutated_bytes),
-    "OLMo-core, a train state": ("olmo_core/step6", "train/rank0.pt", lambda whole, chance: mutated(whole, chance)[1]),
-    "OLMo-core, an index": ("olmo_core/step6", "model_and_optim/.metadata", mutated_bytes),
-}
-"""A checkpoint, the file of it that is damaged, and how."""
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", DAMAGED)
-def test_damage_by_chance_to_what_other_systems_save_does_no_harm(name: str, tmp_path: Path) -> None:
-    """1,000 mutations: an error of ours or a checkpoint; nothing is run, imported or written."""
-    path, file, change = DAMAGED[name]
-    source, target = DATA / path, tmp_path / "run.pt"
-    shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
-    damaged = target / file if file else target
-    whole = damaged.read_bytes() if file.endswith(".metadata") else _archived(damaged)
-    with trainer(source, model=Wrapped()) as run:  # what loading imports is imported
-        chance, watch, outcomes = random.Random(0), Watch(), 0
-        for _ in range(1000):
-            damaged.write_bytes(change(whole, chance))
-            watch.on = True
-            try:
-                load_checkpoint(target, run.state, progress_bar=False)
-            except (CheckpointError, ConfigError):
-                pass
-            finally:
-                watch.on = False
-            outcomes += 1
-    assert watch.seen == []
-    assert outcomes == 1000
