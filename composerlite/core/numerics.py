@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from composerlite.devices import rng
 from composerlite.errors import ConfigError
 from composerlite.other_trainers import way_here
 
@@ -85,17 +86,12 @@ def seed_torch(seed: int) -> None:
 @contextlib.contextmanager
 def seed_context(seed: int) -> Generator[None]:
     """Seed everything within the context and put the generators back where they were after it."""
-    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    before = rng.capture()
     try:
         seed_all(seed)
         yield
     finally:
-        random.setstate(state[0])
-        np.random.set_state(state[1])
-        torch.set_rng_state(state[2])
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        rng.restore([before])
 
 
 def configure_deterministic_mode() -> None:

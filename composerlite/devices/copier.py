@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 import torch
 from torch import Tensor
 
+from composerlite import dist
+
 if TYPE_CHECKING:
     from composerlite.storage import HostMemory
 
@@ -33,6 +35,7 @@ __all__ = [
     "content_sum",
     "content_sums",
     "cuts",
+    "poll",
     "this_machine",
 ]
 
@@ -43,6 +46,7 @@ _PORTABLE = 1  # pinned for all devices, and not only for the current one
 _PAUSE_SECONDS = 0.01
 _POLL_SECONDS = 0.00005  # then an eighth of what was waited
 _MOST_POLL_SECONDS = 0.01
+_LOOK_SECONDS = 1.0  # between looks at the other ranks
 _READ_SECONDS = 600.0
 
 
@@ -255,6 +259,32 @@ def cuts(size: int, offset: int) -> Iterator[Cut]:
         start += length
 
 
+def poll(is_done: Callable[[], bool], timeout: float, late: str) -> None:
+    """Wait until ``is_done`` returns true, and sleep in between: a core that spins is missing elsewhere.
+
+    A device that waits for another rank, as NCCL lets it, is not done if that rank is gone.
+
+    Args:
+        is_done: is asked at once, and then at intervals of an eighth of what was waited, 10 ms at most.
+        timeout: in seconds.
+        late: what the error says has not happened.
+
+    Raises:
+        TimeoutError: it does not.
+        RankError: another rank has failed or is gone.
+    """
+    started = time.monotonic()
+    next_look = _LOOK_SECONDS
+    while not is_done():
+        waited = time.monotonic() - started
+        if waited > timeout:
+            raise TimeoutError(f"{late} within {timeout:g} s")
+        if waited > next_look:
+            dist.check_nobody_left(late)
+            next_look = waited + _LOOK_SECONDS
+        time.sleep(min(max(waited / 8, _POLL_SECONDS), _MOST_POLL_SECONDS))
+
+
 # ── a GPU of CUDA or ROCm ────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class Pinning:
@@ -377,12 +407,7 @@ class CudaCopier:
         self._stalls.append((before, after))
 
     def wait(self, mark: Any, timeout: float) -> None:
-        started = time.monotonic()
-        while not mark.query():  # an error of the device is raised here
-            waited = time.monotonic() - started
-            if waited > timeout:
-                raise TimeoutError(f"{self._device} did not finish its copies within {timeout:g} s")
-            time.sleep(min(max(waited / 8, _POLL_SECONDS), _MOST_POLL_SECONDS))
+        poll(mark.query, timeout, f"{self._device} did not finish its copies")  # an error of the device is raised here
 
     def finish_training(self, timeout: float) -> None:
         event = torch.cuda.Event()

@@ -63,9 +63,9 @@ class Device(str):
     device, and it equals the ``torch.device`` of that name. ``Device(name)`` is of the class for its type.
 
     Attributes:
-        name: ``'cpu'``, ``'gpu'`` or ``'mps'``.
-        dist_backend: backend of ``torch.distributed`` for it; ``''`` for none.
-        type: of the device, in torch's words: ``'cpu'``, ``'cuda'`` or ``'mps'``.
+        name: ``'cpu'``, ``'gpu'``, or as ``type``.
+        dist_backend: backend of ``torch.distributed`` for it.
+        type: of the device, in torch's words: ``'cpu'``, ``'cuda'``, ``'mps'`` or ``'xpu'``.
         index: number of the device among those of its type; ``None`` where there is only one.
     """
 
@@ -78,6 +78,8 @@ class Device(str):
         device = torch.device(str(value))
         made = str.__new__(_CLASSES.get(device.type, Device), str(device))
         made.type, made.index = device.type, device.index
+        if not made.name:  # of a class of its own
+            made.name, made.dist_backend = device.type, dist.backend_of(device)
         return made
 
     def __eq__(self, other: object) -> bool:
@@ -161,7 +163,7 @@ _CLASSES: dict[str, type[Device]] = {"cpu": DeviceCPU, "cuda": DeviceGPU, "mps":
 
 
 def get_device(device: str | torch.device | None = None) -> Device:
-    """Return the device that ``device`` names: ``'cpu'``, ``'gpu'`` (that of the local rank) or ``'mps'``.
+    """Return the device that ``device`` names: ``'cpu'``, ``'gpu'`` (that of the local rank), ``'mps'`` or ``'xpu'``.
 
     ``None`` takes the GPU if there is one.
 

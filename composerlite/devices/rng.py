@@ -31,19 +31,17 @@ def capture() -> dict[str, Any]:
         "numpy": (str(kind), torch.from_numpy(np.asarray(keys).copy()), int(position), int(has_gauss), float(gauss)),
         "torch": torch.get_rng_state(),
     }
-    kind = _accelerator()
-    if kind == "cuda" and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-        if torch.cuda.device_count() > 1 and dist.get_local_world_size() == 1:  # a model that lies on several
-            state["cuda_devices"] = torch.cuda.get_rng_state_all()
-    elif kind in ("mps", "xpu"):
-        state[kind] = getattr(torch, kind).get_rng_state()
+    if (kind := _accelerator()) is not None and (kind != "cuda" or torch.cuda.is_initialized()):
+        module = torch.get_device_module(kind)
+        state[kind] = module.get_rng_state()
+        if module.device_count() > 1 and dist.get_local_world_size() == 1:  # a model that lies on several
+            state[f"{kind}_devices"] = [module.get_rng_state(number) for number in range(module.device_count())]
     return state
 
 
 def _accelerator() -> str | None:
     """Return the type of the devices beside the CPU, ``None`` where there is none."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
 
@@ -96,14 +94,14 @@ def restore(states: Sequence[dict[str, Any] | torch.Tensor], rank: int = 0) -> N
     kind, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, np.asarray(keys), position, has_gauss, gauss))
     torch.set_rng_state(state["torch"])
-    kind = _accelerator()
-    for number, one in enumerate(state.get("cuda_devices", ()) if kind == "cuda" else ()):
-        if number < torch.cuda.device_count():
-            torch.cuda.set_rng_state(one, number)
+    if (kind := _accelerator()) is not None:
+        module = torch.get_device_module(kind)
+        for number, one in enumerate(state.get(f"{kind}_devices", ())[: module.device_count()]):
+            module.set_rng_state(one, number)
+        if kind in state:
+            module.set_rng_state(state[kind])
     for name in _ACCELERATORS:
-        if name in state and name == kind:
-            getattr(torch, name).set_rng_state(state[name])
-        elif name in state:
+        if name in state and name != kind:
             log.warning(
                 "the checkpoint was saved on a GPU and this run has none of its kind: its %s generator is not restored",
                 name.upper(),

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from composerlite.dist.env import (
     Control,
+    backend_of,
+    check_nobody_left,
     claim_device,
     finalize_dist,
     get_control,
@@ -74,11 +76,13 @@ __all__ = [
     "all_reduce",
     "all_succeed",
     "any_distributed",
+    "backend_of",
     "barrier",
     "broadcast",
     "broadcast_object",
     "broadcast_object_list",
     "cause_elsewhere",
+    "check_nobody_left",
     "claim_device",
     "distributed_like",
     "empty_shard_like",

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Control",
+    "backend_of",
+    "check_nobody_left",
     "claim_device",
     "finalize_dist",
     "get_control",
@@ -127,13 +129,13 @@ def is_initialized() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-_KINDS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}
+_KINDS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps", "xpu": "xpu"}
 
 
 def get_device(device: str | torch.device | None = None) -> torch.device:
-    """The device this process trains on: ``'cpu'``, ``'gpu'`` (that of the local rank) or ``'mps'``.
+    """The device this process trains on: ``'cpu'``, ``'gpu'`` (that of the local rank), ``'mps'`` or ``'xpu'``.
 
-    ``None`` takes the GPU if there is one.
+    ``None`` takes the GPU if there is one. What a package has registered with torch has the name that it has there.
 
     Raises:
         ConfigError: the name is unknown or there is no such device here.
@@ -141,18 +143,21 @@ def get_device(device: str | torch.device | None = None) -> torch.device:
     if device is None:
         device = "gpu" if torch.cuda.is_available() else "cpu"
     name, _, index = str(device).lower().partition(":")
-    kind = _KINDS.get(name)
+    registered = torch.accelerator.current_accelerator()
+    known = _KINDS if registered is None else {**_KINDS, registered.type: registered.type}
+    kind = known.get(name)
     if kind is None or (index and not index.isdigit()):
-        raise ConfigError(f"device={device!r} is not known. Known: {', '.join(sorted(_KINDS))}.")
-    if kind == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                f"device={device!r}: this machine has no CUDA device that torch can use. Use device='cpu'."
-            )
-        return torch.device("cuda", int(index) if index else gpu_of(get_local_rank(), torch.cuda.device_count()))
-    if kind == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("device='mps': this machine has no such device. Use device='cpu'.")
-    return torch.device(kind)
+        raise ConfigError(f"device={device!r} is not known. Known: {', '.join(sorted(known))}.")
+    if kind == "cpu":
+        return torch.device(kind)
+    module = torch.get_device_module(kind)
+    if not module.is_available():
+        raise ConfigError(
+            f"device={device!r}: this machine has no {kind.upper()} device that torch can use. Use device='cpu'."
+        )
+    if kind == "mps":  # there is one
+        return torch.device(kind)
+    return torch.device(kind, int(index) if index else gpu_of(get_local_rank(), module.device_count()))
 
 
 def gpu_of(local_rank: int, visible: int) -> int:
@@ -169,15 +174,16 @@ def claim_device(device: torch.device) -> None:
     Raises:
         ConfigError: it does not exist.
     """
-    if device.type != "cuda":
+    if device.type in ("cpu", "mps"):  # there is one
         return
-    count = torch.cuda.device_count()
+    module = torch.get_device_module(device)
+    count = module.device_count()
     if device.index >= count:
         raise ConfigError(
-            f"device='cuda:{device.index}': this process sees {count} GPUs (its local rank is {get_local_rank()}). "
+            f"device='{device}': this process sees {count} GPUs (its local rank is {get_local_rank()}). "
             "Start at most as many processes per node, or name one from 0."
         )
-    torch.cuda.set_device(device)
+    module.set_device(device)
 
 
 @final
@@ -227,6 +233,19 @@ def get_control() -> Control:
     return _control
 
 
+def check_nobody_left(what: str) -> None:
+    """Look whether another rank has failed or is gone: what waits for its part would wait in vain. For any thread.
+
+    Args:
+        what: is waited for, for the error.
+
+    Raises:
+        RankError: one is; names it.
+    """
+    if (control := _control) is not None:
+        control.barrier.check_nobody_left(what)
+
+
 def initialize_dist(
     device: str | torch.device | None = None,
     timeout: float | timedelta = 300.0,
@@ -240,7 +259,7 @@ def initialize_dist(
     ``min_world_size`` processes.
 
     Args:
-        device: as :func:`get_device` takes it. A GPU uses NCCL, and gloo for what lies in host memory.
+        device: as :func:`get_device` takes it. A GPU uses NCCL (XCCL on XPU), and gloo for what lies in host memory.
         timeout: seconds, of every wait of these groups; NCCL's own, at whose end it kills the process, is three times
             as long, so that ranks that miss another one raise first.
         min_world_size: 1 makes a process group for one process too; a device mesh needs one.
@@ -401,9 +420,16 @@ def training_group_arguments(device: torch.device, timeout: timedelta) -> dict[s
 
     NCCL waits longer than ``timeout``, that of our own group: its watchdog ends the process, and our error comes first.
     """
-    if device.type == "cuda":
-        return {"backend": "cpu:gloo,cuda:nccl", "timeout": timeout * _TRAINING_TIMES, "device_id": device}
-    return {"backend": "gloo", "timeout": timeout, "device_id": None}
+    backend = backend_of(device)
+    if backend == "gloo":
+        return {"backend": backend, "timeout": timeout, "device_id": None}
+    groups, waits = f"cpu:gloo,{device.type}:{backend}", timeout * _TRAINING_TIMES
+    return {"backend": groups, "timeout": waits, "device_id": device}
+
+
+def backend_of(device: torch.device) -> str:
+    """Return the name of the backend of ``torch.distributed`` for tensors on ``device``."""
+    return torch.distributed.Backend.default_device_backend_map.get(device.type, "gloo")
 
 
 def _make_groups(store: Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> ProcessGroup:

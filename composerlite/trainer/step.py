@@ -177,8 +177,7 @@ class TrainStep:
             state.device_train_microbatch_size = (size + 1) // 2
             log.info("out of memory with microbatches of %d: trying %d", size, state.device_train_microbatch_size)
             before.restore()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            torch.accelerator.empty_cache()  # does nothing without one
 
     def _train(self, samples: int, share: float) -> None:
         state = self._state

@@ -126,7 +126,7 @@ class Trainer:
         autoresume: resume from the newest good checkpoint of this ``run_name``, if there is one. Needs a ``run_name``.
             A run that is preempted saves first: see :class:`PreemptionHandler`.
         autoresume_timeout: seconds to wait for the end of another process that has this run; after that it is an error.
-        device: ``'cpu'``, ``'gpu'`` or ``'mps'``; the GPU by default if there is one.
+        device: ``'cpu'``, ``'gpu'``, ``'mps'`` or ``'xpu'``; the GPU by default if there is one.
         precision: ``'fp32'``, ``'amp_bf16'``, ``'amp_fp16'``.
         device_train_microbatch_size: samples per forward pass, or ``'auto'`` to halve it until it fits into memory.
         accumulate_train_batch_on_tokens: weigh microbatches by tokens rather than samples.

@@ -187,6 +187,41 @@ def test_no_checkpoint_of_two_moments_is_committed(pipeline: Pipeline, tmp_path:
     assert temporaries(tmp_path) == []
 
 
+def compiled(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Its step is compiled, as PyTorch's tutorials do it; torch traces around the hooks."""
+    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    optimizer.step = torch.compile(optimizer.step, backend="eager")  # pyright: ignore[reportAttributeAccessIssue]
+    return optimizer
+
+
+def half(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Of weights and momentum in bfloat16."""
+    for weight in weights:
+        weight.data = weight.data.bfloat16()
+    return torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "fused": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=True),
+    "foreach": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, foreach=True),
+    "compiled": compiled,
+    "half": half,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of modules that inductor imports
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.soak) if kind == "compiled" else kind for kind in OPTIMIZERS]
+)
+def test_a_step_of_any_kind_waits_for_the_copy(pipeline: Pipeline, tmp_path: Path, kind: str) -> None:
+    """The optimizer that trains writes in a way that torch does not count: its steps come after the copy, all saved."""
+    torch._dynamo.reset()
+    state = state_at(0)
+    state.optimizers = [OPTIMIZERS[kind]([*state.model.parameters()])]
+    step(state)
+    assert [committed_as_saved(pipeline, state, tmp_path, "lazy", nobody) for _ in range(5)] == [True] * 5
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_run_of_any_writers_and_ways(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composerlite.devices import MachineDevices, PageableCopier, Pinning
-from composerlite.devices.copier import content_sum, content_sums, cuts
+from composerlite.devices.copier import content_sum, content_sums, cuts, poll
 from composerlite.storage import HostMemory
 
 GIB = 1 << 30
@@ -102,6 +102,28 @@ def test_chunks_are_all_of_a_copy_and_none_reaches_over_a_slice(size: int, offse
         assert cut.offset // GIB == (cut.offset + cut.size - 1) // GIB
         end += cut.size
     assert end == size
+
+
+def test_a_device_that_does_not_get_done_is_waited_for_so_long_and_no_longer() -> None:
+    """The host sleeps between its looks at it, says which device is late, and gets the device's own errors."""
+    looks: list[bool] = []
+
+    def never() -> bool:
+        looks.append(False)
+        return False
+
+    with pytest.raises(TimeoutError, match=r"cuda:0 did not finish its copies within 0\.2 s"):
+        poll(never, 0.2, "cuda:0 did not finish its copies")
+    assert 2 < len(looks) < 200, "a spinning thread looks a million times"
+    done = iter([False, False, True])
+    poll(lambda: next(done), 60.0, "")
+    assert next(done, None) is None
+
+    def broken() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        poll(broken, 60.0, "")
 
 
 def test_a_device_without_streams_copies_at_once() -> None:

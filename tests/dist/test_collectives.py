@@ -18,6 +18,7 @@ from ports import reserved_port
 from torch.distributed import HashStore
 
 from composerlite import dist
+from composerlite.devices.copier import poll
 from composerlite.dist.store_barrier import StoreBarrier
 from composerlite.errors import ConfigError, LateRankError, RankError
 from composerlite.testing.cluster import RankOutcome, run_ranks, run_ranks_to_the_end
@@ -249,7 +250,11 @@ def _meet() -> None:
     dist.barrier("the next place", timedelta(seconds=600))
 
 
-@pytest.mark.parametrize("act", [_gather_soon, _reduce, _meet])
+def _wait_for_a_device() -> None:
+    poll(lambda: False, 600.0, "the GPU is not done")  # as where NCCL waits for a rank that is gone
+
+
+@pytest.mark.parametrize("act", [_gather_soon, _reduce, _meet, _wait_for_a_device])
 def test_a_killed_rank_is_named(act: Callable[[], object]) -> None:
     """As soon as its connections break: nobody waits until the timeout."""
     start = time.monotonic()

@@ -86,7 +86,7 @@ def test_the_device_is_the_gpu_if_there_is_one() -> None:
 
 def test_an_unknown_device_lists_the_known_ones() -> None:
     """The message says which there are."""
-    with pytest.raises(ConfigError, match=r"'tpu' is not known\. Known: cpu, cuda, gpu, mps"):
+    with pytest.raises(ConfigError, match=r"'tpu' is not known\. Known: cpu, cuda, gpu, mps, xpu"):
         dist.get_device("tpu")
 
 

@@ -128,7 +128,7 @@ class Replicated(Parallel):
         if any(parameter.requires_grad for parameter in model.parameters()):
             self._wrapper = DistributedDataParallel(
                 model,
-                device_ids=[device.index] if device.type == "cuda" else None,
+                device_ids=None if device.index is None else [device.index],
                 find_unused_parameters=self._every_time,
             )
             # With forced_sync nothing waits for other ranks before the end of a batch: one may break off and try again.
