@@ -12,7 +12,7 @@ from composerlite.checkpoint.place.place import Leftover, Place
 from composerlite.checkpoint.record.manifest import Manifest, bytes_text
 from composerlite.checkpoint.record.retention import deletions, retention_policy
 from composerlite.checkpoint.tools.pointing import place_at
-from composerlite.checkpoint.tools.surveying import Found, abandoned, survey, vouched_from_above
+from composerlite.checkpoint.tools.surveying import Found, abandoned, remove, survey, vouched_from_above
 from composerlite.cli import options
 from composerlite.cli.output import print_json
 from composerlite.core import Time, TimeUnit
@@ -131,10 +131,8 @@ def _is_old(found: Found, older_than: timedelta) -> bool:
 
 
 def _removed(place: Place, found: Found, why: str | None, *, dry_run: bool) -> dict[str, Any]:
-    """Remove a checkpoint: what makes it one first, and of a directory its index next."""
     if not dry_run:
-        data = sorted((file.path for file in found.files), key=lambda path: not path.endswith("/.metadata"))
-        place.delete_all((*reversed(found.commits), *data))
+        remove(place, found)
     return {"uri": place.uri(found.name), "size_bytes": found.size_bytes, "why": why}
 
 

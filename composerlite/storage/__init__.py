@@ -24,6 +24,7 @@ from composerlite.storage.disk.files import (
     make_folder,
     read_small_file,
     replace_symlink,
+    temporary_name,
 )
 from composerlite.storage.disk.memory import (
     Copier,
@@ -94,6 +95,7 @@ __all__ = [
     "replace_symlink",
     "retry",
     "start_threads",
+    "temporary_name",
     "verify_file",
     "whole_pages",
 ]

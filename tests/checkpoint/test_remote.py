@@ -128,13 +128,14 @@ def test_another_checkpoint_of_that_name_is_not_replaced(remote: Catalog, tmp_pa
 
 
 def test_what_is_deleted_is_gone(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
-    """A deletion takes the manifest first: there is never a checkpoint without its data."""
+    """A deletion takes the manifest first: there is never a checkpoint without its data. It is announced before."""
     first, _ = publish(remote, tmp_path, 1, 2)
     store.calls.clear()
     remote.delete(first)
     assert [name for verb, name in store.calls if verb == "delete_object"] == [
         "run/.manifest/ba1.pt.json",
         "run/ba1.pt",
+        "run/.manifest/ba1.pt.json.gone",
     ]
     assert [manifest.batch for manifest in remote.manifests()] == [2]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import shutil
@@ -91,11 +92,16 @@ def test_a_killed_rank_loses_a_batch_at_most(tmp_path: Path, memory: Path, fsdp:
 
 
 def test_memory_is_given_back_when_the_disk_has_as_much(tmp_path: Path, memory: Path) -> None:
-    """A preempted run saves to the disk, also where a kill has left data whose manifest was deleted already."""
+    """A preempted run saves to the disk, also where a kill came in the middle of a deletion."""
     zero = launch(tmp_path, at=["after_forward", 12, 1], signals=["SIGKILL"], memory=str(memory), **ORDER)
     assert zero.code == -signal.SIGKILL
     left = next(memory.rglob("*-rank0.pt"))
-    left.with_name("ep0-ba3-rank0.pt").write_bytes(left.read_bytes())
+    old = left.with_name("ep0-ba3-rank0.pt")
+    old.write_bytes(left.read_bytes())
+    (newest,) = (one for one in Catalog(left.parent).manifests() if one.name == left.name)
+    (file,) = newest.files
+    gone = dataclasses.replace(newest, name=old.name, files=(dataclasses.replace(file, path=old.name),))
+    (left.parent / ".manifest" / f".{old.name}.gone.tmp-0123456789abcdef").write_bytes(gone.to_json())
     assert "ep0-ba3-rank0.pt" in kept(memory)
     one = launch(tmp_path, at=["after_forward", 18, 1], memory=str(memory), **ORDER)
     assert one.code == 143

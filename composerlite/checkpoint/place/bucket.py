@@ -21,10 +21,11 @@ import xxhash
 
 from composerlite.checkpoint.format import INDEXES, SUFFIX
 from composerlite.checkpoint.format.weight_files import digest_of_index, is_part_of_weights
-from composerlite.checkpoint.place.commit import Commit
+from composerlite.checkpoint.place.commit import Commit, deletion_of
 from composerlite.checkpoint.place.folder import write_file
 from composerlite.checkpoint.place.lease import HeartbeatLease, Lease, take_leases
 from composerlite.checkpoint.place.place import (
+    DELETION,
     Leftover,
     Parts,
     Place,
@@ -56,6 +57,8 @@ log = logging.getLogger(__name__)
 LINK_SUFFIX = ".symlink"
 _NEXT = ".next"
 """The end of the names of objects that say what is about to be."""
+_GONE = ".gone"
+"""The end of the name of a manifest whose checkpoint is being deleted."""
 _MOST_LINK_BYTES = 4096
 _DEAD_SECONDS = 30.0
 """For so long a save waits for another of the same name, whose process may be dead."""
@@ -227,6 +230,18 @@ class Bucket(Place):
     def delete(self, path: str) -> None:
         self.transfer.delete(self.name_of(path))
 
+    @contextlib.contextmanager
+    def deleting(self, manifest: Manifest) -> Generator[None]:
+        record = record_path(manifest.name)
+        self.put(record + _GONE, deletion_of(manifest))
+        self.delete(record)
+        yield
+        self.delete(record + _GONE)
+
+    def has(self, record: FileRecord) -> bool:
+        """Return true if there is such an object of that size: to read it would cost what it is to save."""
+        return self.exists(record.path) and self.size(record.path) == record.size_bytes
+
     # ── commits ──────────────────────────────────────────────────────────────────────────────────────────────────
     def acquire(self, name: str) -> None:
         if name in self._held:
@@ -334,8 +349,33 @@ class Bucket(Place):
         targets = (data.decode(errors="replace").strip() for data in self.read_all(paths) if data is not None)
         return {target.removeprefix(self._prefix) for target in targets}
 
+    def recover(self, committed: Mapping[str, str] | None, *, everywhere: bool = True) -> None:
+        if everywhere:
+            self._complete_deletions(MANIFESTS)
+
+    def _complete_deletions(self, below: str) -> None:
+        """Complete the deletions in ``below`` that dead processes have left unfinished."""
+        for path in [path for path in self.files(below) if path.endswith(f".json{_GONE}")]:
+            home, _, name = path.rpartition(f"{MANIFESTS}/")
+            place = self.inside(home.strip("/"))
+            try:
+                manifest = Manifest.from_json(self.read(path), self.uri(path))
+            except FileNotFoundError:
+                continue
+            except CorruptCheckpointError as e:
+                log.warning("left out: %s", e)
+                continue
+            if name == f"{manifest.name}.json{_GONE}":
+                place.complete_deletion(manifest)
+                self.delete(path)
+                log.info("completed the deletion of %s, whose process had died", place.uri(manifest.name))
+
     def leftovers(self, older_than: timedelta) -> list[Leftover]:
         return [
+            Leftover(self.uri(path), DELETION, file.size_bytes)
+            for path, file in self.files().items()
+            if path.endswith(f".json{_GONE}")
+        ] + [
             Leftover(
                 self.transfer.store.get_uri(upload.name),
                 f"the parts of an upload that was started {upload.started_at}",
@@ -345,6 +385,7 @@ class Bucket(Place):
         ]
 
     def sweep(self, older_than: timedelta) -> None:
+        self._complete_deletions("")
         self.transfer.abort_stale(self._prefix, older_than)
 
     def close(self) -> None:

@@ -416,18 +416,18 @@ class Catalog:
     # ── a checkpoint goes ────────────────────────────────────────────────────────────────────────────────────────
     def delete(self, manifest: Manifest) -> None:
         """Remove a checkpoint, its manifest first. What is gone already is not an error."""
-        self.place.delete(record_path(manifest.name))
-        for record in sorted(manifest.files, key=lambda record: not record.path.endswith("/.metadata")):
-            self.place.delete(record.path)
-        if manifest.is_directory:
-            self.place.remove_empty(manifest.name)  # what the user has put there stays, and its folder
+        with self.place.deleting(manifest):
+            for record in sorted(manifest.files, key=lambda record: not record.path.endswith("/.metadata")):
+                self.place.delete(record.path)
+            if manifest.is_directory:
+                self.place.remove_empty(manifest.name)  # what the user has put there stays, and its folder
         log.debug("deleted checkpoint %s", self.place.uri(manifest.name))
 
     def quarantine(self, manifest: Manifest) -> None:
         """Take a damaged checkpoint out of the way: its data stay as ``<name>.damaged``, its manifest goes."""
-        self.place.delete(record_path(manifest.name))
         for name in [manifest.name] if manifest.is_directory else [record.path for record in manifest.files]:
             self.place.quarantine(name)
+        self.place.delete(record_path(manifest.name))  # last: after a kill before it the checkpoint is still damaged
         log.warning("quarantined the damaged checkpoint %s as %s.damaged", self.place.uri(manifest.name), manifest.name)
 
     def quarantine_file(self, name: str) -> None:

@@ -13,6 +13,9 @@ In a folder a file is ``.<name>.tmp-<id>`` before that, a directory ``.<name>.sa
 ``.<name>.json.tmp-<id>``, the *intention*: :func:`recover` completes a commit that a killed process left unfinished.
 Files of the user in a directory that is replaced are moved to the one that takes its place. In a bucket:
 :mod:`composerlite.checkpoint.place.bucket`.
+
+A deletion is announced, too: the manifest becomes ``.<name>.gone.tmp-<id>``, and goes when the data are gone.
+:func:`recover` completes a deletion that a killed process left unfinished (docs/adr/0096).
 """
 
 from __future__ import annotations
@@ -43,16 +46,23 @@ from composerlite.storage import (
     is_abandoned,
     make_folder,
     read_small_file,
+    temporary_name,
     verify_file,
 )
 
 __all__ = [
+    "GONE",
     "MARKER",
+    "MODEL",
+    "OF_RANKS",
     "SAVING",
+    "TRAIN",
     "Commit",
     "FolderCommit",
     "between_names",
     "dead_saves",
+    "deleting",
+    "deletion_of",
     "folders",
     "recover",
     "settle_dead_saves",
@@ -61,15 +71,19 @@ __all__ = [
 log = logging.getLogger(__name__)
 MARKER = ".metadata.json"
 """The file that makes the directory of a step a checkpoint: it has no manifest."""
+MODEL, TRAIN = "model_and_optim", "train"
+OF_RANKS = re.compile(rf"{TRAIN}/rank\d+(?:_[0-9a-f]{{8}})?\.pt")
+"""The files of ranks in a step."""
 SAVING = re.compile(r"\.(.+)\.saving-[0-9a-f]{16}(-old|-failed)?")
 """The name of a directory that is being written, and in it that which it will have."""
 _PART = re.compile(
-    rf"(?:model_and_optim/)?(?:{re.escape(INDEX)}|[^/]*{re.escape(SUFFIX)})|{re.escape(MARKER)}(?:\.next)?"
-    r"|train/rank\d+(?:_[0-9a-f]{8})?\.pt"
-    rf"|{re.escape(MANIFESTS)}/model_and_optim\.json"
-    r"|(?:.*/)?\.[^/]+\.tmp-[0-9a-f]{16}|\.model_and_optim\.saving-[0-9a-f]{16}(?:-old|-failed)?/.*"
+    rf"(?:{MODEL}/)?(?:{re.escape(INDEX)}|[^/]*{re.escape(SUFFIX)})|{re.escape(MARKER)}(?:\.next)?"
+    rf"|{OF_RANKS.pattern}|{re.escape(record_path(MODEL))}"
+    rf"|(?:.*/)?\.[^/]+\.tmp-[0-9a-f]{{16}}|\.{MODEL}\.saving-[0-9a-f]{{16}}(?:-old|-failed)?/.*"
 )
 """A file of a checkpoint that is a directory; all others in it are the user's."""
+GONE = re.compile(r"\.(.+)\.gone\.tmp-[0-9a-f]{16}")
+"""The manifest of a checkpoint that is being deleted: as long as that of a commit that has not ended."""
 _WEIGHTS = re.compile(r"model(?:-\d+-of-\d+)?(?:_[0-9a-f]{8})?\.safetensors(?:\.index\.json)?")
 """The same, where it is a folder of weights."""
 _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
@@ -322,6 +336,40 @@ def _is_rescued(old: Path, path: Path) -> bool:
     return clear
 
 
+# ── a checkpoint goes ────────────────────────────────────────────────────────────────────────────────────────────────
+@contextlib.contextmanager
+def deleting(root: Path, manifest: Manifest) -> Generator[None]:
+    """Within it a checkpoint of the folder ``root`` exists no more, and its files are deleted.
+
+    A kill in it, or an error, leaves what :func:`recover` completes the deletion with.
+    """
+    record = root / record_path(manifest.name)
+    gone = record.with_name(temporary_name(record.name.removesuffix(".json") + ".gone"))
+    with _held(record):
+        try:
+            record.rename(gone)
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            record.unlink()  # a full disk may have no room for another name
+        fsync_folder(record.parent)
+        yield
+        _end_deletion(root, manifest, gone)
+
+
+def deletion_of(manifest: Manifest) -> bytes:
+    """Return the content of an object that announces the deletion of a checkpoint."""
+    return manifest.to_json()
+
+
+def _end_deletion(root: Path, manifest: Manifest, gone: Path) -> None:
+    """Forget a deletion when it is durable that the data are gone."""
+    for folder in {(root / path).parent for path in (manifest.name, *(record.path for record in manifest.files))}:
+        with contextlib.suppress(FileNotFoundError):
+            fsync_folder(folder)
+    gone.unlink(missing_ok=True)
+
+
 # ── what dead processes have left ────────────────────────────────────────────────────────────────────────────────────
 def between_names(path: Path) -> Iterator[Path]:
     """Yield temporary paths of the committed directory ``path``, on a disk that cannot exchange two names."""
@@ -333,6 +381,7 @@ def between_names(path: Path) -> Iterator[Path]:
 
 def recover(
     root: Path,
+    complete: Callable[[Path, Manifest], object],
     *,
     below: bool = True,
     may_touch: Callable[[Path], bool] = lambda _: True,
@@ -342,6 +391,7 @@ def recover(
 
     Args:
         root: holds checkpoints, and the folder of their manifests.
+        complete: deletes what is left of a checkpoint in a folder.
         below: look into the folders in it, too.
         may_touch: which leftovers to look at.
         committed: of what is prepared here as a part of a checkpoint on the disks of several nodes, what the first disk
@@ -355,7 +405,8 @@ def recover(
         if records.is_dir() and not records.is_symlink():
             for inner in list(folders(records)) if below else [records]:
                 for temporary in filter(may_touch, abandoned_temporaries(inner)):
-                    kept.update(_settle_commit(folder, temporary, committed))
+                    if not _settle_deletion(folder, temporary, complete):
+                        kept.update(_settle_commit(folder, temporary, committed))
     for folder in seen:
         for place in filter(may_touch, dead_saves(folder)):
             if place.with_name(_name_in(place)) not in kept:
@@ -366,11 +417,13 @@ def recover(
                 log.info("removed %s, left by a process that died while it wrote", temporary)
 
 
-def settle_dead_saves(root: Path, name: str) -> None:
+def settle_dead_saves(root: Path, name: str, complete: Callable[[Path, Manifest], object]) -> None:
     """Recover the directory ``name`` alone, as :func:`recover` does, but no commits that need several disks."""
     record = root / record_path(name)
     kept: set[Path] = set()
     for temporary in abandoned_temporaries(record.parent):
+        if temporary.name.startswith(f".{record.stem}.gone.tmp-"):
+            _settle_deletion(root, temporary, complete)
         if temporary.name.startswith(f".{record.name}.tmp-"):
             kept.update(_settle_commit(root, temporary, None))
     path = root / name
@@ -424,6 +477,22 @@ def _announced(temporary: Path) -> Manifest | None:
         return Manifest.from_json(read_small_file(temporary), str(temporary))
     except (CorruptCheckpointError, FileNotFoundError):
         return None
+
+
+def _settle_deletion(root: Path, temporary: Path, complete: Callable[[Path, Manifest], object]) -> bool:
+    """Complete the deletion that ``temporary`` announces; false if it announces none."""
+    if GONE.fullmatch(temporary.name) is None:
+        return False
+    if (manifest := _announced(temporary)) is not None:
+        complete(root, manifest)
+        _end_deletion(root, manifest, temporary)
+        log.info("completed the deletion of %s, whose process had died", root / manifest.name)
+        if manifest.name == MODEL:  # of a step, which is gone
+            with contextlib.suppress(OSError):  # it holds files of the user
+                temporary.parent.rmdir()
+                root.rmdir()
+    temporary.unlink(missing_ok=True)
+    return True
 
 
 def _settle_commit(root: Path, temporary: Path, committed: Mapping[str, str] | None) -> Iterable[Path]:

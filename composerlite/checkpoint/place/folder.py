@@ -24,6 +24,7 @@ from composerlite.checkpoint.place import commit as commits
 from composerlite.checkpoint.place.commit import MARKER, SAVING, Commit
 from composerlite.checkpoint.place.lease import FileLease, Lease
 from composerlite.checkpoint.place.place import (
+    DELETION,
     Leftover,
     Parts,
     Place,
@@ -32,7 +33,7 @@ from composerlite.checkpoint.place.place import (
     by_steps,
     by_total,
 )
-from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, record_path
+from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, record_path
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import (
     RING_BYTES,
@@ -235,6 +236,14 @@ class Folder(Place):
     def _is_behind_a_link(self, path: Path) -> bool:
         return any((self.path / parent).is_symlink() for parent in path.relative_to(self.path).parents[:-1])
 
+    @contextlib.contextmanager
+    def deleting(self, manifest: Manifest) -> Generator[None]:
+        if self._is_own(self.path / record_path(manifest.name)):
+            with commits.deleting(self.path, manifest):
+                yield
+        else:
+            yield
+
     def remove_empty(self, folder: str, *, above: bool = False) -> None:
         path = self.path / folder
         with contextlib.suppress(OSError):  # it holds something else: it stays
@@ -294,7 +303,7 @@ class Folder(Place):
         path = self.path / name
         check()
         make_folder(path.parent)
-        commits.settle_dead_saves(self.path, name)
+        commits.settle_dead_saves(self.path, name, _complete_deletion)
         place = path.with_name(handle.place)
         place.mkdir()
         try:
@@ -395,12 +404,14 @@ class Folder(Place):
             what = "a file that was not written to its end"
             if MANIFESTS in path.relative_to(self.path).parts:
                 what = "a commit that did not end: completed if its data are whole"
-            found += [Leftover(str(one), what, _size_bytes(one)) for one in abandoned_temporaries(path)]
+            for one in abandoned_temporaries(path):
+                is_gone = commits.GONE.fullmatch(one.name) is not None
+                found.append(Leftover(str(one), DELETION if is_gone else what, _size_bytes(one)))
         return found
 
     def recover(self, committed: Mapping[str, str] | None, *, everywhere: bool = True) -> None:
         touched = (lambda _: True) if everywhere else _is_of_this_user
-        commits.recover(self.path, below=everywhere, may_touch=touched, committed=committed)
+        commits.recover(self.path, _complete_deletion, below=everywhere, may_touch=touched, committed=committed)
 
     def sweep(self, older_than: timedelta) -> None:
         self.recover({})
@@ -423,6 +434,10 @@ def write_file(path: Path, most_bytes: int, fill: Callable[[Sink], object], *, c
     with StreamWriter(path, most_bytes, ring_bytes=RING_BYTES, chunk_bytes=chunk_bytes) as sink:
         fill(sink)
         return sink.finish()
+
+
+def _complete_deletion(root: Path, manifest: Manifest) -> None:
+    Folder(root).complete_deletion(manifest)
 
 
 def _is_of_this_user(path: Path) -> bool:

@@ -6,6 +6,7 @@ Nothing here imports torch: a listing needs none.
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -14,9 +15,10 @@ from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
 
-from composerlite.checkpoint.place.commit import Commit
+from composerlite.checkpoint.place.commit import MARKER, MODEL, OF_RANKS, TRAIN, Commit
 from composerlite.checkpoint.place.lease import Lease
-from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord
+from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, record_path
+from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import verify_file
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from composerlite.storage import FileDigest, Sink
 
 __all__ = [
+    "DELETION",
     "Leftover",
     "Parts",
     "Place",
@@ -33,6 +36,9 @@ __all__ = [
     "by_total",
 ]
 
+log = logging.getLogger(__name__)
+DELETION = "a deletion that did not end"
+"""What :attr:`Leftover.what` says of it."""
 Parts = Mapping[str, Path | bytes]
 """Contents of a commit by the path that each will have: a durable file or directory of this machine, or small bytes."""
 T = TypeVar("T")
@@ -239,13 +245,51 @@ class Place(ABC):
     def delete(self, path: str) -> None:
         """Remove the file ``path``: what makes a checkpoint exist durably. What is none, or behind a link, stays."""
 
+    @abstractmethod
+    def deleting(self, manifest: Manifest) -> contextlib.AbstractContextManager[None]:
+        """Within it a checkpoint exists no more, and its files are deleted.
+
+        A kill in it, or an error, leaves what :meth:`recover` completes the deletion with.
+        """
+
+    def complete_deletion(self, manifest: Manifest) -> None:
+        """Complete the deletion of a checkpoint. What one of its name has that was saved since stays."""
+        kept, is_step = set[str](), False
+        try:
+            there = Manifest.from_json(self.read(record_path(manifest.name)), self.uri(record_path(manifest.name)))
+            kept = {record.path for record in there.files}
+        except FileNotFoundError:
+            is_step = manifest.name == MODEL  # what makes it one goes first, and its files of ranks
+        except CorruptCheckpointError as e:
+            log.warning("%s: not deleted, since there is another of its name: %s", self.uri(manifest.name), e)
+            return
+        for path in (MARKER, *self.files(TRAIN)) if is_step else ():
+            if path == MARKER or OF_RANKS.fullmatch(path):
+                self.delete(path)
+        for record in manifest.here:
+            if record.path not in kept and self.has(record):
+                self.delete(record.path)
+        for folder in (manifest.name, TRAIN) if is_step else (manifest.name,):
+            self.remove_empty(folder)
+
+    def has(self, record: FileRecord) -> bool:
+        """Return true if the file of ``record`` is here, as it was saved."""
+        try:
+            self.verify(record)
+        except (FileNotFoundError, CorruptCheckpointError):
+            return False
+        return True
+
     def delete_all(self, paths: Iterable[str]) -> None:
         """Remove files, one after the other, and the folders in which nothing is left then."""
-        emptied: set[str] = set()
-        for path in paths:
+        gone = list(paths)
+        for path in gone:
             self.delete(path)
-            emptied.add(path.rpartition("/")[0])
-        for folder in sorted(emptied, key=len, reverse=True):
+        self.remove_emptied(gone)
+
+    def remove_emptied(self, paths: Iterable[str]) -> None:
+        """Remove the folders of ``paths``, which are gone, in which nothing is left."""
+        for folder in sorted({path.rpartition("/")[0] for path in paths}, key=len, reverse=True):
             if not folder.endswith(MANIFESTS):
                 self.remove_empty(folder, above=True)
 

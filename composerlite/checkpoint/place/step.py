@@ -22,7 +22,7 @@ import xxhash
 
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.commit import MARKER, SAVING
+from composerlite.checkpoint.place.commit import MARKER, MODEL, SAVING, TRAIN
 from composerlite.checkpoint.place.directory import INDEX, ShardedDirectory
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place, SaveHandle
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["MARKER", "MODEL", "NEXT", "TRAIN", "StepFolder", "Successor", "step_folder_of"]
 
 log = logging.getLogger(__name__)
-MODEL = "model_and_optim"
-TRAIN = "train"
 NEXT = f"{MARKER}.next"
 """The file of a step that tells what takes its place."""
 _OURS = (TRAIN, MODEL, MANIFESTS, MARKER, NEXT)

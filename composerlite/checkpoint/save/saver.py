@@ -682,11 +682,6 @@ class Saver:
         for manifest in catalog.manifests():
             if manifest.batch <= max(saved):
                 catalog.delete(manifest)
-        if (
-            not catalog.manifests()
-        ):  # the folder is this saver's own: a kill came between a manifest's end and its data's
-            for name in list(catalog.files()):
-                catalog.place.delete(name)
 
     @property
     def publishers(self) -> list[Publisher]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import final
 
 from composerlite.checkpoint.format.weight_files import holds_weights
+from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.place import Place, StoredFile
 from composerlite.checkpoint.place.step import MARKER, MODEL, NEXT, TRAIN, Successor
 from composerlite.checkpoint.record.manifest import (
@@ -20,7 +22,7 @@ from composerlite.checkpoint.record.manifest import (
 )
 from composerlite.errors import CheckpointError
 
-__all__ = ["UNLISTED", "Found", "abandoned", "newest", "survey", "vouched_from_above"]
+__all__ = ["UNLISTED", "Found", "abandoned", "newest", "remove", "survey", "vouched_from_above"]
 
 UNLISTED = "it has no manifest: its save did not end, or another program wrote it"
 _INDEX = ".metadata"
@@ -175,6 +177,24 @@ def survey(place: Place) -> list[Found]:
     taken = {file.path for one in found for file in one.files} | {path for one in found for path in one.commits}
     found.sort(key=_age)
     return found + _unlisted(files, taken)
+
+
+def remove(place: Place, found: Found) -> None:
+    """Remove a checkpoint: what makes it one first, and of a directory its index next.
+
+    A kill leaves a deletion that the next start completes, where there was a manifest.
+    """
+    data = sorted((file.path for file in found.files), key=lambda path: not path.endswith(f"/{_INDEX}"))
+    paths = [*reversed(found.commits), *data]
+    with contextlib.ExitStack() as stack:
+        for match in filter(None, map(_MANIFEST.fullmatch, found.commits)):
+            home = place.inside(match["root"].rstrip("/"))
+            with contextlib.suppress(CheckpointError):  # a damaged one says nothing
+                if (manifest := Catalog(home).manifest_of(match["name"])) is not None:
+                    stack.enter_context(home.deleting(manifest))
+        for path in paths:
+            place.delete(path)
+    place.remove_emptied(paths)
 
 
 def _age(one: Found) -> tuple[bool, tuple[int, int, int, str], str]:

@@ -1,0 +1,178 @@
+"""A checkpoint is deleted, by retention or by hand, and the process is killed at any step of that."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import run_forked
+from kill_points import attempt, die_at_step
+from parts import save_batch, save_directory, tree
+from replacing import save_on_disks
+from replacing_kills import save_archives
+
+from composerlite.checkpoint import Catalog, Checkpointer, save_state_dict
+from composerlite.checkpoint.place.bucket import Bucket
+from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.tools.surveying import remove, survey
+from composerlite.storage.stores.local import LocalObjectStore
+from composerlite.testing import Fault, FaultyStore
+
+
+# ── what is deleted, and what the next start does ────────────────────────────────────────────────────────────────────
+def save_kinds(folder: Path) -> None:
+    """Two of each kind in folders of their own; the older one goes."""
+    for batch in (1, 2):
+        save_batch(folder / "file", batch, latest=None)
+        save_directory(folder / "sharded", batch)
+        Checkpointer().save(folder / "step" / f"step{batch}", torch.nn.Linear(1, 1), {"value": batch})
+    save_archives(folder / "archives", 1)
+    save_state_dict(folder / "archives" / "kept", {"x": torch.ones(3)})
+    save_on_disks(str(folder / "disks"), 1, False)
+    for number in (0, 1):
+        save_state_dict(folder / "disks" / f"node{number}" / "kept", {"x": torch.ones(3)})
+    for name in ("sharded/ba1/config.json", "step/step1/notes.txt", "disks/node0/c/config.json"):
+        (folder / name).write_text("mine")
+
+
+def delete_oldest(place: Place) -> None:
+    """As retention does."""
+    catalog = Catalog(place)
+    catalog.delete(min(catalog.manifests(), key=lambda manifest: manifest.name == "kept" or manifest.batch))
+
+
+def prune_step(place: Place) -> None:
+    """As ``prune`` does."""
+    remove(place, next(one for one in survey(place) if one.name == "step1"))
+
+
+def delete_on_disks(place: Place) -> None:
+    """As the first ranks of two nodes do, one after the other."""
+    for number in (0, 1):
+        catalog = Catalog(place.inside(f"node{number}"))
+        for manifest in catalog.manifests():
+            if manifest.name == "c":
+                catalog.delete(manifest)
+
+
+def start_on_disks(place: Place) -> None:
+    """As the next start does on both: what is not on the first disk any more goes from the other."""
+    first, second = (Catalog(place.inside(f"node{number}")) for number in (0, 1))
+    first.recover()
+    there = {manifest.name: manifest.identity for manifest in first.manifests()}
+    second.recover(there)
+    for manifest in second.manifests():
+        if manifest.name not in there:
+            second.delete(manifest)
+
+
+def save_next_step(place: Place) -> None:
+    """The next save in the folder. In a bucket ``gc`` sees to it, which says what it finds."""
+    if (folder := place.path_of("")) is not None:
+        Checkpointer().save(folder / "step3", torch.nn.Linear(1, 1), {"value": 3})
+        return
+    left = place.leftovers(timedelta())
+    assert {one.what for one in left} <= {"a deletion that did not end"}
+    place.sweep(timedelta())
+
+
+def recover(place: Place) -> None:
+    Catalog(place).recover()
+
+
+KINDS: dict[str, tuple[Callable[[Place], None], Callable[[Place], None]]] = {
+    "file": (delete_oldest, recover),
+    "sharded": (delete_oldest, recover),
+    "archives": (delete_oldest, recover),
+    "step": (prune_step, save_next_step),
+    "disks": (delete_on_disks, start_on_disks),
+}
+
+
+# ── kills ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def opened(root: Path, where: str, *faults: Fault) -> Place:
+    """The folder ``root``, or a bucket whose objects lie in it."""
+    if where == "folder":
+        return Folder(root)
+    return Bucket.of(FaultyStore(LocalObjectStore(root.parent), *faults), root.name)
+
+
+def seen(root: Path) -> dict[str, bytes | str]:
+    """All files but those of the step that was saved since, and the names of folders with something else in them."""
+    return {name: data for name, data in tree(root).items() if not name.startswith(("step3/", ".manifest/.kept"))}
+
+
+def die_at(number: int, root: Path, kind: str, where: str, said: int) -> None:
+    """Delete in this process, which is killed before its step or request ``number``."""
+
+    def kill() -> None:
+        os.write(said, b"a request")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if where == "folder":
+        die_at_step(number, root, said)
+    with opened(root, where, Fault(after=number, error=None, first=kill)) as place:
+        KINDS[kind][0](place)
+
+
+def killed(root: str) -> None:
+    """Kill a deletion at every step, start again, and say what is there: before it, and then."""
+    torch.set_num_threads(1)
+    begun = Path(root, "begun")
+    save_kinds(begun)
+    for kind, where in CELLS:
+        number, ended = 0, False
+        while not ended:
+            folder = Path(root, f"{kind}-{where}-{number}")
+            shutil.copytree(begun / kind, folder)
+            before = seen(folder)
+            code, how = attempt(
+                lambda _: None,
+                folder,
+                functools.partial(die_at, number, folder, kind, where),
+            )
+            assert code in (0, -signal.SIGKILL), (number, code, how)
+            left, ended = seen(folder), code == 0
+            with opened(folder, where) as place:
+                KINDS[kind][1](place)
+            told = {"at": number, "how": how, "before": [*before], "left": [*left], "then": [*seen(folder)]}
+            told["changed"] = [name for name, data in seen(folder).items() if before.get(name) != data]
+            sys.stdout.write(json.dumps({"cell": [kind, where], **told}) + "\n")
+            number += 1
+
+
+CELLS = [(kind, where) for kind in KINDS for where in ("folder", "bucket") if (kind, where) != ("disks", "bucket")]
+
+
+@pytest.fixture(scope="module")
+def kills(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What was found before and after each next start."""
+    root = tmp_path_factory.mktemp("kills")
+    done = run_forked(killed, str(root), cwd=root)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(("kind", "where"), CELLS)
+def test_a_kill_while_one_is_deleted_leaves_no_part_of_it(kind: str, where: str, kills: list[dict[str, Any]]) -> None:
+    """After the next start it is there, whole, or nothing of it is; what is kept, and the user's files, always are."""
+    found = [told for told in kills if told["cell"] == [kind, where]]
+    before, after = set(found[0]["before"]), set(found[-1]["then"])
+    assert found[-1]["how"] == ""
+    assert after < before
+    assert len(before - after) == {"file": 2, "archives": 3, "sharded": 3, "step": 5, "disks": 6}[kind]
+    for told in found:
+        assert set(told["then"]) in (before, after), told
+        assert told["changed"] == [], told
+    assert any(set(told["left"]) not in (before, after) for told in found), "no kill was in the middle"
