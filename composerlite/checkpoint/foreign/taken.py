@@ -193,6 +193,8 @@ def optimizer_by_names(saved: Any, live: StateDict, rename: Rename, source: str)
         raise refused("it has no 'state' and no 'param_groups'")
     if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):  # pyright: ignore
         raise refused("a group of it has no parameters")
+    if odd := [key for group in cast("list[StateDict]", groups) for key in group if not isinstance(key, str)]:
+        raise refused(f"a setting of it is called {odd[0]!r}, which is no name")
     its, own = cast("list[StateDict]", groups), cast("list[StateDict]", live["param_groups"])
     if numbered := any(not isinstance(name, str) for group in its for name in group["params"]):
         have, want = ([len(group["params"]) for group in each] for each in (its, own))
