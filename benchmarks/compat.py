@@ -4,6 +4,9 @@ Each combination has an environment of its own in ``.compat``. pip takes torch f
 ``TORCH_INDEX``, such as https://download.pytorch.org/whl/cpu, where builds for the CPU are:
 https://pytorch.org/get-started/locally/. What cannot be installed here is skipped, with a line that says why.
 
+The tests of :data:`LEFT_OUT` are not run, unless ``COMPAT_ALL`` is set. What has passed is not run again on the same
+commit: a run that is interrupted continues where it was.
+
 Usage: ``python benchmarks/compat.py [PYTHON:TORCH …]``, such as ``3.12:2.11``; all of them by default.
 """
 
@@ -20,6 +23,15 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 PYTHONS, TORCHES = ("3.11", "3.12", "3.13"), ("2.11", "2.12", "2.13")
 TESTS = ("tests/checkpoint", "tests/resume", "tests/trainer", "tests/test_torch_compat.py")
+LEFT_OUT = (
+    *("abandoned_temporaries", "damaged_candidates", "directories_in_buckets", "files_of_others", "first_saves"),
+    *("hostile_files", "lease", "lease_turns", "leases_of_runs", "replacing", "replacing_matrix", "saver_bucket"),
+    *("several_disks", "slow_deletions", "started_over_in_a_bucket"),
+    *("attempts", "bucket_kill", "evaluation_generators", "interrupted_evaluations", "memory_generation"),
+    *("preempted_ranks", "preemption", "stopped_runs"),
+)
+"""Tests that take two thirds of the time: matrices of folders, buckets, disks and interruptions, which ask no more of
+torch and Python than the others do. ``make test`` runs them."""
 NEEDED = ".[tests]"
 INSTALL_SECONDS, TEST_SECONDS = 3600, 7200
 
@@ -111,24 +123,48 @@ def run(command: Sequence[str], seconds: float) -> None:
         raise Skipped(lines[-1] if lines else f"{command[0]} ended with {done.returncode}")
 
 
+def test(one: Combination, python: Path, state: str) -> str:
+    """Run the tests, unless they have passed in this ``state`` of the project; what became of them."""
+    passed = one.folder / ".passed"
+    if state and passed.exists() and passed.read_text() == state:
+        return "passed before, on the same commit"
+    options = ["-q", "-n", "2", "--dist", "worksteal", "-m", "not soak", "-p", "no:cacheprovider"]
+    if not os.environ.get("COMPAT_ALL"):
+        options += [f"--ignore-glob=tests/*/test_{name}.py" for name in LEFT_OUT]
+    try:
+        command = [str(python), "-m", "pytest", *options, *TESTS]
+        code = subprocess.run(command, cwd=ROOT, timeout=TEST_SECONDS, check=False).returncode
+    except subprocess.TimeoutExpired:
+        return f"failed, not done after {TEST_SECONDS} s"
+    if code:
+        return f"failed, pytest ended with {code}"
+    passed.write_text(state)
+    return "passed"
+
+
+def state_of_project() -> str:
+    """Return the commit and how much is tested; nothing where files differ from the commit."""
+    git = [subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False) for words in _GIT]
+    if any(done.returncode for done in git) or git[0].stdout:
+        return ""
+    return f"{git[1].stdout.strip()} {os.environ.get('COMPAT_ALL', '')}"
+
+
+_GIT = (["status", "--porcelain"], ["rev-parse", "HEAD"])
+
+
 def main(names: Sequence[str]) -> int:
     """Test what was asked for; 1 where a test fails."""
     wanted = [parse(name) for name in names] or [Combination(p, t) for p in PYTHONS for t in TORCHES]
-    failed = 0
+    state, results = state_of_project(), list[str]()
     for one in wanted:
         try:
-            python = install(one)
+            results.append(f"{one}: {test(one, install(one), state)}")
         except Skipped as e:
-            print(f"{one}: skipped, {e}", flush=True)
-            continue
-        command = [str(python), "-m", "pytest", "-q", "-m", "not soak", "-p", "no:cacheprovider", *TESTS]
-        try:
-            code = subprocess.run(command, cwd=ROOT, timeout=TEST_SECONDS, check=False).returncode
-        except subprocess.TimeoutExpired:
-            code = -1
-        print(f"{one}: {'passed' if code == 0 else f'failed, pytest ended with {code}'}", flush=True)
-        failed |= code != 0
-    return failed
+            results.append(f"{one}: skipped, {e}")
+        print(results[-1], flush=True)
+    print("", *results, sep="\n", flush=True)
+    return int(any(": failed" in result for result in results))
 
 
 if __name__ == "__main__":

@@ -95,6 +95,7 @@ def test_what_is_not_in_the_file_is_not_looked_at() -> None:
     assert written({"x": torch.ones(3)}, other=torch.tensor(math.nan))[2] is None
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # torch 2.11
 def test_no_threads_are_started_for_a_sum() -> None:
     """Training has them: what is summed at once is less than torch gives to several."""
     check, sink, numbers = FiniteCheck(), Bytes(), torch.ones(1 << 20)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from checkpoint.sharded_parts import same
 from click.testing import CliRunner
 from safetensors.torch import load_file
@@ -24,6 +23,7 @@ from torch.utils.data import SequentialSampler
 from composerlite import Trainer
 from composerlite.cli.conversion import convert
 
+transformers: Any = pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 OURS = DATA / "composerlite/ep2.pt"
 SOURCES = [
     "composerlite/ep2.pt",

@@ -11,6 +11,8 @@ import torch
 from relaunch import run
 from small_run import differences
 
+pytest.importorskip("peft", reason="the extra huggingface is not installed")
+
 
 @pytest.mark.parametrize("kind", ["weights", "adapters"])
 def test_kills_change_nothing(kind: str, tmp_path: Path) -> None:
