@@ -6,7 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 BENCH := benchmarks/.venv
 INTEROP := tests/interop/.venv
-GPU_PYTHON ?= $(if $(wildcard .gpu-wheels),$(PYTHON),$(BIN)/python)
+# Those of .gpu-wheels that are for this Python.
+GPU_WHEELS = $(if $(wildcard .gpu-wheels),$(wildcard .gpu-wheels/*-cp$(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])')-*))
+GPU_PYTHON ?= $(if $(GPU_WHEELS),$(PYTHON),$(BIN)/python)
 ONLY ?= step_overhead import_time checkpoint_saves object_stores many_ranks interruptions
 
 # One thread per torch process: the test workers are the parallelism.
@@ -83,15 +85,16 @@ scale: $(VENV)/.installed ## what saves and loads of Llama models cost in coordi
 	$(BIN)/python benchmarks/scale.py $(ARGS)
 
 # A machine with a GPU may have no network: what its python lacks is carried in .gpu-wheels, which git ignores.
-gpu: $(if $(wildcard .gpu-wheels),,$(VENV)/.installed) ## checkpoints on a GPU: correct, and what they cost; benchmarks/out/gpu.jsonl. Without one: one line
-	@set -e; site=; if [ -d .gpu-wheels ]; then site=$$(mktemp -d); trap 'rm -rf $$site' EXIT; \
+gpu: $(if $(GPU_WHEELS),,$(VENV)/.installed) ## checkpoints on a GPU: correct, and what they cost; benchmarks/out/gpu.jsonl. Without one: one line
+	@set -e; site=; if [ -n "$(GPU_WHEELS)" ]; then site=$$(mktemp -d); trap 'rm -rf $$site' EXIT; \
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --target $$site .gpu-wheels/*.whl; fi; \
 	PYTHONPATH=$(CURDIR):$$site $(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
 
 gpu-wheels: $(VENV)/.installed ## get what a machine with a GPU, python 3.12 and torch needs besides, into .gpu-wheels
 	rm -rf .gpu-wheels
 	$(BIN)/pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux2014_x86_64 \
-	    --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64 -c constraints.txt -d .gpu-wheels isal omegaconf pyyaml
+	    --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64 -c constraints.txt -d .gpu-wheels isal omegaconf pyyaml \
+	    "$$(grep ^torch_checkpointing benchmarks/requirements.txt)"
 	$(BIN)/pip wheel --quiet --no-deps -w .gpu-wheels antlr4-python3-runtime==4.9.3
 
 clean: ## remove what the targets made, the environments included

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from composerlite.core import State, batch_get, batch_set
-from composerlite.devices import Device, DeviceCPU, DeviceGPU, get_device
+from composerlite.devices import Device, DeviceCPU, DeviceGPU, get_device, move_to_device
 from composerlite.errors import ConfigError
 
 
@@ -52,6 +53,27 @@ def test_devices_of_every_type_have_composers_names() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="device='gpu': this machine has no CUDA device"):
             DeviceGPU()
+
+
+class Moves(TorchFunctionMode):
+    """Notes which moves of tensors the host does not wait for, and moves nothing."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, bool] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.to:
+            return func(*args, **(kwargs or {}))
+        self.of[str(args[1])] = kwargs["non_blocking"]
+        return args[0]
+
+
+def test_what_is_moved_to_this_machine_is_waited_for() -> None:
+    """Outputs of ``predict`` are read at once. Only CUDA orders what comes after a move to it."""
+    with Moves() as moves:
+        for device in ("cpu", "cuda:1", "mps", "xpu:0"):
+            move_to_device([torch.ones(1)], device)
+    assert moves.of == {"cpu": False, "cuda:1": True, "mps": False, "xpu:0": False}
 
 
 def test_one_item_may_be_assigned_where_a_state_has_several(state: State) -> None:

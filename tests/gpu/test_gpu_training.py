@@ -14,6 +14,7 @@ import torch
 from gpu_parts import BATCHES, DEVICE, GPU, NEEDS_CUDA, Net, build, data, differing, tensors_of
 
 from composerlite import ComposerModel, Trainer
+from composerlite.callbacks import OOMObserver
 
 pytestmark = GPU
 PROGRAM = Path(__file__).with_name("gpu_run.py")
@@ -107,15 +108,18 @@ class Hungry(Net):
 
 
 @NEEDS_CUDA
-def test_a_batch_that_does_not_fit_is_halved() -> None:
-    """The device really is out of memory: ``set_per_process_memory_fraction`` leaves half a GiB."""
+def test_a_batch_that_does_not_fit_is_halved(tmp_path: Path) -> None:
+    """The device really is out of memory: ``set_per_process_memory_fraction`` leaves half a GiB. What was in it is in a
+    file."""
+    observer = OOMObserver(folder=str(tmp_path), remote_file_name=None)
     torch.cuda.empty_cache()
     whole = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (512 << 20)) / whole)
     try:
-        with build(model=Hungry(), device_train_microbatch_size="auto") as trainer:
+        with build(model=Hungry(), device_train_microbatch_size="auto", callbacks=observer) as trainer:
             trainer.fit()
         assert trainer.state.device_train_microbatch_size in (2, 4)
+        assert (tmp_path / "rank0_oom.pickle").stat().st_size > 0
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
