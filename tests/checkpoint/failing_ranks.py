@@ -12,7 +12,6 @@ from typing import Any
 
 from checkpoint.parts import new_state
 from checkpoint.saving_ranks import next_batch, ready, sharded_state, step
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
@@ -20,6 +19,7 @@ from composerlite.checkpoint import Catalog, load_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.save import form
 from composerlite.checkpoint.save.form import FileWriter
+from composerlite.checkpoint.save.sharded_plan import Planner
 from composerlite.checkpoint.save.staging import Staging
 from composerlite.core import Logger, State
 from composerlite.dist.commit_barrier import CommitRound
@@ -41,7 +41,7 @@ STAGES: dict[str, list[Stage]] = {
     "shards": [
         ("gather", 1, form, "gather"),
         ("reserve", 0, Catalog, "reserve"),
-        ("plan", 1, DefaultSavePlanner, "create_local_plan"),
+        ("plan", 1, Planner, "create_local_plan"),
         ("claim", 0, ShardedDirectory, "claim"),
         ("snapshot", 1, Staging, "take"),
         ("commit", 0, ShardedDirectory, "commit"),
