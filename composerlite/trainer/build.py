@@ -273,6 +273,11 @@ def build_parts(
         callbacks.append(_saver(arguments))  # last: it saves what the other callbacks have done
     if arguments["save_memory_interval"] is not None:
         callbacks.append(_memory_saver(arguments, callbacks))
+    elif arguments["save_memory_replication"] is not None:
+        raise ConfigError(
+            f"save_memory_replication={arguments['save_memory_replication']!r} is for checkpoints in memory: give "
+            "save_memory_interval as well."
+        )
     if arguments["autoresume"]:
         from composerlite.callbacks import PreemptionHandler
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import shutil
 import signal
 import tempfile
@@ -13,7 +14,9 @@ from typing import Any
 import preempted_ranks
 import pytest
 import torch
+from small_run import Cell, build
 
+from composerlite.errors import ConfigError
 from composerlite.testing import run_ranks, run_ranks_to_the_end
 
 pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no folder in memory")
@@ -74,3 +77,29 @@ def test_training_does_not_wait_for_a_slow_network(tmp_path: Path, nodes: Path) 
     for rank in run_ranks(replicated(nodes, replication=1e-6, waits=False), 2, tmp_path, None, dist_timeout=None):
         assert rank["last"] == preempted_ranks.LAST
         assert rank["meanwhile"] >= preempted_ranks.LAST - 3
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 21))])
+def test_nodes_are_lost_at_random(tmp_path: Path, nodes: Path, uninterrupted: Any, seed: int) -> None:
+    """A process is killed at a random moment, whatever is being replicated then, and a random node loses its memory:
+    the run ends bit for bit as without that."""
+    chosen = random.Random(seed)
+    fsdp, lost = chosen.random() < 0.5, chosen.randrange(2)
+    event = chosen.choice(["batch_start", "after_forward", "after_backward", "batch_end", "batch_checkpoint"])
+    at = (chosen.randrange(2), event, chosen.randrange(1, preempted_ranks.LAST), 1)
+    train = replicated(nodes, fsdp=fsdp, replication=chosen.choice([1.0, 1e-3, 1e-4]), waits=False)
+    died = run_ranks_to_the_end(train, 2, tmp_path, at, dist_timeout=5)  # a save waits for a killed rank for so long
+    assert "was killed by SIGKILL" in str(died[at[0]].error)
+    shutil.rmtree(nodes / f"node{lost}")
+    for rank, alone in zip(run_ranks(train, 2, tmp_path, None, dist_timeout=None), uninterrupted(fsdp), strict=True):
+        assert rank["seen"] == alone["seen"][rank["first"] :]
+        assert all(torch.equal(rank["weights"][name], tensor) for name, tensor in alone["weights"].items())
+
+
+def test_what_would_be_of_no_use_is_refused(tmp_path: Path) -> None:
+    """A rate that is none, and replicas of checkpoints that are not made, are errors before training."""
+    wanted: dict[str, Any] = {"save_folder": tmp_path, "autoresume": True, "run_name": "run"}
+    with pytest.raises(ConfigError, match=r"save_memory_replication=0: expected more than zero"):
+        build(Cell(), save_memory_interval="1ba", save_memory_replication=0, **wanted)
+    with pytest.raises(ConfigError, match=r"save_memory_replication=1.0.*give save_memory_interval"):
+        build(Cell(), save_memory_replication=1.0, **wanted)

@@ -342,7 +342,8 @@ class _Search:
 
         Raises:
             OSError: there is none, but some cannot be read: that does not mean that there is nothing.
-            CheckpointError: there is none, but there were some that are damaged.
+            CheckpointError: there is none, but there were some that are damaged. What was lost with the memory of a
+                node does not count.
         """
         while self._left:
             candidate = max(self._left, key=lambda candidate: candidate.rank)
@@ -352,8 +353,9 @@ class _Search:
             self.reject(candidate, _NotFiniteError(f"{', '.join(marks)} was not finite when it was saved."))
         if self._unreadable:
             raise self._unreadable[0]
-        marked = [candidate for candidate, error in self._rejected if isinstance(error, _NotFiniteError)]
-        if marked and len(marked) == len(self._rejected):
+        rejected = [(one, error) for one, error in self._rejected if not _is_lost(one, error)]
+        marked = [candidate for candidate, error in rejected if isinstance(error, _NotFiniteError)]
+        if marked and len(marked) == len(rejected):
             newest = marked[0]
             raise CheckpointError(
                 f"run {self._run_name!r} has checkpoints, and all of them were saved while "
@@ -362,8 +364,8 @@ class _Search:
                 f"To resume from the newest all the same: load_path={newest.source!r} and autoresume=False. To start "
                 "over: another save_folder, or autoresume=False and save_overwrite=True."
             )
-        if self._rejected:
-            tried = "; ".join(f"{candidate.source}: {error}" for candidate, error in self._rejected)
+        if rejected:
+            tried = "; ".join(f"{candidate.source}: {error}" for candidate, error in rejected)
             raise CheckpointError(
                 f"run {self._run_name!r} has checkpoints, and none of them is good, so it does not start over by "
                 f"itself. Tried: {tried}. Nothing was changed. If the files are good on another machine, this one "
@@ -383,7 +385,7 @@ class _Search:
             return
         log.warning("skipped %s: %s", candidate.source, error)
         self._rejected.append((candidate, error))
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and not _is_lost(candidate, error):
             self._unreadable.append(error)
         if candidate.remote is not None and (uri := candidate.remote.place.uri()) in self._unseen:
             self._unseen.remove(uri)
@@ -416,6 +418,11 @@ class _Search:
         is_here = isinstance(candidate.place, Path)
         _mend(candidate.catalog, candidate.manifest if is_here else None, self._links, quarantined)
         return continued(candidate.manifest, [c.manifest for c in self._known], [c.manifest for c in self._candidates])
+
+
+def _is_lost(candidate: _Candidate, error: Exception) -> bool:
+    """Return true if a rank does not see it since it was in memory that is gone."""
+    return candidate.in_memory and isinstance(error, OSError)
 
 
 # ── on every rank ────────────────────────────────────────────────────────────────────────────────────────────────────

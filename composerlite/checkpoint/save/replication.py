@@ -13,12 +13,14 @@ from composerlite import dist
 from composerlite.checkpoint.place.memory_replicas import NodeMemory, replica_folder
 from composerlite.checkpoint.place.node_disks import disks_of
 from composerlite.checkpoint.save.memory_folder import make_private
+from composerlite.errors import RankError
 from composerlite.storage import start_threads
 
 __all__ = ["Replication"]
 
 log = logging.getLogger(__name__)
 _GIGABYTE = 1e9
+_LOOK_SECONDS = 0.2
 
 
 @final
@@ -104,14 +106,22 @@ class Replication:
             self._done += 1
 
     def close(self) -> None:
-        """Send the rest as fast as can be."""
+        """Send the rest as fast as can be. Where a rank is gone nothing more arrives, and nobody waits for it."""
         self._hurry.set()
-        self.join()
+        try:
+            self.join()
+        except RankError as e:
+            log.warning("checkpoint %s in memory was not replicated: %s", self._name, e)
 
     def join(self) -> None:
-        """Wait until what is being replicated is there, or has failed."""
-        for thread in self._threads:
-            thread.join()
+        """Wait until what is being replicated is there, or has failed.
+
+        Raises:
+            RankError: a rank has left.
+        """
+        while self.is_busy:
+            self._threads[0].join(_LOOK_SECONDS)
+            dist.get_control().barrier.check_nobody_left(f"replicating {self._name!r}")
 
     def empty(self, last_batch: float) -> None:
         """Remove the replicas of what was saved until ``last_batch``."""

@@ -1,0 +1,154 @@
+"""What runs on each of several nodes, a rank each, that keep replicas of each other's checkpoints in memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from checkpoint.saving_ranks import die_in
+
+from composerlite import dist
+from composerlite.checkpoint import Catalog
+from composerlite.checkpoint.load.resume import RunPlace, choose
+from composerlite.checkpoint.place.memory_replicas import NodeMemory, replica_folder
+from composerlite.checkpoint.place.node_disks import disks_of
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+from composerlite.storage import FileDigest
+
+SIZE_BYTES = 9 << 20
+"""More than a piece that is sent at once."""
+
+
+def own(nodes: Path, node: int) -> Catalog:
+    return Catalog(nodes / f"node{node}" / "run")
+
+
+def replicas(nodes: Path, node: int) -> Catalog:
+    return Catalog(replica_folder(nodes / f"node{node}" / "run"))
+
+
+def on_node(nodes: Path, node: int) -> NodeMemory:
+    """The memory of this rank, the only one of its node, which was number ``node`` when checkpoints were saved."""
+    rank = dist.get_global_rank()
+    os.environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)})
+    (nodes / f"node{node}" / "run").mkdir(parents=True, exist_ok=True)
+    os.chdir(nodes / f"node{node}")  # paths are the same on every node, and another place
+    folder = Path("run").absolute()
+    disks = disks_of(replica_folder(folder))
+    assert disks is not None
+    memory = NodeMemory(folder, disks)
+    memory.sweep()
+    return memory
+
+
+def save(nodes: Path, node: int, of: int, batch: int, *, size_bytes: int = 1000, run: str = "run") -> None:
+    """Save what ``node`` has of a sharded checkpoint of so many nodes; of none: a file, on node 0 alone."""
+    name = f"ba{batch}"
+    contents = {f"{name}/__{number}_0.distcp": (bytes([number, batch]) * size_bytes, number) for number in range(of)}
+    index: dict[str, tuple[bytes, int | None]] = {f"{name}/.metadata": (b"index", None)} if of else {}
+    every = {**contents, **index} or {name: (bytes([batch]) * size_bytes, None)}
+    catalog = own(nodes, node)
+    for path, (data, where) in every.items():
+        if where in (None, node) and (of or node == 0):
+            (catalog.folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (catalog.folder / path).write_bytes(data)
+    files = [
+        FileRecord.of(path, FileDigest(len(data), xxhash.xxh3_128_hexdigest(data)), where)
+        for path, (data, where) in every.items()
+    ]
+    manifest = Manifest(
+        name=name,
+        kind="sharded" if of else "monolithic",
+        template="ba{batch}",
+        run_name=run,
+        timestamp={"batch": batch},
+        files=tuple(files),
+        saved_at="2026-01-01T00:00:00.000+00:00",
+        node=node if of else None,
+    )
+    if of or node == 0:
+        catalog.adopt(manifest)
+
+
+def replicate(memory: NodeMemory, batch: int) -> str:
+    """Replicate a checkpoint in a thread; what went wrong."""
+    errors: list[str] = []
+
+    def run() -> None:
+        try:
+            memory.replicate(f"ba{batch}", 1e12, threading.Event())
+        except Exception as e:  # noqa: BLE001 - told to the test
+            errors.append(f"{type(e).__name__}: {e}")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    dist.barrier("the main thread talks to the others meanwhile")
+    thread.join(30)
+    dist.barrier()
+    return "".join(errors)
+
+
+def state_of(nodes: Path, node: int) -> tuple[list[tuple[str, int | None]], list[tuple[str, int | None]]]:
+    """Checkpoints in the memory of a node, each verified, and replicas."""
+    found: list[list[tuple[str, int | None]]] = []
+    for catalog in (own(nodes, node), replicas(nodes, node)):
+        for manifest in catalog.manifests():
+            catalog.verify(manifest)
+        found.append([(manifest.name, manifest.node) for manifest in catalog.manifests()])
+    return found[0], found[1]
+
+
+def saves(
+    nodes: Path, batches: Sequence[int], *, sharded: bool = True, size_bytes: int = 1000, in_the_way: str = ""
+) -> list[Any]:
+    """Save and replicate on all nodes; what each has then. On node 1 a file is in the way of the replica."""
+    node = dist.get_global_rank()
+    memory = on_node(nodes, node)
+    errors: list[str] = []
+    if in_the_way and node == 1:
+        (replicas(nodes, node).folder / in_the_way).touch()
+    for batch in batches:
+        save(nodes, node, dist.get_world_size() if sharded else 0, batch, size_bytes=size_bytes)
+        errors.append(replicate(memory, batch))
+    return [*state_of(nodes, node), errors]
+
+
+def saves_and_dies(nodes: Path, victim: int, method: str) -> list[Any]:
+    """Replicate ba1, and ba2 with a node that is killed at a method of its catalogs."""
+    memory = on_node(nodes, dist.get_global_rank())
+    for batch in (1, 2):
+        save(nodes, dist.get_global_rank(), dist.get_world_size(), batch)
+        if batch == 2 and dist.get_global_rank() == victim:
+            die_in(Catalog, method)
+        replicate(memory, batch)
+    return []
+
+
+def resumes(nodes: Path, order: Sequence[int]) -> dict[str, Any]:
+    """Choose a checkpoint on the nodes of these numbers, and then what each has of it, and what it has logged."""
+    node = order[dist.get_global_rank()]
+    memory = on_node(nodes, node)
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("composerlite")
+    log.addHandler(handler)
+    try:
+        places = [
+            RunPlace(Catalog("run"), "ba{batch}", in_memory=True, memory=memory),
+            RunPlace(Catalog(nodes / "disk"), "ba{batch}"),
+        ]
+        place = str(choose(places, "run").place)
+    finally:
+        log.removeHandler(handler)
+    return {
+        "place": place.removeprefix(f"{nodes}/"),
+        "skipped": [message for message in messages if message.startswith("skipped")],
+        "own": [(manifest.name, manifest.node) for manifest in own(nodes, node).manifests()],
+        "files": sorted(path.name for path in own(nodes, node).folder.glob(f"{Path(place).name}/*")),
+    }
