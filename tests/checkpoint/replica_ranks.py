@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,13 @@ def save(nodes: Path, node: int, of: int, batch: int, *, size_bytes: int = 1000,
         catalog.adopt(manifest)
 
 
-def replicate(memory: NodeMemory, batch: int) -> str:
+def replicate(memory: NodeMemory, batch: int, bytes_per_second: float = 1e12) -> str:
     """Replicate a checkpoint in a thread; what went wrong."""
     errors: list[str] = []
 
     def run() -> None:
         try:
-            memory.replicate(f"ba{batch}", 1e12, threading.Event())
+            memory.replicate(f"ba{batch}", bytes_per_second, threading.Event())
         except Exception as e:  # noqa: BLE001 - told to the test
             errors.append(f"{type(e).__name__}: {e}")
 
@@ -116,6 +117,15 @@ def saves(
         save(nodes, node, dist.get_world_size() if sharded else 0, batch, size_bytes=size_bytes)
         errors.append(replicate(memory, batch))
     return [*state_of(nodes, node), errors]
+
+
+def saves_slowly(nodes: Path, bytes_per_second: float) -> float:
+    """Save and replicate with a limit; how many seconds that took."""
+    memory = on_node(nodes, dist.get_global_rank())
+    save(nodes, dist.get_global_rank(), dist.get_world_size(), 2)
+    started = time.monotonic()
+    assert replicate(memory, 2, bytes_per_second) == ""
+    return time.monotonic() - started
 
 
 def saves_and_dies(nodes: Path, victim: int, method: str) -> list[Any]:

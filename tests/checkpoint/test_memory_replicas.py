@@ -154,6 +154,11 @@ def test_a_file_is_brought_to_the_first_rank(tmp_path: Path) -> None:
         assert told["own"] == ([("ba2", None)] if rank == 0 else [])
 
 
+def test_no_more_is_sent_than_the_network_is_to_carry(tmp_path: Path) -> None:
+    """2,005 bytes at 4,010 bytes per second take half a second at least, however fast the machine is."""
+    assert all(seconds >= 0.5 for seconds in run_ranks(replica_ranks.saves_slowly, 2, tmp_path, 4010.0))
+
+
 @pytest.mark.parametrize(("victim", "method"), [(1, "verify"), (1, "adopt"), (0, "delete")])
 def test_a_kill_while_a_replica_comes_leaves_the_one_before(tmp_path: Path, victim: int, method: str) -> None:
     """A node that dies when all has come, before it is verified, before it counts, or before the old one is removed

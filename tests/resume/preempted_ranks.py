@@ -89,6 +89,7 @@ def train(
     nodes: Path | None = None,
     replication: float | None = None,
     waits: bool = True,
+    last: int = LAST,
 ) -> dict[str, Any]:
     """Train, go on from what is in ``folder``; one rank gets a signal ``at`` (rank, event, batch, so many-th time).
 
@@ -113,7 +114,7 @@ def train(
         eval_dataloader=DataLoader(points, batch_size=4),
         eval_interval="4ba",
         optimizers=torch.optim.Adam(model.parameters(), lr=0.01),
-        max_duration=f"{LAST}ba",
+        max_duration=f"{last}ba",
         device_train_microbatch_size=4 // pieces,
         callbacks=[asked, replicated, PreemptionHandler("20s")],
         save_folder=folder,

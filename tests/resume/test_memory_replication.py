@@ -72,6 +72,25 @@ def test_a_lost_node_costs_what_was_not_replicated_yet(
     assert [*nodes.rglob("*.json"), *nodes.rglob("*.pt"), *nodes.rglob("*.distcp")] == []
 
 
+@pytest.mark.soak
+def test_fewer_nodes_resume_from_the_replica_of_the_lost_one(tmp_path: Path, nodes: Path) -> None:
+    """Two of three nodes resume at once, bit for bit as two ranks do that three ranks have left a checkpoint for."""
+    three = functools.partial(preempted_ranks.train, fsdp=True, last=4)
+    run_ranks(three, 3, tmp_path / "reference", None, dist_timeout=None)
+    two = run_ranks(
+        functools.partial(preempted_ranks.train, fsdp=True), 2, tmp_path / "reference", None, dist_timeout=None
+    )
+    train = replicated(nodes, fsdp=True)
+    died = run_ranks_to_the_end(train, 3, tmp_path / "run", (1, "batch_end", 6, 1), dist_timeout=None)
+    assert "was killed by SIGKILL" in str(died[1].error)
+    shutil.rmtree(nodes / "node1")
+    (nodes / "node2").rename(nodes / "node1")
+    for rank, alone in zip(run_ranks(train, 2, tmp_path / "run", None, dist_timeout=None), two, strict=True):
+        assert (rank["first"], alone["first"]) == (4, 4)
+        assert rank["seen"] == alone["seen"]
+        assert all(torch.equal(rank["weights"][name], tensor) for name, tensor in alone["weights"].items())
+
+
 def test_training_does_not_wait_for_a_slow_network(tmp_path: Path, nodes: Path) -> None:
     """With less bandwidth than a replica takes in the whole run, each batch but the first is trained meanwhile."""
     for rank in run_ranks(replicated(nodes, replication=1e-6, waits=False), 2, tmp_path, None, dist_timeout=None):
@@ -79,7 +98,7 @@ def test_training_does_not_wait_for_a_slow_network(tmp_path: Path, nodes: Path) 
         assert rank["meanwhile"] >= preempted_ranks.LAST - 3
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 21))])
+@pytest.mark.parametrize("seed", [11, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(100, 120))])
 def test_nodes_are_lost_at_random(tmp_path: Path, nodes: Path, uninterrupted: Any, seed: int) -> None:
     """A process is killed at a random moment, whatever is being replicated then, and a random node loses its memory:
     the run ends bit for bit as without that."""
@@ -88,7 +107,7 @@ def test_nodes_are_lost_at_random(tmp_path: Path, nodes: Path, uninterrupted: An
     event = chosen.choice(["batch_start", "after_forward", "after_backward", "batch_end", "batch_checkpoint"])
     at = (chosen.randrange(2), event, chosen.randrange(1, preempted_ranks.LAST), 1)
     train = replicated(nodes, fsdp=fsdp, replication=chosen.choice([1.0, 1e-3, 1e-4]), waits=False)
-    died = run_ranks_to_the_end(train, 2, tmp_path, at, dist_timeout=5)  # a save waits for a killed rank for so long
+    died = run_ranks_to_the_end(train, 2, tmp_path, at, dist_timeout=15)  # a save waits so long for a killed rank
     assert "was killed by SIGKILL" in str(died[at[0]].error)
     shutil.rmtree(nodes / f"node{lost}")
     for rank, alone in zip(run_ranks(train, 2, tmp_path, None, dist_timeout=None), uninterrupted(fsdp), strict=True):

@@ -73,14 +73,23 @@ class Replication:
         """Keep the checkpoints ``saved`` before a resume until one is replicated: replicas may be of any of them."""
         self.held = set(saved)
 
-    def look(self, newest: str | None) -> None:
-        """Take note of a replica that is there on all nodes; begin with that of ``newest``, between two batches."""
+    def look(self, newest: str | None) -> str | None:
+        """Begin to replicate ``newest`` if nothing else is being, between two batches.
+
+        Args:
+            newest: name of the newest checkpoint, if there is one.
+
+        Returns:
+            Name of the checkpoint of which the replicas have arrived on all nodes since the last call.
+        """
         if self.memory is None:
-            return
+            return None
+        arrived: str | None = None
         if self._name is not None and self._ranks_done.total == self._begun * dist.get_world_size():
             failures, self._failures_before = self._ranks_failed.total - self._failures_before, self._ranks_failed.total
             if failures == 0:
-                self.held = {self._name}
+                arrived = self._name
+                self.held = {arrived}
             else:
                 self.held.discard(self._name)
             self._name = None
@@ -94,6 +103,7 @@ class Replication:
             if not threads:
                 self._failed += self.memory.is_leader
                 self._done += 1
+        return arrived
 
     def _run(self, name: str) -> None:
         assert self.memory is not None

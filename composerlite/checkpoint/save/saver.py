@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol, final
 
 from composerlite import dist
@@ -177,6 +177,11 @@ class Outcomes:
                 upload_lag_seconds=one.lag_seconds,
             )
         self._uploads.note(one.error, self._logger)
+
+    def replicated(self, name: str) -> None:
+        """Replicas of the checkpoint ``name`` in memory have arrived on all nodes."""
+        for batch in [report.batch for report in self.reports if report.path.name == PurePath(name).name][-1:]:
+            self._log(replicated_batch=batch)
 
     def deleted(self, names: Sequence[str], where: str, at: float | None = None) -> None:
         """Checkpoints are gone from ``where``, since ``at`` or now."""
@@ -384,7 +389,9 @@ class Saver:
         if self._pending is not None and self._saves_done.total == dist.get_world_size():
             self.collect()
         if self.replication is not None:
-            self.replication.look(None if self.newest is None else self._name_of(self.newest))
+            arrived = self.replication.look(None if self.newest is None else self._name_of(self.newest))
+            if arrived is not None:
+                self.outcomes.replicated(arrived)
         if self._publishing is not None and self._publishing.has_news:
             self._note_publishing(self._publishing.take_news_of_all())
 
