@@ -53,7 +53,7 @@ def replicated(nodes: Path, *, fsdp: bool = False, replication: float = 1.0, wai
     )
 
 
-@pytest.mark.parametrize(("lost", "fsdp"), [(0, False), (0, True), (1, True)])
+@pytest.mark.parametrize(("lost", "fsdp"), [(0, False), (0, True), pytest.param(1, True, marks=pytest.mark.soak)])
 def test_a_lost_node_costs_what_was_not_replicated_yet(
     tmp_path: Path, nodes: Path, uninterrupted: Any, lost: int, fsdp: bool
 ) -> None:
