@@ -33,7 +33,7 @@ test: $(VENV)/.installed ## the test suite
 soak: $(VENV)/.installed ## the long form of the tests: every kill, every combination
 	$(BIN)/pytest -n 2 -m soak --timeout 7200
 
-compat: ## checkpoints, resumes and the trainer with torch 2.11 to 2.13 on Python 3.11 to 3.13; COMPAT=3.12:2.11 for one, TORCH_INDEX=URL
+compat: ## checkpoints, resumes and the trainer with torch 2.11 to 2.13 on Python 3.11 to 3.13; COMPAT=3.12:2.11 for one, COMPAT_ALL=1, TORCH_INDEX=URL
 	$(PYTHON) benchmarks/compat.py $(COMPAT)
 
 chaos: $(VENV)/.installed ## kill a run at every file event of its saves, resume it, compare (the tool ckpt-chaos)
