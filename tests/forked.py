@@ -54,11 +54,12 @@ class Launcher:
     """Starts ``main(*arguments)`` for every command that asks for it: for tools and shells. A context manager.
 
     ``command`` is a small program (``forked_client.py``) that asks for a process, lends it its output, and ends as it
-    does.
+    does. A process that has not ended after ``timeout`` seconds is killed.
     """
 
-    def __init__(self, main: Callable[..., None]) -> None:
+    def __init__(self, main: Callable[..., None], timeout: float = SECONDS) -> None:
         self._main = main
+        self._timeout = timeout
         self._folder = tempfile.TemporaryDirectory(prefix="launcher-")
 
     def __enter__(self) -> Self:
@@ -95,7 +96,7 @@ class Launcher:
         files = [f"/proc/{order['process']}/fd/{number}" for number in (1, 2)]
         with _starting:
             process = _start(self._main, order["arguments"], order["folder"], order["environment"], files)
-        wait([process.sentinel, client], SECONDS)
+        wait([process.sentinel, client], self._timeout)
         with _starting:
             _end(process)
             return process.exitcode

@@ -23,11 +23,12 @@ from composerlite.dist.store_barrier import (
     Poll,
     decide_once,
     first_decision,
+    gone_error,
     late_error,
     rank_error,
     reaching_the_store,
 )
-from composerlite.errors import RankError
+from composerlite.errors import LateRankError, RankError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented
@@ -50,11 +51,13 @@ class CommitBarrier:
         store: with keys of its own, used by nobody else.
         rank: of this process.
         world_size: number of ranks.
+        gone: names a rank that is known to be lost, if there is one.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, gone: Callable[[], int | None] = lambda: None) -> None:
         self.rank = rank
         self.world_size = world_size
+        self._gone = gone
         self._store = store
         self._tickets = itertools.count(1)
 
@@ -70,7 +73,7 @@ class CommitBarrier:
                 counts from the last time it did.
         """
         store = PrefixStore(f"{next(self._tickets)}", self._store)
-        return CommitRound(store, self.rank, self.world_size, what, timeout, longest_work)
+        return CommitRound(store, self.rank, self.world_size, what, timeout, longest_work, self._gone)
 
 
 @final
@@ -88,14 +91,22 @@ class CommitRound:
 
     :meth:`run` is the whole of it; the other methods are its parts.
     Every rank calls :meth:`arrive`. Then rank 0 calls :meth:`decide`, commits, and calls :meth:`release`; the others
-    call :meth:`wait`. The first rank whose time is up ends the round for all, unless rank 0 is committing already.
+    call :meth:`wait`. The first rank whose time is up, or that sees that a rank is lost which has not voted, ends the
+    round for all, unless rank 0 is committing already.
 
     Args:
         store: with keys of its own. rank, world_size: of this process. The rest: see :meth:`CommitBarrier.round`.
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, what: str, timeout: timedelta, longest_work: timedelta
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        what: str,
+        timeout: timedelta,
+        longest_work: timedelta,
+        gone: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.may_be_committed = False
         self._store = store
@@ -104,6 +115,7 @@ class CommitRound:
         self._what = what
         self._timeout = timeout
         self._longest_work = longest_work
+        self._gone = gone
         self._poll = Poll(store, world_size)
         self._own_error: BaseException | None = None
 
@@ -234,19 +246,26 @@ class CommitRound:
                 thread.join()
 
     def _until(self, name: str) -> bool:
-        """Wait for a key; false if one of the ranks that are waited for has shown nothing for the timeout."""
+        """Wait for a key; false if a rank that is waited for is lost, or has shown nothing for the timeout."""
         started = time.monotonic()
         heard: dict[int, tuple[int, float]] = {}
-        while not self._poll.until(name, self._timeout / 4):
-            now = time.monotonic()
-            for rank in self._late() or [0]:
-                beats = self._store.add(f"beats/{rank}", 0)
-                count, since = heard.get(rank, (0, started))
-                if beats != count:
-                    heard[rank] = beats, now
-                elif now - since >= self._timeout.total_seconds():
-                    return False
-        return True
+        with contextlib.suppress(LateRankError):
+            while not self._poll.until(name, self._timeout / 4, self._check_nobody_is_lost):
+                now = time.monotonic()
+                for rank in self._late() or [0]:
+                    beats = self._store.add(f"beats/{rank}", 0)
+                    count, since = heard.get(rank, (0, started))
+                    if beats != count:
+                        heard[rank] = beats, now
+                    elif now - since >= self._timeout.total_seconds():
+                        return False
+            return True
+        return False
+
+    def _check_nobody_is_lost(self) -> None:
+        lost = self._gone()
+        if lost is not None and lost in (self._late() or [0]):
+            raise gone_error(lost)
 
     def _late(self) -> list[int]:
         return [rank for rank, key in enumerate(self._vote_keys()) if not self._store.check([key])]
@@ -262,7 +281,11 @@ class CommitRound:
         late = self._late()
         if not late and self._rank == 0:  # they came in this moment
             return
-        self._decide_against([Failure.of(late_error(self._what, self._timeout, late or [0]), self._rank)])
+        lost = self._gone()
+        error = late_error(self._what, self._timeout, late or [0])
+        if lost is not None and lost in (late or [0]):
+            error = gone_error(lost)
+        self._decide_against([Failure.of(error, self._rank)])
 
     def _decide_against(self, failures: list[Failure]) -> None:
         """Decide that it is not committed, and raise that. Returns only if rank 0 is committing already."""

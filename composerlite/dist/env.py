@@ -301,7 +301,7 @@ def initialize_dist(
         chosen = _claim_device(device)
     with barrier.all_succeed("making process groups", limit):
         group = _make_groups(store, rank, world_size, chosen, limit)
-    commits = CommitBarrier(PrefixStore("commits", ours), rank, world_size)
+    commits = CommitBarrier(PrefixStore("commits", ours), rank, world_size, barrier.gone)
     watch = PeerWatch(PrefixStore("peers", ours), barrier, limit) if world_size > 1 else None
     _control = Control(ours, group, barrier, commits, limit, watch)
     # Threads of a group that nobody has ended abort the process now and then when it exits. Nobody waits long for that.

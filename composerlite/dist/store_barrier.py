@@ -127,6 +127,11 @@ def late_error(what: str, timeout: timedelta, late: Sequence[int], notes: Sequen
     return LateRankError(" ".join([message, *notes]), late)
 
 
+def gone_error(rank: int) -> LateRankError:
+    """The error of waits for a rank that is lost."""
+    return LateRankError(f"{format_ranks([rank])} is gone: its process was killed, or its node is lost.", [rank])
+
+
 @contextlib.contextmanager
 def reaching_the_store(what: str) -> Generator[None]:
     """Turn a lost connection to the store into a RankError: the process that holds the store is gone."""
@@ -279,9 +284,14 @@ class StoreBarrier:
 
     def report_gone(self, rank: int) -> None:
         """Report that the process of ``rank`` is gone: the waits of all end with that, unless one had left before."""
-        error = LateRankError(f"{format_ranks([rank])} is gone: its process was killed, or its node is lost.", [rank])
+        error = gone_error(rank)
         with contextlib.suppress(RankError), reaching_the_store("reporting a lost rank"):
+            self._store.set("gone", str(rank))
             decide_once(self._store, "left", Failure.of(error, rank))  # without the store all have an error anyway
+
+    def gone(self) -> int | None:
+        """Return the rank that :meth:`report_gone` was called for, the last one; ``None``: none."""
+        return int(self._store.get("gone")) if self._store.check(["gone"]) else None
 
     def check_nobody_left(self, what: str) -> None:
         """Raise the error of a rank that called :meth:`leave`, or that is gone.

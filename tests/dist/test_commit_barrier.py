@@ -294,15 +294,35 @@ def _die_while_writing(who: int, committed: str) -> str:
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    one = control.commits.round("saving ep1", timedelta(seconds=1))
+    one = control.commits.round("saving ep1", timedelta(hours=1), longest_work=timedelta(hours=1))
     return one.run(write, lambda values: committed)
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_is_killed_is_named_by_all(who: int) -> None:
-    """After the timeout; nothing is committed."""
+def test_a_rank_that_is_killed_ends_the_vote_at_once(who: int) -> None:
+    """Nobody waits for the timeout of a save in the background, which trainers do that end because of the kill."""
     outcomes = run_ranks_to_the_end(_die_while_writing, 3, who, "committed")
     assert isinstance(outcomes[who].error, ChildProcessError)
     for rank in {0, 1, 2} - {who}:
         assert isinstance(outcomes[rank].error, LateRankError)
-        assert str(outcomes[rank].error) == f"saving ep1: rank {who} has not come in 1 s."
+        assert str(outcomes[rank].error) == f"rank {who} is gone: its process was killed, or its node is lost."
+
+
+def test_a_rank_that_is_lost_after_its_vote_does_not_prevent_the_commit() -> None:
+    """Its bytes are durable."""
+    store = HashStore()
+    zero, one = (CommitRound(store, rank, 2, "saving ep1", LONG, timedelta(), lambda: 1) for rank in range(2))
+    one.arrive("its part")
+    assert zero.run(lambda: "mine", list) == ["mine", "its part"]
+
+
+def test_a_rank_whose_vote_is_open_knows_when_rank_0_is_lost() -> None:
+    """It may have committed: that is not known."""
+    store = HashStore()
+    zero, one = (CommitRound(store, rank, 2, "saving ep1", LONG, timedelta(), lambda: 0) for rank in range(2))
+    zero.arrive()
+    one.arrive()
+    zero.decide()
+    with pytest.raises(LateRankError, match="rank 0 began to commit, but has not said"):
+        one.wait()
+    assert one.may_be_committed
