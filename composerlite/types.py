@@ -136,6 +136,7 @@ class CheckpointNews:
         at: when that was, in seconds since 1970.
         size_bytes: of its data; ``None``: not known (yet).
         seconds: what it cost, by name: of ``'committed'`` as in ``SaveReport``; ``'upload'``.
+        slowest_rank: of ``'committed'`` the rank that was the last to write, as in ``SaveReport``.
         ephemeral: it goes as soon as a newer one is committed.
         error: why it failed.
     """
@@ -147,5 +148,6 @@ class CheckpointNews:
     at: float
     size_bytes: int | None = None
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    slowest_rank: int | None = None
     ephemeral: bool = False
     error: str | None = None

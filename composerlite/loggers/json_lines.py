@@ -191,6 +191,7 @@ class JSONLLogger(RunFileLogger):
             "where": news.where,
             "size_bytes": news.size_bytes,
             "seconds": {name: round(value, 6) for name, value in news.seconds.items()} or None,
+            "slowest_rank": news.slowest_rank,
             "ephemeral": news.ephemeral or None,
             "error": news.error,
         }

@@ -27,8 +27,10 @@ _SUFFIX = ".jsonl"
 _RECORD = re.compile(r"(?:^|/)[^/]*record[^/]*\.jsonl$")
 """What a record is called; other files of lines may be data, and large."""
 _NOT_CHARTED = ("time/", "wall_clock/", "checkpoint/", "goodput/")
-PARTS: tuple[str, ...] = ("training", "lost", "saving", "evaluation", "starting", "down", "ending")
+PARTS: tuple[str, ...] = ("training", "lost", "saving", "straggler", "evaluation", "starting", "down", "ending")
 """Where the wall time went. All of them together are the wall time."""
+_BLOCKING = 0.9
+"""If a save has kept training waiting for so much of its time, it was not in the background."""
 
 
 @final
@@ -225,11 +227,7 @@ def _seconds(launches: Sequence[Launch], lines: Sequence[Line]) -> dict[str, flo
     if not launches:
         return {}
     parts = dict.fromkeys(PARTS, 0.0)
-    stalls = [
-        (line.at, line.seconds("stall") or 0.0)
-        for line in lines
-        if line.kind == "checkpoint" and line.text("what") == "committed"
-    ]
+    stalls = _stalls(lines)
     for number, launch in enumerate(launches):
         if number:
             parts["down"] += max(0.0, launch.launched_at - launches[number - 1].ended_at)
@@ -241,11 +239,32 @@ def _seconds(launches: Sequence[Launch], lines: Sequence[Line]) -> dict[str, flo
         until = launch.worked_until if launch.lost_from is None else min(launch.worked_until, launch.lost_from)
         parts["lost"] += launch.worked_until - until
         evaluating = sum(one.seconds for one in launch.evaluations if launch.began_at <= one.ended_at <= until)
-        saving = sum(seconds for at, seconds in stalls if launch.began_at <= at <= until)
+        counted = [(stall, held_up) for at, stall, held_up in stalls if launch.began_at <= at <= until]
+        saving, straggler = (sum(kind) for kind in zip(*counted, strict=True)) if counted else (0.0, 0.0)
         parts["evaluation"] += evaluating
-        parts["saving"] += saving
+        parts["saving"] += saving - straggler
+        parts["straggler"] += straggler
         parts["training"] += max(0.0, until - launch.began_at - evaluating - saving)
     return parts
+
+
+def _stalls(lines: Sequence[Line]) -> list[tuple[float, float, float]]:
+    """List when each save was committed, how long it kept training waiting on any rank, and how much of that the
+    slowest rank has caused: in this save if training waited for its end, else in the save before, which it waited for.
+    """
+    found: list[tuple[float, float, float]] = []
+    before = 0.0
+    for line in lines:
+        if line.kind != "checkpoint" or line.text("what") != "committed":
+            continue
+        stall = max(line.seconds("stall") or 0.0, line.seconds("longest_stall") or 0.0)
+        straggler, total = line.seconds("straggler") or 0.0, line.seconds("total")
+        held_up = min(before, line.seconds("waiting") or 0.0)
+        if total is not None and stall >= _BLOCKING * total:
+            held_up += straggler
+        found.append((line.at, stall, min(stall, held_up)))
+        before = straggler
+    return found
 
 
 # ── what was logged ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,6 +13,9 @@ from composerlite.report.record import Line
 
 __all__ = ["Save", "Stored", "saves_in", "stored_at"]
 
+_HELD_UP_SECONDS = 0.1
+"""Below that a rank is not said to be slow."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,12 @@ class Stored:
 @final
 @dataclass(slots=True, kw_only=True)
 class Save:
-    """A save to the folder ``where``, as far as it came. What is ``None`` did not happen, or is not known."""
+    """A save to the folder ``where``, as far as it came. What is ``None`` did not happen, or is not known.
+
+    Attributes:
+        slowest_rank: the rank that wrote longest. straggler_seconds: so much longer than the median of the others.
+        is_held_up: it took half of the time of the save, or more, to wait for that rank.
+    """
 
     name: str
     where: str = ""
@@ -56,6 +64,9 @@ class Save:
     size_bytes: int | None = None
     stall_seconds: float | None = None
     upload_seconds: float | None = None
+    slowest_rank: int | None = None
+    straggler_seconds: float = 0.0
+    is_held_up: bool = False
     state: str = "begun"  # or committed, deleted, failed, cut off
     is_uploaded: bool = False
     error: str | None = None
@@ -116,6 +127,11 @@ def _take(saves: list[Save], line: Line) -> None:
         size = line.number("size_bytes")
         save.size_bytes = None if size is None else int(size)
         save.stall_seconds = line.seconds("stall")
+        rank = line.number("slowest_rank")
+        if rank is not None:
+            save.slowest_rank, save.straggler_seconds = int(rank), line.seconds("straggler") or 0.0
+            own_seconds = (line.seconds("total") or 0.0) - (line.seconds("waiting") or 0.0)
+            save.is_held_up = save.straggler_seconds >= max(_HELD_UP_SECONDS, own_seconds / 2)
     elif what == "uploaded":
         save.is_uploaded, save.uploaded_at, save.upload_seconds = True, line.at, line.seconds("upload")
         save.state = "committed" if save.state in ("begun", "cut off") else save.state

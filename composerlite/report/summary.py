@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 
 from composerlite.checkpoint.record.manifest import bytes_text
 from composerlite.report.facts import Facts, Series
@@ -32,7 +33,7 @@ def story(facts: Facts) -> list[str]:
     """Summary of the run, beside the numbers of :func:`tiles`."""
     if not facts.launches:
         return _from_manifests(facts)
-    said = [_training(facts), _launches(facts), _lost(facts), _saves(facts), _storage(facts)]
+    said = [_training(facts), _launches(facts), _lost(facts), _saves(facts), _straggler(facts), _storage(facts)]
     return [sentence for sentence in said if sentence]
 
 
@@ -94,6 +95,20 @@ def _saves(facts: Facts) -> str:
         f"; {count(cut, 'save was', 'saves were')} cut off by a kill, which costs nothing but the time" if cut else ""
     )
     return f"{text}."
+
+
+def _straggler(facts: Facts) -> str:
+    """The rank that held up saves most often."""
+    held_up = [save for save in facts.saves if save.is_held_up]
+    if not held_up:
+        return ""
+    rank, times = Counter(save.slowest_rank for save in held_up).most_common(1)[0]
+    longest = max(save.straggler_seconds for save in held_up if save.slowest_rank == rank)
+    compared = sum(save.slowest_rank is not None for save in facts.saves)
+    return (
+        f"Rank {rank} held up {number(times)} of {count(compared, 'save')}: it wrote up to {duration(longest)} longer "
+        f"than the median of the others. Training waited {duration(facts.seconds['straggler'])} for slow ranks."
+    )
 
 
 def _goodput(facts: Facts) -> str:

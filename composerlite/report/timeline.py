@@ -115,6 +115,8 @@ def _told(save: Save) -> str:
         parts.append(f"committed after {duration(save.committed_at - save.begun_at)}")
     if save.size_bytes is not None:
         parts.append(bytes_text(save.size_bytes))
+    if save.is_held_up:
+        parts.append(f"rank {save.slowest_rank} wrote {duration(save.straggler_seconds)} longer than the others")
     if save.state != "committed":
         parts.append(
             {"deleted": "deleted since", "cut off": "cut off: it was never committed"}.get(save.state, save.state)
@@ -170,6 +172,7 @@ _NAMES = {
     "training": ("training", "that counts"),
     "evaluation": ("evaluation", ""),
     "saving": ("stalls of saves", "training waited for a copy"),
+    "straggler": ("slow ranks", "training waited for the slowest rank of a save"),
     "starting": ("starting", "from building the trainer to fit"),
     "ending": ("ending", "the last save, uploads, closing"),
     "lost": ("lost work", "trained again"),
@@ -202,4 +205,4 @@ def time_parts(facts: Facts) -> str:
     )
 
 
-_KINDS = {"lost": "wasted", "saving": "stall", "ending": "closing"}
+_KINDS = {"lost": "wasted", "saving": "stall", "straggler": "stall", "ending": "closing"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ import torch
 from forked import run_forked
 from torch.utils.data import DataLoader, TensorDataset
 
-from composerlite import Callback, Logger, State, Trainer
+from composerlite import Callback, Logger, State, Trainer, dist
 from composerlite.loggers import CSVLogger, JSONLLogger, RemoteUploaderDownloader
 from composerlite.models import ComposerClassifier
 
-__all__ = ["launch", "main", "train"]
+__all__ = ["launch", "main", "train", "train_beside_a_slow_disk"]
 
 
 class DieAt(Callback):
@@ -71,6 +72,22 @@ def main(folder: str, die_at: str = "0", max_duration: str = "3ep", bucket: str 
     os.chdir(folder)
     settings: dict[str, Any] = {"bucket_uri": bucket, "save_folder": f"{bucket}/{{run_name}}"} if bucket else {}
     train(Path(folder), die_at=int(die_at), max_duration=max_duration, **settings)
+
+
+def train_beside_a_slow_disk(folder: str) -> None:
+    """A launch on two ranks, of which the disk of rank 1 takes a second longer for each file."""
+    sync = os.fsync
+
+    def sync_slowly(descriptor: int) -> None:
+        time.sleep(1.0)
+        sync(descriptor)
+
+    if dist.get_global_rank() == 1:
+        os.fsync = sync_slowly
+    try:
+        train(Path(folder), parallelism_config={"fsdp": {}}, max_duration="8ba")
+    finally:
+        os.fsync = sync
 
 
 def launch(folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> int:

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 from forked import run_forked
-from recorded_run import launch, train
+from recorded_run import launch, train, train_beside_a_slow_disk
 
 from composerlite import Callback, Logger, State
 from composerlite.cli import main
 from composerlite.report import facts_of, sentences
+from composerlite.testing import run_ranks
 
 
 def composerlite(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -60,6 +61,46 @@ def test_a_run_that_was_killed_twice(killed_run: Path, tmp_path: Path) -> None:
     assert "It took 3 launches: 2 were killed; the last reached its end." in done.stdout
     assert done.stdout.splitlines()[-1] == "report: pages/tiny.html"
     assert "3 were killed" not in (tmp_path / "pages" / "tiny.html").read_text()
+
+
+def test_a_rank_that_holds_up_saves_is_named(tmp_path: Path) -> None:
+    """Which rank, in how many saves, and how much longer it wrote; the time that training waited for it is no stall of
+    saves in general."""
+    run_ranks(train_beside_a_slow_disk, 2, str(tmp_path), dist_timeout=None)
+    told = facts(tmp_path, cwd=tmp_path)
+    assert [(save["slowest_rank"], save["is_held_up"]) for save in told["saves"]] == [(1, True)] * 2
+    assert all(save["straggler_seconds"] > 0 for save in told["saves"])
+    (line,) = [line for line in sentences(facts_of([str(tmp_path)])) if "held up" in line]
+    assert line.startswith("Rank 1 held up 2 of 2 saves: it wrote up to ")
+    assert told["seconds"]["straggler"] > 0
+    assert told["wall_seconds"] == pytest.approx(sum(told["seconds"].values()))
+
+
+def test_a_slow_rank_of_a_save_in_the_background_costs_what_the_next_save_waits_for_it(tmp_path: Path) -> None:
+    """A record in which rank 3 writes 8 s longer than the others, and the next save waits 5 s; its stall is longest on
+    another rank than 0."""
+    seconds = [
+        {"stall": 0.1, "longest_stall": 0.2, "straggler": 8.0, "waiting": 0.0, "total": 9.0},
+        {"stall": 5.1, "longest_stall": 6.0, "straggler": 0.0, "waiting": 5.0, "total": 12.0},
+    ]
+    lines: list[dict[str, Any]] = [
+        {"kind": "start", "format": 1, "run_name": "tiny", "batch": 0, "launched_at": "2026-01-01T00:00:00+00:00"},
+        {"kind": "fit_start", "batch": 0},
+        *({"kind": "checkpoint", "what": "committed", "name": f"ba{4 * n}", "where": "runs", "batch": 4 * n,
+           "slowest_rank": 3, "seconds": taken} for n, taken in enumerate(seconds, 1)),
+        {"kind": "metrics", "batch": 9, "metrics": {"time/batch": 9}},
+        {"kind": "fit_end", "batch": 9},
+    ]  # fmt: skip
+    record = tmp_path / "record.jsonl"
+    record.write_text(
+        "".join(
+            f"{json.dumps({'at': f'2026-01-01T00:00:{10 * n:02}+00:00', **line})}\n" for n, line in enumerate(lines)
+        )
+    )
+    told = facts(record, cwd=tmp_path)
+    assert told["seconds"]["straggler"] == pytest.approx(5.0)
+    assert told["seconds"]["saving"] == pytest.approx(0.2 + 1.0)
+    assert [save["is_held_up"] for save in told["saves"]] == [True, False]
 
 
 def test_a_run_in_a_bucket(tmp_path: Path, s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

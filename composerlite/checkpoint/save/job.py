@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast, final
+from typing import Any, NamedTuple, TypeVar, cast, final
 
 from torch.optim import Optimizer
 
@@ -61,6 +62,9 @@ class SaveReport:
             background. ``waiting``: for the save before this one. ``hash``, ``write``, ``flush``: of the writing
             threads. ``commit``: from durable data to a checkpoint that exists. ``total``: from the call until then.
             With several ranks they are those of rank 0, but for the stall, which is this rank's own.
+            ``longest_stall``: the stall of the rank that was kept longest, until its data were durable.
+            ``straggler``: so much longer than the median of the others the slowest of the ranks that write took.
+        slowest_rank: that rank; ``None``: fewer than two ranks have written.
         weights_crc: CRC-32 of each storage of the model, where rank 0 has all of it.
         deleted: names of the checkpoints that were given up for it.
         not_finite: the marks of the checkpoint, see :class:`Manifest`.
@@ -70,9 +74,18 @@ class SaveReport:
     batch: int
     size_bytes: int
     seconds: Mapping[str, float]
+    slowest_rank: int | None = None
     weights_crc: Sequence[int] = ()
     deleted: Sequence[str] = ()
     not_finite: Sequence[str] = ()
+
+
+class _RankPart(NamedTuple):
+    """Part of a rank: ``what`` its writer says of it, the seconds until it was durable, and those of its stall."""
+
+    what: Any
+    seconds: float
+    stall_seconds: float
 
 
 @final
@@ -122,6 +135,7 @@ class PendingSave:
         follow_up: of a run's checkpoint.
         ring_bytes: memory to write with where there is no snapshot.
         started: when the save was called for. waiting_seconds: how long it waited for the one before it.
+        slowest_rank: on rank 0, the rank that was the last to write.
         blocking: training waits until the end.
         stall_seconds: how long it has kept training besides the snapshot.
         staging: where the copy is, if there is one.
@@ -142,6 +156,7 @@ class PendingSave:
     ring_bytes: int = RING_BYTES
     started: float = field(default_factory=time.perf_counter)
     waiting_seconds: float = 0.0
+    slowest_rank: int | None = field(default=None, init=False)
     blocking: bool = False
     stall_seconds: float = 0.0
     staging: Staging | None = field(default=None, init=False)
@@ -321,7 +336,7 @@ class PendingSave:
         if memory is not None and self.staging is not None and self.snapshot is not None and self.snapshot.is_over:
             self.staging.give_back(memory)
 
-    def _finish(self) -> Any:
+    def _finish(self) -> _RankPart:
         """Do this rank's part, until it is durable."""
         if self.failure is not None:
             raise self.failure
@@ -329,14 +344,17 @@ class PendingSave:
             self.snapshot.wait()
         if not self._written:
             self._write()
-        return self.writer.finish()
+        what = self.writer.finish()
+        return _RankPart(what, time.perf_counter() - self.started - self.waiting_seconds, self._stall_seconds())
 
-    def _commit(self, parts: Sequence[Any]) -> SaveReport:
-        seconds = self._seconds()
+    def _commit(self, parts: Sequence[_RankPart]) -> SaveReport:
+        seconds = self._note_ranks(parts)
         before_commit = time.perf_counter()
         after = self.follow_up
         with contextlib.nullcontext() if after is None else after.catalog.pointing(after.links):
-            manifest = self.writer.commit(dataclasses.replace(self.manifest, timings=seconds), parts)
+            manifest = self.writer.commit(
+                dataclasses.replace(self.manifest, timings=seconds), [part.what for part in parts]
+            )
         return self._after_commit(manifest, before_commit)
 
     def _commit_on_disks(self, writer: DiskWriter) -> SaveReport:
@@ -349,8 +367,9 @@ class PendingSave:
         written, prepared, completed = self.votes
         after = self.follow_up
 
-        def seal(parts: Sequence[Any]) -> FinalizedManifest:
-            return writer.seal(dataclasses.replace(self.manifest, timings=self._seconds()), parts)
+        def seal(parts: Sequence[_RankPart]) -> FinalizedManifest:
+            timings = self._note_ranks(parts)
+            return writer.seal(dataclasses.replace(self.manifest, timings=timings), [part.what for part in parts])
 
         def follow() -> None:
             if not self.group.is_first:
@@ -396,6 +415,7 @@ class PendingSave:
             batch=manifest.batch,
             size_bytes=manifest.size_bytes,
             seconds=seconds,
+            slowest_rank=self.slowest_rank,
             weights_crc=self.writer.weights_crc,
             deleted=deleted,
             not_finite=manifest.not_finite,
@@ -420,10 +440,19 @@ class PendingSave:
     def _stall_seconds(self) -> float:
         return self.stall_seconds + (0.0 if self.snapshot is None else self.snapshot.stall_seconds)
 
-    def _seconds(self) -> dict[str, float]:
-        """Seconds of each phase until the data were durable."""
+    def _note_ranks(self, parts: Sequence[_RankPart]) -> dict[str, float]:
+        """Seconds of each phase until the data were durable, on rank 0, which learns who was the slowest rank."""
+        compared: dict[str, float] = {}
+        writers = {rank: part.seconds for rank, part in enumerate(parts) if part.what}
+        if len(writers) > 1:
+            self.slowest_rank = max(writers, key=writers.__getitem__)
+            slowest = writers.pop(self.slowest_rank)
+            compared["straggler"] = max(0.0, slowest - statistics.median(writers.values()))
+        if len(parts) > 1:
+            compared["longest_stall"] = max(part.stall_seconds for part in parts)
         return {
             "stall": self._stall_seconds(),
+            **compared,
             "snapshot": 0.0 if self.snapshot is None else self.snapshot.seconds,
             "waiting": self.waiting_seconds,
             **self.writer.seconds,

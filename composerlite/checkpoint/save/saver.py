@@ -134,11 +134,11 @@ class Outcomes:
         self.reports.append(report)
         self._ended.append(report)
         at = self._begun.at + report.seconds["total"] - report.seconds.get("waiting", 0.0)
-        size, seconds = report.size_bytes, dict(report.seconds)
-        self._tell(dataclasses.replace(self._begun, what="committed", at=at, size_bytes=size, seconds=seconds))
+        told = dataclasses.replace(self._begun, what="committed", at=at, size_bytes=report.size_bytes)
+        self._tell(dataclasses.replace(told, seconds=dict(report.seconds), slowest_rank=report.slowest_rank))
         self.deleted(report.deleted, self._begun.where, at)
         costs = {f"{name}_seconds": value for name, value in report.seconds.items()}
-        self._log(**costs, bytes=report.size_bytes, batch=report.batch)
+        self._log(**costs, bytes=report.size_bytes, batch=report.batch, slowest_rank=report.slowest_rank)
 
     def failed(self, error: Exception) -> None:
         """The save that was begun last has failed.
@@ -196,7 +196,8 @@ class Outcomes:
     def _log(self, **metrics: float | None) -> None:
         """Log ``metrics`` with every logger of the run; docs/logging.md lists their names."""
         if self._logger is not None:
-            self._logger.log_metrics({f"checkpoint/{name}": value for name, value in metrics.items()})
+            known = {f"checkpoint/{name}": value for name, value in metrics.items() if value is not None}
+            self._logger.log_metrics(known)
 
 
 def _may_be_tolerated(error: Exception) -> bool:
