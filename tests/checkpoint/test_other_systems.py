@@ -275,8 +275,12 @@ def test_a_key_map_renames_parts_of_the_model(tmp_path: Path) -> None:
         (lambda saved: saved.update(param_groups=3), "no 'param_groups'"),
         (lambda saved: saved["param_groups"].insert(0, "x"), "a group of it has no parameters"),
         (lambda saved: saved["param_groups"][0].update({7: 1}), "a setting of it is called 7, which is no name"),
+        (
+            lambda saved: saved["param_groups"][0]["params"].insert(0, []),
+            r"\[\] is no name and no number of a parameter",
+        ),
     ],
-    ids=["members", "kind", "state", "no groups", "no group", "no name"],
+    ids=["members", "kind", "state", "no groups", "no group", "no name", "no parameter"],
 )
 def test_an_optimizer_that_does_not_fit_is_refused(tmp_path: Path, change: Any, message: str) -> None:
     """Before anything is loaded, with the way to do without it."""

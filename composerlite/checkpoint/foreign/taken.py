@@ -108,7 +108,8 @@ def state_of(taken: Taken, run: Run, system: str) -> StateDict:
     contents: StateDict = {"state": state}
     if taken.rng is not None:
         contents["rng"] = list(taken.rng)
-    log.info("%s is of %s; taken over: %s; not: %s", run.source, system, ", ".join(state), ", ".join(left) or "nothing")
+    others = ", ".join(map(str, left)) or "nothing"
+    log.info("%s is of %s; taken over: %s; not: %s", run.source, system, ", ".join(state), others)
     return contents
 
 
@@ -193,6 +194,8 @@ def optimizer_by_names(saved: Any, live: StateDict, rename: Rename, source: str)
         raise refused("it has no 'state' and no 'param_groups'")
     if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):  # pyright: ignore
         raise refused("a group of it has no parameters")
+    if odd := [name for group in groups for name in group["params"] if not isinstance(name, str | int)]:  # pyright: ignore
+        raise refused(f"{odd[0]!r} is no name and no number of a parameter")
     if odd := [key for group in cast("list[StateDict]", groups) for key in group if not isinstance(key, str)]:
         raise refused(f"a setting of it is called {odd[0]!r}, which is no name")
     its, own = cast("list[StateDict]", groups), cast("list[StateDict]", live["param_groups"])
