@@ -9,7 +9,7 @@ INTEROP := tests/interop/.venv
 # Those of .gpu-wheels that are for this Python.
 GPU_WHEELS = $(if $(wildcard .gpu-wheels),$(wildcard .gpu-wheels/*-cp$(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])')-*))
 GPU_PYTHON ?= $(if $(GPU_WHEELS),$(PYTHON),$(BIN)/python)
-ONLY ?= step_overhead import_time checkpoint_saves object_stores many_ranks interruptions
+ONLY ?= step_overhead import_time checkpoint_saves safetensors_folders object_stores many_ranks interruptions
 
 # One thread per torch process: the test workers are the parallelism.
 export OMP_NUM_THREADS ?= 1

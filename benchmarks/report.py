@@ -9,6 +9,7 @@ import interruptions_report
 import many_ranks_report
 import matplotlib as mpl
 import object_store_report
+import safetensors_report
 from matplotlib.figure import Figure
 from measure import OUT
 from tables import Spread, draw, print_table, read, text, verdict
@@ -83,6 +84,8 @@ def main() -> None:
     """Report on every benchmark that was run."""
     mpl.rcParams["svg.hashsalt"] = "composerlite"  # the same numbers give the same file
     IMAGES.mkdir(parents=True, exist_ok=True)
+    if (OUT / "safetensors_folders.json").exists():
+        safetensors_report.show()
     for needed, show, image in (
         (("step_overhead", "import_time"), steps_and_imports, "benchmarks.svg"),
         (("checkpoint_saves",), checkpoint_report.show, "checkpoints.svg"),
