@@ -36,6 +36,7 @@ __all__ = [
     "RANKS",
     "TENSORS",
     "VOTERS",
+    "Counted",
     "bytes_read",
     "connected",
     "planning",
@@ -284,7 +285,7 @@ def serve_store(connection: Any) -> None:
     connection.recv()
 
 
-class _Asked:
+class Counted:
     """A store that counts what it is asked."""
 
     def __init__(self, store: Any, asked: Counter[str]) -> None:
@@ -316,7 +317,7 @@ def vote(stores: list[Any], number: int) -> dict[str, float]:
     asked = [Counter[str]() for _ in range(ranks)]
     votes: list[Any] = []
     for rank, store in enumerate(stores):
-        counted: Any = _Asked(dist.PrefixStore(f"{ranks}/{number}", store), asked[rank])
+        counted: Any = Counted(dist.PrefixStore(f"{ranks}/{number}", store), asked[rank])
         votes.append(CommitRound(counted, rank, ranks, "save", limit, timedelta()))
     ready = threading.Barrier(ranks)
     arrived, told = [0.0] * ranks, [0.0] * ranks

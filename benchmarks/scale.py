@@ -5,9 +5,10 @@ have memory for one number.
 What ranks send each other is pickled as for gloo, and the code of rank 0 runs on the messages of all. Nothing is
 written: files have digests of the size that real ones have. Seconds are those of one core.
 
-Where ranks list their parts all are run, or the size is left out. Where they follow a rule four are run, and the others
-send what one of these did, but for what each has of its own: the states of its random generators. Exponents are those
-of the two largest sizes; the last line is what ``a * ranks ** b``, fitted to the sizes before the largest, says of it.
+Where ranks list their parts all are run, or the size is left out. Where they follow a rule three are run, and the
+others send what one of these did, but for what each has of its own: the states of its random generators. Exponents are
+those of 512 ranks and more, by least squares; the last line is what ``a * ranks ** b``, fitted to the sizes before the
+largest, says of it.
 
 Usage: ``python benchmarks/scale.py`` for all; ``--models 70B --ranks 8 64`` for some.
 """
@@ -17,16 +18,21 @@ from __future__ import annotations
 
 import argparse
 import base64
+import collections
 import copy
 import dataclasses
+import datetime
+import functools
 import gc
 import logging
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import queue
 import resource
+import statistics
 import threading
 import time
 import warnings
@@ -36,7 +42,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed
 from measure import write
-from rank_costs import connected, serve_store, vote
+from rank_costs import Counted, connected
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
@@ -53,12 +59,14 @@ from composerlite.checkpoint.place.directory import _MOST_CHUNKS, _chunk_bytes
 from composerlite.checkpoint.save.sharded_plan import PackedPlan, Planner, _Proposal, plan_together
 from composerlite.checkpoint.save.sharded_writer import _files, _files_by_rule, _FileWritten
 from composerlite.devices import rng
+from composerlite.dist.commit_barrier import CommitRound
 from composerlite.storage import FileDigest
 
-RANKS = (8, 64, 512, 4096, 16384)
+RANKS = (8, 64, 512, 2048, 4096, 16384)
+_LARGE = 512
+PROCESSES = 2
 MOST_ITEMS = 60_000
 """Items of all ranks together that are made, where none can stand for another."""
-SAMPLES = 4
 TENSOR_PARALLEL = 8
 REPLICAS = 8
 
@@ -166,8 +174,13 @@ class Ranks:
         groups = [{"lr": 1e-4, "betas": (0.9, 0.95), "params": list(model)}]
         return {
             "state": {"model": model, "optimizers": {"AdamW": {"state": optimizer, "param_groups": groups}}},
-            "rng": {str(rank): rng.packed(rng.of_training())},
+            "rng": {str(rank): _generators()},
         }
+
+
+@functools.cache
+def _generators() -> torch.Tensor:
+    return rng.packed(rng.of_training())
 
 
 class Sent(NamedTuple):
@@ -264,7 +277,7 @@ def _stand_in(message: bytes, rank: int) -> bytes:
     if not isinstance(proposal, _Proposal):
         return message
     planner = Planner(of_run=True)
-    planner.set_up_planner({"rng": {str(rank): rng.packed(rng.of_training())}})
+    planner.set_up_planner({"rng": {str(rank): _generators()}})
     return pickle.dumps(dataclasses.replace(proposal, plan=PackedPlan.of(planner.create_local_plan())))
 
 
@@ -274,7 +287,7 @@ def simulated(model: str, layout: str, count: int) -> dict[str, float]:
     from composerlite.checkpoint.save import sharded_plan
 
     ranks = Ranks(model, layout, count)
-    samples = sorted({0, 1, count // 2, count - 1} if _by_rule(model, count) else range(count))
+    samples = sorted({0, 1, count - 1} if _by_rule(model, count) else range(count))
     sharded_plan._MOST_PLANS = 2 * len(samples)  # each logical rank has its own, and all are in one process
     group = LogicalGroup(count, samples)
     states = {rank: ranks.state(rank) for rank in samples}
@@ -303,10 +316,10 @@ def simulated(model: str, layout: str, count: int) -> dict[str, float]:
     values = {
         "tensors": 3 * len(states[0]["state"]["model"]),
         "plan_s": sum(sent.seconds for sent in first),
-        "plan_rank_s": max(each),
+        "plan_rank_s": statistics.median(each),
         "plan_bytes": sum(sent.bytes_up + sent.bytes_down for sent in first),
         "again_s": sum(sent.seconds for sent in group.meetings),
-        "again_rank_s": max(group.rank_seconds),
+        "again_rank_s": statistics.median(group.rank_seconds),
         "again_bytes": sum(sent.bytes_up + sent.bytes_down for sent in group.meetings),
     }
     values |= _saved_and_loaded(ranks, planners, known, states) | {"memory_bytes": _memory() - before}
@@ -322,14 +335,15 @@ def _saved_and_loaded(ranks: Ranks, planners: Any, known: Any, states: Any) -> d
     writer = RemoteFileSystemWriter(f"/tmp/{os.getpid()}/step1", thread_count=4)
     writer.layout = known[0].layout
     writer._claim = cast("Any", Claim(""))
-    votes = {rank: pickle.dumps(_vote(rank, ranks.count, planners[rank], known[rank], writer)) for rank in known}
+    votes = {rank: _vote(rank, ranks.count, planners[rank], known[rank], writer) for rank in known}
     others = [rank for rank in known if rank] or [0]
-    every = [votes.get(rank, votes[others[rank % len(others)]]) for rank in range(ranks.count)]
+    every = [
+        pickle.dumps(votes.get(rank) or [_as_of(part, rank) for part in votes[others[rank % len(others)]]])
+        for rank in range(ranks.count)
+    ]
     metadata = copy.copy(known[0].metadata)
     start = time.thread_time()
     results = [pickle.loads(vote) for vote in every]
-    for rank, parts in enumerate(results):  # those that stand for others get the names of these
-        results[rank] = parts if rank in votes else [_as_of(part, rank) for part in parts]
     index, files = writer.indexed(metadata, results)
     manifest = writer._folder.sealed(index, {name: digest for name, (digest, _) in files.items()}, {}, {}).manifest
     record = manifest.to_json()
@@ -351,7 +365,7 @@ def _saved_and_loaded(ranks: Ranks, planners: Any, known: Any, states: Any) -> d
         for item in planner.create_local_plan().items:
             assert found.storage_data[item.storage_index].length > 0
         seconds.append(time.thread_time() - start)
-    return {**values, "load_s": max(seconds)}
+    return {**values, "load_s": statistics.median(seconds)}
 
 
 class Claim(NamedTuple):
@@ -416,30 +430,95 @@ def _by_rule(model: str, count: int) -> bool:
 
 
 # ── votes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-VOTERS = (8, 64, 512)
+VOTERS = (64, 512, 2048, 4096)
+VOTING_PROCESSES = 4
 
 
 def votes() -> dict[int, dict[str, float]]:
     """Votes over a real TCPStore in another process, each rank a thread with a connection of its own."""
-    processes = multiprocessing.get_context("spawn")
-    ours, theirs = processes.Pipe()
-    server = processes.Process(target=serve_store, args=(theirs,))
-    server.start()
-    port = ours.recv()
-    stores = [connected(port) for _ in range(max(VOTERS))]
+    processes = multiprocessing.get_context("fork")
     found: dict[int, dict[str, float]] = {}
-    print("\nvotes over a TCPStore, from the last vote until every rank knows")
+    print("\nvotes over a TCPStore: from the last vote until rank 0 has all, and until every rank knows")
     for count in VOTERS:
-        rounds = sorted((vote(stores[:count], number) for number in range(3)), key=lambda one: one["seconds"])
-        found[count] = rounds[1]
-        print(f"{count:>14} ranks {rounds[1]['seconds']:.3f} s, {rounds[1]['requests_per_rank']:.1f} requests a rank")
-    points = [(count, one["seconds"]) for count, one in found.items()]
-    (a, b), (c, d) = exponent(points), exponent(points[:-1])
-    print(f"exponent {b:.2f}; the law of the smaller sizes says {c * VOTERS[-1] ** d:.3f} s for {VOTERS[-1]}")
-    print(f"          4096 ranks [{a * 4096**b:.3f} s]")
-    ours.send("end")
-    server.join(30)
+        ours, theirs = processes.Pipe()
+        server = processes.Process(target=_serve, args=(theirs,), daemon=True)
+        server.start()
+        port = ours.recv()
+        pipes: list[Any] = []
+        for number in range(VOTING_PROCESSES):
+            pipe, its = processes.Pipe()
+            ranks = range(number, count, VOTING_PROCESSES)
+            processes.Process(target=_vote_as, args=(its, port, ranks, count), daemon=True).start()
+            pipes.append(pipe)
+        for pipe in pipes:
+            pipe.recv()
+        ours.send("seconds")
+        before = ours.recv()
+        for pipe in pipes:
+            pipe.send("vote")
+        told = [pipe.recv() for pipe in pipes]
+        ours.send("seconds")
+        last = max(one["arrived"] for one in told)
+        found[count] = {
+            "decided_s": max(one["decided"] for one in told) - last,
+            "known_s": max(one["known"] for one in told) - last,
+            "store_s": ours.recv() - before,
+            "requests": sum(one["requests"] for one in told) / count,
+        }
+        server.kill()
+        print(
+            f"{count:>14} ranks: rank 0 {found[count]['decided_s']:.3f} s, all {found[count]['known_s']:.3f} s, "
+            f"store {found[count]['store_s']:.3f} s of a core, {found[count]['requests']:.1f} requests a rank",
+            flush=True,
+        )
+    for name in ("decided_s", "known_s", "store_s"):
+        points = [(count, one[name]) for count, one in found.items()]
+        (_, b), (c, d) = exponent(points), exponent(points[:-1])
+        print(f"{name:>14} exponent {b:.2f}; the law of the smaller sizes says {c * VOTERS[-1] ** d:.3f} s")
     return found
+
+
+def _serve(connection: Any) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    while connection.recv():
+        connection.send(time.process_time())
+
+
+def _vote_as(connection: Any, port: int, ranks: Sequence[int], count: int) -> None:
+    """Vote as each of ``ranks``, when something is received."""
+    asked = collections.Counter[str]()
+    stores = [torch.distributed.PrefixStore("vote", connected(port)) for _ in ranks]
+    limit = datetime.timedelta(seconds=120)
+    rounds = [
+        CommitRound(cast("Any", Counted(store, asked)), rank, count, "save", limit, datetime.timedelta())
+        for rank, store in zip(ranks, stores, strict=True)
+    ]
+    arrived, known, decided = [0.0] * len(ranks), [0.0] * len(ranks), [0.0]
+    value = os.urandom(1000)
+    connection.send("ready")
+    connection.recv()
+
+    def commit(values: list[bytes]) -> None:
+        decided[0] = time.monotonic()
+        assert len(values) == count
+
+    def one(number: int) -> None:
+        def written() -> bytes:
+            arrived[number] = time.monotonic()
+            return value
+
+        rounds[number].run(written, commit)
+        known[number] = time.monotonic()
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(known), "a rank failed"
+    told = {"arrived": max(arrived), "known": max(known), "decided": decided[0], "requests": asked.total()}
+    connection.send(told)
 
 
 # ── all of them ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -461,10 +540,11 @@ NUMBERS = (
 
 
 def exponent(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """``a`` and ``b`` of ``a * ranks ** b``, through the two largest sizes of ``points``."""
-    (n, first), (m, last) = points[-2:]
-    b = math.log(max(last, 1e-9) / max(first, 1e-9)) / math.log(m / n)
-    return last / m**b, b
+    """``a`` and ``b`` of ``a * ranks ** b``, by least squares of logarithms over the larger sizes of ``points``."""
+    larger = [(math.log(ranks), math.log(max(value, 1e-9))) for ranks, value in points if ranks >= _LARGE]
+    larger = larger if len(larger) > 1 else [(math.log(n), math.log(max(value, 1e-9))) for n, value in points[-2:]]
+    b, a = statistics.linear_regression(*zip(*larger, strict=True))
+    return math.exp(a), b
 
 
 def _child(connection: Any, model: str, layout: str, count: int) -> None:
@@ -472,29 +552,34 @@ def _child(connection: Any, model: str, layout: str, count: int) -> None:
     connection.send(simulated(model, layout, count))
 
 
-def measured(model: str, layout: str, count: int) -> dict[str, float]:
-    """:func:`simulated` in a process of its own, so that its memory is seen."""
+def measured(model: str, layout: str, counts: Sequence[int]) -> dict[int, dict[str, float]]:
+    """:func:`simulated` of each size, in a process of its own, so that its memory is seen; two at a time."""
     processes = multiprocessing.get_context("fork")
-    ours, theirs = processes.Pipe(duplex=False)
-    child = processes.Process(target=_child, args=(theirs, model, layout, count))
-    child.start()
-    theirs.close()
-    try:
-        return ours.recv()
-    finally:
-        child.join(60)
+    waiting, found = sorted(counts), dict[int, dict[str, float]]()
+    running: dict[Any, tuple[int, Any]] = {}
+    while waiting or running:
+        while waiting and len(running) < PROCESSES:
+            count = waiting.pop()
+            ours, theirs = processes.Pipe(duplex=False)
+            child = processes.Process(target=_child, args=(theirs, model, layout, count))
+            child.start()
+            theirs.close()
+            running[ours] = count, child
+        for ours in multiprocessing.connection.wait(list(running)):
+            count, child = running.pop(ours)
+            found[count] = cast("Any", ours).recv()
+            child.join(60)
+    return {count: found[count] for count in sorted(found)}
 
 
 def table(model: str, layout: str, counts: Sequence[int]) -> dict[int, dict[str, float]]:
     """Measure, and print a line for each size; in the end exponents, and what the law makes of the next to last."""
-    found: dict[int, dict[str, float]] = {}
     print(f"\n{model}, {layout}: {_tensors(model)} tensors")
     print(f"{'ranks':>14}" + "".join(f"{name:>15}" for name in NUMBERS))
-    for count in counts:
-        if not _by_rule(model, count) and _tensors(model) * count > MOST_ITEMS:
-            continue
-        found[count] = measured(model, layout, count)
-        print(f"{count:>14}" + "".join(f"{_text(name, found[count][name]):>15}" for name in NUMBERS), flush=True)
+    sizes = [count for count in counts if _by_rule(model, count) or _tensors(model) * count <= MOST_ITEMS]
+    found = measured(model, layout, sizes)
+    for count, values in found.items():
+        print(f"{count:>14}" + "".join(f"{_text(name, values[name]):>15}" for name in NUMBERS), flush=True)
     by_rule = [count for count in found if _by_rule(model, count)]
     if len(by_rule) >= 2:
         laws = {name: exponent([(count, found[count][name]) for count in by_rule]) for name in NUMBERS}

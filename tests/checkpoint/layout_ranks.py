@@ -28,7 +28,8 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
 }
 
 
-def _full(number: int, shape: tuple[int, ...]) -> torch.Tensor:
+def full(number: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor ``number``, whole."""
     generator = torch.Generator().manual_seed(number)
     dtype = (torch.float32, torch.bfloat16, torch.int64)[number % 3]
     return (torch.rand(shape, generator=generator) * 100).to(dtype)
@@ -41,9 +42,10 @@ def _state(layout: str, count: int, *, zeros: bool = False) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for number, shape in enumerate(SHAPES):
         how = tuple(Shard(0) if p.is_shard() and p.dim >= len(shape) else p for p in placements)
-        full = torch.zeros(shape, dtype=_full(number, shape).dtype) if zeros else _full(number, shape)
-        state[f"w{number}"] = distribute_tensor(full, mesh, list(how))
-        state[f"plain{number}"] = full
+        whole = full(number, shape)
+        whole = torch.zeros_like(whole) if zeros else whole
+        state[f"w{number}"] = distribute_tensor(whole, mesh, list(how))
+        state[f"plain{number}"] = whole
     return {**state, "step": 0 if zeros else 3, "name": "" if zeros else "x"}
 
 
@@ -70,6 +72,17 @@ def plan_as_dcp() -> None:
         planner = Planner(of_run=False)
         planner.set_up_planner(state)
         assert planner.create_local_plan().items == create_default_local_save_plan(state, False).items
+
+
+def save_and_load_many(folder: Path, count: int) -> None:
+    """Save ``count`` small tensors, each split over all ranks; load them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(8.0)
+    state: dict[str, Any] = {f"w{n}": distribute_tensor(whole + n, mesh, [Shard(0)]) for n in range(count)}
+    save_state_dict(folder / "many", state)
+    wanted: dict[str, Any] = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    load_state_dict(folder / "many", wanted)
+    assert all(torch.equal(wanted[key].to_local(), state[key].to_local()) for key in state)
 
 
 def save_differing(folder: Path) -> None:

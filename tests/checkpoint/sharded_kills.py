@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,21 @@ from composerlite.checkpoint import save_state_dict
 STEPS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "fcntl.flock", "os.listdir", "os.scandir")
 
 
-def attempt(folder: Path, die_at: int, overwrite: bool) -> bool:
+def plain(value: float) -> dict[str, Any]:
+    """A state of one tensor."""
+    return {"a": torch.full((1000,), value)}
+
+
+def _save(folder: Path, state: Callable[[float], dict[str, Any]], value: float) -> None:
+    """Save in a process of its own: one with process groups cannot be forked."""
+    child = os.fork()
+    if child == 0:
+        save_state_dict(folder, state(value))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def attempt(folder: Path, die_at: int, overwrite: bool, state: Callable[[float], dict[str, Any]]) -> bool:
     """Save in a process that dies before its step ``die_at``; whether it did."""
     child = os.fork()
     if child == 0:
@@ -32,14 +47,15 @@ def attempt(folder: Path, die_at: int, overwrite: bool) -> bool:
                 if left < 0:
                     os.kill(os.getpid(), signal.SIGKILL)
 
+        made = state(2.0)
         sys.addaudithook(hook)
-        save_state_dict(folder / "c", {"a": torch.full((1000,), 2.0)}, save_overwrite=overwrite)
+        save_state_dict(folder / "c", made, save_overwrite=overwrite)
         os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-def main(folder: str) -> None:
-    root = Path(folder)
+def run(root: Path, state: Callable[[float], dict[str, Any]]) -> None:
+    """Make all attempts to save ``state`` in ``root``."""
     torch.set_num_threads(1)
     save_state_dict(root / "warm", {"a": torch.ones(3)})
     for kind in ("first", "replace"):
@@ -47,12 +63,16 @@ def main(folder: str) -> None:
             folder = root / f"{kind}{number}"
             folder.mkdir()
             if kind == "replace":
-                save_state_dict(folder / "c", {"a": torch.full((1000,), 1.0)})
-            died = attempt(folder, number, overwrite=kind == "replace")
+                _save(folder / "c", state, 1.0)
+            died = attempt(folder, number, kind == "replace", state)
             sys.stdout.write(f"{folder.name}\n")
             sys.stdout.flush()
             if not died:
                 break
+
+
+def main(folder: str) -> None:
+    run(Path(folder), plain)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def _deep(draw: random.Random) -> Any:
     return value
 
 
-def _changed(draw: random.Random, value: Any) -> Any:
+def changed(draw: random.Random, value: Any) -> Any:
     """``value`` with one thing in it that is odd, gone, or more."""
     if isinstance(value, dict) and value and draw.random() < 0.85:
         name = draw.choice(sorted(value))
@@ -69,10 +69,10 @@ def _changed(draw: random.Random, value: Any) -> Any:
             return {key: item for key, item in value.items() if key != name}
         if kind < 0.2:
             return {**value, draw.choice(["new", "__class__", "digest", "path"]): draw.choice(ODD)}
-        return {**value, name: _changed(draw, value[name])}
+        return {**value, name: changed(draw, value[name])}
     if isinstance(value, list) and value and draw.random() < 0.85:
         place = draw.randrange(len(value))
-        return [*value[:place], _changed(draw, value[place]), *value[place + 1 :], *value[: draw.randrange(2)]]
+        return [*value[:place], changed(draw, value[place]), *value[place + 1 :], *value[: draw.randrange(2)]]
     return _deep(draw) if draw.random() < 0.1 else draw.choice(ODD)
 
 
@@ -91,7 +91,7 @@ def test_ten_thousand_odd_manifests_are_passed_over_or_stay_in_their_folder() ->
     draw = random.Random(36)
     read = 0
     for _ in range(10_000):
-        fields = _changed(draw, _base())
+        fields = changed(draw, _base())
         data = _signed(fields) if isinstance(fields, dict) else json.dumps(fields).encode()
         if draw.random() < 0.05:
             data = data[: draw.randrange(len(data))] + draw.randbytes(draw.randrange(4))
@@ -114,7 +114,7 @@ def test_ten_thousand_odd_markers_of_steps_are_refused_or_stay_in_their_folder()
     draw = random.Random(37)
     record = {"path": "train/rank0.pt", "size_bytes": 4, "xxh3_128": "0" * 32}
     for _ in range(10_000):
-        fields = _changed(draw, {"version": "1", "world_size": 2, "ephemeral": False, "train": [record, record]})
+        fields = changed(draw, {"version": "1", "world_size": 2, "ephemeral": False, "train": [record, record]})
         data = json.dumps(fields).encode()
         marker = _read(functools.partial(CheckpointMetadata.from_json, data, "step1/.metadata.json"), "step1/.meta")
         if marker is None:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import json
+import pickle
+import random
+import resource
+import shutil
+import zlib
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import layout_ranks
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+import torch.distributed.checkpoint as dcp
+from checkpoint.test_manifest_fuzz import changed
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from composerlite.checkpoint import RemoteFileSystemReader
-from composerlite.checkpoint.format.sharded_layout import is_layout
+from composerlite.checkpoint import RemoteFileSystemReader, load_state_dict
+from composerlite.checkpoint.format.sharded_layout import _MAGIC, is_layout, read_layout
+from composerlite.cli.app import app
+from composerlite.errors import CheckpointError, CorruptCheckpointError
 from composerlite.testing import run_ranks
 
 
@@ -55,6 +67,127 @@ def test_the_index_is_a_rule_and_reads_like_a_list(saved: Path) -> None:
 def test_a_rank_plans_what_dcp_plans() -> None:
     """Each tensor in the same part, also where the part was worked out for another tensor of its shape."""
     run_ranks(layout_ranks.plan_as_dcp, 4, timeout=120)
+
+
+def _texts(index: bytes) -> list[Any]:
+    """The parts of an index: two of JSON, and a pickle."""
+    text = zlib.decompress(index[len(_MAGIC) :])
+    ends = [0, *itertools.accumulate(int.from_bytes(text[at : at + 8], "big") for at in (0, 8, 16))]
+    texts = [text[24 + start : 24 + end] for start, end in itertools.pairwise(ends)]
+    return [json.loads(texts[0]), json.loads(texts[1]), texts[2]]
+
+
+def _packed(texts: list[Any]) -> bytes:
+    data = [text if isinstance(text, bytes) else json.dumps(text).encode() for text in texts]
+    return _MAGIC + zlib.compress(b"".join(len(one).to_bytes(8, "big") for one in data) + b"".join(data))
+
+
+def _mutated(draw: random.Random, index: bytes) -> bytes:
+    """``index`` with one thing in it that is odd, gone, or more."""
+    texts = _texts(index)
+    kind = draw.random()
+    if kind < 0.1:
+        at = draw.randrange(len(index))
+        return index[:at] + draw.randbytes(draw.randrange(3)) + index[at + draw.randrange(3) :]
+    if kind < 0.2:
+        at = draw.randrange(len(texts[2]))
+        return _packed([*texts[:2], texts[2][:at] + draw.randbytes(1) + texts[2][at + draw.randrange(2) :]])
+    number = draw.randrange(2)
+    texts[number] = changed(draw, texts[number])
+    if draw.random() < 0.2:
+        texts[number] = changed(draw, texts[number])
+    return _packed(texts)
+
+
+def _seen(folder: Path) -> str:
+    """What comes of a load by a single process: the right tensors, or a refusal."""
+    wanted: dict[str, Any] = {
+        f"w{number}": torch.zeros(shape, dtype=layout_ranks.full(number, shape).dtype)
+        for number, shape in enumerate(layout_ranks.SHAPES)
+    }
+    try:
+        load_state_dict(folder, wanted)
+    except CheckpointError:
+        return "refused"
+    for number, shape in enumerate(layout_ranks.SHAPES):
+        assert torch.equal(wanted[f"w{number}"], layout_ranks.full(number, shape)), number
+    return "right"
+
+
+def _fuzzed(saved: Path, folder: Path, count: int) -> Counter[str]:
+    outcomes = Counter[str]()
+    for name in ("rows", "grid", "replicas"):
+        shutil.copytree(saved / name, folder / name)  # without the record, whose digest would refuse all
+        index = folder / name / ".metadata"
+        original, draw = index.read_bytes(), random.Random(name)
+        for _ in range(count // 3):
+            index.write_bytes(_mutated(draw, original))
+            outcomes[_seen(folder / name)] += 1
+    return outcomes
+
+
+def test_an_index_that_somebody_changed_is_refused_or_gives_the_right_tensors(saved: Path, tmp_path: Path) -> None:
+    """Whatever it claims of meshes, splits, sizes and files; and it does not take much memory."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    outcomes = _fuzzed(saved, tmp_path, 120)
+    assert outcomes["refused"] > 60
+    assert outcomes["right"] > 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB
+
+
+@pytest.mark.soak
+def test_a_thousand_indexes_that_somebody_changed(saved: Path, tmp_path: Path) -> None:
+    """The same, more often."""
+    assert _fuzzed(saved, tmp_path, 1000)["refused"] > 500
+
+
+def _claims(ranks: int, tensors: int, dims: int) -> list[Any]:
+    """An index that claims many ranks, of tensors that are all of another size."""
+    mesh = [2] * (ranks.bit_length() - 1)
+    splits = [list(range(at, len(mesh), dims)) for at in range(dims)]
+    shapes = [[10**9 + number] * dims for number in range(tensors)]
+    told = {"ranks": ranks, "files": 1 << 60, "least_bytes": 1, "splits": [[mesh, splits]]}
+    told["tensors"] = [[[f"w{number}"], shape, "float32", 0] for number, shape in enumerate(shapes)]
+    return [told, {"suffix": "", "items": []}, pickle.dumps(Metadata({}, storage_data={}))]
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        _packed(_claims(1 << 17, 3000, 1)),
+        _packed(_claims(1 << 16, 500, 8)),
+        _packed(_claims(1 << 30, 1, 1)),
+        _MAGIC + zlib.compress(b"[" * (300 << 20)),
+    ],
+    ids=["many ranks", "many dimensions", "too many ranks", "large when unpacked"],
+)
+def test_an_index_that_claims_much_is_refused_at_once(index: bytes) -> None:
+    """Before anything is made of what it claims: it takes no more memory than a few times its size."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CorruptCheckpointError):
+        read_layout(index, "index")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_convert_makes_a_list_of_a_rule(saved: Path, tmp_path: Path) -> None:
+    """Which torch.distributed.checkpoint loads by itself."""
+    app.main(["checkpoint", "convert", str(saved / "grid"), str(tmp_path / "listed")], standalone_mode=False)
+    assert not is_layout((tmp_path / "listed" / ".metadata").read_bytes())
+    reader = dcp.FileSystemReader(tmp_path / "listed")
+    keys = reader.read_metadata().state_dict_metadata
+    for number, shape in enumerate(layout_ranks.SHAPES):
+        (key,) = (key for key in keys if key.split(".")[-1] == f"w{number}")
+        wanted = {key: torch.zeros(shape, dtype=layout_ranks.full(number, shape).dtype)}
+        dcp.load(wanted, storage_reader=reader)
+        assert torch.equal(wanted[key], layout_ranks.full(number, shape))
+
+
+@pytest.mark.soak
+def test_more_shards_than_are_listed_are_saved_as_a_rule(tmp_path: Path) -> None:
+    """With the true limit: 12,600 tensors on four ranks, each in a shard of its own of every rank."""
+    run_ranks(layout_ranks.save_and_load_many, 4, tmp_path, 12_600, timeout=500)
+    assert is_layout((tmp_path / "many" / ".metadata").read_bytes())
 
 
 def test_ranks_that_differ_make_a_list(tmp_path: Path) -> None:

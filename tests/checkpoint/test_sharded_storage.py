@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint import sharded_kills, sharded_ranks
+from checkpoint import rule_kills, sharded_kills, sharded_ranks
 from checkpoint.sharded_parts import same, small_model, states, trained
 from forked import run_forked
 from storage.servers.seaweedfs import S3Server
@@ -342,9 +342,10 @@ def test_what_a_killed_save_left_is_swept_unless_it_lives(tmp_path: Path) -> Non
     assert (dead.exists(), alive.exists()) == (False, True)
 
 
-def test_a_kill_at_any_step_leaves_the_old_the_new_or_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [sharded_kills.main, rule_kills.main], ids=["list", "rule"])
+def test_a_kill_at_any_step_leaves_the_old_the_new_or_nothing(tmp_path: Path, kills: Callable[[str], None]) -> None:
     """Never half of one; and the same directory is saved to again, after which nothing is left behind."""
-    done = run_forked(sharded_kills.main, str(tmp_path), cwd=tmp_path)
+    done = run_forked(kills, str(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     outcomes: dict[str, set[float]] = {"first": set(), "replace": set()}
     for name in done.stdout.split():

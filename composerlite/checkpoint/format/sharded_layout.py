@@ -50,9 +50,10 @@ __all__ = [
 ]
 
 _MAGIC = b"composerlite sharded layout 1: for torch.distributed.checkpoint use 'composerlite checkpoint convert'\n"
-_MOST_BYTES = 1 << 30
+_MOST_BYTES, _MOST_TIMES = 64 << 20, 64
+"""So much an index is unpacked, and so many times its size."""
 _MOST_CHUNKS = 1 << 18  # of all files: 3 MB of digests
-_MOST_RANKS = 1 << 20
+_MOST_RANKS = 1 << 17
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
 
@@ -106,13 +107,21 @@ def _box(splits: Splits, shape: tuple[int, ...], rank: int) -> Box:
     return tuple(start for start, _ in spans), tuple(size for _, size in spans)
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(64)  # a model has a dozen; of an index that somebody made up they fill no memory
 def _cuts(length: int, sizes: tuple[int, ...]) -> tuple[list[int], list[int], list[tuple[int, ...]]]:
     """Start, length and coordinate of all parts along one dimension that are not empty, in order."""
     dims = range(len(sizes))
     found = [(*_span(length, sizes, dims, at), at) for at in itertools.product(*map(range, sizes))]
     found = [one for one in found if one[1]]
     return [start for start, _, _ in found], [size for _, size, _ in found], [at for _, _, at in found]
+
+
+def _lengths(length: int, sizes: Sequence[int]) -> list[int]:
+    """The different lengths of parts along one dimension that are not empty, in order, without the parts."""
+    found = {length}
+    for size in sizes:
+        found = {one for whole in found for one in (-(-whole // size), whole % -(-whole // size)) if one}
+    return sorted(found)
 
 
 @final
@@ -313,8 +322,8 @@ class ShardLayout:
         found: dict[Any, Part] = {}
         forms = dict.fromkeys((tensor.shape, tensor.dtype, tensor.splits) for tensor in self.tensors.values())
         for shape, dtype, (mesh, dims) in forms:
-            cuts = [_cuts(n, tuple(mesh[dim] for dim in of)) for n, of in zip(shape, dims, strict=True)]
-            for sizes in itertools.product(*(sorted(set(lengths)) for _, lengths, _ in cuts)):
+            lengths = [_lengths(n, tuple(mesh[dim] for dim in of)) for n, of in zip(shape, dims, strict=True)]
+            for sizes in itertools.product(*lengths):
                 found[sizes, dtype] = Part("", (), sizes, dtype)
         return list(found.values())
 
@@ -363,7 +372,7 @@ def read_layout(data: bytes, uri: str) -> Metadata:
     """
     try:
         stream = zlib.decompressobj()
-        text = stream.decompress(data[len(_MAGIC) :], _MOST_BYTES)
+        text = stream.decompress(data[len(_MAGIC) :], _MOST_BYTES + _MOST_TIMES * len(data))
         if not stream.eof or stream.unused_data:
             raise ValueError("it ends before its end, or after it")
         lengths = [int.from_bytes(text[at : at + 8], "big") for at in (0, 8, 16)]
