@@ -1,5 +1,6 @@
 """Saves a tensor over an index that is a rule, and dies each time one step later: see ``sharded_kills.py``."""
 
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,6 @@
 """An index that is a rule: what was saved is loaded in any layout, and nothing of it is believed unchecked."""
 
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
 import itertools
@@ -146,7 +147,7 @@ def _claims(ranks: int, tensors: int, dims: int) -> list[Any]:
     mesh = [2] * (ranks.bit_length() - 1)
     splits = [list(range(at, len(mesh), dims)) for at in range(dims)]
     shapes = [[10**9 + number] * dims for number in range(tensors)]
-    told = {"ranks": ranks, "files": 1 << 60, "least_bytes": 1, "splits": [[mesh, splits]]}
+    told: dict[str, Any] = {"ranks": ranks, "files": 1 << 60, "least_bytes": 1, "splits": [[mesh, splits]]}
     told["tensors"] = [[[f"w{number}"], shape, "float32", 0] for number, shape in enumerate(shapes)]
     return [told, {"suffix": "", "items": []}, pickle.dumps(Metadata({}, storage_data={}))]
 
