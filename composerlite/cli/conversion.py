@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 __all__ = ["convert", "unshard"]
 
-_FORMS = ("huggingface", "safetensors", "state_dict", "lightning", "transformers")
+_FORMS = ("huggingface", "safetensors", "state_dict", "lightning", "transformers", "accelerate")
 _OF_WEIGHTS = ("safetensors", "safetensors folder", "state_dict")
-_RENAMING = (*_OF_WEIGHTS, "lightning", "transformers")
+_FOLDERS = ("huggingface", "transformers", "accelerate")
+_RENAMING = (*_OF_WEIGHTS, "lightning", "transformers", "accelerate")
 
 
 @click.command()
@@ -103,7 +104,8 @@ def convert(
     .pt, .pt.zst, .tar.gz and the like: a file. None: a directory that any number of ranks loads. Both resume a run
     that was saved. .safetensors: the weights alone. .ckpt: for Lightning. --to huggingface: what a HuggingFaceModel has
     trained, as save_pretrained writes it; and CHECKPOINT can be such a folder, to load into a HuggingFaceModel. --to
-    transformers: a folder checkpoint-N that its Trainer continues from. --to safetensors: a folder with an index. --to
+    transformers: a folder checkpoint-N that its Trainer continues from. --to accelerate: a folder that
+    Accelerator.load_state loads. --to safetensors: a folder with an index. --to
     state_dict: a file of the weights for torch.load.
     """
     if (target is None) is (output is None):
@@ -121,7 +123,7 @@ def convert(
             f"--rename {rename}: expected FROM=TO, of which one may be empty, and a form that names weights for other "
             f"programs: {', '.join(_RENAMING)}."
         )
-    if not overwrite and path.exists() and (form not in ("huggingface", "transformers") or path.is_file()):
+    if not overwrite and path.exists() and (form not in _FOLDERS or path.is_file()):
         raise CheckpointExistsError(f"{target!r} exists already. Give another name, or --overwrite to replace it.")
     source = _convert(checkpoint, path, form, dtype=dtype, rename=rename, overwrite=overwrite)
     size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
@@ -164,7 +166,7 @@ def _write(
 ) -> None:
     from composerlite.checkpoint.foreign.keys import Rename
     from composerlite.checkpoint.tools import converting
-    from composerlite.checkpoint.tools.huggingface import write_trainer_folder
+    from composerlite.checkpoint.tools.huggingface import write_accelerate_folder, write_trainer_folder
 
     if form == "directory":
         converting.write_directory(contents, path, manifest, overwrite=overwrite)
@@ -178,6 +180,7 @@ def _write(
         "state_dict": converting.write_state_dict,
         "lightning": converting.write_lightning,
         "transformers": write_trainer_folder,
+        "accelerate": write_accelerate_folder,
     }
     old, _, new = (rename or "=").partition("=")
     writers[form](contents, path, source=source, rename=Rename(old, new), overwrite=overwrite)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from composerlite.algorithms import GradientClipping
+from composerlite.algorithms import EMA, SWA, GradientClipping
 from composerlite.callbacks import EarlyStopper, SpeedMonitor
 from composerlite.checkpoint import read_checkpoint
 from composerlite.core import TimeUnit
@@ -90,6 +90,97 @@ def test_weights_are_taken_alone(name: str) -> None:
     with resumed(FILES / name, load_weights_only=True) as run:
         assert int(run.state.timestamp.batch) == 0
         assert not run.state.optimizers[0].state
+
+
+# ── averages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+PLAIN = json.loads((DATA / "torch/expected.json").read_text())["losses"]
+"""What a run without dropout and clipping has; an average beside it changes nothing."""
+
+
+def as_a_dict(contents: StateDict) -> None:
+    contents["state"]["algorithms"] = dict(contents["state"]["algorithms"])
+
+
+def of_0_12(contents: StateDict) -> None:
+    """Both models beside the one that is active."""
+    ((_, ema),) = contents["state"]["algorithms"]
+    ema["training_model"] = ema.pop("ema_model")["named_parameters_dict"]
+    ema["ema_model"] = dict(contents["state"]["model"])
+
+
+def not_active(contents: StateDict) -> None:
+    """The weights that are trained in the model, and the average beside them."""
+    ((_, ema),) = contents["state"]["algorithms"]
+    model, beside = contents["state"]["model"], ema["ema_model"]
+    contents["state"]["model"], ema["ema_weights_active"] = beside["named_parameters_dict"], False
+    beside["named_parameters_dict"] = dict(model)
+
+
+def of_ddp(contents: StateDict) -> None:
+    """``module.`` before the names of the average alone."""
+    ((_, ema),) = contents["state"]["algorithms"]
+    beside = ema["ema_model"]
+    beside["named_parameters_dict"] = {f"module.{key}": value for key, value in beside["named_parameters_dict"].items()}
+
+
+@pytest.mark.parametrize("change", [None, as_a_dict, of_0_12, not_active, of_ddp])
+def test_the_average_of_ema_is_restored(tmp_path: Path, change: Callable[[StateDict], None] | None) -> None:
+    """Composer saves the average as the model, and trained weights beside it: each goes back to where it belongs."""
+    contents = read_checkpoint(FILES / "ema.pt")
+    average = {name: tensor.clone() for name, tensor in contents["state"]["model"].items()}
+    if change is not None:
+        change(contents)
+    torch.save(contents, tmp_path / "ema.pt")
+    losses, ema = Losses(), EMA(half_life="2ba")
+    with resumed(tmp_path / "ema.pt", losses, 0.0, algorithms=[ema]) as run:
+        assert ema.ema_model is not None
+        found = dict(ema.ema_model.named_parameters())
+        assert found.keys() == average.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in average.items())
+        run.fit()
+    assert losses.found == pytest.approx(PLAIN, rel=1e-5)
+
+
+def test_a_run_without_ema_goes_on_with_trained_weights(caplog: pytest.LogCaptureFixture) -> None:
+    """The average is listed as not restored. Weights alone are what Composer has saved as the model, the average."""
+    losses = Losses()
+    with resumed(FILES / "ema.pt", losses, 0.0, algorithms=[]) as run:
+        run.fit()
+    assert losses.found == pytest.approx(PLAIN, rel=1e-5)
+    assert "'EMA' in algorithms, which this run has not" in caplog.text
+    saved = read_checkpoint(FILES / "ema.pt")["state"]["model"]
+    with resumed(FILES / "ema.pt", load_weights_only=True, algorithms=[]) as run:
+        own = run.state.model.state_dict()
+        assert all(torch.equal(own[name], tensor) for name, tensor in saved.items())
+
+
+def test_the_average_of_swa_is_restored() -> None:
+    """As many samples as Composer had, and the same average; training goes on with the same losses."""
+    ((_, saved),) = read_checkpoint(FILES / "swa.pt")["state"]["algorithms"]
+    losses, swa = Losses(), SWA("0.1dur", "0.9dur", "1ba", schedule_swa_lr=False)
+    with resumed(FILES / "swa.pt", losses, 0.0, algorithms=[swa]) as run:
+        state = swa.state_dict()
+        assert (state["count"], state["completed"]) == (4, False)
+        for name, tensor in state["tensors"].items():
+            assert torch.equal(tensor, saved["swa_model"][f"module.{name}"])
+        run.fit()
+    assert losses.found[:17] == pytest.approx(PLAIN[:17], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [("ema", "ema_model", 3), ("ema", "ema_model", {"named_parameters_dict": {"x": 1}}), ("swa", "swa_model", None)],
+)
+def test_an_average_in_an_unknown_form_is_refused_with_the_way_out(
+    tmp_path: Path, name: str, key: str, value: Any
+) -> None:
+    """Nothing is trained from a wrong average."""
+    contents = read_checkpoint(FILES / f"{name}.pt")
+    contents["state"]["algorithms"][0][1][key] = value
+    torch.save(contents, tmp_path / "other.pt")
+    algorithm = EMA(half_life="2ba") if name == "ema" else SWA("0.1dur", "0.9dur", "1ba", schedule_swa_lr=False)
+    with pytest.raises(IncompatibleCheckpointError, match="load_exclude_algorithms"):
+        resumed(tmp_path / "other.pt", algorithms=[algorithm])
 
 
 # ── back to Composer ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,9 +14,13 @@ from typing import Any
 import pytest
 import torch
 from hostile_child import Watch, mutated, mutated_bytes
-from test_other_systems import DATA, WHOLE, Wrapped, trainer
+from test_other_systems import DATA, MODEL_STATES, OPTIM_STATES, WHOLE, Wrapped, plain_contents, trainer, weights
 
-from composerlite.checkpoint import load_checkpoint
+from composerlite.checkpoint import RemoteFileSystemReader, load_checkpoint
+from composerlite.checkpoint.foreign.deepspeed import taken_from_deepspeed
+from composerlite.checkpoint.load.deepspeed_folder import deepspeed_contents
+from composerlite.checkpoint.load.sharded import load_flat
+from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.tools.pointing import pointed
 from composerlite.checkpoint.tools.verifying import compared_with_itself
 from composerlite.errors import CheckpointError, ConfigError
@@ -130,7 +134,40 @@ def test_every_system_that_is_recognised_is_damaged_here() -> None:
     from composerlite.checkpoint.tools.inspecting import contents_of
 
     found: set[Any] = set()
-    for path, _ in FORMATS.values():
+    for path in (*(path for path, _ in FORMATS.values()), "deepspeed/zero1"):  # which has a test of its own below
         with pointed(str(DATA / path)) as target:
             found.add(recognised(contents_of(target.place, target.the_one())))
     assert {system.name for system in SYSTEMS} <= found
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [MODEL_STATES, OPTIM_STATES, "pytorch_model.bin"])
+@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.soak)])
+def test_damage_by_chance_to_files_of_torch_in_a_folder_does_no_harm(name: str, count: int, tmp_path: Path) -> None:
+    """A file of DeepSpeed, and one of weights: an error of ours, or contents; nothing of it is run or written."""
+    shutil.copytree(DATA / "deepspeed/zero1/global_step6", tmp_path / "run")
+    torch.save(weights(), tmp_path / "run/pytorch_model.bin")
+
+    def read() -> None:
+        if name != "pytorch_model.bin":
+            taken_from_deepspeed(deepspeed_contents(Folder(tmp_path), "run"), "it")
+            return
+        with RemoteFileSystemReader(tmp_path / "run") as reader:
+            load_flat(reader, list(reader.read_metadata().state_dict_metadata))
+
+    damaged = tmp_path / "run" / name
+    torch.save(plain_contents(damaged), written := io.BytesIO())
+    damaged.write_bytes(whole := written.getvalue())
+    chance, watch, refused = random.Random(0), Watch(), 0
+    read()
+    for _ in range(count):
+        damaged.write_bytes(mutated(whole, chance)[1])
+        watch.on = True
+        try:
+            read()
+        except CheckpointError:
+            refused += 1
+        finally:
+            watch.on = False
+    assert watch.seen == []
+    assert refused > count / 2

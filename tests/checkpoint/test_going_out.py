@@ -6,18 +6,22 @@ losses that Lightning had from there on are in tests/data/lightning_from_ours.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from checkpoint.sharded_parts import same
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from test_other_systems import DATA, SAVED, STEPS, Losses, data, grouped, linear, trainer
+from test_other_systems import DATA, SAVED, STEPS, Losses, constant, data, grouped, linear, of_deepspeed, trainer
 from tiny_training import Classifier
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import SequentialSampler
 
 from composerlite import Trainer
@@ -33,6 +37,7 @@ SOURCES = [
     "torch/checkpoint.pt",
     "transformers/checkpoint-6",
     "accelerate/state",
+    "deepspeed/zero3",
     "dcp/torchtitan",
     "dcp/nested",
     "safetensors/model.safetensors",
@@ -46,6 +51,7 @@ FORMS = {
     "state_dict": ["out.bin", "--to", "state_dict"],
     "lightning": ["out.ckpt"],
     "transformers": ["checkpoint-6", "--to", "transformers"],
+    "accelerate": ["state", "--to", "accelerate"],
 }
 """The target, and how it is asked for."""
 
@@ -79,6 +85,8 @@ def test_weights_go_from_any_form_to_any_other(tmp_path: Path, source: str, form
     original = torch.load(DATA / "torch/weights.pt")
     if "composerlite" in source:
         original = dict(torch.load(OURS)["state"]["model"])
+    elif "deepspeed" in source:
+        original = of_deepspeed()
     elif "transformers" in source:
         original = load_file(DATA / source / "model.safetensors")
     if form != "directory" or source != "safetensors/model.safetensors":
@@ -86,7 +94,7 @@ def test_weights_go_from_any_form_to_any_other(tmp_path: Path, source: str, form
             assert same(run.state.model.state_dict(), original)
     if form == "safetensors":
         assert same(named(load_file(target)), original)
-    elif form in ("safetensors folder", "transformers"):
+    elif form in ("safetensors folder", "transformers", "accelerate"):
         assert same(named(load_file(target / "model.safetensors")), original)
     elif form in ("state_dict", "lightning"):
         found = torch.load(target, weights_only=True)
@@ -114,6 +122,17 @@ class _InOrder(transformers.Trainer):
 
     def _get_train_sampler(self, *_: Any) -> Any:
         return SequentialSampler(data().dataset)  # pyright: ignore[reportArgumentType]
+
+
+class Network(nn.Module):
+    """The network alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).relu())
 
 
 class _Net(nn.Module):
@@ -160,6 +179,42 @@ def test_transformers_continues_from_ours(tmp_path: Path, by: str) -> None:
     assert run.state.epoch == pytest.approx(STEPS / 4)
 
 
+@pytest.mark.parametrize(
+    "source", ["composerlite/ep2.pt", "accelerate/state", "deepspeed/zero2", "dcp/torchtitan", "olmo_core/flat"]
+)
+def test_accelerate_continues_from_ours(tmp_path: Path, source: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Accelerator.load_state takes weights, optimizer, scheduler and generators: its next losses are those here."""
+    with caplog.at_level("INFO", logger="composerlite"):
+        target = converted(DATA / source, tmp_path / "state", "--to", "accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    module = Network()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.5)
+    make = constant if source == "olmo_core/flat" else functools.partial(StepLR, step_size=5, gamma=0.9)
+    schedulers = [] if source == "olmo_core/flat" else [make(optimizer)]
+    model, optimizer, *schedulers = accelerator.prepare(module, optimizer, *schedulers)
+    accelerator.load_state(str(target))
+    at = 8 if "composerlite" in source else SAVED
+    found: list[float] = []
+    for x, y in itertools.islice(itertools.cycle(data()), at, at + STEPS - SAVED):
+        loss = nn.functional.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    if "composerlite" in source:
+        assert found == pytest.approx(list(map(float, trained(OURS, at + STEPS - SAVED))), rel=1e-5)
+        assert "not written for accelerate: state/callbacks" in caplog.text
+        assert torch.equal(
+            torch.load(target / "random_states_0.pkl", weights_only=False)["torch_manual_seed"],
+            torch.load(OURS)["rng"][0]["torch"],
+        )
+    else:
+        saved = json.loads((DATA / source.partition("/")[0] / "expected.json").read_text())["losses"]
+        assert found == pytest.approx(saved, rel=1e-5)
+
+
 def test_an_optimizer_of_one_group_becomes_the_two_of_transformers(tmp_path: Path) -> None:
     """Moments and settings stay with their weights: at a constant rate both have the same 20 losses from there on."""
     losses, model = Losses(), Classifier()
@@ -199,7 +254,7 @@ def test_a_scheduler_of_another_kind_is_left_to_transformers(tmp_path: Path) -> 
 
 def test_what_is_there_is_not_replaced_unasked(tmp_path: Path) -> None:
     """A file and a folder; with --overwrite they are, and other files stay."""
-    for form in ("lightning", "transformers", "state_dict", "safetensors folder"):
+    for form in ("lightning", "transformers", "accelerate", "state_dict", "safetensors folder"):
         name, *options = FORMS[form]
         target = converted(OURS, tmp_path / name, *options)
         done = CliRunner().invoke(convert, [str(OURS), str(target), *options])

@@ -5,7 +5,9 @@ The files in tests/data were written by the systems themselves: tests/interop/ma
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -18,7 +20,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import Callback, Event, Logger, State, Trainer
+from composerlite.checkpoint.format.archive import stand_ins
+from composerlite.checkpoint.format.torch_reader import TorchFile, UnverifiedFile
 from composerlite.errors import (
+    CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
@@ -88,9 +93,14 @@ def weights() -> dict[str, torch.Tensor]:
     return torch.load(DATA / "torch/weights.pt")
 
 
-def check_weights(model: nn.Module, prefix: str = "") -> None:
+def of_deepspeed() -> dict[str, torch.Tensor]:
+    """Those that DeepSpeed has saved in every stage: two ranks have added what others have not."""
+    return torch.load(DATA / "deepspeed/zero0/global_step6/mp_rank_00_model_states.pt")["module"]
+
+
+def check_weights(model: nn.Module, prefix: str = "", saved: dict[str, torch.Tensor] | None = None) -> None:
     """They are those, bit for bit."""
-    saved, own = weights(), model.state_dict()
+    saved, own = saved or weights(), model.state_dict()
     assert own.keys() == {prefix + name for name in saved}
     assert all(torch.equal(own[prefix + name], saved[name]) for name in saved)
 
@@ -135,6 +145,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
         {"optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01), "scheduler": constant},
     ),
     "Lightning": ("lightning/step6.ckpt", {}),
+    **{f"DeepSpeed, stage {stage}": (f"deepspeed/zero{stage}", {}) for stage in range(4)},
     "torch, by a key map": (
         "torch/nested.pt",
         {
@@ -164,7 +175,8 @@ def test_a_run_continues_as_the_system_itself(system: str, model: type[nn.Module
     losses = Losses()
     with trainer(DATA / name, losses, model(), **more) as run:
         if system not in ("transformers", "OLMo-core"):  # which had other rates
-            check_weights(run.state.model, "module." if model is Wrapped else "")
+            saved = of_deepspeed() if system.startswith("DeepSpeed") else None
+            check_weights(run.state.model, "module." if model is Wrapped else "", saved)
         assert int(run.state.timestamp.batch) == SAVED
         run.fit()
     assert losses.found == pytest.approx(expected, rel=1e-5)
@@ -300,6 +312,236 @@ def test_counts_that_are_none_are_refused(tmp_path: Path, count: Any) -> None:
     torch.save({**contents, "step": count}, tmp_path / "other.pt")
     with pytest.raises(IncompatibleCheckpointError, match="counts of training are none"):
         trainer(tmp_path / "other.pt", load_key_map={"model": "model", "optimizer": "optimizer", "batch": "step"})
+
+
+# ── DeepSpeed ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_save_of_deepspeed_is_read_by_the_name_of_its_own_folder(tmp_path: Path) -> None:
+    """The folder of one save, whatever ``latest`` beside it says; and the one that ``latest`` names."""
+    shutil.copytree(DATA / "deepspeed/zero2/global_step6", tmp_path / "run/global_step6")
+    with trainer(tmp_path / "run/global_step6") as run:
+        check_weights(run.state.model, saved=of_deepspeed())
+    with pytest.raises(CheckpointNotFoundError, match="run"):
+        trainer(tmp_path / "run")
+    for damaged in ("gone", "../run/global_step6", "", "\xff", "global_step6/"):
+        (tmp_path / "run/latest").write_text(damaged)
+        with pytest.raises(CheckpointNotFoundError, match="run"):
+            trainer(tmp_path / "run")
+    (tmp_path / "run/latest").write_text("global_step6\n")
+    with trainer(tmp_path / "run") as run:
+        check_weights(run.state.model, saved=of_deepspeed())
+
+
+def plain_contents(path: Path) -> Any:
+    """What a file of torch holds, without the classes of DeepSpeed in it."""
+    data = path.read_bytes()
+    source = UnverifiedFile(io.BytesIO(data))
+    file = TorchFile(source, len(data), peek=source.read, types=stand_ins())
+    file.read()
+    if (state := file.contents.get("optimizer_state_dict")) is not None:
+        state["zero_stage"] = state["zero_stage"].arguments[0]
+        del state["loss_scaler"], state["param_slice_mappings"]
+    return file.contents
+
+
+def _changed(end: str, change: Any) -> Any:
+    """What changes the contents of each file whose name ends so."""
+
+    def apply(folder: Path) -> None:
+        for path in folder.glob(f"*{end}"):
+            change(saved := plain_contents(path))
+            torch.save(saved, path)
+
+    return apply
+
+
+def _fuse(saved: dict[str, Any]) -> None:
+    """Optimizer states as those of DeepSpeed's FusedAdam: a number of steps, and settings of its own."""
+    inner = saved["optimizer_state_dict"]["base_optimizer_state"]
+    inner["param_groups"] = [
+        {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "params")} | {"bias_correction": True}
+        for group in inner["param_groups"]
+    ]
+    inner["state"][0]["step"] = 6
+
+
+def test_the_optimizer_of_deepspeed_itself_is_taken_for_adam(tmp_path: Path) -> None:
+    """Its FusedAdam has moments as AdamW has them, and other settings beside the rate."""
+    shutil.copytree(DATA / "deepspeed/zero1", tmp_path / "run")
+    _changed("optim_states.pt", _fuse)(tmp_path / "run/global_step6")
+    expected = json.loads((DATA / "deepspeed/expected.json").read_text())["losses"]
+    losses = Losses()
+    with trainer(tmp_path / "run", losses) as run:
+        run.fit()
+    assert losses.found == pytest.approx(expected, rel=1e-5)
+
+
+MODEL_STATES, OPTIM_STATES = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+HOSTILE_FOLDERS: dict[str, tuple[Any, type[Exception], str]] = {
+    "no rank 1": (lambda folder: (folder / OPTIM_STATES).unlink(), CorruptCheckpointError, r"files of ranks \[1\]"),
+    "split layers": (
+        lambda folder: shutil.copy(folder / MODEL_STATES, folder / "mp_rank_01_model_states.pt"),
+        IncompatibleCheckpointError,
+        "'mp_rank_01_model_states.pt': models whose layers",
+    ),
+    "cut off": (
+        lambda folder: (folder / OPTIM_STATES).write_bytes((folder / OPTIM_STATES).read_bytes()[:900]),
+        CorruptCheckpointError,
+        OPTIM_STATES,
+    ),
+    "code": (
+        lambda folder: (folder / OPTIM_STATES).write_bytes((folder / "code.pt").read_bytes()),
+        UntrustedCheckpointError,
+        "getcwd",
+    ),
+    "ranks of millions": (
+        _changed(MODEL_STATES, lambda saved: saved.update(dp_world_size=1 << 40)),
+        CorruptCheckpointError,
+        "does not say the number of ranks",
+    ),
+    "shape of petabytes": (
+        _changed(MODEL_STATES, lambda saved: saved["param_shapes"][0].update({"body.weight": (1 << 50,)})),
+        CorruptCheckpointError,
+        "'body.weight' is incomplete",
+    ),
+    "negative shape": (
+        _changed(MODEL_STATES, lambda saved: saved["param_shapes"][0].update({"body.weight": (-3, 4)})),
+        CorruptCheckpointError,
+        "'body.weight' is incomplete",
+    ),
+    "moments of another size": (
+        _changed(
+            "optim_states.pt",
+            lambda saved: saved["optimizer_state_dict"]["base_optimizer_state"]["state"][0].update(exp_avg="x"),
+        ),
+        CorruptCheckpointError,
+        "'exp_avg' of the optimizer is str",
+    ),
+    "no groups": (
+        _changed("optim_states.pt", lambda saved: saved["optimizer_state_dict"].pop("base_optimizer_state")),
+        CorruptCheckpointError,
+        "do not fit together",
+    ),
+    "steps of text": (
+        _changed(MODEL_STATES, lambda saved: saved.update(global_steps="six")),
+        IncompatibleCheckpointError,
+        "counts of training are none",
+    ),
+}
+"""What is done to a folder, and how loading it fails."""
+
+
+@pytest.mark.parametrize("kind", HOSTILE_FOLDERS)
+def test_a_hostile_folder_of_deepspeed_is_refused(tmp_path: Path, kind: str) -> None:
+    """With an error of ours that names what is wrong."""
+    shutil.copytree(DATA / "deepspeed/zero1", tmp_path / "run")
+    change, error, message = HOSTILE_FOLDERS[kind]
+    if kind == "code":
+        torch.save({"optimizer_state_dict": os.getcwd}, tmp_path / "run/global_step6/code.pt")
+    change(tmp_path / "run/global_step6")
+    with pytest.raises(error, match=message):
+        trainer(tmp_path / "run")
+
+
+def test_one_file_of_zero_is_refused_with_the_way_out() -> None:
+    """Its weights are of lower precision, or in pieces: the folder has them whole."""
+    with pytest.raises(
+        IncompatibleCheckpointError, match=r"one file of a checkpoint of DeepSpeed's ZeRO.*Give the folder"
+    ):
+        trainer(DATA / "deepspeed/zero1/global_step6" / MODEL_STATES)
+
+
+# ── folders of torch files, and old files ────────────────────────────────────────────────────────────────────────────
+def bin_folder(folder: Path, files: dict[str, Any], index: Any = None) -> Path:
+    """A folder of ``.bin`` files with their index."""
+    folder.mkdir()
+    for name, contents in files.items():
+        torch.save(contents, folder / name)
+    if index is None:
+        index = {"weight_map": {key: name for name, contents in files.items() for key in contents}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return folder
+
+
+BODY, HEAD = "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"
+
+
+def halves() -> dict[str, Any]:
+    """The weights in two files, one a parameter, some a part of a storage."""
+    saved = weights()
+    both = torch.stack([saved["head.bias"], saved["head.bias"] + 1])
+    return {
+        BODY: {"body.weight": nn.Parameter(saved["body.weight"]), "body.bias": saved["body.bias"]},
+        HEAD: {"head.weight": saved["head.weight"], "head.bias": both[0]},
+    }
+
+
+def test_a_folder_of_bin_files_is_read_by_its_index(tmp_path: Path) -> None:
+    """As transformers cut them before safetensors; what the index does not name is not opened."""
+    folder = bin_folder(tmp_path / "run", halves())
+    (folder / "training_args.bin").write_bytes(b"not opened")
+    with trainer(folder) as run:
+        check_weights(run.state.model)
+
+
+def test_an_accelerate_folder_without_safetensors_is_read(tmp_path: Path) -> None:
+    """``safe_serialization=False``: weights in pytorch_model.bin, the rest as ever."""
+    shutil.copytree(DATA / "accelerate/state", tmp_path / "state")
+    (tmp_path / "state/model.safetensors").unlink()
+    torch.save(weights(), tmp_path / "state/pytorch_model.bin")
+    expected = json.loads((DATA / "accelerate/expected.json").read_text())["losses"]
+    losses = Losses()
+    with trainer(tmp_path / "state", losses, **WHOLE["accelerate"][1]) as run:
+        check_weights(run.state.model)
+        run.fit()
+    assert losses.found == pytest.approx(expected, rel=1e-5)
+
+
+HOSTILE_BINS: dict[str, tuple[Any, type[Exception], str]] = {
+    "code": ({"body.bias": os.getcwd}, UntrustedCheckpointError, "getcwd"),
+    "not by rows": ({"body.weight": torch.ones(4, 3).T}, CorruptCheckpointError, "'body.weight' is not numbers row by"),
+    "a number": ({"body.weight": 3}, CorruptCheckpointError, "'body.weight' is not numbers"),
+    "a list": ([torch.ones(2)], CorruptCheckpointError, "holds list and no state dict"),
+    "twice": ({"head.bias": torch.ones(2)}, CorruptCheckpointError, "'head.bias' is in two files"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_BINS)
+def test_a_hostile_bin_file_is_refused(tmp_path: Path, kind: str) -> None:
+    """With an error that names the file, or the tensor in it."""
+    contents, error, message = HOSTILE_BINS[kind]
+    index = {"weight_map": {"a": BODY, "b": HEAD}}
+    folder = bin_folder(tmp_path / "run", {**halves(), BODY: contents}, index)
+    with pytest.raises(error, match=message):
+        trainer(folder)
+
+
+@pytest.mark.parametrize("named", ["../other.bin", "/etc/passwd", "gone.bin", "pytorch_model.bin.index.json", 3])
+def test_an_index_of_bin_files_that_leads_elsewhere_is_refused(tmp_path: Path, named: Any) -> None:
+    """Whatever it names must be a .bin file beside it."""
+    torch.save(weights(), tmp_path / "other.bin")
+    with pytest.raises(CorruptCheckpointError, match="no file of its folder"):
+        trainer(bin_folder(tmp_path / "run", halves(), {"weight_map": {"a": named}}))
+
+
+def test_a_file_of_torch_before_1_6_is_read_if_it_is_trusted(tmp_path: Path) -> None:
+    """It is no zip archive: its code would run. The message says so; in a folder it has to be converted."""
+    contents = torch.load(DATA / "torch/checkpoint.pt")
+    torch.save(contents, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(CorruptCheckpointError, match=r"before 1\.6.*trust_checkpoint=True.*or convert it"):
+        trainer(tmp_path / "old.pt")
+    expected = json.loads((DATA / "torch/expected.json").read_text())["losses"]
+    losses = Losses()
+    with trainer(tmp_path / "old.pt", losses, trust_checkpoint=True, **WHOLE["torch, usual names"][1]) as run:
+        check_weights(run.state.model)
+        run.fit()
+    assert losses.found == pytest.approx(expected, rel=1e-5)
+    (tmp_path / "run").mkdir()
+    torch.save(weights(), tmp_path / "run/pytorch_model.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(CorruptCheckpointError, match=r"before 1\.6.*convert it"):
+        trainer(tmp_path / "run")
+    (tmp_path / "old.pt").write_bytes((tmp_path / "old.pt").read_bytes()[:2000])
+    with pytest.raises(CorruptCheckpointError, match=r"old\.pt"):
+        trainer(tmp_path / "old.pt", trust_checkpoint=True)
 
 
 # ── what is hostile ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -99,7 +99,12 @@ def test_all_ranks_write_to_a_bucket_and_read_their_parts(bucket: str, tmp_path:
     save_file({name: tensor.clone() for name, tensor in expected.items()}, file)
     with open_store(bucket) as store:
         store.upload_object("one/weights.safetensors", file)
-    for place in (f"{bucket}/run/weights", f"{bucket}/one/weights.safetensors", str(tmp_path / "down"), str(file)):
+        for number, names in enumerate((["columns", "tied"], set(expected) - {"columns", "tied"}), 1):
+            part = tmp_path / f"pytorch_model-{number:05}-of-00002.bin"
+            torch.save({name: expected[name] for name in names}, part)
+            store.upload_object(f"bins/{part.name}", part)
+    places = [f"{bucket}/{name}" for name in ("run/weights", "one/weights.safetensors", "bins")]
+    for place in (*places, str(tmp_path / "down"), str(file)):
         for told in run_ranks(safetensors_ranks.read, 2, place):
             for name in ("rows", "half"):
                 assert told[name]["read"] <= told[name]["needed"] + (128 << 10), (place, name, told)

@@ -9,6 +9,7 @@ Each system trains the same small network for 6 batches, saves, and trains on fo
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -221,6 +222,49 @@ def make_dcp(folder: Path) -> None:
     expected(folder, ["torch"], plain_loop(save))
 
 
+def make_deepspeed(folder: Path) -> None:
+    """Folders of DeepSpeed's engine: without ZeRO, and two ranks in each of its stages."""
+    for stage in range(4):
+        target = folder / f"zero{stage}"
+        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        subprocess.run([*ranks, __file__, "deepspeed over ranks", str(stage), str(target)], check=True)
+        for script in target.glob("zero_to_*.py"):
+            script.unlink()
+        losses = json.loads((target / "losses.json").read_text())
+        (target / "losses.json").unlink()
+    expected(folder, ["deepspeed", "torch"], losses[SAVED:])
+
+
+def train_over_deepspeed(stage: int, folder: Path) -> None:
+    """Train with DeepSpeed's engine, as one of the processes that torchrun has started."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    import torch.distributed as dist
+    from deepspeed import ops
+
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    rank = dist.get_rank()
+    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    more = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    net = Net()
+    engine, *_ = deepspeed.initialize(
+        model=net, optimizer=optimizer_of(net), lr_scheduler=scheduler_of, config={**settings, **more}
+    )
+    losses: list[float] = []
+    for step, (x, y) in zip(range(STEPS), batches(), strict=False):
+        own = slice(2 * rank, 2 * rank + 2)
+        loss = nn.functional.cross_entropy(engine(x[own]), y[own])
+        engine.backward(loss)
+        engine.step()
+        dist.all_reduce(total := loss.detach().clone())
+        losses.append(total.item() / 2)
+        if step + 1 == SAVED:
+            engine.save_checkpoint(str(folder), tag=f"global_step{SAVED}")
+    if rank == 0:
+        (folder / "losses.json").write_text(json.dumps(losses))
+
+
 def train_with_composer(*, dropout: float = 0.5, data: Any = None, **chosen: Any) -> list[float]:
     """Train with Composer's Trainer, with an algorithm, callbacks and metrics; the losses."""
     import composer
@@ -270,6 +314,16 @@ def train_with_composer(*, dropout: float = 0.5, data: Any = None, **chosen: Any
     return model.losses
 
 
+def make_averages(folder: Path, out: str) -> None:
+    """Files of runs with EMA and SWA, whose averages are algorithms' state."""
+    from composer import algorithms
+
+    averages = {"ema": algorithms.EMA("2ba"), "swa": algorithms.SWA("0.1dur", "0.9dur", "1ba", schedule_swa_lr=False)}
+    for name, algorithm in averages.items():
+        train_with_composer(algorithms=[algorithm], dropout=0, save_folder=out, save_filename=f"{name}-ba{{batch}}.pt")
+        shutil.copy(Path(out) / f"{name}-ba{SAVED}.pt", folder / f"{name}.pt")
+
+
 def make_composer(folder: Path) -> None:
     """Files of Composer's Trainer: plain, compressed, in an archive; a link to one; a directory of its FSDP."""
     import composer
@@ -280,6 +334,7 @@ def make_composer(folder: Path) -> None:
         for suffix in ("pt.gz", "tar.bz2"):
             train_with_composer(save_folder=out, save_filename=f"packed.{suffix}", max_duration=f"{SAVED}ba")
             shutil.copy(Path(out) / f"packed.{suffix}", folder)
+        make_averages(folder, out)
         composer.utils.create_symlink_file(f"ep1-ba{SAVED}-rank0.pt", str(folder / "latest-rank0.pt.symlink"))
         ranks = [sys.executable, "-m", "composer.cli.launcher", "-n", "2", __file__, "composer over ranks", out]
         subprocess.run(ranks, check=True)
@@ -405,6 +460,9 @@ OF_THEIR_OWN = ("composer", "olmo_core")
 def main(names: list[str]) -> None:
     if names[:1] == ["composer over ranks"]:
         train_over_ranks(Path(names[1]))
+        return
+    if names[:1] == ["deepspeed over ranks"]:
+        train_over_deepspeed(int(names[1]), Path(names[2]))
         return
     for name in names or [name for name in SYSTEMS if name not in OF_THEIR_OWN]:
         folder = DATA / name

@@ -16,9 +16,9 @@ import tarfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
-from composerlite.checkpoint.format.archive import DEEPSPEED, DEEPSPEED_TYPES, STATES, is_tar_header, next_member
+from composerlite.checkpoint.format.archive import DEEPSPEED, STATES, is_tar_header, next_member, stand_ins
 from composerlite.checkpoint.format.compression import codec_of
 from composerlite.checkpoint.format.packing import is_packed, uncompressed
 from composerlite.checkpoint.format.torch_reader import ByteSource, TorchFile, UnverifiedFile, Window
@@ -61,18 +61,6 @@ _HEAD_BYTES = 512
 
 def _all(contents: StateDict) -> StateDict:
     return contents
-
-
-def stand_ins() -> dict[str, type]:
-    """Classes in the place of those of DeepSpeed, by the full names of these. They keep what they are given."""
-    return {full: _stand_in(full) for full in DEEPSPEED_TYPES}
-
-
-def _stand_in(full: str) -> type:
-    def keep(self: Any, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    return type(full.rpartition(".")[2], (), {"__init__": keep})
 
 
 @final

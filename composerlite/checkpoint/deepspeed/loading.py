@@ -27,7 +27,8 @@ from composerlite.checkpoint.deepspeed.archives import (
     holds_deepspeed,
     the_file,
 )
-from composerlite.checkpoint.deepspeed.weights import merged_weights, untrained
+from composerlite.checkpoint.deepspeed.weights import pieces_of
+from composerlite.checkpoint.foreign.deepspeed import merged_weights, untrained
 from composerlite.checkpoint.format.torch_reader import item_contents
 from composerlite.checkpoint.load.reader import RawFile, opened, readable, spread_file
 from composerlite.checkpoint.load.resolve import fetched
@@ -215,7 +216,7 @@ class _Load:
         mine = next(path for node, path in folders if node == dist.get_node_rank() and path is not None)
         with self.group.all_or_none("restoring the run"), half_loaded(True):
             self.engine.load_converted(Path(mine), model, source=self.source)
-        self._set_weights(lambda: untrained(every), strict=False)
+        self._set_weights(lambda: untrained(pieces_of(every)), strict=False)
         return wanted
 
     def _save_files(self, every: Sequence[RankFiles], folder: Path) -> None:
@@ -251,7 +252,7 @@ class _Load:
                     file.read()
                     return file.contents["model"]
         with self._find().all_opened(self.object_store) as every, readable(Path(first)):
-            return merged_weights(every)
+            return merged_weights(pieces_of(every))
 
     # ── what is the same for all ─────────────────────────────────────────────────────────────────────────────────
     def _states(self, archive: RankFiles | None) -> StateDict:

@@ -6,6 +6,8 @@ import datetime
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from torch import Tensor
+
 from composerlite.checkpoint.foreign.keys import Rename
 from composerlite.checkpoint.foreign.taken import Run, optimizer_by_names
 from composerlite.types import StateDict
@@ -15,7 +17,7 @@ __all__ = ["in_current_form", "make_loadable_in_composer"]
 _DDP = Rename("module.")
 
 
-def in_current_form(contents: StateDict, run: Callable[[], Run]) -> StateDict:
+def in_current_form(contents: StateDict, run: Callable[[], Run], *, weights_only: bool = False) -> StateDict:
     """``contents`` of a checkpoint of ours or Composer's, in the current form; most are.
 
     Before 0.4.1 the names of its parts began with an underscore, and before 0.6 those of weights with ``module.`` under
@@ -25,6 +27,8 @@ def in_current_form(contents: StateDict, run: Callable[[], Run]) -> StateDict:
     Args:
         contents: of the checkpoint; tensors need not have been read.
         run: gives the run that they are for.
+        weights_only: the model stays as it was saved: with ``EMA`` that is the average, which Composer saves in the
+            place of the weights that are trained.
 
     Raises:
         IncompatibleCheckpointError: an optimizer has no names for its parameters, and does not fit the run.
@@ -47,7 +51,45 @@ def in_current_form(contents: StateDict, run: Callable[[], Run]) -> StateDict:
             if kind in live.optimizers:
                 renamed = optimizer_by_names(saved, live.optimizers[kind], _DDP if of_ddp else Rename(), live.source)
                 state["optimizers"] = {**state["optimizers"], kind: renamed}
+    if isinstance(state.get("algorithms"), list) and isinstance(state.get("model"), Mapping):
+        state["algorithms"] = [(name, _average(saved, state, weights_only)) for name, saved in state["algorithms"]]
     return {**contents, "state": state}
+
+
+def _average(saved: Any, state: StateDict, weights_only: bool) -> Any:
+    """State of ``EMA`` or ``SWA`` as ours have it; what is of another algorithm, or unknown, as it is."""
+    told: StateDict = cast("StateDict", saved) if isinstance(saved, Mapping) else {}
+    model: StateDict = state["model"]
+    if told.get("swa_started") and isinstance(told.get("swa_model"), Mapping) and told.get("swa_scheduler") is None:
+        tensors = _fitting({name.removeprefix(_DDP.strip): value for name, value in told["swa_model"].items()}, model)
+        clock: Any = state.get("timestamp")
+        sampled_at = clock["Timestamp"]["batch"] if isinstance(clock, Mapping) else -1
+        more = {"start_lrs": [], "sampled_at": sampled_at, "completed": bool(told.get("swa_completed"))}
+        return {"state": {"count": told.get("step_counter", 1), "tensors": tensors, **more}}
+    if not told.get("ema_started", True):
+        return {"state": {"count": 0, "tensors": {}}}
+    active = told.get("ema_weights_active")
+    beside: Any = told.get("training_model" if active and "training_model" in told else "ema_model")
+    if not isinstance(beside, Mapping):
+        return saved
+    parts = [cast("Any", beside).get(key, {}) for key in ("named_parameters_dict", "named_buffers_dict")]
+    tensors = _fitting({**parts[0], **parts[1]} if any(parts) else dict(cast("StateDict", beside)), model)
+    if active:  # the average is in the model, and the weights that are trained are beside it
+        average = {name: model[name] for name in tensors}
+        if not weights_only:
+            state["model"] = {**model, **tensors}
+        tensors = average
+    return {"state": {"count": 1, "tensors": tensors}} if tensors else saved
+
+
+def _fitting(tensors: StateDict, model: StateDict) -> StateDict:
+    """Select those of ``tensors`` that are weights or buffers of floating-point numbers of ``model``, by its names."""
+    named = {name if name in model else _DDP.of(name): tensor for name, tensor in tensors.items()}
+    return {
+        name: tensor
+        for name, tensor in named.items()
+        if name in model and isinstance(tensor, Tensor) and tensor.is_floating_point()
+    }
 
 
 def make_loadable_in_composer(contents: StateDict) -> None:

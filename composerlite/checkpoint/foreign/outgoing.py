@@ -1,4 +1,4 @@
-"""Files of Lightning and of the Trainer of transformers, from the contents of a checkpoint of any system."""
+"""Files of Lightning, the Trainer of transformers and accelerate, from the contents of a checkpoint of any system."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from composerlite.checkpoint.foreign.keys import Rename, flat_tensors
 from composerlite.checkpoint.foreign.systems import system_of, what_is_recognised
-from composerlite.checkpoint.foreign.taken import Counts, Taken
+from composerlite.checkpoint.foreign.taken import Counts, Taken, unflattened
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-__all__ = ["lightning_contents", "taken_of", "transformers_files"]
+__all__ = ["accelerate_files", "lightning_contents", "taken_of", "transformers_files"]
 
 _LIGHTNING = "2.0.0"
 """The oldest whose layout it is: newer ones read it as that."""
@@ -71,7 +71,7 @@ def _numbered(saved: Any, names: Sequence[str], source: str) -> StateDict:
     """State of an optimizer as ``torch.optim.Optimizer`` gives it, from that or from one by names, nested or flat."""
     state = cast("Mapping[Any, Any]", saved) if isinstance(saved, Mapping) else {}
     if state and "param_groups" not in state:
-        state = _nested(state, names)
+        state = unflattened(state, None, names)
     groups, values = state.get("param_groups"), state.get("state")
     if not isinstance(groups, list) or not isinstance(values, Mapping):
         raise IncompatibleCheckpointError(f"{source!r}: its optimizer has no 'state' and no 'param_groups'.")
@@ -82,20 +82,6 @@ def _numbered(saved: Any, names: Sequence[str], source: str) -> StateDict:
             number[name] = len(number)
         made.append({**group, "params": [number[name] for name in group["params"]]})
     return {"state": {number[name]: value for name, value in values.items()}, "param_groups": made}
-
-
-def _nested(flat: Mapping[Any, Any], names: Sequence[str]) -> StateDict:
-    """State by ``state.<name>.<key>`` and ``param_groups.<name>.<setting>``, in groups of equal settings."""
-    state: dict[str, StateDict] = {}
-    settings: dict[str, StateDict] = {}
-    for full, value in flat.items():
-        kind, _, rest = str(full).partition(".")
-        name, _, key = rest.rpartition(".")
-        {"state": state, "param_groups": settings}.get(kind, {}).setdefault(name, {})[key] = value
-    groups: dict[str, StateDict] = {}
-    for name in [*(name for name in names if name in settings), *(name for name in settings if name not in names)]:
-        groups.setdefault(repr(sorted(settings[name].items())), {**settings[name], "params": []})["params"].append(name)
-    return {"state": state, "param_groups": list(groups.values())}
 
 
 # ── Lightning ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -222,3 +208,20 @@ def _generators(state: StateDict) -> StateDict:
     found = {"python": (version, tuple(internal), gauss_next), "cpu": state["torch"]}
     found["numpy"] = (str(kind), np.asarray(keys, dtype=np.uint32), position, has_gauss, gauss)
     return {**found, "cuda": state["cuda"]} if "cuda" in state else found
+
+
+# ── accelerate ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def accelerate_files(taken: Taken) -> dict[str, Any]:
+    """Files of a folder of ``Accelerator.save_state`` besides the weights: by name what torch saves in each."""
+    parts = {"optimizer.bin": taken.optimizer, "scheduler.bin": taken.scheduler}
+    files: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+    for rank, state in enumerate(taken.rng or ()):
+        own = _generators(state)
+        files[f"random_states_{rank}.pkl"] = {
+            "step": 0,  # micro-batches since the last optimizer step
+            "random_state": own["python"],
+            "numpy_random_seed": own["numpy"],
+            "torch_manual_seed": own["cpu"],
+            **({"torch_cuda_manual_seed": [own["cuda"]]} if "cuda" in own else {}),
+        }
+    return files

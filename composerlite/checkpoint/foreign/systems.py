@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast, final
 
+from composerlite.checkpoint.foreign.deepspeed import is_deepspeed, taken_from_deepspeed
 from composerlite.checkpoint.foreign.huggingface import (
     is_accelerate,
     is_transformers,
@@ -49,6 +50,7 @@ SYSTEMS = (
     System("Lightning (.ckpt)", is_lightning, taken_from_lightning),
     System("transformers (checkpoint-N)", is_transformers, taken_from_transformers),
     System("accelerate (save_state)", is_accelerate, taken_from_accelerate),
+    System("DeepSpeed (global_step…)", is_deepspeed, taken_from_deepspeed),
     System("OLMo-core (step…)", is_olmo_core, taken_from_olmo_core),
     System("torchtitan", is_torchtitan, taken_from_torchtitan),
     System("torch, a dict with a model", is_torch_dict, taken_from_torch_dict),

@@ -15,7 +15,7 @@ from composerlite.checkpoint.foreign.keys import Rename, common_rename, flat_ten
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-__all__ = ["Counts", "Run", "Taken", "generators", "optimizer_by_names", "settle_time", "state_of"]
+__all__ = ["Counts", "Run", "Taken", "generators", "optimizer_by_names", "settle_time", "state_of", "unflattened"]
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +188,8 @@ def optimizer_by_names(saved: Any, live: StateDict, rename: Rename, source: str)
         raise refused(f"it is {type(saved).__name__}")
     state = cast("Mapping[Any, Any]", saved)
     if "param_groups" not in state:
-        state = _unflattened(state, live, rename)
+        back = Rename(rename.add, rename.strip)
+        state = unflattened(state, [[back.of(name) for name in group["params"]] for group in live["param_groups"]])
     groups, values = state.get("param_groups"), state.get("state")
     if not isinstance(groups, list) or not isinstance(values, Mapping):
         raise refused("it has no 'state' and no 'param_groups'")
@@ -196,7 +197,7 @@ def optimizer_by_names(saved: Any, live: StateDict, rename: Rename, source: str)
         raise refused("a group of it has no parameters")
     if odd := [name for group in groups for name in group["params"] if not isinstance(name, str | int)]:  # pyright: ignore
         raise refused(f"{odd[0]!r} is no name and no number of a parameter")
-    if odd := [key for group in cast("list[StateDict]", groups) for key in group if not isinstance(key, str)]:
+    if odd := [key for group in cast("list[dict[Any, Any]]", groups) for key in group if not isinstance(key, str)]:
         raise refused(f"a setting of it is called {odd[0]!r}, which is no name")
     its, own = cast("list[StateDict]", groups), cast("list[StateDict]", live["param_groups"])
     if numbered := any(not isinstance(name, str) for group in its for name in group["params"]):
@@ -225,20 +226,31 @@ def _is_setting(key: str, value: Any) -> bool:
     return is_number and key not in ("initial_lr", "params")
 
 
-def _unflattened(saved: Mapping[Any, Any], live: StateDict, rename: Rename) -> StateDict:
-    """State by ``state.<name>.<key>`` and ``param_groups.<name>.<setting>``, in groups as those of this run."""
+def unflattened(
+    saved: Mapping[Any, Any], groups: Sequence[Sequence[str]] | None, names: Sequence[str] = ()
+) -> StateDict:
+    """State by ``state.<name>.<key>`` and ``param_groups.<name>.<setting>``, in groups.
+
+    Args:
+        saved: that state.
+        groups: names of the parameters of each group; those that it does not have are left out. ``None``: parameters
+            of equal settings are one group.
+        names: the order of parameters where ``groups`` is ``None``.
+    """
     state: dict[str, StateDict] = {}
     settings: dict[str, StateDict] = {}
     for full, value in saved.items():
         kind, _, rest = str(full).partition(".")
         name, _, key = rest.rpartition(".")
         {"state": state, "param_groups": settings}.get(kind, {}).setdefault(name, {})[key] = value
-    back = {rename.of(name): name for name in (*settings, *state)}
-    groups: list[StateDict] = []
-    for group in cast("list[StateDict]", live["param_groups"]):
-        names = [back[name] for name in group["params"] if name in back]
-        groups.append({**(settings.get(names[0], {}) if names else {}), "params": names})
-    return {"state": state, "param_groups": groups if settings else None}
+    if groups is None:
+        equal: dict[str, list[str]] = {}
+        for name in sorted(settings, key=lambda name: names.index(name) if name in names else len(names)):
+            equal.setdefault(repr(sorted(settings[name].items())), []).append(name)
+        groups = list(equal.values())
+    present = [[name for name in group if name in settings or name in state] for group in groups]
+    made = [{**(settings.get(group[0], {}) if group else {}), "params": group} for group in present]
+    return {"state": state, "param_groups": made if settings else None}
 
 
 def _is_like(saved: Any, live: Any) -> bool:

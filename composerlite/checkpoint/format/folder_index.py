@@ -1,4 +1,4 @@
-"""The index of a folder with weights in safetensors: the headers of its files, as a sharded directory has them.
+"""The index of a folder with weights: what its files say of their tensors, as a sharded directory has it.
 
 Every number in a header is checked.
 """
@@ -63,9 +63,12 @@ def index_of(data: bytes, uri: str) -> Metadata:
         for file, (size, header) in told["files"].items():
             for name, stored in _tensors(file, size, header).items():
                 parts.setdefault(name, []).append(stored)
+        for file, tensors in told.get("torch", {}).items():
+            for name, dtype, shape, start in tensors:
+                parts.setdefault(name, []).append(_of_torch(file, name, dtype, shape, start))
         return _metadata(parts, told["values"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        raise CorruptCheckpointError(f"checkpoint {uri!r}: {file!r} is no safetensors file, or damaged: {e}") from e
+        raise CorruptCheckpointError(f"checkpoint {uri!r}: {file!r} is no file of weights, or damaged: {e}") from e
 
 
 def _tensors(file: str, size_bytes: int, header: str) -> dict[str, _Stored]:
@@ -103,6 +106,13 @@ def _tensors(file: str, size_bytes: int, header: str) -> dict[str, _Stored]:
     if end != size_bytes:
         raise ValueError(f"it has {size_bytes} bytes, and its header says {end}")
     return found
+
+
+def _of_torch(file: str, name: str, dtype: Any, shape: Any, start: Any) -> _Stored:
+    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+    if not isinstance(kind, torch.dtype) or not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, start)):
+        raise ValueError(f"{name!r} has a type or a shape that is none")
+    return _Stored(file, kind, tuple(shape), (0,) * len(shape), start, math.prod(shape) * kind.itemsize)
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, NamedTuple, Protocol, final
+from typing import IO, Any, NamedTuple, Protocol, cast, final
 
 import torch
 from isal import isal_zlib
@@ -37,6 +37,7 @@ __all__ = [
     "TorchFile",
     "UnverifiedFile",
     "Window",
+    "is_legacy",
     "item_contents",
     "predicted",
     "runs_of",
@@ -200,11 +201,18 @@ class TorchFile:
         types: Mapping[str, type] | None = None,
     ) -> None:
         self._source = source
-        if peek(0, min(size_bytes, len(_LEGACY))) == _LEGACY:
-            raise CorruptCheckpointError(
-                "it has the format of torch before 1.6. Only if the file is yours, convert it: "
-                "torch.save(torch.load(path, weights_only=False), path)"
-            )
+        self.ring = shared_ring  # through which it is read where it goes to devices
+        self._unread: list[_Unread] = []
+        if is_legacy(size_bytes, peek):
+            if not trust:
+                raise CorruptCheckpointError(
+                    "it has the format of torch before 1.6. Only if the file is yours, load it with "
+                    "trust_checkpoint=True, which runs whatever code the file holds, or convert it: "
+                    "torch.save(torch.load(path, weights_only=False), path)"
+                )
+            self._swap, self._check_sums, self._records = False, False, {}
+            self.contents = _legacy(source.read(0, size_bytes), map_location)
+            return
         listed = entries(size_bytes, source.read, peek, expect)
         root = records_root(listed)
         self._records = {name.removeprefix(root): entry for name, entry in listed.items() if name.startswith(root)}
@@ -213,9 +221,7 @@ class TorchFile:
         self._swap = self._small("byteorder", b"little") != sys.byteorder.encode()
         self._map_location = map_location
         self._devices: dict[str, str | None] = {}
-        self.ring = shared_ring  # through which it is read where it goes to devices
         self._eager = trust  # its code may look at the numbers in the tensors that it is given
-        self._unread: list[_Unread] = []
         self._known: dict[str, torch.UntypedStorage] = {}
         data = self._small("data.pkl")
         try:
@@ -398,6 +404,21 @@ class TorchFile:
     def _compare_sum(self, name: str, entry: ZipEntry, crc: int) -> None:
         if crc != entry.crc:
             raise CorruptCheckpointError(f"the bytes of its record {name!r} have another CRC-32 than it says")
+
+
+def is_legacy(size_bytes: int, peek: Callable[[int, int], bytes]) -> bool:
+    """Return true for a file of torch before 1.6, which is no zip archive."""
+    return peek(0, min(size_bytes, len(_LEGACY))) == _LEGACY
+
+
+def _legacy(data: bytes, map_location: MapLocation) -> Any:
+    """Load a file of torch before 1.6: whatever code it names is run."""
+    try:
+        return torch.load(io.BytesIO(data), cast("Any", map_location), weights_only=False)
+    except (EOFError, IndexError, KeyError, RuntimeError, UnicodeDecodeError) as e:
+        raise CorruptCheckpointError(f"its pickle is malformed: {e!r}") from e
+    except (ValueError, pickle.UnpicklingError) as e:
+        raise CorruptCheckpointError(str(e)) from e
 
 
 def _trusted(data: bytes, storages: TorchFile) -> Any:

@@ -18,12 +18,17 @@ from typing import TYPE_CHECKING, final
 
 from composerlite import storage
 from composerlite.checkpoint.format.packing import is_packed, is_tar, unpacked
-from composerlite.checkpoint.format.weight_files import WEIGHTS_SUFFIX, holds_weights, is_safetensors
+from composerlite.checkpoint.format.weight_files import (
+    WEIGHTS_SUFFIX,
+    holds_model_states,
+    holds_weights,
+    is_safetensors,
+)
 from composerlite.checkpoint.place.bucket import LINK_SUFFIX, Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import INDEX, ShardedDirectory, directory_at
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import by_total
+from composerlite.checkpoint.place.place import Place, by_total
 from composerlite.checkpoint.place.step import MODEL, StepFolder, step_folder_of
 from composerlite.checkpoint.record.manifest import Manifest, record_path
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BytesRead",
     "Located",
+    "deepspeed_save",
     "download_bar",
     "download_checkpoint",
     "fetched",
@@ -97,17 +103,22 @@ class Located:
         return StepFolder(Bucket.of(object_store, above), name)
 
 
+Merge = Callable[[Place, str, Path], Path]
+
+
 @contextlib.contextmanager
-def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool) -> Generator[Located]:
+def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool, merge: Merge) -> Generator[Located]:
     """Locate ``name``, the same on every rank, for as long as the block lasts. Rank 0 looks.
 
     A file that is elsewhere is downloaded, by rank 0. A directory or a file of safetensors in a store is left where it
-    is: each rank reads its part of it.
+    is: each rank reads its part of it. A folder of DeepSpeed becomes one file.
 
     Args:
         name: a path, a URI, or a name in ``object_store``.
         object_store: the store that ``name`` is a name in.
         progress_bar: show one on a terminal while a large file is downloaded.
+        merge: is called where it is a folder of DeepSpeed, with the place, the folder in it with one save, and a
+            folder of this machine, in which it writes the file that it returns.
 
     Raises:
         CheckpointNotFoundError: it does not exist there. A missing local file raises when it is
@@ -121,7 +132,10 @@ def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool) 
         found: Located | None = None
         with dist.get_group().all_or_none("looking for the checkpoint"):
             if dist.get_global_rank() == 0:
-                found = _on_this_machine(name) if is_here else _elsewhere(stack, name, object_store, progress_bar)
+                if is_here:
+                    found = _on_this_machine(stack, name, merge)
+                else:
+                    found = _elsewhere(stack, name, object_store, progress_bar, merge)
         told = dist.get_group().broadcast(found)
         assert told is not None
         if not is_here and not told.is_directory and dist.get_global_rank() != 0:
@@ -129,11 +143,39 @@ def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool) 
         yield told
 
 
-def _on_this_machine(name: str) -> Located:
+def _on_this_machine(stack: contextlib.ExitStack, name: str, merge: Merge) -> Located:
     path = resolved(Path(parse_uri(name)[2]))
     if (path / MODEL / INDEX).is_file():
         return Located(name, is_directory=True, path=path, step=True)
-    return Located(name, is_directory=is_read_in_place(path), path=path)
+    if is_read_in_place(path):
+        return Located(name, is_directory=True, path=path)
+    whole = Path(os.path.realpath(path))
+    if whole.is_dir() and (save := deepspeed_save(Folder(whole.parent), whole.name)) is not None:
+        return _merged(stack, name, Folder(whole.parent), save, merge)
+    return Located(name, path=path)
+
+
+def deepspeed_save(place: Place, folder: str) -> str | None:
+    """Return the folder with the files of one save of DeepSpeed's engine: ``folder``, or that which ``latest`` names.
+
+    ``None``: there is none.
+    """
+    names = place.names(folder)
+    if holds_model_states(names):
+        return folder
+    if "latest" not in names:
+        return None
+    try:
+        tag = place.read(f"{folder}/latest").decode().strip()
+    except (CorruptCheckpointError, UnicodeDecodeError, OSError):  # a folder of ours may be called so
+        return None
+    save = f"{folder}/{tag}"
+    return save if tag in names and holds_model_states(place.names(save)) else None
+
+
+def _merged(stack: contextlib.ExitStack, name: str, place: Place, save: str, merge: Merge) -> Located:
+    target = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="composerlite-")))
+    return Located(name, path=merge(place, save, target))
 
 
 def is_read_in_place(path: Path) -> bool:
@@ -146,7 +188,9 @@ def is_read_in_place(path: Path) -> bool:
         return is_safetensors(file.read(9)) or path.suffix == WEIGHTS_SUFFIX
 
 
-def _elsewhere(stack: contextlib.ExitStack, name: str, object_store: ObjectStore | None, progress_bar: bool) -> Located:
+def _elsewhere(
+    stack: contextlib.ExitStack, name: str, object_store: ObjectStore | None, progress_bar: bool, merge: Merge
+) -> Located:
     try:
         if object_store is not None or parse_uri(name)[0] not in ("http", "https"):
             with transferring(name, object_store) as (transfer, wanted):
@@ -164,6 +208,10 @@ def _elsewhere(stack: contextlib.ExitStack, name: str, object_store: ObjectStore
             if key and transfer.exists(f"{key}/{MODEL}/{INDEX}"):
                 return Located(name, is_directory=True, uri=transfer.store.get_uri(key), key=key, step=True)
             has_index = bool(key) and transfer.exists(f"{key}/{INDEX}")
+            if key and not has_index:
+                folder = ShardedDirectory.in_store(transfer.store, key)
+                if (save := deepspeed_save(folder.place, folder.name)) is not None:
+                    return _merged(stack, name, folder.place, save, merge)
             if not has_index and not (key and holds_weights(ShardedDirectory.in_store(transfer.store, key).names())):
                 raise
             return Located(name, is_directory=True, uri=transfer.store.get_uri(key), key=key)

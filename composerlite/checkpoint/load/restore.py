@@ -17,6 +17,7 @@ from composerlite import dist
 from composerlite.checkpoint.format.torch_reader import MapLocation, Sieve, StorageRecord, TorchFile
 from composerlite.checkpoint.load.reader import opened, readable
 from composerlite.checkpoint.load.resolve import BytesRead, Located, located
+from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.record.contents import (
     IgnoreKeys,
     RestorePlan,
@@ -135,7 +136,13 @@ def load_checkpoint(
     )
     if state.deepspeed is not None:
         return state.deepspeed.load_checkpoint(str(path), plan, object_store, trust=trust_checkpoint)
-    with located(name, object_store, progress_bar=progress_bar) as place:
+
+    def merge(place: Place, folder: str, target: Path) -> Path:
+        from composerlite.checkpoint.load.deepspeed_folder import merged_file  # rarely needed
+
+        return merged_file(place, folder, target, trust=trust_checkpoint)
+
+    with located(name, object_store, progress_bar=progress_bar, merge=merge) as place:
         if place.is_directory:
             from composerlite.checkpoint.load.sharded import load_directory
 

@@ -132,7 +132,7 @@ def write_lightning(contents: Any, path: Path, *, overwrite: bool, source: str, 
     taken = taken_of(contents, source, rename or Rename())
     write_torch(path, lightning_contents(taken))
     if taken.left:
-        log.info("%s: not written for Lightning: %s", source, ", ".join(taken.left))
+        log.info("%s: not written for Lightning: %s", source, ", ".join(map(str, taken.left)))
 
 
 def _check_free(path: Path, *, overwrite: bool) -> None:

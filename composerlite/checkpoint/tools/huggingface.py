@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from composerlite.checkpoint.foreign.keys import Rename
-from composerlite.checkpoint.foreign.outgoing import taken_of, transformers_files
+from composerlite.checkpoint.foreign.outgoing import accelerate_files, taken_of, transformers_files
 from composerlite.checkpoint.save.plain_file import write_safetensors, write_torch
 from composerlite.checkpoint.save.safetensors_writer import LARGEST_FILE_BYTES
 from composerlite.checkpoint.tools.whole import weights_of
@@ -34,6 +34,7 @@ from composerlite.types import StateDict
 __all__ = [
     "is_huggingface_folder",
     "kept_by_huggingface",
+    "write_accelerate_folder",
     "write_huggingface",
     "write_tokenizer",
     "write_trainer_folder",
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 TRAINER_STATE = "trainer_state.json"
 _TRAINER_FILES = ("optimizer.pt", "scheduler.pt")
+_ACCELERATE_FILES = ("optimizer.bin", "scheduler.bin", "random_states_*.pkl")
 _GENERATION_CONFIG = "generation_config.json"
 _MODEL, _ADAPTER = "model", "adapter_model"
 _OURS = re.compile(r"(config|adapter_config|generation_config)\.json|(model|adapter_model)[-.].*", re.IGNORECASE)
@@ -184,7 +186,29 @@ def write_trainer_folder(
         write_torch(folder / name, saved)
     _put(folder / TRAINER_STATE, _json(state, source))
     if taken.left:
-        log.info("%s: not written for transformers: %s", source, ", ".join(taken.left))
+        log.info("%s: not written for transformers: %s", source, ", ".join(map(str, taken.left)))
+
+
+def write_accelerate_folder(
+    contents: Any, folder: Path, *, source: str, rename: Rename | None = None, overwrite: bool = False
+) -> None:
+    """Make ``folder`` one that ``Accelerator.load_state`` loads. Arguments and errors as :func:`write_trainer_folder`.
+
+    It has no place for how far training was: the log says it.
+    """
+    taken = taken_of(contents, source, rename or Rename())
+    _check_empty(folder, overwrite=overwrite)
+    make_folder(folder)
+    for path in [path for pattern in _ACCELERATE_FILES for path in folder.glob(pattern)]:
+        path.unlink()
+    _clear(folder)
+    _write_weights(folder, _MODEL, [dict(taken.model)], None)  # it loads one file alone
+    for name, saved in accelerate_files(taken).items():
+        write_torch(folder / name, saved)
+    counts = taken.progress
+    told = [] if counts is None else [f"epoch {counts.epoch or 0}, batch {counts.batch}, which its loop counts itself"]
+    if left := [*taken.left, *told]:
+        log.info("%s: not written for accelerate: %s", source, ", ".join(map(str, left)))
 
 
 def write_tokenizer(kept: StateDict, folder: Path, *, source: str) -> bool:

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from composerlite.checkpoint.format.packing import is_packed_beginning
 from composerlite.checkpoint.format.torch_reader import ByteSource
+from composerlite.checkpoint.format.weight_files import holds_model_states
+from composerlite.checkpoint.load.deepspeed_folder import deepspeed_contents
 from composerlite.checkpoint.load.reader import RawFile, opened, readable
-from composerlite.checkpoint.load.resolve import fetched
+from composerlite.checkpoint.load.resolve import deepspeed_save, fetched
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.place.step import MODEL
@@ -66,8 +68,17 @@ def contents_of(place: Place, found: Found) -> Any:
         files = [path for path in paths if path.startswith(f"{found.name}/train/") and path.endswith(".pt")]
         parts = {path.removeprefix(f"{found.name}/"): _file(place, path, found) for path in files}
         return {MODEL: _directory(directory_in(place, f"{found.name}/{MODEL}", ())), **parts}
+    if (save := deepspeed_in(place, found)) is not None:
+        return deepspeed_contents(place, save)
     directory = model_directory(place, found)
     return _file(place, found.name, found) if directory is None else _directory(directory)
+
+
+def deepspeed_in(place: Place, found: Found) -> str | None:
+    """The folder with the files of one save of DeepSpeed's engine, if that is what was found."""
+    if found.manifest is not None or not holds_model_states([file.path.rpartition("/")[2] for file in found.files]):
+        return None
+    return deepspeed_save(place, found.name) if found.name not in {file.path for file in found.files} else None
 
 
 def directory_in(place: Place, path: str, commits: tuple[str, ...]) -> ShardedDirectory:

@@ -7,8 +7,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from composerlite.checkpoint.format.weight_files import holds_weights
-from composerlite.checkpoint.load.resolve import followed, is_read_in_place, resolved, root_of
+from composerlite.checkpoint.format.weight_files import holds_model_states, holds_weights
+from composerlite.checkpoint.load.resolve import deepspeed_save, followed, is_read_in_place, resolved, root_of
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place
@@ -50,7 +50,8 @@ class Pointed(NamedTuple):
         if file is not None:  # by its name no checkpoint; who asks for it knows better
             return [Found(file.path, "", None, (UNLISTED,), (file,), ())]
         inside = () if chosen else tuple(self.place.files(self.name).values())
-        if inside and holds_weights([file.path.rpartition("/")[2] for file in inside]):
+        names = [file.path.rpartition("/")[2] for file in inside]
+        if holds_weights(names) or holds_model_states(names):
             return [Found(self.name, "", None, (UNLISTED,), inside, ())]
         if not chosen:
             raise CheckpointNotFoundError(f"{self.place.uri(self.name)!r} is no checkpoint.{_what_is_there(listed)}")
@@ -135,6 +136,9 @@ def _on_disk(path: Path, text: str) -> Pointed:
     if path.is_file() or (path / MARKER).is_file() or is_read_in_place(path):
         return Pointed(Folder(path.parent), path.name, text)
     if path.is_dir():
+        above = path.resolve().parent
+        if deepspeed_save(Folder(above), path.resolve().name) is not None:
+            return Pointed(Folder(above), path.resolve().name, text)
         return Pointed(Folder(path), None, text)
     there = _what_is_there(survey(Folder(path.parent))) if path.parent.is_dir() else ""
     raise CheckpointNotFoundError(f"there is no checkpoint and no folder {str(path)!r}.{there}")

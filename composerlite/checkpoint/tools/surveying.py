@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import final
 
-from composerlite.checkpoint.format.weight_files import holds_weights
+from composerlite.checkpoint.format.weight_files import holds_model_states, holds_weights
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.place import Place, StoredFile
 from composerlite.checkpoint.place.step import MARKER, MODEL, NEXT, TRAIN, Successor
@@ -297,7 +297,7 @@ def _unlisted(files: Mapping[str, StoredFile], taken: set[str]) -> list[Found]:
             continue
         if folder and (last == _INDEX or last.endswith(".distcp")):
             directories[folder.removesuffix(f"/{MODEL}")] = "sharded"
-        elif folder and holds_weights([last]):
+        elif folder and (holds_weights([last]) or holds_model_states([last])):
             directories.setdefault(folder, "weights")
         elif not last.startswith(".") and _LOOKS_SAVED.search(path):
             alone.append(path)

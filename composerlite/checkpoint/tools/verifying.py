@@ -9,14 +9,14 @@ from isal import isal_zlib
 from composerlite.checkpoint.foreign.systems import recognised
 from composerlite.checkpoint.format.packing import is_packed, unpacked
 from composerlite.checkpoint.format.torch_reader import UnverifiedFile, Window
-from composerlite.checkpoint.format.weight_files import WEIGHTS_SUFFIX
+from composerlite.checkpoint.format.weight_files import TORCH_SUFFIX, WEIGHTS_SUFFIX
 from composerlite.checkpoint.format.zip_file import entries
 from composerlite.checkpoint.load.reader import readable
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, safe_contents
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.place.step import TRAIN
-from composerlite.checkpoint.tools.inspecting import contents_of, model_directory
+from composerlite.checkpoint.tools.inspecting import contents_of, deepspeed_in, model_directory
 from composerlite.checkpoint.tools.surveying import Found
 from composerlite.errors import CorruptCheckpointError
 
@@ -42,12 +42,15 @@ def compared_with_itself(place: Place, found: Found, progress: Callable[[int], o
         UntrustedCheckpointError: it holds a type that is not known to be safe.
     """
     system = recognised(contents_of(place, found)) or "of no system that is recognised"
-    directory = model_directory(place, found)
+    save = deepspeed_in(place, found)
+    directory = None if save is not None else model_directory(place, found)
     sums = 0
     if directory is not None:
         for name, window in _items(directory):
             sums += _compare(name, window, directory.uri, progress)
     for file in found.files:
+        if save is not None and not (file.path.startswith(f"{save}/") and file.path.endswith(".pt")):
+            continue  # scripts of DeepSpeed beside it, and other saves
         if directory is None or (found.kind == "step" and f"{found.name}/{TRAIN}/" in file.path):
             sums += _compare_file(place, file.path, file.size_bytes, progress)
     compared = f"{sums} checksums in its files match" if sums else "sizes are right, and its files have no checksums"
@@ -58,12 +61,18 @@ def _items(directory: ShardedDirectory) -> Iterator[tuple[str, Window]]:
     """Yield each item of a directory that is a file of its own; numbers in safetensors are none."""
     with RemoteFileSystemReader(directory) as reader:
         reader.warns = False
+        whole: set[str] = set()
         for index, stored in reader.read_metadata().storage_data.items():
             name: str = stored.relative_path
-            if name.endswith(WEIGHTS_SUFFIX):
+            of_torch = name.endswith(TORCH_SUFFIX) and index.fqn != name  # weights, and not a value
+            if name.endswith(WEIGHTS_SUFFIX) or name in whole:
                 continue
             with directory.opened(name, None, threads=1) as source:
-                yield index.fqn, Window(source, stored.offset, stored.length)
+                if of_torch:
+                    whole.add(name)
+                    yield name, Window(source, 0, directory.size(name))
+                else:
+                    yield index.fqn, Window(source, stored.offset, stored.length)
 
 
 def _compare_file(place: Place, path: str, size: int, progress: Callable[[int], object]) -> int:

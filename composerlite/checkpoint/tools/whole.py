@@ -9,12 +9,13 @@ from typing import Any, cast
 from torch import Tensor
 
 from composerlite.checkpoint.foreign.systems import model_in, what_is_recognised
+from composerlite.checkpoint.load.deepspeed_folder import deepspeed_contents
 from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.load.resolve import fetched, is_read_in_place
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place
-from composerlite.checkpoint.tools.inspecting import contents_of, model_directory
+from composerlite.checkpoint.tools.inspecting import contents_of, deepspeed_in, model_directory
 from composerlite.checkpoint.tools.pointing import pointed
 from composerlite.checkpoint.tools.surveying import Found
 from composerlite.devices import rng
@@ -84,6 +85,8 @@ def _read(place: Place, found: Found, keys: tuple[str, ...], part: Callable[[Any
     """Read a part: of a directory what is below ``keys``, of a file what ``part`` takes of its contents."""
     if not found.files:
         raise CheckpointNotFoundError(f"{place.uri(found.name)!r}: its files are gone.")
+    if (save := deepspeed_in(place, found)) is not None:
+        return part(deepspeed_contents(place, save))
     directory = model_directory(place, found)
     if directory is not None:
         return _directory(directory, keys)

@@ -1,0 +1,259 @@
+"""Checkpoints of DeepSpeed: the parts that its ranks have saved, made whole, and what a run continues from.
+
+In stages 1 and 2 the ranks have consecutive pieces of one vector for each group of parameters; in stage 3 each has a
+piece of every parameter. How parameters lie in them is in the files beside: see ``zero_to_fp32.py`` of DeepSpeed, which
+does the same in its own way. The state of the optimizer is cut as the weights are.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from types import NoneType
+from typing import Any, NamedTuple, cast, final
+
+import torch
+from torch import Tensor
+
+from composerlite.checkpoint.foreign.taken import Counts, Taken
+from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from composerlite.types import StateDict
+
+__all__ = [
+    "MODEL_KEYS",
+    "Piece",
+    "is_deepspeed",
+    "merged_contents",
+    "merged_weights",
+    "taken_from_deepspeed",
+    "untrained",
+]
+
+MODEL_KEYS = (
+    "module",
+    "param_shapes",
+    "buffer_names",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "shared_params",
+)
+"""What a rank's file of model states has for :func:`merged_weights`."""
+_TAKEN = ("module", "optimizer", "lr_scheduler", "global_steps")
+_SETTINGS = {
+    *MODEL_KEYS, *_TAKEN, "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
+    "skipped_steps", "global_samples", "sparse_tensor_module_names",
+}  # fmt: skip
+"""What says how it was saved, and is not left out when a run continues elsewhere."""
+_Shapes = Sequence[Mapping[str, Sequence[int]]]
+
+
+@final
+class Piece(NamedTuple):
+    """Part of a checkpoint that one rank has saved.
+
+    Attributes:
+        model: its model states; empty where the first rank has saved them for all.
+        optimizer: its optimizer states.
+    """
+
+    model: StateDict
+    optimizer: StateDict
+
+    @property
+    def state(self) -> StateDict:
+        """State of DeepSpeed's own optimizer."""
+        return self.optimizer["optimizer_state_dict"]
+
+    @property
+    def stage(self) -> int:
+        """Stage of ZeRO."""
+        stage: Any = self.state["zero_stage"]
+        return int(getattr(stage, "value", None) or (stage.arguments[0] if hasattr(stage, "arguments") else stage))
+
+    @property
+    def groups(self) -> Sequence[Tensor]:
+        """The pieces of parameters that it has, group by group."""
+        return self.state["fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"]
+
+    @property
+    def inner(self) -> StateDict:
+        """State of the optimizer of torch, whose parameters are the pieces."""
+        return self.state["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
+
+
+def merged_weights(pieces: Sequence[Piece]) -> dict[str, Tensor]:
+    """The state dict of the model: parameters in fp32, buffers as they were saved.
+
+    Args:
+        pieces: of all ranks, in their order.
+
+    Raises:
+        CorruptCheckpointError: they do not fit together.
+    """
+    try:
+        return _merged(pieces)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as e:
+        raise _damaged(e) from e
+
+
+def untrained(pieces: Sequence[Piece]) -> dict[str, Tensor]:
+    """Select of :func:`merged_weights` what no optimizer has: buffers, and parameters that are frozen."""
+    first = pieces[0].model
+    trained = {name for group in first["param_shapes"] for name in group}
+    trained |= {name for name, other in dict(first.get("shared_params") or {}).items() if other in trained}
+    return {name: tensor for name, tensor in merged_weights(pieces).items() if name not in trained}
+
+
+def merged_contents(pieces: Sequence[Piece]) -> StateDict:
+    """The model states of the first rank, with the weights and the state of the optimizer whole.
+
+    Args:
+        pieces: of all ranks, in their order.
+
+    Raises:
+        CorruptCheckpointError: they do not fit together.
+    """
+    first = pieces[0]
+    made = {key: value for key, value in first.model.items() if key not in MODEL_KEYS}
+    if "optimizer_state_dict" not in first.optimizer:  # stage 0: each rank has all of it
+        return {**made, "module": first.model.get("module")}
+    weights = merged_weights(pieces)
+    try:
+        return {**made, "module": weights, "optimizer": _merged_optimizer(pieces)}
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as e:
+        raise _damaged(e) from e
+
+
+def _damaged(error: Exception) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"its files of DeepSpeed do not fit together: {error!r}")
+
+
+def _merged(pieces: Sequence[Piece]) -> dict[str, Tensor]:
+    first = pieces[0]
+    shapes: _Shapes = first.model["param_shapes"]
+    trained = _whole(pieces, [piece.groups for piece in pieces], shapes) | _frozen(pieces)
+    shared: Any = first.model.get("shared_params") or {}
+    shared = dict(shared)
+    buffers = set(first.model["buffer_names"])
+    merged: dict[str, Tensor] = {}
+    for name, saved in first.model["module"].items():
+        if name in buffers:
+            merged[name] = saved
+        elif name in trained or shared.get(name) in trained:
+            merged[name] = trained[name if name in trained else shared[name]]
+        elif first.stage < 3:
+            merged[name] = saved.float()
+        else:
+            raise ValueError(f"no rank has {name!r}")
+    return merged
+
+
+def _whole(pieces: Sequence[Piece], vectors: Sequence[Sequence[Tensor]], shapes: _Shapes) -> dict[str, Tensor]:
+    """Tensors by the names of parameters; ``vectors`` are those of each rank, group by group."""
+    if pieces[0].stage == 3:
+        return _of_stage_3(vectors, shapes)
+    return _of_stages_1_and_2(vectors, shapes, pieces[0].state.get("param_alignment_paddings"))
+
+
+def _of_stages_1_and_2(
+    vectors: Sequence[Sequence[Tensor]], shapes: _Shapes, all_paddings: Sequence[Sequence[int]] | None
+) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for number, group in enumerate(shapes):
+        vector = torch.cat([groups[number] for groups in vectors])
+        paddings = [0] * len(group) if all_paddings is None else all_paddings[number]
+        start = 0
+        for (name, shape), padding in zip(group.items(), paddings, strict=True):
+            size = math.prod(shape)
+            found[name] = _part(vector, start, size, name).view(tuple(shape))
+            start += size + padding
+    return found
+
+
+def _of_stage_3(groups_of: Sequence[Sequence[Tensor]], shapes: _Shapes) -> dict[str, Tensor]:
+    vectors = [torch.cat([group.flatten() for group in groups]) for groups in groups_of]
+    found: dict[str, Tensor] = {}
+    start = 0
+    for name, shape in (item for group in shapes for item in group.items()):
+        size = math.prod(shape)
+        part = -(-size // len(vectors))
+        found[name] = torch.cat([_part(vector, start, part, name) for vector in vectors])[:size].view(tuple(shape))
+        start += part
+    return found
+
+
+def _part(vector: Tensor, start: int, size: int, name: str) -> Tensor:
+    if size < 0 or start + size > vector.numel():
+        raise ValueError(f"{name!r} is incomplete")
+    return vector[start : start + size]
+
+
+def _frozen(pieces: Sequence[Piece]) -> dict[str, Tensor]:
+    """Weights that are not trained, where they are saved apart: whole in stage 2, in pieces in stage 3."""
+    shapes = cast("Mapping[str, Sequence[int]]", pieces[0].model.get("frozen_param_shapes") or {})
+    having = [piece.model["frozen_param_fragments"] for piece in pieces if piece.model]
+    found: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        parts = [fragments[name].flatten() for fragments in (having if pieces[0].stage == 3 else having[:1])]
+        found[name] = _part(torch.cat(parts), 0, size, name).view(tuple(shape)).float()
+    return found
+
+
+# ── the optimizer ────────────────────────────────────────────────────────────────────────────────────────────────────
+def _merged_optimizer(pieces: Sequence[Piece]) -> StateDict:
+    """State by the names of parameters, as ``get_optimizer_state_dict`` of torch gives it."""
+    first = pieces[0]
+    shapes: _Shapes = first.model["param_shapes"]
+    numbers = sorted(first.inner["state"])
+    whole: dict[str, dict[str, Tensor]] = {}
+    alone: StateDict = {}
+    for key, value in first.inner["state"][numbers[0]].items() if numbers else ():
+        if isinstance(value, Tensor) and value.numel() == first.groups[0].numel() and value.ndim:
+            vectors = [[piece.inner["state"][number][key] for number in numbers] for piece in pieces]
+            whole[key] = _whole(pieces, vectors, shapes)
+        elif (isinstance(value, Tensor) and value.numel() != 1) or not isinstance(
+            value, Tensor | int | float | NoneType
+        ):
+            raise ValueError(f"{key!r} of the optimizer is {type(value).__name__} of another size than its parameters")
+        else:
+            alone[key] = torch.as_tensor(value, dtype=torch.float32) if key == "step" else value
+    names = [list(group) for group in shapes]
+    state = {
+        name: {
+            **copy.deepcopy(alone),
+            **{key: tensors[name] for key, tensors in whole.items()},
+        }  # each counts its steps
+        for group in names
+        for name in group
+    }
+    groups = [
+        {**group, "params": [name for number in group["params"] for name in names[number]]}
+        for group in first.inner["param_groups"]
+    ]
+    return {"state": state if numbers else {}, "param_groups": groups}
+
+
+# ── what a run continues from ────────────────────────────────────────────────────────────────────────────────────────
+def is_deepspeed(contents: StateDict) -> bool:
+    """Return true for the model states of DeepSpeed, whose parts were made whole or not."""
+    return "ds_version" in contents and isinstance(contents.get("module"), Mapping)
+
+
+def taken_from_deepspeed(contents: StateDict, source: str) -> Taken:
+    """Take weights, optimizer, scheduler and step.
+
+    Raises:
+        IncompatibleCheckpointError: it is a part of a checkpoint.
+    """
+    if contents.get("param_shapes"):
+        raise IncompatibleCheckpointError(
+            f"{source} is one file of a checkpoint of DeepSpeed's ZeRO, and other files have its weights in fp32. Give "
+            "the folder that it is in."
+        )
+    optimizer, scheduler = (contents.get(key) for key in _TAKEN[1:3])
+    optimizer = optimizer if isinstance(optimizer, Mapping) and "param_groups" in optimizer else None
+    progress = Counts(contents["global_steps"]) if "global_steps" in contents else None
+    left = [key for key, value in contents.items() if key not in _SETTINGS and value]
+    return Taken(contents["module"], optimizer, scheduler, progress, left=left)
