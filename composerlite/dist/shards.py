@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from composerlite._torch_compat import local_part
+from composerlite._torch_compat import local_part, savable_dtypes
 from composerlite.dist.env import get_world_size
 from composerlite.types import items_of, with_items
 
@@ -21,6 +21,7 @@ __all__ = [
     "distributed_like",
     "empty_shard_like",
     "has_copies",
+    "is_dense",
     "is_distributed_tensor",
     "local_shard",
     "shard_box",
@@ -52,6 +53,20 @@ def is_distributed_tensor(value: object) -> bool:
         "torch.distributed.tensor"
     )  # where it was not imported there is none, and it takes its time
     return module is not None and isinstance(value, module.DTensor)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Check that ``tensor`` is nothing but numbers at strides, of which a part can be read or written by itself.
+
+    Others are saved as values: sparse and quantized ones, those without numbers, and those of classes of their own.
+    Of a distributed one the part of this rank counts.
+    """
+    if is_distributed_tensor(tensor):
+        return is_dense(local_part(tensor))
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_nested:
+        return False
+    is_strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+    return is_strided and tensor.dtype in savable_dtypes()
 
 
 def local_shard(tensor: Tensor) -> LocalShard:

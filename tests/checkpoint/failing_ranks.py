@@ -30,7 +30,7 @@ Stage = tuple[str, int, Any, str]
 STAGES: dict[str, list[Stage]] = {
     "copies": [
         ("gather", 1, form, "gather"),
-        ("reserve", 0, Catalog, "reserve"),
+        ("name", 0, Catalog, "check_free"),
         ("snapshot", 1, Staging, "take"),
         ("write", 0, FileWriter, "write"),
         ("flush", 0, FileWriter, "finish"),
@@ -40,7 +40,7 @@ STAGES: dict[str, list[Stage]] = {
     ],
     "shards": [
         ("gather", 1, form, "gather"),
-        ("reserve", 0, Catalog, "reserve"),
+        ("name", 0, Catalog, "check_free"),
         ("plan", 1, Planner, "create_local_plan"),
         ("claim", 0, ShardedDirectory, "claim"),
         ("snapshot", 1, Staging, "take"),

@@ -16,7 +16,7 @@ import pytest
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.place import Place
-from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord
+from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, record_path
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 from composerlite.storage import Digester, FileDigest
 
@@ -260,7 +260,7 @@ class PlaceContract(ABC):
         """What is announced in place of another is there for readers until it is published or withdrawn."""
         self.save(place, b"first", overwrite=False)
         (manifest,) = Catalog(place).manifests()
-        with place.commit("run/c", {}, overwrite=True) as commit:
+        with place.commit("run/c", {}, overwrite=True, record=record_path("run/c")) as commit:
             commit.prepare(manifest)
             assert list(Catalog(place).begun("run/c")) == [manifest]
             commit.commit()

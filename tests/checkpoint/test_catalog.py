@@ -195,7 +195,7 @@ def test_what_a_commit_was_to_replace_is_free_when_it_has_failed(tmp_path: Path)
         folder.mkdir(parents=True)
         (folder / "file").touch()
     parts = {"there/a": staged / "a", "there/b": staged / "b"}
-    with Folder(tmp_path).commit("c", parts, overwrite=True, has_manifest=False) as commit:
+    with Folder(tmp_path).commit("c", parts, overwrite=True, record=None) as commit:
         with pytest.raises(FileNotFoundError):  # there is no b
             commit.take_names()
         (there / "a").rename(tmp_path / "taken away")

@@ -91,7 +91,7 @@ class Run:
         image = self.image()
         assert self.staging.reserve(image.size_bytes)
         places = [(offset, storage.nbytes()) for storage, offset in image.storages()]
-        snapshot = self.staging.take(image, [self.optimizer])
+        snapshot = self.staging.take(image.storages(), image.size_bytes, [self.optimizer])
 
         def read() -> list[torch.Tensor]:
             memory = snapshot.memory
@@ -139,7 +139,7 @@ def wrong_reads(choose: Choose, without: str = "") -> int:
     run = Run(choose, without)
     run.forward()
     run.step()
-    finish_device_work(run.image(), run.device)
+    finish_device_work(run.image().storages(), run.device)
     found = [
         bool((tensor.detach() != value).any()) for tensor, value in zip(run.tensors.values(), run.values(), strict=True)
     ]
@@ -153,7 +153,7 @@ def wrong_pieces(choose: Choose, without: str = "") -> int:
     run.forward()
     run.step()
     image = run.image()
-    finish_device_work(image, run.device)
+    finish_device_work(image.storages(), run.device)
     image.ring = DeviceRing(run.device, slot_bytes=SIZE)
     file = FileInMemory()
     image.write(file)
@@ -279,7 +279,7 @@ def test_small_storages_are_one_copy() -> None:
     image, staging = TorchImage(tensors), Staging(verify="always", devices=device)
     places = [(offset, storage.nbytes()) for storage, offset in image.storages()]
     assert staging.reserve(image.size_bytes)
-    snapshot = staging.take(image)
+    snapshot = staging.take(image.storages(), image.size_bytes)
     snapshot.wait()
     saved = [torch.frombuffer(snapshot.memory.view(*place), dtype=torch.float32) for place in places]
     assert all(torch.equal(copied, tensor) for copied, tensor in zip(saved, tensors.values(), strict=True))

@@ -124,8 +124,7 @@ def test_what_a_live_process_writes_is_left_alone(tmp_path: Path) -> None:
     """Another run that starts in the folder: the save goes on, and is committed."""
     save_batch(tmp_path, 1)
     (manifest,) = Catalog(tmp_path).manifests()
-    catalog = Catalog(tmp_path)
-    with StagedFile(catalog.reserve("live.pt", overwrite=False)) as data:
+    with StagedFile(tmp_path / "live.pt") as data:
         data.file.write(b"live")
         data.flush()
         with StagedFile(tmp_path / ".manifest" / "live.pt.json") as intention:

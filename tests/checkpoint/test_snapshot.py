@@ -37,7 +37,7 @@ def lazily(staging: Staging, optimizer: torch.optim.Optimizer, weight: nn.Parame
     """A snapshot of ``weight``."""
     image = TorchImage({"weight": weight})
     assert staging.reserve(image.size_bytes)
-    return staging.take(image, [optimizer])
+    return staging.take(image.storages(), image.size_bytes, [optimizer])
 
 
 def tried(staging: Staging, optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> None:

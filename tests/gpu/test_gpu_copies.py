@@ -126,7 +126,7 @@ def saved_value(weight: nn.Parameter, wait: str) -> tuple[float, float]:
         torch.cuda.synchronize()
         torch.cuda._sleep(200_000_000)  # training is behind
         optimizer.step()
-        snapshot = staging.take(image, [optimizer])
+        snapshot = staging.take(image.storages(), image.size_bytes, [optimizer])
         optimizer.step()
         snapshot.wait()
         found = torch.frombuffer(snapshot.memory.view(offset, 4 * BIG), dtype=torch.float32).clone()
@@ -160,7 +160,7 @@ def test_a_save_does_not_wait_for_the_device() -> None:
         torch.cuda.synchronize()
         torch.cuda._sleep(2_000_000_000)
         started = time.perf_counter()
-        snapshot = staging.take(image, [optimizer])
+        snapshot = staging.take(image.storages(), image.size_bytes, [optimizer])
         seconds = time.perf_counter() - started
         snapshot.wait()
         optimizer.step()

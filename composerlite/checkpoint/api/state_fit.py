@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composerlite.checkpoint.format.sharded_index import owner_of
-from composerlite.checkpoint.format.torch_file import is_dense
 from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.load.state_keys import swap_param_keys
+from composerlite.dist import is_dense
 from composerlite.errors import IncompatibleCheckpointError, did_you_mean
 from composerlite.types import StateDict
 

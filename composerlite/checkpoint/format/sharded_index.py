@@ -26,9 +26,10 @@ from torch.distributed.tensor import DTensor
 
 from composerlite._torch_compat import dcp_memory_format_class, dcp_storage_info_class
 from composerlite.checkpoint.format import INDEX
-from composerlite.checkpoint.format.torch_file import file_bytes, is_dense
+from composerlite.checkpoint.format.torch_file import file_bytes
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
+from composerlite.dist import is_dense
 from composerlite.errors import CorruptCheckpointError, SaveError, UntrustedCheckpointError
 from composerlite.types import StateDict, items_of, with_items
 

@@ -35,7 +35,7 @@ from composerlite._torch_compat import (
 from composerlite.checkpoint.format.zip_file import Layout, ZipRecord, trailer
 from composerlite.checkpoint.trust.trusted import is_loadable
 from composerlite.devices import shared_ring
-from composerlite.dist import is_distributed_tensor
+from composerlite.dist import is_dense, is_distributed_tensor
 from composerlite.errors import SaveError
 from composerlite.storage import FileDigest, HostMemory, Sink
 from composerlite.types import StateDict
@@ -47,9 +47,7 @@ __all__ = [
     "StorageCopy",
     "TorchImage",
     "check_savable",
-    "check_tensor",
     "file_bytes",
-    "is_dense",
 ]
 
 log = logging.getLogger(__name__)
@@ -110,7 +108,7 @@ class TorchImage:
         found = {self._index.get(storage_id(t.untyped_storage())) for t in tensors if type(t) is Tensor and is_dense(t)}
         return sorted(number for number in found if number is not None)
 
-    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def watch(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Look for values that are not finite in those of ``tensors`` that are in the file, when it is written.
 
         They are plain ones, at strides.
@@ -481,19 +479,10 @@ class _ThoroughPickler(_Pickler):
         return (_Referred(reference),)
 
 
-def check_tensor(tensor: Tensor) -> None:
-    """See that ``tensor`` can be saved where it is.
-
-    Raises:
-        SaveError: it cannot; names the kind and the way out.
-    """
-    if not is_dense(tensor):
-        check_savable(tensor)
-
-
 def _reduced(tensor: Tensor) -> Any:
     """Reduce a rare kind of tensor as torch does."""
-    check_tensor(tensor)
+    if not is_dense(tensor):
+        check_savable(tensor)
     return tensor.__reduce_ex__(_PROTOCOL)
 
 
@@ -513,20 +502,6 @@ def _warn_if_not_loadable(thing: Any) -> None:
 # ── kinds of tensors ─────────────────────────────────────────────────────────────────────────────────────────────────
 _QUANTIZED = (torch.per_tensor_affine, torch.per_channel_affine)
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Check that ``tensor`` is nothing but numbers at strides, of which a part can be read or written by itself.
-
-    Others are saved as values: sparse and quantized ones, those without numbers, and those of classes of their own.
-    Of a distributed one the part of this rank counts.
-    """
-    if is_distributed_tensor(tensor):
-        return is_dense(local_part(tensor))
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_nested:
-        return False
-    is_strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
-    return is_strided and tensor.dtype in savable_dtypes()
 
 
 def check_savable(tensor: Tensor) -> None:

@@ -38,14 +38,13 @@ from torch.optim import Optimizer
 from composerlite import dist
 from composerlite.checkpoint.format.sharded_index import filled, inner_tensors, key_path, leaves, nested, tensor_at
 from composerlite.checkpoint.format.sharded_layout import narrowed
-from composerlite.checkpoint.format.torch_file import is_dense
 from composerlite.checkpoint.format.torch_reader import item_contents
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, safe_contents
 from composerlite.checkpoint.load.sharing import RankReport, ReadRequests, RemoteShardFetcher
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.step import TRAIN, StepFolder
 from composerlite.checkpoint.record.contents import RestorePlan, half_loaded
-from composerlite.dist import Group, SingleProcess, empty_shard_like, exchange, group_of
+from composerlite.dist import Group, SingleProcess, empty_shard_like, exchange, group_of, is_dense
 from composerlite.errors import CheckpointError, IncompatibleCheckpointError, RankError
 from composerlite.types import StateDict, items_of, with_items
 

@@ -306,9 +306,9 @@ class Bucket(Place):
     def parts(self, name: str, handle: SaveHandle, deciding: str, data: bytes) -> Parts:
         return {f"{name}/{deciding}": data}
 
-    def commit(self, name: str, parts: Parts, *, overwrite: bool, has_manifest: bool = True) -> Commit:
+    def commit(self, name: str, parts: Parts, *, overwrite: bool, record: str | None) -> Commit:
         small = {path: data for path, data in parts.items() if isinstance(data, bytes)}
-        return _BucketCommit(self, name, small, overwrite=overwrite, has_manifest=has_manifest)
+        return _BucketCommit(self, name, small, overwrite=overwrite, record=record)
 
     def announced(self, name: str | None) -> Iterator[bytes]:
         all_of_them = [] if name else [path for path in self.files(MANIFESTS) if path.endswith(f".json{_NEXT}")]
@@ -401,13 +401,13 @@ class _BucketCommit(Commit):
     """
 
     def __init__(
-        self, bucket: Bucket, name: str, parts: Mapping[str, bytes], *, overwrite: bool, has_manifest: bool
+        self, bucket: Bucket, name: str, parts: Mapping[str, bytes], *, overwrite: bool, record: str | None
     ) -> None:
         self._bucket = bucket
         self._name = name
         self._parts = parts
         self._overwrite = overwrite
-        self._has_manifest = has_manifest
+        self._has_manifest = record is not None
         self._manifest = b""
         self._there: Manifest | None = None
         self._before: dict[str, bytes | None] = {}

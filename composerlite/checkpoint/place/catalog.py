@@ -12,12 +12,11 @@ from typing import Protocol, TypeVar, final
 
 from composerlite.checkpoint.place.bucket import exists_error
 from composerlite.checkpoint.place.commit import Commit
-from composerlite.checkpoint.place.folder import Folder, staged_link
+from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place, by_total
 from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, bytes_text, record_path
 from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
-from composerlite.storage import make_folder
 
 __all__ = ["Catalog", "alone"]
 
@@ -195,33 +194,19 @@ class Catalog:
         return False
 
     # ── a checkpoint comes ───────────────────────────────────────────────────────────────────────────────────────
-    def reserve(self, name: str, *, overwrite: bool) -> Path:
-        """Return the path for the data of a new checkpoint ``name`` of a folder; its folders exist.
+    def check_free(self, name: str, *, overwrite: bool = False) -> None:
+        """See that a folder has no checkpoint ``name``, nor a file of that name.
 
         Args:
             name: of the checkpoint, relative to the folder.
             overwrite: accept a name that is taken.
 
-        Returns:
-            Path to write the data to.
-
         Raises:
-            CheckpointExistsError: there is one already, or a file of that name, and ``overwrite`` is false.
-        """
-        if not overwrite:
-            self.check_free(name)
-        path = self.folder / name
-        make_folder(path.parent)
-        make_folder(self.record_path(name).parent)
-        return path
-
-    def check_free(self, name: str) -> None:
-        """See that a folder has no checkpoint ``name``, nor a file of that name.
-
-        Raises:
-            CheckpointExistsError: there is.
+            CheckpointExistsError: there is, and ``overwrite`` is false.
         """
         path = self.folder / name
+        if overwrite:
+            return
         if path.exists() or self.record_path(name).exists():
             raise CheckpointExistsError(
                 f"checkpoint {str(path)!r} exists. Give names that differ, as with '{{batch}}' in them, delete it, or "
@@ -243,7 +228,9 @@ class Catalog:
         Raises:
             CheckpointExistsError: another process was first.
         """
-        with self.place.commit(manifest.name, temporaries, overwrite=overwrite) as commit:
+        with self.place.commit(
+            manifest.name, temporaries, overwrite=overwrite, record=record_path(manifest.name)
+        ) as commit:
             commit.prepare(manifest)
             commit.commit()
 
@@ -357,7 +344,7 @@ class Catalog:
                 return None
         elif there is not None and not overwrite and _moment(there) != _moment(manifest):
             raise exists_error(self.place.uri(there.name), there)
-        commit = self.place.commit(manifest.name, {}, overwrite=there is not None)
+        commit = self.place.commit(manifest.name, {}, overwrite=there is not None, record=record_path(manifest.name))
         commit.prepare(manifest)
         if there is not None and link is not None:
             self.place.point(f"/{link}", manifest.name, ahead=True)
@@ -375,15 +362,12 @@ class Catalog:
 
     @contextlib.contextmanager
     def pointing(self, links: Mapping[str, str]) -> Generator[None]:
-        """Point ``links`` of a folder, each to a file, when the block has made the checkpoint exist.
+        """Point ``links``, each to a checkpoint, when the block has made them exist.
 
-        They are made before it: a disk that has no room for them has no checkpoint either.
+        In a folder they are made before it: a disk that has no room for them has no checkpoint either.
         """
-        with contextlib.ExitStack() as stack:
-            staged = [stack.enter_context(staged_link(self.folder, link, name)) for link, name in links.items()]
+        with self.place.pointing(links):
             yield
-            for one in staged:
-                one.publish()
 
     def leads(self, link: str, name: str) -> bool:
         """Return true if ``link``, a full name in a bucket, leads to the checkpoint ``name``; no damaged one does.

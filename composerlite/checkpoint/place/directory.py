@@ -24,7 +24,7 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import Commit
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place, SaveHandle
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest, record_path
 from composerlite.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -372,7 +372,9 @@ class ShardedDirectory:
             self.check_free(overwrite=False)  # another process may have saved here meanwhile
         parts = self.place.parts(self.name, handle, index_name, index)
         with contextlib.ExitStack() as stack:
-            commit = stack.enter_context(self.place.commit(self.name, parts, overwrite=self._overwrite))
+            commit = stack.enter_context(
+                self.place.commit(self.name, parts, overwrite=self._overwrite, record=record_path(self.name))
+            )
             commit.prepare(manifest)
             stack.pop_all()
             return commit

@@ -340,10 +340,9 @@ class Folder(Place):
             fsync_folder(Path(folder))
         return {name: place}
 
-    def commit(self, name: str, parts: Parts, *, overwrite: bool, has_manifest: bool = True) -> Commit:
+    def commit(self, name: str, parts: Parts, *, overwrite: bool, record: str | None) -> Commit:
         paths = {self.path / path: staged for path, staged in parts.items() if not isinstance(staged, bytes)}
-        record = self.path / record_path(name) if has_manifest else None
-        return commits.FolderCommit(paths, record, overwrite=overwrite)
+        return commits.FolderCommit(paths, None if record is None else self.path / record, overwrite=overwrite)
 
     def announced(self, name: str | None) -> Iterator[bytes]:
         record = self.path / record_path(name or "*")
@@ -362,6 +361,14 @@ class Folder(Place):
         elif not ahead:  # what is left of a commit that was killed says it on a disk
             with staged_link(self.path, link, name) as staged:
                 staged.publish()
+
+    @contextlib.contextmanager
+    def pointing(self, links: Mapping[str, str]) -> Generator[None]:
+        with contextlib.ExitStack() as stack:
+            staged = [stack.enter_context(staged_link(self.path, link, name)) for link, name in links.items()]
+            yield
+            for one in staged:
+                one.publish()
 
     def target_of(self, link: str, *, ahead: bool = False) -> str:
         path = self.path / link

@@ -337,14 +337,14 @@ class Place(ABC):
         """Files that a commit of the directory ``name`` renames; ``data`` is the content of the file ``deciding``."""
 
     @abstractmethod
-    def commit(self, name: str, parts: Parts, *, overwrite: bool, has_manifest: bool = True) -> Commit:
+    def commit(self, name: str, parts: Parts, *, overwrite: bool, record: str | None) -> Commit:
         """Return the commit of the checkpoint ``name``, which has not begun.
 
         Args:
             name: of it.
             parts: what it consists of; what has its name already is left out.
             overwrite: replace what has these names.
-            has_manifest: ``False``: a file among the parts makes it a checkpoint.
+            record: path of its manifest; ``None``: a file among the parts makes it a checkpoint.
         """
 
     @abstractmethod
@@ -365,6 +365,13 @@ class Place(ABC):
             name: of the checkpoint.
             ahead: say only that it is about to, for who looks for the newest after a kill.
         """
+
+    @contextlib.contextmanager
+    def pointing(self, links: Mapping[str, str]) -> Generator[None]:
+        """Make each link lead to its checkpoint when the block has made them exist, as :meth:`point` does."""
+        yield
+        for link, name in links.items():
+            self.point(link, name)
 
     @abstractmethod
     def target_of(self, link: str, *, ahead: bool = False) -> str:

@@ -250,7 +250,7 @@ class StepFolder:
         else:
             parts = self._place.parts(self._name, handle, MARKER, marker)
             self.check_free(overwrite=self._overwrite)  # another process may have saved here meanwhile
-            with self._place.commit(self._name, parts, overwrite=self._overwrite, has_manifest=False) as commit:
+            with self._place.commit(self._name, parts, overwrite=self._overwrite, record=None) as commit:
                 commit.commit()
         self._handle, self._has_claimed = None, False
         self._place.release(self._name)

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from composerlite import dist
-from composerlite.checkpoint.format.torch_file import check_tensor
+from composerlite.checkpoint.format.torch_file import check_savable
 from composerlite.checkpoint.record.naming import TimestampLike
 from composerlite.devices import rng
+from composerlite.dist import is_dense
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError, SaveError
 from composerlite.storage import ObjectStore
 from composerlite.types import StateDict, items_of
@@ -165,9 +166,9 @@ def check_kinds(state_dict: StateDict, ignore_keys: IgnoreKeys) -> None:
 
 def _of_no_kind(node: Any, path: str) -> Iterator[str]:
     """List the tensors in ``node`` that cannot be saved, each with the reason."""
-    if isinstance(node, Tensor):
+    if isinstance(node, Tensor) and not is_dense(node):
         try:
-            check_tensor(node)
+            check_savable(node)
         except SaveError as e:
             yield f"{path!r}: {e}"
     for key, value in items_of(node):

@@ -36,10 +36,9 @@ from composerlite.checkpoint.record.naming import (
     format_name_with_dist_and_time,
     names_of_ranks,
 )
-from composerlite.checkpoint.save.staging import Stageable
 from composerlite.devices import rng
 from composerlite.errors import ConfigError, SaveError
-from composerlite.storage import FileDigest, HostMemory, Sink, StagedFile
+from composerlite.storage import FileDigest, HostMemory, Sink, StagedFile, make_folder
 from composerlite.types import StateDict, with_items
 
 if TYPE_CHECKING:
@@ -52,20 +51,30 @@ _ALIGNMENT = 4096
 
 
 # ── what a rank writes ───────────────────────────────────────────────────────────────────────────────────────────────
-class RankWriter(Stageable, Protocol):
+class RankWriter(Protocol):
     """Writer of this rank's part of a checkpoint: its bytes, and their place in the commit.
 
     Attributes:
+        size_bytes: of memory for a copy.
         gathers: the ranks need each other for :meth:`staged_in` and :meth:`write`, which are called on all, or none.
         may_stream: the bytes may be written as they are while the caller waits: that takes no longer than to copy them.
         seconds: spent by name, complete after :meth:`finish`.
         weights_crc: CRC-32 of each storage of the model, after :meth:`write`.
     """
 
+    size_bytes: int
     gathers: bool
     may_stream: bool
     seconds: dict[str, float]
     weights_crc: Sequence[int]
+
+    def storages(self) -> Sequence[StorageCopy]:
+        """Return the storages to copy before training changes them, each once, and the destination of each."""
+        ...
+
+    def staged_in(self, memory: HostMemory) -> None:
+        """Read the bytes from ``memory`` from now on, which holds each storage at its offset."""
+        ...
 
     def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
         """Hand all bytes to those who write them, and who may still be writing when this returns.
@@ -285,6 +294,7 @@ class FileWriter:
         After an error nothing is left.
         """
         with ExitStack() as stack:
+            make_folder(self._path.parent)
             self._data = stack.enter_context(StagedFile(self._path))
             path = self._data.temporary
             if len(self._images) > 1:
@@ -470,7 +480,7 @@ class _File(Form):
             return NullWriter(gathering)
         image = _image(contents, f"checkpoint {str(request.path)!r}")
         weights: StateDict = contents.get("state", {}).get("model", {})
-        image.watch((f"model/{name}", weights[name]) for name in trained)
+        image.watch([(f"model/{name}", weights[name]) for name in trained])
         return FileWriter(
             {STATES: image},
             request.catalog,
@@ -558,7 +568,7 @@ class _Archives(Form):
         images = {STATES: TorchImage(request.gathered(generators=_generators(request.weights_only)))}
         for name, contents in engine.saved().items():
             image = images[f"{DEEPSPEED}/{name}"] = TorchImage(contents, DEEPSPEED_TYPES)
-            image.watch((f"the weights in {name}", tensor) for tensor in _trained_storages(request.state).values())
+            image.watch([(f"the weights in {name}", tensor) for tensor in _trained_storages(request.state).values()])
         own = request.names[dist.get_global_rank()]
         return FileWriter(images, request.catalog, name=own, template=own, overwrite=request.overwrite)
 

@@ -242,13 +242,14 @@ class PendingSave:
         self.staging = staging
         writer = self.writer
         try:
-            streams = writer.may_stream and has_room and staging.would_be_new(writer)
+            streams = writer.may_stream and has_room and staging.would_be_new(writer.storages(), writer.size_bytes)
             copies = not streams and staging.reserve(writer.size_bytes)
             if writer.gathers:
                 streams, copies = self.group.broadcast((streams, copies))
             if copies:
-                self.snapshot = staging.take(writer, lazy)
+                self.snapshot = staging.take(writer.storages(), writer.size_bytes, lazy)
                 self._memory = self.snapshot.memory
+                writer.staged_in(self._memory)
                 return
             if not streams:
                 log.info("no memory for a copy of %s: training waits while it is written", self.path)
@@ -265,7 +266,7 @@ class PendingSave:
     def _write(self, *, may_grow: bool = False) -> None:
         try:
             if self._memory is None:
-                finish_device_work(self.writer)
+                finish_device_work(self.writer.storages())
             self.writer.write(self._memory, self.ring_bytes, may_grow=may_grow)
         except BaseException:
             self.writer.close(may_be_committed=False)
@@ -586,7 +587,7 @@ class Pipeline:
         # Before the ranks meet to gather: a name that is taken is told as that.
         with group.all_or_none(f"checkpoint {name!r}"):
             for one in names if is_leader else ():
-                catalog.reserve(one, overwrite=overwrite)
+                catalog.check_free(one, overwrite=overwrite)
         with group.all_or_none(f"checkpoint {name!r}"):
             gathered = gathering(state, state_dict, weights_only=weights_only, ignore_keys=ignore_keys)
             request = SaveRequest(

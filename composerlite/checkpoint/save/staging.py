@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Protocol, final
+from typing import final
 from weakref import WeakSet
 
 import torch
@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 
 from composerlite import dist
 from composerlite._torch_compat import change_count, local_part, storage_id
-from composerlite.checkpoint.format.torch_file import StorageCopy, is_dense
+from composerlite.checkpoint.format.torch_file import StorageCopy
 from composerlite.devices import DeviceCopier, Devices, PageableCopier, Pin, content_sums, this_machine
+from composerlite.dist import is_dense
 from composerlite.errors import SaveError
 from composerlite.storage import (
     RING_BYTES,
@@ -41,7 +42,6 @@ from composerlite.storage import (
 __all__ = [
     "OptimizerStepBarrier",
     "Snapshot",
-    "Stageable",
     "Staging",
     "UncopiedState",
     "VerifyCopy",
@@ -64,24 +64,6 @@ Job = tuple[int, int, int]  # address to, address from, bytes
 VerifyCopy = int | str
 """At which saves the content of what was copied is compared with what it was: 'first', 'always', 'never', every so
 many."""
-
-
-class Stageable(Protocol):
-    """State that can be copied before it is written.
-
-    Attributes:
-        size_bytes: of memory for the copy.
-    """
-
-    size_bytes: int
-
-    def storages(self) -> Sequence[StorageCopy]:
-        """Return the storages to copy before training changes them, each once, and the destination of each."""
-        ...
-
-    def staged_in(self, memory: HostMemory) -> None:
-        """Read the bytes from ``memory`` from now on, which holds each storage at its offset."""
-        ...
 
 
 @final
@@ -399,15 +381,15 @@ class _Trial:
             self._late.watch.stop()
 
 
-def finish_device_work(image: Stageable, devices: Devices = this_machine) -> None:
-    """Wait until devices have done what concerns ``image``, so that any thread may read it. For the training thread.
+def finish_device_work(copies: Iterable[StorageCopy], devices: Devices = this_machine) -> None:
+    """Wait until devices have done what concerns ``copies``, so that any thread may read it. For the training thread.
 
     A thread has queues of its own on a device, which do not wait for those of training.
 
     Raises:
         TimeoutError: a device does not get done.
     """
-    found = {id(copier): copier for storage, _ in image.storages() if (copier := devices.of(storage)) is not None}
+    found = {id(copier): copier for storage, _ in copies if (copier := devices.of(storage)) is not None}
     for copier in found.values():
         copier.finish_training(_WAIT_SECONDS)
 
@@ -492,15 +474,15 @@ class Staging:
         free = available_memory() // dist.get_local_world_size()  # the other processes of this machine save, too
         return size_bytes <= (free + have) // 2
 
-    def would_be_new(self, image: Stageable) -> bool:
-        """Return true if memory for a copy of ``image`` would be touched first, and there is room for more beside it.
+    def would_be_new(self, copies: Iterable[StorageCopy], size_bytes: int) -> bool:
+        """Return true if memory for ``copies`` would be touched first, and there is room for more beside it.
 
-        Then the image is better written as it is than copied: see ``may_grow`` of :class:`StreamWriter`.
+        Then it is better written as it is than copied: see ``may_grow`` of :class:`StreamWriter`.
         """
-        size_bytes, have = image.size_bytes, self._have()
+        have = self._have()
         if size_bytes <= _LITTLE_BYTES or (self.prepared(0) and size_bytes <= have):
             return False
-        if any(self._devices.of(copy.storage) is not None for copy in image.storages()):
+        if any(self._devices.of(copy.storage) is not None for copy in copies):
             return False  # from there copies are made by the device, and only into memory that is pinned
         return self.fits(size_bytes + max(have, size_bytes))
 
@@ -607,18 +589,19 @@ class Staging:
             memory.close()
 
     # ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def take(self, image: Stageable, lazy: Sequence[Optimizer] = ()) -> Snapshot:
-        """Copy the tensors of ``image`` and make it read from the copy, in memory that :meth:`reserve` got.
+    def take(self, copies: Iterable[StorageCopy], size_bytes: int, lazy: Sequence[Optimizer] = ()) -> Snapshot:
+        """Copy storages to memory that :meth:`reserve` got.
 
         The first time, what could be copied later is copied at once and watched until an optimizer steps: where
         somebody else changes it, everything is always copied at once from then on.
 
         Args:
-            image: what is to be written.
+            copies: the storages, and where in the memory each of them belongs.
+            size_bytes: of all of them there.
             lazy: optimizers whose parameters and state nothing else changes: those are copied until one steps.
 
         Returns:
-            The copy, in memory to :meth:`give_back` when the image is written.
+            The copy, in memory to :meth:`give_back` when it is written.
         """
         started = time.perf_counter()
         with self._lock:
@@ -631,13 +614,13 @@ class Staging:
             self._may_copy_late = False
         verify = self._is_verified()
         self._taken += 1
-        shares = self._partition(image.storages(), lazy, memory)
+        shares = self._partition(copies, lazy, memory)
         tries = self._may_copy_late is None
         snapshot = self._last = Snapshot(memory)
         late_tensors = _tensors_in(lazy, shares.late_on_devices)
         if shares.on_devices:
             self._devices.pinner()(memory, None)
-        spare = image.size_bytes
+        spare = size_bytes
         for copier, (early, late) in shares.on_devices.items():
             copy = _DeviceCopy(
                 copier, memory, spare, early, late, late_tensors, waits_for_step=not tries, verify=verify
@@ -658,7 +641,6 @@ class Staging:
                     snapshot.checks.append(_ContentCheck(PageableCopier(), shares.late_storages))
                 snapshot.start(self._copier, shares.late)
             self._barrier.set(lazy, snapshot.finish_before_step)
-        image.staged_in(memory)
         snapshot.stall_seconds = time.perf_counter() - started
         return snapshot
 

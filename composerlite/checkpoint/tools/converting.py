@@ -56,7 +56,7 @@ def write_file(contents: Any, path: Path, manifest: Manifest | None, *, overwrit
     """
     format_of(path.name).check()
     catalog = Catalog(path.parent)
-    catalog.reserve(path.name, overwrite=overwrite)
+    catalog.check_free(path.name, overwrite=overwrite)
     record = _record(manifest, path.name, "weights" if _is_model(contents) else "monolithic")
     images = {STATES: TorchImage(contents)}
     _save(FileWriter(images, catalog, name=path.name, template=path.name, overwrite=overwrite), record, path)
