@@ -6,11 +6,13 @@ Started by ``test_hostile_files`` as ``python hostile_child.py <folder> <seed> <
 from __future__ import annotations
 
 import collections
+import importlib
 import io
 import json
 import logging
 import os
 import pickletools
+import pkgutil
 import random
 import resource
 import signal
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 from parts import Remember, new_state
 
+import composerlite.checkpoint
 from composerlite.checkpoint import load_checkpoint, read_checkpoint
 from composerlite.errors import CheckpointError, ConfigError
 
@@ -174,6 +177,8 @@ def mutated(whole: bytes, chance: random.Random) -> tuple[str, bytes]:
 def started(whole: Path) -> Watch:
     """Everything that loading imports is imported, and memory is limited to little more than is used."""
     logging.disable(logging.CRITICAL)
+    for found in pkgutil.walk_packages(composerlite.checkpoint.__path__, "composerlite.checkpoint."):
+        importlib.import_module(found.name)  # those for other systems, too
     read_checkpoint(whole)
     load_checkpoint(whole, new_state(callbacks=[Remember()]), progress_bar=False)
     for bad in (b"", b"PK"):
