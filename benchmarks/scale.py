@@ -430,8 +430,15 @@ def _by_rule(model: str, count: int) -> bool:
 
 
 # ── votes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-VOTERS = (64, 512, 2048, 4096)
+VOTERS = (64, 128, 256, 512)  # 2,048 clients of one store on two cores were not all connected after minutes
 VOTING_PROCESSES = 4
+VOTING_SECONDS = 120.0
+
+
+def _received(pipe: multiprocessing.connection.Connection, count: int) -> Any:
+    if not pipe.poll(VOTING_SECONDS):
+        raise TimeoutError(f"votes of {count} ranks: a process did not answer within {VOTING_SECONDS:g} s")
+    return pipe.recv()
 
 
 def votes() -> dict[int, dict[str, float]]:
@@ -443,7 +450,7 @@ def votes() -> dict[int, dict[str, float]]:
         ours, theirs = processes.Pipe()
         server = processes.Process(target=_serve, args=(theirs,), daemon=True)
         server.start()
-        port = ours.recv()
+        port = _received(ours, count)
         pipes: list[Any] = []
         for number in range(VOTING_PROCESSES):
             pipe, its = processes.Pipe()
@@ -451,18 +458,18 @@ def votes() -> dict[int, dict[str, float]]:
             processes.Process(target=_vote_as, args=(its, port, ranks, count), daemon=True).start()
             pipes.append(pipe)
         for pipe in pipes:
-            pipe.recv()
+            _received(pipe, count)
         ours.send("seconds")
-        before = ours.recv()
+        before = _received(ours, count)
         for pipe in pipes:
             pipe.send("vote")
-        told = [pipe.recv() for pipe in pipes]
+        told = [_received(pipe, count) for pipe in pipes]
         ours.send("seconds")
         last = max(one["arrived"] for one in told)
         found[count] = {
             "decided_s": max(one["decided"] for one in told) - last,
             "known_s": max(one["known"] for one in told) - last,
-            "store_s": ours.recv() - before,
+            "store_s": _received(ours, count) - before,
             "requests": sum(one["requests"] for one in told) / count,
         }
         server.kill()
