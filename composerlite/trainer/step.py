@@ -177,7 +177,8 @@ class TrainStep:
             state.device_train_microbatch_size = (size + 1) // 2
             log.info("out of memory with microbatches of %d: trying %d", size, state.device_train_microbatch_size)
             before.restore()
-            torch.accelerator.empty_cache()  # does nothing without one
+            if torch.accelerator.is_available():
+                torch.accelerator.empty_cache()
 
     def _train(self, samples: int, share: float) -> None:
         state = self._state

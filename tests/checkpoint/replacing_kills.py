@@ -71,6 +71,7 @@ def save_archives(folder: Path, value: int) -> None:
     """Two files, as two ranks of DeepSpeed write them."""
     names = ["c-rank0.tar", "c-rank1.tar"]
     catalog = Catalog(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     staged = [StagedFile(folder / name) for name in names]
     records: list[FileRecord] = []
     for name, one in zip(names, staged, strict=True):
