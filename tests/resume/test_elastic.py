@@ -174,10 +174,10 @@ def check(cluster: Cluster) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(SOAK)
-def test_a_run_goes_on_without_a_node_that_is_lost_and_takes_another_in(cluster: Cluster) -> None:
+@pytest.mark.parametrize("losses", [1, 20])
+def test_a_run_goes_on_without_a_node_that_is_lost_and_takes_another_in(cluster: Cluster, losses: int) -> None:
     """Nobody launches it again: the same samples in the same order, and at the end the state of a run that had those
     numbers of ranks by intention, bit for bit."""
-    losses = 1
     lose_and_replace(cluster, losses)
     ranks = [ranks for _, ranks in attempts(cluster.journal())]
     assert [ranks[0], *(new for old, new in pairwise(ranks) if new != old)] == [3, *([2, 3] * losses)]
