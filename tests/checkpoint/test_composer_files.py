@@ -169,7 +169,12 @@ def test_the_average_of_swa_is_restored() -> None:
 
 @pytest.mark.parametrize(
     ("name", "key", "value"),
-    [("ema", "ema_model", 3), ("ema", "ema_model", {"named_parameters_dict": {"x": 1}}), ("swa", "swa_model", None)],
+    [
+        ("ema", "ema_model", 3),
+        ("ema", "ema_model", {"named_parameters_dict": {"x": 1}}),
+        ("swa", "swa_model", None),
+        ("swa", "swa_scheduler", {"last_epoch": 1}),
+    ],
 )
 def test_an_average_in_an_unknown_form_is_refused_with_the_way_out(
     tmp_path: Path, name: str, key: str, value: Any

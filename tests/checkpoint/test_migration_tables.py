@@ -13,15 +13,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from test_composer_files import resumed
-from test_other_systems import DATA, SAVED, WHOLE, trainer, weights
+from test_other_systems import DATA, SAVED, WHOLE, bin_folder, halves, of_deepspeed, plain_contents, trainer, weights
 
-from composerlite.algorithms import EMA, GradientClipping
-from composerlite.checkpoint import read_checkpoint
 from composerlite.checkpoint.foreign.outgoing import lightning_contents, transformers_files
 from composerlite.checkpoint.foreign.taken import Counts, Taken
 from composerlite.checkpoint.tools.pointing import pointed
 from composerlite.checkpoint.tools.whole import whole_contents
-from composerlite.errors import IncompatibleCheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 PAGES = Path(__file__).parents[2] / "docs/migration"
@@ -37,9 +34,12 @@ ROWS: dict[str, tuple[str, ...]] = {
     "torch, a state dict": ("torch/weights.pt", "olmo_core/unsharded/model.pt"),
     "transformers": ("transformers/checkpoint-6",),
     "accelerate": ("accelerate/state",),
+    "DeepSpeed": ("deepspeed/zero0", "deepspeed/zero1", "deepspeed/zero2", "deepspeed/zero3"),
     "torchtitan": ("dcp/torchtitan",),
     "DCP, a model and an optimizer": ("dcp/nested",),
     "safetensors": ("safetensors/model.safetensors", "safetensors/sharded", "dcp/safetensors"),
+    "`pytorch_model.bin`": ("made/one_file", "made/folder"),
+    "files of torch before 1.6": ("made/old.pt",),
 }
 """Rows of the table of ``load_path`` by how they begin, and the checkpoints that show them."""
 
@@ -68,7 +68,8 @@ NAMED: dict[tuple[str, str], str] = {
     ("random generators, seed", "*"): "test_composer_files.py::test_a_run_of_composer_continues_exactly",
     ("position in the data", "*"): "test_composer_files.py::test_a_run_of_composer_continues_exactly",
     ("state of callbacks", "*"): "test_composer_files.py::test_callbacks_are_matched_by_the_name_of_their_class",
-    ("averages of", "*"): "test_migration_tables.py::test_averages_of_composer_are_refused_and_can_be_left_out",
+    ("averages of", "*"): "test_composer_files.py::test_the_average_of_ema_is_restored",
+    ("accelerate 1.15", "*"): "test_going_out.py::test_accelerate_continues_from_ours",
     ("objects of Composer's", "*"): (
         "test_composer_files.py::test_classes_of_composer_are_taken_by_name_and_never_imported"
     ),
@@ -93,8 +94,22 @@ def table(page: str, header: str) -> dict[str, dict[str, str]]:
 IN = table("README.md", "| checkpoint |")
 
 
+def _path(name: str, folder: Path) -> Path:
+    """The checkpoint ``name``, which is made in ``folder`` where no fixture is one."""
+    if name == "made/one_file":
+        (folder / "one").mkdir()
+        torch.save(weights(), folder / "one/pytorch_model.bin")
+        return folder / "one"
+    if name == "made/folder":
+        return bin_folder(folder / "several", halves())
+    if name == "made/old.pt":
+        torch.save(torch.load(DATA / "torch/checkpoint.pt"), folder / "old.pt", _use_new_zipfile_serialization=False)
+        return folder / "old.pt"
+    return DATA / name
+
+
 @pytest.mark.parametrize("row", IN)
-def test_a_load_finds_what_the_table_says(row: str) -> None:
+def test_a_load_finds_what_the_table_says(row: str, tmp_path: Path) -> None:
     """Weights, optimizer, scheduler, epoch and step, random state: there where the cell says so, and not elsewhere."""
     cells = IN[row]
     (names,) = (names for begins, names in ROWS.items() if row.startswith(begins))
@@ -104,13 +119,14 @@ def test_a_load_finds_what_the_table_says(row: str) -> None:
                 found = _found(run)
         else:
             arguments = {key: value for key, value in _arguments(name).items() if key != "load_key_map"}
-            with trainer(DATA / name, **arguments) as run:
+            with trainer(_path(name, tmp_path), **arguments) as run:
                 found = _found(run)
                 if not name.startswith(("transformers", "olmo")):  # other rates, other weights
-                    assert all(torch.equal(run.state.model.state_dict()[key], one) for key, one in weights().items())
+                    saved = of_deepspeed() if name.startswith("deepspeed") else weights()
+                    assert all(torch.equal(run.state.model.state_dict()[key], one) for key, one in saved.items())
         has_scheduler = cells["scheduler"].startswith(("yes", SAME_CLASS))
         by_map = cells["epoch, step"] == MAP
-        assert cells["weights"] == "yes"
+        assert cells["weights"].startswith("yes")
         assert found == {
             "optimizer": cells["optimizer"] not in ("", "no"),
             "scheduler": has_scheduler,
@@ -125,23 +141,27 @@ def test_a_key_map_tells_the_step(row: str, tmp_path: Path) -> None:
     (names,) = (names for begins, names in ROWS.items() if row.startswith(begins))
     key_map = {"model": "model", "optimizer": "optimizer", "batch": "step"}
     key_map |= _arguments(names[0]).get("load_key_map", {})
-    path = _with(names[0], tmp_path, step=SAVED) if names[0].startswith("dcp") else DATA / names[0]
-    with trainer(path, load_key_map=key_map) as run:
+    path = _with(names[0], tmp_path, step=SAVED) if names[0].startswith("dcp") else _path(names[0], tmp_path)
+    with trainer(path, **_arguments(names[0]) | {"load_key_map": key_map}) as run:
         assert int(run.state.timestamp.batch) == SAVED
 
 
 @pytest.mark.parametrize("row", [row for row, cells in IN.items() if cells["scheduler"] == SAME_CLASS])
-def test_a_scheduler_of_another_class_is_not_restored(row: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_scheduler_of_another_class_is_not_restored(
+    row: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It begins anew, which is logged."""
     (names,) = (names for begins, names in ROWS.items() if row.startswith(begins))
     arguments = {key: value for key, value in _arguments(names[0]).items() if key != "load_key_map"}
     arguments["scheduler"] = lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    with caplog.at_level("INFO", logger="composerlite"), trainer(DATA / names[0], **arguments) as run:
+    with caplog.at_level("INFO", logger="composerlite"), trainer(_path(names[0], tmp_path), **arguments) as run:
         assert run.state.schedulers[0].last_epoch == 0
     assert "the scheduler, which is of another kind than that of the run" in caplog.text
 
 
 def _arguments(name: str) -> dict[str, Any]:
+    if name == "made/old.pt":
+        return {"trust_checkpoint": True, **_arguments("torch/checkpoint.pt")}
     return next((dict(arguments) for path, arguments in WHOLE.values() if path == name), {})
 
 
@@ -178,6 +198,13 @@ def _accelerate(folder: Path) -> Path:
     return folder / "state"
 
 
+def _deepspeed(folder: Path) -> Path:
+    shutil.copytree(DATA / "deepspeed/zero1", folder / "run")
+    path = folder / "run/global_step6/mp_rank_00_model_states.pt"
+    torch.save({**plain_contents(path), "client": {"at": 1}}, path)
+    return folder / "run"
+
+
 def _with(name: str, folder: Path, **more: Any) -> Path:
     """A directory of DCP with more in it."""
     with pointed(str(DATA / name)) as target:
@@ -192,8 +219,10 @@ LEFT: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "torch, a dict": (lambda _: DATA / "torch/checkpoint.pt", ("epoch", "step")),
     "transformers": (lambda _: DATA / "transformers/checkpoint-6", ("log_history in trainer_state.json",)),
     "accelerate": (_accelerate, ("scaler.pt",)),
+    "DeepSpeed": (_deepspeed, ("client",)),
     "torchtitan": (lambda folder: _with("dcp/torchtitan", folder, dataloader={"at": 6}), ("dataloader",)),
     "DCP, a model and an optimizer": (lambda folder: _with("dcp/nested", folder, step=6), ("step",)),
+    "files of torch before 1.6": (lambda folder: _path("made/old.pt", folder), ("epoch", "step")),
 }
 """Of each row a checkpoint that has what its last cell names, and the words for that in the log.
 
@@ -208,27 +237,13 @@ def test_what_is_not_restored_is_logged(row: str, tmp_path: Path, caplog: pytest
         pytest.skip("its own tests show it: NAMED")
     ((make, words),) = (value for begins, value in LEFT.items() if row.startswith(begins))
     path = make(tmp_path)
-    arguments = _arguments(str(path.relative_to(DATA))) if path.is_relative_to(DATA) else {}
+    arguments = _arguments(str(path.relative_to(DATA)) if path.is_relative_to(DATA) else f"made/{path.name}")
     arguments.pop("load_key_map", None)
     with caplog.at_level("INFO", logger="composerlite"), trainer(path, **arguments) as run:
         assert run.state.dataset_state is None or not any(run.state.dataset_state.values())
     (line,) = (line for line in caplog.text.splitlines() if "taken over: " in line)
     left = line.partition("; not: ")[2].split(", ")
     assert set(words) <= set(left), line
-
-
-def test_averages_of_composer_are_refused_and_can_be_left_out(tmp_path: Path) -> None:
-    """The average begins anew then, and all else is restored."""
-    contents = read_checkpoint(DATA / "composer/ep1-ba6-rank0.pt")
-    weights = contents["state"]["model"]
-    averages = {"smoothing": 0.5, "ema_started": True, "ema_model": {"named_parameters_dict": dict(weights)}}
-    contents["state"]["algorithms"] = [*contents["state"]["algorithms"], ("EMA", averages)]
-    torch.save(contents, tmp_path / "averaged.pt")
-    chosen = {"algorithms": [GradientClipping("norm", 0.5), EMA("2ba")]}
-    with pytest.raises(IncompatibleCheckpointError, match=r"averaged weights cannot be read.*load_exclude_algorithms"):
-        resumed(tmp_path / "averaged.pt", **chosen)
-    with resumed(tmp_path / "averaged.pt", load_exclude_algorithms=["EMA"], **chosen) as run:
-        assert int(run.state.timestamp.batch) == SAVED
 
 
 def test_what_is_not_written() -> None:
