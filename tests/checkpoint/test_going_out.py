@@ -12,7 +12,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 from checkpoint.sharded_parts import same
@@ -27,6 +26,7 @@ from torch.utils.data import SequentialSampler
 from composerlite import Trainer
 from composerlite.cli.conversion import convert
 
+accelerate: Any = pytest.importorskip("accelerate", reason="the extra huggingface is not installed")
 transformers: Any = pytest.importorskip("transformers", reason="the extra huggingface is not installed")
 OURS = DATA / "composerlite/ep2.pt"
 SOURCES = [
