@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._utils
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 __all__ = [
+    "EXTRA_STATE",
     "change_count",
     "dcp_memory_format_class",
     "dcp_storage_info_class",

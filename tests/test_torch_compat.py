@@ -43,6 +43,17 @@ def test_rebuild_tensor_is_the_function_that_files_name() -> None:
     assert torch.arange(3.0).__reduce_ex__(2)[0] is compat.rebuild_tensor
 
 
+@seen_with("EXTRA_STATE", "2.13")
+def test_extra_state_is_the_end_of_the_names_of_what_modules_keep_besides() -> None:
+    """Of a part of a module, too."""
+
+    class Keeps(nn.Module):
+        def get_extra_state(self) -> Any:
+            return {"a": 1}
+
+    assert nn.Sequential(Keeps()).state_dict() == {f"0.{compat.EXTRA_STATE}": {"a": 1}}
+
+
 @seen_with("change_count", "2.13")
 def test_change_count_counts_changes_in_place() -> None:
     """Also through a view; not through ``.data``. Tensors of inference mode are not counted."""

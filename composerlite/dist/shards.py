@@ -24,6 +24,7 @@ __all__ = [
     "is_dense",
     "is_distributed_tensor",
     "local_shard",
+    "make_fillable",
     "shard_box",
     "shards_like",
 ]
@@ -31,6 +32,7 @@ __all__ = [
 
 _boxes: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 _MOST_BOXES = 4096
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class LocalShard(NamedTuple):
@@ -67,6 +69,35 @@ def is_dense(tensor: Tensor) -> bool:
         return False
     is_strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
     return is_strided and tensor.dtype in savable_dtypes()
+
+
+def make_fillable(live: Tensor, value: Tensor | None = None) -> None:
+    """Prepare ``live``, in place, so that a tensor of its shape can be copied into it.
+
+    One whose elements share memory, as ``expand`` makes it, gets memory of its own with the same numbers: torch copies
+    nothing into it.
+
+    Args:
+        live: a tensor of the state of training.
+        value: what will be copied; a compressed sparse ``live`` gets room for as many numbers.
+    """
+    if live.layout in _COMPRESSED:
+        if value is not None and value.layout is live.layout:
+            live.resize_as_sparse_(value)
+    elif is_dense(live) and not is_distributed_tensor(live) and _shares_elements(live):
+        live.data = live.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _shares_elements(tensor: Tensor) -> bool:
+    """Check if elements of ``tensor`` may have the same place in memory."""
+    if tensor.is_contiguous():
+        return False
+    end = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride <= end:
+            return True
+        end += (size - 1) * stride
+    return False
 
 
 def local_shard(tensor: Tensor) -> LocalShard:

@@ -181,6 +181,12 @@ def zeros_like(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype).to_sparse(layout=tensor.layout, **_blocks(tensor))
 
 
+def laid_out_like(tensor: Tensor) -> Tensor:
+    """One with its strides, so that elements that share memory do so here too, and with other numbers."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return torch.full((elements,), 7).to(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
 def _blocks(tensor: Tensor) -> dict[str, Any]:
     blocked = tensor.layout in (torch.sparse_bsr, torch.sparse_bsc)
     return {"blocksize": tuple(tensor.values().shape[1:])} if blocked else {}

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from composerlite._torch_compat import EXTRA_STATE
 from composerlite.checkpoint.api.state_fit import (
     check_fit,
     check_groups,
@@ -435,6 +436,10 @@ def _checked_state(
         flatten = is_flattened(metadata, default=flatten)
     state = model_and_optim_state(model, optim, flatten=flatten)
     swap_param_keys(state, mapping, metadata, quiet=True)
+    for name in filter(lambda name: name.endswith(EXTRA_STATE), state["model"]):  # of any type and size: as it was saved
+        if leaves := leaves_of(metadata, f"model.{name}"):
+            values = sharded.unread(metadata, leaves)
+            state["model"][name] = values.get(f"model.{name}", nested(metadata, f"model.{name}", leaves, values))
     check_fit(reader, sharded.flat(state), strict=strict, owned=tuple(state))
     if optim is not None:
         groups = group_names(model, optim, state["optim"], mapping, metadata)

@@ -64,6 +64,7 @@ __all__ = [
     "read_whole",
     "set_model_state",
     "set_optimizer_state",
+    "unread",
 ]
 
 log = logging.getLogger(__name__)
@@ -191,6 +192,7 @@ def _live_or_new(unread: Tensor, live: Any, taken: set[int]) -> Tensor:
     """Choose where to read a tensor to. No two are read to the same memory: what is loaded last counts there."""
     if not isinstance(live, Tensor) or is_lazy(live) or live.shape != unread.shape or live.is_meta:
         return torch.empty(unread.shape, dtype=unread.dtype)
+    dist.make_fillable(live)
     local = dist.local_shard(live).local
     address = local.data_ptr() if local.numel() else 0
     if live.dtype is unread.dtype and is_dense(local) and address not in taken:
@@ -202,7 +204,6 @@ def _live_or_new(unread: Tensor, live: Any, taken: set[int]) -> Tensor:
 
 
 T = TypeVar("T")
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 _ATTEMPTS = 20
@@ -239,6 +240,9 @@ def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | Non
     found = leaves(state, as_dcp=True, to_save=False)
     metadata = reader.read_metadata()
     inner: dict[str, dict[tuple[str, ...], str]] = {}
+    for value in found.values.values():
+        if isinstance(value, Tensor):
+            dist.make_fillable(value)
     wanted = {key: None if isinstance(v, Tensor) and not is_dense(v) else v for key, v in found.values.items()}
     for owner, key, steps in inner_tensors(metadata, list(found.values)):
         inner.setdefault(owner, {})[steps] = key
@@ -250,8 +254,7 @@ def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | Non
             value = filled(value, {steps: wanted[name] for steps, name in inner[key].items()})
         if isinstance(found.values[key], Tensor) and wanted.get(key) is not found.values[key]:
             _check_kind(key, found.values[key], value, reader.uri)
-            if found.values[key].layout in _COMPRESSED:
-                found.values[key].resize_as_sparse_(value)  # into one with fewer numbers none could be copied
+            dist.make_fillable(found.values[key], value)
         if value is not found.values[key]:
             _set_element(state, place, value)
 
@@ -312,15 +315,19 @@ def load_leaves(reader: RemoteFileSystemReader, state: StateDict, *, group: Grou
 
 def load_flat(reader: RemoteFileSystemReader, keys: Iterable[str]) -> dict[str, Any]:
     """The values of ``keys`` of the index, whole, in this process alone."""
-    metadata = reader.read_metadata()
-    state: dict[str, Any] = {}
-    for key in keys:
-        stored = metadata.state_dict_metadata[key]
-        is_tensor = isinstance(stored, TensorStorageMetadata)
-        state[key] = torch.empty(stored.size, dtype=stored.properties.dtype) if is_tensor else None
+    state = unread(reader.read_metadata(), keys)
     if state:
         load_leaves(reader, state, group=SingleProcess())
     return state
+
+
+def unread(metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
+    """Places for the values of ``keys`` of the index: whole tensors to be filled, ``None`` for other values."""
+    stored = {key: metadata.state_dict_metadata[key] for key in keys}
+    return {
+        key: torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
+        for key, one in stored.items()
+    }
 
 
 @final
@@ -378,6 +385,9 @@ def optimizer_state(model: nn.Module, optim: Optimizer, *, flatten: bool) -> Sta
 
 def set_model_state(model: nn.Module, state: StateDict, *, strict: bool) -> None:
     """Give ``model`` the state."""
+    for live in model.state_dict(keep_vars=True).values():
+        if isinstance(live, Tensor):
+            dist.make_fillable(live)
     set_model_state_dict(model, state, options=_options(strict=strict))
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from composerlite._torch_compat import load_hooks
+from composerlite._torch_compat import EXTRA_STATE, load_hooks
+from composerlite import dist
 from composerlite.core.state.optimizer_state import clean_name, like_live
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
@@ -17,7 +18,6 @@ from composerlite.types import StateDict
 __all__ = ["load_model", "model_places", "model_problems", "model_state"]
 
 log = logging.getLogger(__name__)
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def model_state(model: nn.Module) -> StateDict:
@@ -38,7 +38,11 @@ def model_problems(model: nn.Module, saved: StateDict, *, strict: bool, source: 
     """List the reasons why ``saved`` cannot be loaded into ``model``."""
     own, saved = model_state(model), _cleaned(saved)
     missing, unexpected = _only_in_one(own, saved)
-    both = [(name, value, own[name]) for name, value in saved.items() if isinstance(own.get(name), torch.Tensor)]
+    both = [
+        (name, value, own[name])
+        for name, value in saved.items()
+        if isinstance(own.get(name), torch.Tensor) and not name.endswith(EXTRA_STATE)
+    ]
     no_tensors = [name for name, value, _ in both if not isinstance(value, torch.Tensor)]
     shapes = [
         f"{name}: {tuple(value.shape)} in the checkpoint, {tuple(tensor.shape)} in the model"
@@ -82,7 +86,7 @@ def load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str)
     """Load ``saved`` or say everything that does not fit, before a single weight is changed."""
     if problems := model_problems(model, saved, strict=strict, source=source):
         raise IncompatibleCheckpointError("\n".join(problems))
-    own = {clean_name(name): (name, value) for name, value in model.state_dict().items()}
+    own = {clean_name(name): (name, value) for name, value in model.state_dict(keep_vars=True).items()}
     saved = _cleaned(saved)
     missing, unexpected = _only_in_one(own, saved)
     if missing or unexpected:
@@ -92,16 +96,16 @@ def load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str)
             ", ".join(missing) or "nothing",
             ", ".join(unexpected) or "nothing",
         )
-    cast = [
-        f"{name} from {value.dtype} to {own[name][1].dtype}"
+    both = [
+        (name, value, own[name][1])
         for name, value in saved.items()
-        if isinstance(value, torch.Tensor) and name in own and value.dtype != own[name][1].dtype
+        if name in own and isinstance(value, torch.Tensor) and isinstance(own[name][1], torch.Tensor)
     ]
+    cast = [f"{name} from {value.dtype} to {live.dtype}" for name, value, live in both if value.dtype != live.dtype]
     if cast:
         log.warning("%s: saved in another precision and converted (%d): %s", source, len(cast), ", ".join(cast))
-    for name, value in saved.items():
-        if name in own and own[name][1].layout in _COMPRESSED and value.layout is own[name][1].layout:
-            own[name][1].resize_as_sparse_(value)  # else only one with as many numbers could be copied
+    for _, value, live in both:
+        dist.make_fillable(live, value)
     model.load_state_dict(
         {own[name][0]: like_live(value, own[name][1]) for name, value in saved.items() if name in own},
         strict=False,

@@ -403,5 +403,5 @@ def _deepspeed(device: Device) -> ModuleType:
             ) from e
         # It would be compiled on every machine that trains on its CPU, to be faster than gloo within a node.
         importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed(dist_backend=device.dist_backend, auto_mpi_discovery=False, verbose=False)
+        deepspeed.init_distributed(dist_backend=device.dist_backend or "gloo", auto_mpi_discovery=False, verbose=False)
     return deepspeed
