@@ -34,6 +34,7 @@ __all__ = [
     "all_reduce",
     "all_succeed",
     "barrier",
+    "begin_run",
     "broadcast",
     "broadcast_object",
     "broadcast_object_list",
@@ -95,6 +96,15 @@ def leave_with(error: BaseException) -> None:
     """
     if get_world_size() > 1:
         get_control().barrier.leave(error)
+
+
+def begin_run() -> None:
+    """Begin another run over the connection that there is: who caught the error of the last one on all ranks goes on.
+
+    Every rank calls it. That a rank left with :func:`leave_with` before does not count any more.
+    """
+    if get_world_size() > 1:
+        get_control().barrier.begin_run()
 
 
 def cause_elsewhere(what: str, error: BaseException) -> RankError | None:

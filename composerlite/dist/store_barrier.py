@@ -183,6 +183,9 @@ def first_decision(store: Store, key: str) -> object:
     return pickle.loads(store.get(key))
 
 
+_TICKETS = 2**40  # of one run, more than any takes
+
+
 @final
 @dataclass(frozen=True)
 class _Arrival:
@@ -210,6 +213,12 @@ class StoreBarrier:
         self._poll = Poll(store, world_size)
         self._tickets = itertools.count(1)
         self._last_ticket = 0
+        self._run = 0
+
+    def begin_run(self) -> None:
+        """Begin another run over the same connection: that a rank left an earlier one, and where, counts no more."""
+        self._run += 1
+        self._tickets = itertools.count(self._run * _TICKETS + 1)
 
     def announce(self, what: str) -> int:
         """Note for the others that this rank begins ``what``, without waiting. Returns its number for :meth:`late`."""
@@ -273,35 +282,36 @@ class StoreBarrier:
         self.succeed(what, timeout)
 
     def leave(self, error: BaseException) -> None:
-        """Report that this rank failed and reaches no further barrier: the waits of other ranks end with that.
+        """Report that this rank failed and reaches no further barrier of the run: the waits of others end with that.
 
         Never waits. An error that all ranks have is not told.
         """
         if isinstance(error, RankError) and error.everywhere:
             return
         with reaching_the_store("leaving the run"):
-            decide_once(self._store, "left", Failure.of(error, self.rank))
+            decide_once(self._store, f"left/{self._run}", Failure.of(error, self.rank))
 
     def report_gone(self, rank: int) -> None:
-        """Report that the process of ``rank`` is gone: the waits of all end with that, unless one had left before."""
+        """Report that the process of ``rank`` is gone: the waits of all end with that, or with a rank that had left."""
         error = gone_error(rank)
         with contextlib.suppress(RankError), reaching_the_store("reporting a lost rank"):
             self._store.set("gone", str(rank))
-            decide_once(self._store, "left", Failure.of(error, rank))  # without the store all have an error anyway
+            decide_once(self._store, "lost", Failure.of(error, rank))  # without the store all have an error anyway
 
     def gone(self) -> int | None:
         """Return the rank that :meth:`report_gone` was called for, the last one; ``None``: none."""
         return int(self._store.get("gone")) if self._store.check(["gone"]) else None
 
     def check_nobody_left(self, what: str) -> None:
-        """Raise the error of a rank that called :meth:`leave`, or that is gone.
+        """Raise the error of a rank that called :meth:`leave` in this run, or that is gone.
 
         Raises:
             RankError: with the cause; or the store is gone.
         """
         with reaching_the_store(what):
-            if self._store.check(["left"]):
-                raise rank_error(what, [pickle.loads(self._store.get("left"))])
+            for key in (f"left/{self._run}", "lost"):
+                if self._store.check([key]):
+                    raise rank_error(what, [pickle.loads(self._store.get(key))])
 
     def late(self, ticket: int, what: str, timeout: timedelta) -> LateRankError | None:
         """Error that names the ranks that have not reached ``ticket``; ``None`` if all have."""

@@ -292,6 +292,24 @@ def test_a_rank_that_leaves_says_why(act: Callable[[], None], cause: str) -> Non
         assert text.endswith(cause)
 
 
+def _go_on_after_a_failure() -> str:
+    error = ValueError("not a number")
+    if dist.get_global_rank() == 1:
+        dist.leave_with(error)
+    else:
+        with pytest.raises(RankError, match="rank 1 failed: ValueError: not a number"):
+            dist.barrier("the next place", timedelta(seconds=50))
+    dist.begin_run()
+    dist.check_nobody_left("the second run")
+    dist.barrier("the second run", timedelta(seconds=50))
+    return "went on"
+
+
+def test_ranks_whose_errors_are_caught_go_on_together() -> None:
+    """A second run over the same connection is not ended by what ended the first, nor out of step by it."""
+    assert run_ranks(_go_on_after_a_failure, 3) == ["went on"] * 3
+
+
 def _lose_rank_0(port: int) -> None:
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
     os.environ["MASTER_PORT"] = str(port)

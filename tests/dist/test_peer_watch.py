@@ -49,7 +49,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
 def test_a_rank_that_ends_suddenly_is_reported(two: Two) -> None:
     """Who waits for it raises an error that names it and says what happened."""
     two.end_suddenly(1)
-    assert Poll(PrefixStore("barrier", two.store), 2).until("left", LONG)
+    assert Poll(PrefixStore("barrier", two.store), 2).until("lost", LONG)
     with pytest.raises(LateRankError, match="rank 1 is gone: its process was killed, or its node is lost") as caught:
         two.barriers[0].wait("saving", LONG)
     assert caught.value.ranks == (1,)
@@ -62,7 +62,7 @@ def test_a_rank_that_ends_by_intention_is_not_reported(two: Two) -> None:
     assert thread is not None
     thread.join(60)
     two.barriers[0].check_nobody_left("the end")
-    assert not two.store.check(["barrier/left"])
+    assert not two.store.check(["barrier/lost"])
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -76,7 +76,7 @@ def test_a_forked_worker_that_outlives_its_rank_does_not_hide_that_it_is_gone(tw
         os._exit(0)
     try:
         two.end_suddenly(1)
-        assert Poll(PrefixStore("barrier", two.store), 2).until("left", LONG)
+        assert Poll(PrefixStore("barrier", two.store), 2).until("lost", LONG)
     finally:
         ours.close()
         theirs.close()
@@ -98,7 +98,7 @@ def test_a_stranger_that_connects_is_ignored(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(socket, "create_server", with_a_stranger)
     made = Two()
     made.end_suddenly(0)
-    assert Poll(PrefixStore("barrier", made.store), 2).until("left", LONG)
+    assert Poll(PrefixStore("barrier", made.store), 2).until("lost", LONG)
     for watch in made.watches:
         watch.stop()
 

@@ -436,7 +436,9 @@ def _checked_state(
         flatten = is_flattened(metadata, default=flatten)
     state = model_and_optim_state(model, optim, flatten=flatten)
     swap_param_keys(state, mapping, metadata, quiet=True)
-    for name in filter(lambda name: name.endswith(EXTRA_STATE), state["model"]):  # of any type and size: as it was saved
+    for name in filter(
+        lambda name: name.endswith(EXTRA_STATE), state["model"]
+    ):  # of any type and size: as it was saved
         if leaves := leaves_of(metadata, f"model.{name}"):
             values = sharded.unread(metadata, leaves)
             state["model"][name] = values.get(f"model.{name}", nested(metadata, f"model.{name}", leaves, values))

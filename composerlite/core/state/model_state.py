@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from composerlite._torch_compat import EXTRA_STATE, load_hooks
 from composerlite import dist
+from composerlite._torch_compat import EXTRA_STATE, load_hooks
 from composerlite.core.state.optimizer_state import clean_name, like_live
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict

@@ -194,6 +194,8 @@ class Membership:
             raise ConfigError(f"dist_timeout={timeout!r}: expected a positive number of seconds.")
         if dist.initialize_dist(device, timeout, min_world_size=1 if alone else 2):
             Membership._members, Membership._connected_here = 0, True
+        else:
+            dist.begin_run()
         Membership._members += 1
         self._is_member = True
 
