@@ -162,6 +162,7 @@ def empty_shard_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(tensor.detach(), dtype=dtype, requires_grad=False)
 
 
+@torch.no_grad()
 def distributed_like(whole: Tensor, tensor: Tensor) -> Tensor:
     """``whole``, which every rank has, distributed as ``tensor`` of the same shape is, on its device.
 

@@ -28,6 +28,8 @@ from composerlite.errors import CheckpointError, ConfigError
 FEW, MANY = 20, 1000
 FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Composer, a file": ("composer/ep1-ba6-rank0.pt", ("",)),
+    "Composer, compressed": ("composer/packed.pt.gz", ("",)),
+    "Composer, an archive": ("composer/packed.tar.bz2", ("",)),
     "Composer, a directory": ("composer/ep2-ba6", (".metadata", ".metadata", "__0_0.distcp", "__1_0.distcp")),
     "OLMo-core, a step": (
         "olmo_core/step6",
@@ -63,7 +65,7 @@ def quiet_log() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7000)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.soak)])
 def test_damage_by_chance_to_what_other_systems_save_does_no_harm(
@@ -140,7 +142,7 @@ def test_every_system_that_is_recognised_is_damaged_here() -> None:
     assert {system.name for system in SYSTEMS} <= found
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7000)
 @pytest.mark.parametrize("name", [MODEL_STATES, OPTIM_STATES, "pytorch_model.bin"])
 @pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.soak)])
 def test_damage_by_chance_to_files_of_torch_in_a_folder_does_no_harm(name: str, count: int, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import shutil
 import struct
 from pathlib import Path
@@ -501,6 +502,7 @@ HOSTILE_BINS: dict[str, tuple[Any, type[Exception], str]] = {
     "not by rows": ({"body.weight": torch.ones(4, 3).T}, CorruptCheckpointError, "'body.weight' is not numbers row by"),
     "a number": ({"body.weight": 3}, CorruptCheckpointError, "'body.weight' is not numbers"),
     "a list": ([torch.ones(2)], CorruptCheckpointError, "holds list and no state dict"),
+    "no name": ({(1, 2): torch.ones(2)}, CorruptCheckpointError, "a key that is tuple, and no name of a tensor"),
     "twice": ({"head.bias": torch.ones(2)}, CorruptCheckpointError, "'head.bias' is in two files"),
 }
 
@@ -619,6 +621,17 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, index:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CorruptCheckpointError, match=message):
         trainer(folder)
+
+
+@pytest.mark.parametrize("path", [(), ({}, "body.bias"), ("model", [], "body.bias"), ("model", 2.5), "model"])
+def test_a_path_of_keys_that_is_none_is_refused(tmp_path: Path, path: Any) -> None:
+    """What the index of DCP says of where a weight is in the nested state is text and numbers."""
+    shutil.copytree(DATA / "dcp/nested", tmp_path / "run")
+    index = pickle.loads((tmp_path / "run/.metadata").read_bytes())
+    index.planner_data["model.body.bias"] = path
+    (tmp_path / "run/.metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CorruptCheckpointError, match="paths of keys that are none"):
+        trainer(tmp_path / "run")
 
 
 def test_nothing_of_a_foreign_pickle_runs(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="the extra 'deepspeed' is not installed"
 )
 CELLS = [(stage, precision) for stage in (1, 2, 3) for precision in ("fp32", "amp_bf16")]
+DATA = Path(__file__).parents[1] / "data/deepspeed"
 Weights = dict[str, torch.Tensor]
 
 
@@ -302,6 +303,15 @@ def test_other_runs_say_what_to_do_with_it(run: Path) -> None:
     """A run without DeepSpeed cannot load it, and is told how it could."""
     with pytest.raises(IncompatibleCheckpointError, match=r"deepspeed_config=….*unshard_zero"):
         zero_ranks.trainer(None, load_path=run / "ba6-rank0.tar", train_dataloader=None)
+
+
+def test_a_folder_of_another_program_gives_its_weights() -> None:
+    """Saved by two ranks of DeepSpeed without us; where the optimizer is wanted, too, the message says what works."""
+    saved = torch.load(DATA / "zero0/global_step6/mp_rank_00_model_states.pt")["module"]
+    ((found, said),) = run_ranks(zero_ranks.of_another_program, 1, 3, str(DATA / "zero2"))
+    assert equal(found, saved)
+    assert "load_weights_only=True" in said
+    assert "without deepspeed_config" in said
 
 
 def test_a_commit_that_was_cut_off_is_completed_or_forgotten(run: Path) -> None:

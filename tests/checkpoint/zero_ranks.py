@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from checkpoint.tiny_training import Classifier
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import Callback, ComposerModel, Logger, State, Trainer, dist
 from composerlite.algorithms import EMA, GradientClipping
-from composerlite.errors import ConfigError
+from composerlite.errors import ConfigError, IncompatibleCheckpointError
 
 BATCHES = 12
 CHANGES = ("open", "os.rename", "os.remove", "os.symlink", "os.link")
@@ -214,6 +215,26 @@ def in_a_bucket(bucket: str) -> dict[str, Any]:
         run.fit()
         own = run.save_checkpoint("own/ba{batch}-rank{rank}")
         return {"whole": whole, "resumed": weights(run), "began": began, "seeded": seeded, "own": own}
+
+
+def of_another_program(stage: int, path: str) -> tuple[dict[str, torch.Tensor], str]:
+    """The weights that a folder of another program gives; what is said where all of it is wanted."""
+
+    def run(**more: Any) -> Trainer:
+        model = Classifier()
+        data = DataLoader(TensorDataset(torch.zeros(4, 4), torch.zeros(4, dtype=torch.long)), batch_size=2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        how: dict[str, Any] = {"max_duration": "2ba", "optimizers": optimizer, "progress_bar": False, "device": "cpu"}
+        config = {"zero_optimization": {"stage": stage}}
+        return Trainer(model=model, train_dataloader=data, deepspeed_config=config, load_path=path, **how, **more)
+
+    with run(load_weights_only=True) as loaded:
+        found = weights(loaded)
+    try:
+        run().close()
+    except IncompatibleCheckpointError as e:
+        return found, str(e)
+    return found, "nothing"
 
 
 def die_while_saving(folder: str, victim: int, number: int) -> int:

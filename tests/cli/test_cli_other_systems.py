@@ -120,6 +120,11 @@ def test_what_is_not_recognised_or_not_safe_is_said_to_be(tmp_path: Path) -> Non
     (verdict,) = json.loads(done.stdout)["checkpoints"]
     assert (done.returncode, verdict["state"]) == (1, "refused")
     assert "mkdir" in verdict["faults"][0]
+    shutil.copytree(DATA / "transformers/checkpoint-6", tmp_path / "checkpoint-6")
+    shutil.copy(tmp_path / "evil.pt", tmp_path / "checkpoint-6/optimizer.pt")
+    done = composerlite("checkpoint", "verify", "checkpoint-6", "--json", cwd=tmp_path)
+    (verdict,) = json.loads(done.stdout)["checkpoints"]
+    assert (done.returncode, verdict["state"]) == (1, "refused")
     assert not (tmp_path / "pwned").exists()
 
 

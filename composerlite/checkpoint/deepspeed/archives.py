@@ -24,6 +24,7 @@ from composerlite.checkpoint.format.packing import is_packed, uncompressed
 from composerlite.checkpoint.format.torch_reader import ByteSource, TorchFile, UnverifiedFile, Window
 from composerlite.checkpoint.load.reader import readable, validate
 from composerlite.checkpoint.load.resolve import (
+    engine_folder,
     fetched,
     followed,
     home_of,
@@ -308,6 +309,13 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
         ConfigError: the name is that of one file, and nothing tells those of the other ranks; ``argument`` is named.
     """
     first = format_name_with_dist(template, run_name, **FIRST_RANK)
+    with engine_folder(first, object_store) as found:
+        if found is not None:
+            raise IncompatibleCheckpointError(
+                f"{argument}={template!r} is a folder of DeepSpeed's engine, without the archives that a run with "
+                "deepspeed_config saves. Its weights load with load_weights_only=True; a run without deepspeed_config "
+                "continues from all of it; 'composerlite checkpoint convert' writes its weights to a file."
+            )
     if object_store is None and not is_uri(first):
         path = resolved(Path(parse_uri(first)[2]))
         if not path.is_file():

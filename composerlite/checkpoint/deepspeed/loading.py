@@ -29,9 +29,11 @@ from composerlite.checkpoint.deepspeed.archives import (
 )
 from composerlite.checkpoint.deepspeed.weights import pieces_of
 from composerlite.checkpoint.foreign.deepspeed import merged_weights, untrained
+from composerlite.checkpoint.foreign.keys import common_rename
 from composerlite.checkpoint.format.torch_reader import item_contents
+from composerlite.checkpoint.load.deepspeed_folder import deepspeed_contents
 from composerlite.checkpoint.load.reader import RawFile, opened, readable, spread_file
-from composerlite.checkpoint.load.resolve import fetched
+from composerlite.checkpoint.load.resolve import engine_folder, fetched
 from composerlite.checkpoint.record.contents import RestorePlan, check_kind, half_loaded
 from composerlite.checkpoint.record.naming import FIRST_RANK, format_name_with_dist
 from composerlite.errors import ConfigError
@@ -244,6 +246,11 @@ class _Load:
     def _read_weights(self) -> dict[str, Tensor]:
         """The state dict of the model. On rank 0."""
         first = format_name_with_dist(self.template, self.plan.state.run_name, **FIRST_RANK)
+        with engine_folder(first, self.object_store) as folder:
+            if folder is not None:
+                found: dict[str, Tensor] = deepspeed_contents(*folder, trust=self.trust)["module"]
+                rename = common_rename(found, self.plan.state.get_model_state_dict(), all_must=self.plan.strict)
+                return {rename.of(name): tensor for name, tensor in found.items()}
         with fetched(first, self.object_store) as path:
             if not holds_deepspeed(path):
                 with opened(path, trust=self.trust) as (file, _):

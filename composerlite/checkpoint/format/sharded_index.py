@@ -122,11 +122,20 @@ def _check_index(found: Any) -> None:
             raise ValueError(f"data in {name!r}, which is not in its directory")
         if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers):
             raise ValueError(f"data of {name!r} at {numbers}")
-    paths = found.planner_data
-    if paths is not None and (
-        type(paths) is not dict or not all(type(k) is str and type(v) is tuple for k, v in paths.items())
+    if found.planner_data is not None and (
+        type(found.planner_data) is not dict or not all(_is_path(*item) for item in found.planner_data.items())
     ):
         raise ValueError("paths of keys that are none")
+
+
+def _is_path(key: Any, path: Any) -> bool:
+    """Return true for the steps to a leaf, and for the keys of a dict: see ``KEYS``."""
+    if type(key) is not str or type(path) is not tuple:
+        return False
+    if key.startswith(KEYS):
+        hash(path)  # else a TypeError: keys of no dict
+        return True
+    return bool(path) and all(type(step) in (str, int) for step in path)
 
 
 def _check_tensor(key: str, stored: TensorStorageMetadata) -> None:

@@ -190,6 +190,8 @@ def _tensors_of_torch(name: str, size: int, read: _Read) -> list[tuple[str, str,
         raise CorruptCheckpointError(f"{name!r} holds {type(contents).__name__} and no state dict.")
     found: list[tuple[str, str, list[int], int]] = []
     for key, tensor in cast("dict[Any, Any]", contents).items():
+        if type(key) is not str:
+            raise CorruptCheckpointError(f"{name!r} has a key that is {type(key).__name__}, and no name of a tensor.")
         record = records.get(id(tensor.untyped_storage())) if isinstance(tensor, Tensor) else None
         if record is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             raise CorruptCheckpointError(
@@ -197,5 +199,5 @@ def _tensors_of_torch(name: str, size: int, read: _Read) -> list[tuple[str, str,
                 "torch.save({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path)"
             )
         start = record.offset + int(tensor.storage_offset()) * tensor.itemsize
-        found.append((str(key), str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start))
+        found.append((key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start))
     return found

@@ -43,6 +43,7 @@ __all__ = [
     "deepspeed_save",
     "download_bar",
     "download_checkpoint",
+    "engine_folder",
     "fetched",
     "followed",
     "get_file",
@@ -149,10 +150,30 @@ def _on_this_machine(stack: contextlib.ExitStack, name: str, merge: Merge) -> Lo
         return Located(name, is_directory=True, path=path, step=True)
     if is_read_in_place(path):
         return Located(name, is_directory=True, path=path)
-    whole = Path(os.path.realpath(path))
-    if whole.is_dir() and (save := deepspeed_save(Folder(whole.parent), whole.name)) is not None:
-        return _merged(stack, name, Folder(whole.parent), save, merge)
+    if (found := stack.enter_context(engine_folder(name, None))) is not None:
+        return _merged(stack, name, *found, merge)
     return Located(name, path=path)
+
+
+@contextlib.contextmanager
+def engine_folder(name: str, object_store: ObjectStore | None) -> Generator[tuple[Place, str] | None]:
+    """Open the folder of DeepSpeed's engine that is called ``name``: the place, and the folder in it with one save.
+
+    ``None``: it is something else.
+    """
+    if object_store is None and not is_uri(name):
+        whole = Path(os.path.realpath(resolved(Path(parse_uri(name)[2]))))
+        place = Folder(whole.parent) if whole.is_dir() else None
+        save = None if place is None else deepspeed_save(place, whole.name)
+        yield None if place is None or save is None else (place, save)
+    elif object_store is None and parse_uri(name)[0] in ("http", "https"):
+        yield None
+    else:
+        with transferring(name, object_store) as (transfer, wanted):
+            key = followed(transfer, wanted).rstrip("/")
+            folder = ShardedDirectory.in_store(transfer.store, key) if key else None
+            save = None if folder is None else deepspeed_save(folder.place, folder.name)
+            yield None if folder is None or save is None else (folder.place, save)
 
 
 def deepspeed_save(place: Place, folder: str) -> str | None:
@@ -208,10 +229,8 @@ def _elsewhere(
             if key and transfer.exists(f"{key}/{MODEL}/{INDEX}"):
                 return Located(name, is_directory=True, uri=transfer.store.get_uri(key), key=key, step=True)
             has_index = bool(key) and transfer.exists(f"{key}/{INDEX}")
-            if key and not has_index:
-                folder = ShardedDirectory.in_store(transfer.store, key)
-                if (save := deepspeed_save(folder.place, folder.name)) is not None:
-                    return _merged(stack, name, folder.place, save, merge)
+            if not has_index and (found := stack.enter_context(engine_folder(name, object_store))) is not None:
+                return _merged(stack, name, *found, merge)
             if not has_index and not (key and holds_weights(ShardedDirectory.in_store(transfer.store, key).names())):
                 raise
             return Located(name, is_directory=True, uri=transfer.store.get_uri(key), key=key)

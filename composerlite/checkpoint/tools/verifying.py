@@ -8,7 +8,8 @@ from isal import isal_zlib
 
 from composerlite.checkpoint.foreign.systems import recognised
 from composerlite.checkpoint.format.packing import is_packed, unpacked
-from composerlite.checkpoint.format.torch_reader import UnverifiedFile, Window
+from composerlite.checkpoint.format.sharded_index import untrusted
+from composerlite.checkpoint.format.torch_reader import TorchFile, UnverifiedFile, Window
 from composerlite.checkpoint.format.weight_files import TORCH_SUFFIX, WEIGHTS_SUFFIX
 from composerlite.checkpoint.format.zip_file import entries
 from composerlite.checkpoint.load.reader import readable
@@ -18,6 +19,7 @@ from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.place.step import TRAIN
 from composerlite.checkpoint.tools.inspecting import contents_of, deepspeed_in, model_directory
 from composerlite.checkpoint.tools.surveying import Found
+from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.errors import CorruptCheckpointError
 
 __all__ = ["compared_with_itself"]
@@ -85,11 +87,15 @@ def _compare_file(place: Place, path: str, size: int, progress: Callable[[int], 
 
 
 def _compare(name: str, window: Window, uri: str, progress: Callable[[int], object]) -> int:
-    """Compare the records of a torch file with their CRC-32, and return their number; 0 for a file of another form,
-    which is read."""
+    """Compare the records of a torch file, whose types are safe, with their CRC-32, and return their number; 0 for a
+    file of another form, which is read."""
     if window.size_bytes < 4 or window.read(0, 4) != b"PK\3\4":
         safe_contents(window.read(0, window.size_bytes), name, uri)
         return 0
+    try:
+        TorchFile(window, window.size_bytes, peek=window.read, map_location="meta")
+    except RefusedError as e:
+        raise untrusted(uri, name, e) from e
     records = entries(window.size_bytes, window.read, window.read)
     for record, entry in records.items():
         crc = 0
