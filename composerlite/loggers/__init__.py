@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from composerlite.loggers.progress_bar import ProgressBarLogger
     from composerlite.loggers.remote_uploader_downloader import RemoteUploaderDownloader
     from composerlite.loggers.services.mlflow import MLFlowLogger
+    from composerlite.loggers.services.prometheus import PrometheusLogger
     from composerlite.loggers.services.slack import SlackLogger
     from composerlite.loggers.services.tensorboard import TensorboardLogger
     from composerlite.loggers.services.wandb import WandBLogger
@@ -33,6 +34,7 @@ __all__ = [
     "LoggerDestination",
     "MLFlowLogger",
     "ProgressBarLogger",
+    "PrometheusLogger",
     "RemoteUploaderDownloader",
     "SlackLogger",
     "TensorboardLogger",

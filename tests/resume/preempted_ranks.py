@@ -62,7 +62,7 @@ def on_node(nodes: Path) -> None:
 
 
 class _Replicated(Callback):
-    """Begins no batch before what is being replicated is there, or, if ``waits`` is false, counts these batches."""
+    """Begins no batch before what is being saved and replicated is there, or, if not ``waits``, counts such batches."""
 
     def __init__(self, *, waits: bool) -> None:
         self.waits = waits
@@ -71,7 +71,8 @@ class _Replicated(Callback):
     def batch_start(self, state: State, logger: Logger) -> None:
         for saver in state.callbacks:
             if isinstance(saver, CheckpointSaver) and saver.saver.replication is not None:
-                if self.waits:
+                if self.waits:  # then each batch begins the replication of the save of the one before
+                    saver.saver.wait_for_previous()
                     saver.saver.replication.join()
                 self.meanwhile += saver.saver.replication.is_busy
 
@@ -95,7 +96,7 @@ def train(
 
     With ``memory``, a folder, what each batch has reached is kept there. With ``nodes``, a folder, each rank is a node
     of its own, and relative paths are below ``nodes/node<rank>``. With ``replication``, so many GB/s, a batch ``waits``
-    for that of the one before.
+    for the save of the one before and for that of the one before it.
     """
     if nodes is not None:
         on_node(nodes)
