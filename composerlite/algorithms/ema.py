@@ -122,12 +122,6 @@ class EMA(Algorithm):
         """Take back what :meth:`state_dict` gave."""
         self._average.load_state_dict(state_dict)
 
-    def __repr__(self) -> str:
-        return (
-            f"EMA(smoothing={self.smoothing}, ema_start={str(self.ema_start)!r}, "
-            f"update_interval={str(self.update_interval)!r})"
-        )
-
 
 def _smoothing_and_interval(
     half_life: Time | str | None, smoothing: float | None, update_interval: Time | str | None

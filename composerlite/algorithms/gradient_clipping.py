@@ -84,9 +84,6 @@ class GradientClipping(Algorithm):
         """Clip the gradients."""
         apply_gradient_clipping(state.model, self.clipping_type, self.clipping_threshold)
 
-    def __repr__(self) -> str:
-        return f"GradientClipping(clipping_type={self.clipping_type!r}, clipping_threshold={self.clipping_threshold})"
-
 
 @torch.no_grad()
 def _clip_units(model: nn.Module, threshold: float) -> None:

@@ -129,9 +129,6 @@ class LayerFreezing(Algorithm):
         """Take back what :meth:`state_dict` gave; they are frozen at ``AFTER_LOAD``."""
         self._frozen = list(state_dict.get("frozen", ()))
 
-    def __repr__(self) -> str:
-        return f"LayerFreezing(freeze_start={self.freeze_start}, freeze_level={self.freeze_level})"
-
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     return [

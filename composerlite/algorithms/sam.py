@@ -71,9 +71,6 @@ class SAM(Algorithm):
             return None
         return _uphill(state.model, self.rho, self.epsilon)
 
-    def __repr__(self) -> str:
-        return f"SAM(rho={self.rho}, epsilon={self.epsilon}, interval={self.interval})"
-
 
 @contextlib.contextmanager
 def _uphill(model: nn.Module, rho: float, epsilon: float) -> Generator[None]:

@@ -142,13 +142,6 @@ class SWA(Algorithm):
         self._sampled_at = int(state_dict["sampled_at"])
         self._completed = bool(state_dict["completed"])
 
-    def __repr__(self) -> str:
-        return (
-            f"SWA(swa_start={str(self.swa_start)!r}, swa_end={str(self.swa_end)!r}, "
-            f"update_interval={str(self.update_interval)!r}, schedule_swa_lr={self.schedule_swa_lr}, "
-            f"anneal_strategy={self.anneal_strategy!r}, anneal_steps={self.anneal_steps}, swa_lr={self.swa_lr})"
-        )
-
 
 def _groups(state: State) -> list[dict[str, Any]]:
     return [group for optimizer in state.optimizers for group in optimizer.param_groups]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 from composerlite.core.callback import Logger
 from composerlite.core.event import Event
@@ -26,6 +28,15 @@ class Algorithm(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         ALGORITHMS[cls.__qualname__] = cls
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={_shown(value)}" for name, value in self._arguments().items())
+        return f"{type(self).__name__}({given})"
+
+    def _arguments(self) -> dict[str, Any]:
+        """The constructor's arguments, as far as there are attributes of the same names."""
+        own = vars(self)
+        return {name: own[name] for name in inspect.signature(type(self)).parameters if name in own}
 
     @abstractmethod
     def match(self, event: Event, state: State) -> bool:
@@ -81,3 +92,12 @@ class Algorithm(ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave."""
+
+
+def _shown(value: Any) -> str:
+    """``value`` as the user would write it; of a function, which has an address, nothing."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_shown, cast('Sequence[Any]', value)))})"
+    if callable(value):
+        return "…"
+    return repr(value if value is None or isinstance(value, int | float) else str(value))

@@ -162,9 +162,3 @@ class CutMix(Mixing):
 
     def _is_map(self, target: Tensor) -> bool:
         return target.ndim > 2 and tuple(target.shape[-2:]) == self._size
-
-    def __repr__(self) -> str:
-        return (
-            f"CutMix(alpha={self.alpha}, interpolate_loss={self.interpolate_loss}, uniform_sampling="
-            f"{self.uniform_sampling}, input_key={self._input!r}, target_key={self._target!r})"
-        )

@@ -91,12 +91,6 @@ class CutOut(Algorithm):
         images = self._input.tensor(state, who="CutOut")
         self._input.replace(state, cutout_batch(images, self.num_holes, self.length, self.uniform_sampling))
 
-    def __repr__(self) -> str:
-        return (
-            f"CutOut(num_holes={self.num_holes}, length={self.length}, uniform_sampling={self.uniform_sampling}, "
-            f"input_key={self._input!r})"
-        )
-
 
 def _check(owner: str, num_holes: int, length: float) -> None:
     if num_holes < 0:

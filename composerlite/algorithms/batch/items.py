@@ -51,9 +51,6 @@ class BatchItem:
         state.batch = copy.copy(state.batch)
         state.batch_set_item(self._set, value)
 
-    def __repr__(self) -> str:
-        return "(…, …)" if _is_pair_of_functions(self.key) else repr(self.key)
-
 
 def _is_pair_of_functions(key: Any) -> bool:
     return isinstance(key, tuple | list) and len(key) == 2 and all(callable(part) for part in key)

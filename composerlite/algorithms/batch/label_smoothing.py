@@ -85,9 +85,6 @@ class LabelSmoothing(Algorithm):
         self._original = state.batch
         self._target.replace(state, smooth_labels(outputs, target, self.smoothing))
 
-    def __repr__(self) -> str:
-        return f"LabelSmoothing(smoothing={self.smoothing}, target_key={self._target!r})"
-
 
 def _check(smoothing: float) -> None:
     if not 0 <= smoothing <= 1:

@@ -78,9 +78,3 @@ class MixUp(Mixing):
     def mix_input(self, input: Tensor) -> tuple[Tensor, Tensor, float]:  # noqa: A002
         """Return the means, the numbers of the second samples and their weight."""
         return mixup_batch(input, torch.arange(len(input), device=input.device), alpha=self.alpha)
-
-    def __repr__(self) -> str:
-        return (
-            f"MixUp(alpha={self.alpha}, interpolate_loss={self.interpolate_loss}, input_key={self._input!r}, "
-            f"target_key={self._target!r})"
-        )

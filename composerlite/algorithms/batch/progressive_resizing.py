@@ -157,13 +157,6 @@ class ProgressiveResizing(Algorithm):
         grown = min((done - self.delay_fraction) / growing, 1.0) if growing > 0 else 1.0
         return self.initial_scale + (1 - self.initial_scale) * grown
 
-    def __repr__(self) -> str:
-        return (
-            f"ProgressiveResizing(mode={self.mode!r}, initial_scale={self.initial_scale}, finetune_fraction="
-            f"{self.finetune_fraction}, delay_fraction={self.delay_fraction}, size_increment={self.size_increment}, "
-            f"resize_targets={self.resize_targets}, input_key={self._input!r}, target_key={self._target!r})"
-        )
-
 
 def _shrunk(images: Tensor, scale: float) -> Tensor:
     """Return images or masks of the nearest pixels."""

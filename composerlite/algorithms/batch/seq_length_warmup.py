@@ -158,13 +158,6 @@ class SeqLengthWarmup(Algorithm):
         more = int((self.max_seq_length - self.min_seq_length) * grown)
         return min(self.min_seq_length + more // self.step_size * self.step_size, self.max_seq_length)
 
-    def __repr__(self) -> str:
-        return (
-            f"SeqLengthWarmup(duration={self.duration}, min_seq_length={self.min_seq_length}, max_seq_length="
-            f"{self.max_seq_length}, step_size={self.step_size}, truncate={self.truncate}, "
-            f"preserve_end_of_sequence={self.preserve_end_of_sequence})"
-        )
-
 
 def _rows(batch: Batch) -> int:
     return int(next(iter(batch.values())).shape[0])

@@ -158,12 +158,7 @@ class BlurPool(Algorithm):
 
     def config(self) -> dict[str, Any]:
         """The constructor's arguments."""
-        return {
-            "replace_convs": self.replace_convs,
-            "replace_maxpools": self.replace_maxpools,
-            "blur_first": self.blur_first,
-            "min_channels": self.min_channels,
-        }
+        return self._arguments()
 
     def match(self, event: Event, state: State) -> bool:
         """Return true at ``INIT``."""
@@ -179,9 +174,6 @@ class BlurPool(Algorithm):
             log.warning("%r changed nothing: the model has no strided layer that it replaces", self)
         else:
             log.info("%r: the model has %d anti-aliased convolutions and %d poolings", self, convs, pools)
-
-    def __repr__(self) -> str:
-        return f"BlurPool({', '.join(f'{name}={value}' for name, value in self.config().items())})"
 
 
 def _binomial_filter(*, like: Tensor) -> Tensor:

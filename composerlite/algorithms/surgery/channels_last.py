@@ -43,6 +43,3 @@ class ChannelsLast(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Change the order of memory."""
         apply_channels_last(state.model)
-
-    def __repr__(self) -> str:
-        return "ChannelsLast()"

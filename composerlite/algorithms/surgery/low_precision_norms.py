@@ -117,9 +117,6 @@ class LowPrecisionNorm(Algorithm):
         """Return true at ``apply_at``."""
         return event is self.apply_at
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(apply_at={self.apply_at.value!r})"
-
 
 @final
 class LowPrecisionLayerNorm(LowPrecisionNorm):

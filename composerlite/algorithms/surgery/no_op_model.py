@@ -67,6 +67,3 @@ class NoOpModel(Algorithm):
                 group["params"] = list(model.parameters()) if index == 0 else []
         state.model = model
         log.info("NoOpModel: the model was replaced by one that learns nothing")
-
-    def __repr__(self) -> str:
-        return "NoOpModel()"

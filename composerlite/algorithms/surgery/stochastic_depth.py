@@ -113,13 +113,7 @@ class StochasticDepth(Algorithm):
 
     def config(self) -> dict[str, Any]:
         """The constructor's arguments."""
-        return {
-            "target_layer_name": self.target_layer_name,
-            "stochastic_method": self.stochastic_method,
-            "drop_rate": self.drop_rate,
-            "drop_distribution": self.drop_distribution,
-            "drop_warmup": str(self.drop_warmup),
-        }
+        return {**self._arguments(), "drop_warmup": str(self.drop_warmup)}
 
     def match(self, event: Event, state: State) -> bool:
         """Return true at ``INIT``, and with a warmup when a batch begins."""
@@ -148,9 +142,6 @@ class StochasticDepth(Algorithm):
             state.model, self.target_layer_name, self.stochastic_method, self.drop_rate, self.drop_distribution
         )
         logger.log_hyperparameters({"stochastic_depth/num_stochastic_layers": len(blocks)})
-
-    def __repr__(self) -> str:
-        return f"StochasticDepth({', '.join(f'{name}={value!r}' for name, value in self.config().items())})"
 
 
 def _forward(block: Any, x: Tensor, *, by_sample: bool) -> Tensor:
