@@ -15,8 +15,6 @@ from composerlite.errors import ConfigError, checked_arguments
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["EMA", "compute_ema"]
-
 
 @torch.no_grad()
 def compute_ema(model: nn.Module, ema_model: nn.Module, smoothing: float = 0.99) -> None:

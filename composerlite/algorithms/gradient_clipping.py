@@ -14,8 +14,6 @@ from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["GradientClipping", "apply_gradient_clipping"]
-
 _TYPES = ("adaptive", "norm", "value")
 _EPSILON = 1e-6  # as torch adds it
 _LEAST_WEIGHT_NORM = 1e-3  # of the paper: units that begin at zero can grow

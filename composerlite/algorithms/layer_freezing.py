@@ -15,8 +15,6 @@ from composerlite.errors import ConfigError, checked_arguments
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["LayerFreezing", "freeze_layers"]
-
 log = logging.getLogger(__name__)
 _TRAINING = Time(1.0, TimeUnit.DURATION)
 

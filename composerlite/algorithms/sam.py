@@ -16,8 +16,6 @@ from composerlite.errors import ConfigError, checked_arguments
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["SAM"]
-
 
 @final
 class SAM(Algorithm):

@@ -15,8 +15,6 @@ from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["SWA"]
-
 log = logging.getLogger(__name__)
 
 _STRATEGIES = {"linear": "linear", "lin": "linear", "cos": "cos", "cosine": "cos"}

@@ -15,8 +15,6 @@ from composerlite.core import Event, State, Time, TimeUnit, clean_name
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-__all__ = ["AverageFunction", "WeightAverage", "is_due", "read_update_interval", "update_event"]
-
 AverageFunction: TypeAlias = "Callable[[Any, Any, int], None]"
 """Adds the second list of tensors to the first, an average of a number of them; see ``torch.optim.swa_utils``."""
 

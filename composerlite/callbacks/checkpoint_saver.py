@@ -31,8 +31,6 @@ from composerlite.core import (
 )
 from composerlite.errors import checked_arguments
 
-__all__ = ["CheckpointSaver"]
-
 log = logging.getLogger(__name__)
 
 

@@ -13,8 +13,6 @@ from composerlite.errors import ConfigError, checked_arguments
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["EarlyStopper"]
-
 log = logging.getLogger(__name__)
 
 

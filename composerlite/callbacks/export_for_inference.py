@@ -25,8 +25,6 @@ from composerlite.storage import ObjectStore, atomic_write, is_uri, make_folder,
 if TYPE_CHECKING:
     from composerlite.core import Logger
 
-__all__ = ["ExportForInferenceCallback", "ExportFormat", "export_for_inference", "export_with_logger"]
-
 log = logging.getLogger(__name__)
 
 _Transform = Callable[[nn.Module], nn.Module]

@@ -17,8 +17,6 @@ from composerlite.errors import ConfigError
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["Generate"]
-
 log = logging.getLogger(__name__)
 
 

@@ -13,8 +13,6 @@ from composerlite.errors import ConfigError, checked_arguments
 if TYPE_CHECKING:
     from composerlite.core import Logger, State, Time
 
-__all__ = ["GoodputMonitor"]
-
 log = logging.getLogger(__name__)
 
 _PARTS = ("save_stall", "eval", "data", "restart")

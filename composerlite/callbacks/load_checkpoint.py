@@ -10,8 +10,6 @@ from composerlite.checkpoint.record.contents import check_ignore_keys
 from composerlite.core import Callback, Event, Logger, State
 from composerlite.errors import checked_arguments
 
-__all__ = ["LoadCheckpoint"]
-
 
 @final
 class LoadCheckpoint(Callback):

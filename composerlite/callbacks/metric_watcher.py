@@ -14,8 +14,6 @@ from composerlite.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["IsBetter", "MetricWatcher"]
-
 IsBetter: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor | bool]"
 """Tells whether the first value is better than the second."""
 

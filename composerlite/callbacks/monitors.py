@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from composerlite.core import Logger, State
     from composerlite.devices import Device
 
-__all__ = ["LRMonitor", "MemoryMonitor", "NaNMonitor", "OptimizerMonitor"]
-
 
 _ALL = "l2_norm/grad/global"
 

@@ -19,8 +19,6 @@ from composerlite.callbacks.checkpoint_saver import CheckpointSaver
 from composerlite.core import Callback, Logger, State, Time, TimeUnit
 from composerlite.errors import ConfigError, Preempted, checked_arguments, did_you_mean, naming
 
-__all__ = ["GRACE_VARIABLE", "PreemptionHandler"]
-
 log = logging.getLogger(__name__)
 GRACE_VARIABLE = "COMPOSERLITE_GRACE_PERIOD"
 _SLURM_END, _SLURM_JOB = "SLURM_JOB_END_TIME", "SLURM_JOB_ID"

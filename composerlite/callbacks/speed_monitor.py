@@ -16,8 +16,6 @@ from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 if TYPE_CHECKING:
     from composerlite.core import Batch, Logger, State
 
-__all__ = ["RuntimeEstimator", "SpeedMonitor"]
-
 _SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
 
 

@@ -22,8 +22,6 @@ from composerlite.cli.sweeping import collect, prune
 if TYPE_CHECKING:
     from composerlite.config import RunConfig
 
-__all__ = ["app", "main"]
-
 
 def main() -> None:
     """Run the ``composerlite`` command."""

@@ -16,8 +16,6 @@ from composerlite.storage import is_uri, parse_uri
 if TYPE_CHECKING:
     from composerlite.checkpoint import Manifest
 
-__all__ = ["convert", "unshard"]
-
 _FORMS = ("huggingface", "safetensors", "state_dict", "lightning", "transformers", "accelerate")
 _OF_WEIGHTS = ("safetensors", "safetensors folder", "state_dict")
 _FOLDERS = ("huggingface", "transformers", "accelerate")

@@ -18,8 +18,6 @@ from composerlite.cli.output import print_json
 from composerlite.errors import CheckpointNotFoundError, ConfigError
 from composerlite.storage import is_uri
 
-__all__ = ["cp", "pull", "push"]
-
 _names = click.argument("names", metavar="[NAME]...", nargs=-1, help="As 'ls' names them; the newest if none is given.")
 _everything = click.option("--all", "everything", is_flag=True, help="All that are committed.")
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from composerlite.core import Evaluator
     from composerlite.trainer import Trainer
 
-__all__ = ["evaluate", "predict"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

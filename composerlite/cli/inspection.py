@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.tools.comparing import Comparison
     from composerlite.checkpoint.tools.inspecting import Leaf
 
-__all__ = ["diff", "inspect"]
-
 
 @click.command()
 @options.checkpoint

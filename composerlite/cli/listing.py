@@ -28,8 +28,6 @@ from composerlite.errors import (
     did_you_mean,
 )
 
-__all__ = ["described", "latest", "ls", "verify"]
-
 _FAULTS_SHOWN = 3
 _COLUMNS = ("name", "run", "epoch", "batch", "sample", "saved", "size", "kind", "ranks", "metrics", "where", "state")
 _SPARE = ("metrics", "sample", "ranks", "run", "where", "kind")

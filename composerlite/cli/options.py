@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import click
 
-__all__ = ["as_json", "checkpoint", "dry_run", "link", "overwrite", "places", "run"]
-
 places = click.argument(
     "places",
     metavar="PLACE...",

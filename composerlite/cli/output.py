@@ -16,8 +16,6 @@ import click
 
 from composerlite.errors import ComposerliteError, ConfigError
 
-__all__ = ["one_line_errors", "print_json", "print_table", "readable_errors"]
-
 
 def print_json(result: object) -> None:
     """``result`` as JSON on stdout. Numbers that JSON does not have become ``'nan'``, ``'inf'`` and ``'-inf'``."""

@@ -18,8 +18,6 @@ from composerlite.cli.output import print_json
 from composerlite.core import Time, TimeUnit
 from composerlite.errors import ConfigError
 
-__all__ = ["collect", "prune"]
-
 
 @click.command()
 @options.places

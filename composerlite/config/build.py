@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from composerlite.models import ComposerModel
     from composerlite.trainer import Trainer
 
-__all__ = ["build_trainer", "hyperparameters"]
-
 
 def hyperparameters(config: RunConfig) -> dict[str, Any]:
     """Every setting by its name, such as ``'optimizer.lr'``, and the Trainer's own defaults.

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import yaml
     from omegaconf import DictConfig
 
-__all__ = ["Document", "Override", "compose", "unresolved"]
-
 _WANTED = "expected a list such as [base, {model: gpt}, _self_]"
 _SELF = "_self_"
 

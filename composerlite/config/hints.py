@@ -9,8 +9,6 @@ from collections.abc import Sequence as SequenceABC
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
-__all__ = ["as_json_schema", "fits", "in_words"]
-
 
 def fits(value: Any, hint: Any) -> bool:
     """Return true if ``value``, as YAML gives it, is of the type that ``hint`` describes. Nothing is converted."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
 
-__all__ = ["kept_config", "load_config", "load_kept"]
-
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\b")
 _NOBODY = "${composerlite.unknown"
 """Begins an interpolation that cannot be resolved."""

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     import yaml
 
-__all__ = ["Origin", "SourceLine", "YamlPath", "dotted", "nearest", "path_of", "replaced", "walk"]
-
 YamlPath = tuple[str, ...]
 """The keys and list positions that lead to a value."""
 T = TypeVar("T")

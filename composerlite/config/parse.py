@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     D = TypeVar("D", bound=DataclassInstance)
 
-__all__ = ["parse"]
-
 _COMPONENT = (
     "expected a mapping with 'name: module:attr' (or a name that docs/configuration.md lists) and its arguments"
 )

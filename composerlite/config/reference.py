@@ -24,20 +24,6 @@ from composerlite.config.schema import OF_THE_FILE, PARTS, EvaluatorArguments, L
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = [
-    "NEEDED",
-    "Named",
-    "Setting",
-    "evaluator_settings",
-    "families",
-    "json_schema",
-    "loader_settings",
-    "meanings",
-    "reference_page",
-    "summary",
-    "trainer_settings",
-]
-
 _OF_YAML = {"None": "null", "True": "true", "False": "false"}
 
 

@@ -15,8 +15,6 @@ from composerlite.config.origin import Origin, dotted
 from composerlite.config.schema import Component
 from composerlite.errors import ConfigError, did_you_mean
 
-__all__ = ["Family", "find", "import_attribute", "known_classes", "registered"]
-
 Family: TypeAlias = Literal["optimizer", "scheduler", "algorithm", "callback", "logger"]
 """The kinds of object that composerlite has names for."""
 

@@ -13,18 +13,6 @@ from typing import Any
 
 from composerlite.config.origin import Origin
 
-__all__ = [
-    "OF_THE_FILE",
-    "PARTS",
-    "Component",
-    "Evaluation",
-    "EvaluatorArguments",
-    "Loader",
-    "LoaderArguments",
-    "RunConfig",
-    "TrainerArguments",
-]
-
 PARTS: Mapping[str, str] = MappingProxyType(
     {
         "model": "`name` and the arguments of a class or function that makes a `ComposerModel`. Needed.",

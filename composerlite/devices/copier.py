@@ -23,22 +23,6 @@ from composerlite import dist
 if TYPE_CHECKING:
     from composerlite.storage import HostMemory
 
-__all__ = [
-    "CudaCopier",
-    "DeviceCopier",
-    "Devices",
-    "MachineDevices",
-    "PageableCopier",
-    "Pin",
-    "Pinning",
-    "bytes_of",
-    "content_sum",
-    "content_sums",
-    "cuts",
-    "poll",
-    "this_machine",
-]
-
 log = logging.getLogger(__name__)
 _CHUNK_BYTES = 32 << 20  # of one copy: small copies of training get in between two
 _SLICE_BYTES = 1 << 30  # drivers of the series r580 refuse 512 GiB in one call, and no copy may reach over two calls

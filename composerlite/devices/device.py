@@ -12,8 +12,6 @@ from torch import nn
 
 from composerlite import dist
 
-__all__ = ["Device", "DeviceCPU", "DeviceGPU", "DeviceMPS", "get_device", "move_to_device"]
-
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)

@@ -17,8 +17,6 @@ from torch import Tensor
 from composerlite.devices.copier import DeviceCopier, Devices, this_machine
 from composerlite.storage import HostMemory, WarmMemory
 
-__all__ = ["DeviceRing", "RingSlots", "shared_ring"]
-
 _READ_SLOTS = 3  # one is written to disk, one is being filled, one waits
 _WAIT_SECONDS = 600.0
 

@@ -14,8 +14,6 @@ import torch
 
 from composerlite import dist
 
-__all__ = ["capture", "of_training", "packed", "preserved", "restore", "unpacked"]
-
 log = logging.getLogger(__name__)
 _ACCELERATORS = ("cuda", "mps", "xpu")
 

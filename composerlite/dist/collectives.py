@@ -28,21 +28,6 @@ from composerlite.errors import ConfigError, RankError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = [
-    "all_gather",
-    "all_gather_object",
-    "all_reduce",
-    "all_succeed",
-    "barrier",
-    "begin_run",
-    "broadcast",
-    "broadcast_object",
-    "broadcast_object_list",
-    "cause_elsewhere",
-    "leave_with",
-    "run_local_rank_zero_first",
-]
-
 T = TypeVar("T")
 
 _FIND_LOST_RANKS = timedelta(seconds=2)

@@ -33,8 +33,6 @@ from composerlite.errors import LateRankError, RankError
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented
 
-__all__ = ["CommitBarrier", "CommitRound"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

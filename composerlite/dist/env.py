@@ -25,26 +25,6 @@ if TYPE_CHECKING:
     from composerlite.dist.peer_watch import PeerWatch
     from composerlite.dist.store_barrier import StoreBarrier
 
-__all__ = [
-    "Control",
-    "backend_of",
-    "check_nobody_left",
-    "claim_device",
-    "finalize_dist",
-    "get_control",
-    "get_device",
-    "get_global_rank",
-    "get_local_rank",
-    "get_local_world_size",
-    "get_node_rank",
-    "get_world_size",
-    "gpu_of",
-    "initialize_dist",
-    "is_available",
-    "is_initialized",
-    "training_group_arguments",
-]
-
 
 def _from_environment(*names: str, default: int) -> int:
     for name in names:

@@ -21,18 +21,6 @@ from composerlite.errors import CheckpointError, RankError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "AllRanks",
-    "Group",
-    "PiggybackCounter",
-    "PiggybackCounters",
-    "RanksOf",
-    "SingleProcess",
-    "Vote",
-    "get_group",
-    "group_of",
-]
-
 T = TypeVar("T")
 N = TypeVar("N", int, float)
 R = TypeVar("R")

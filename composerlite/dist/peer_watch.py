@@ -22,8 +22,6 @@ from composerlite.dist.store_barrier import Poll, StoreBarrier
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented
 
-__all__ = ["PeerWatch"]
-
 _log = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 16

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DistributedSampler
 
-__all__ = ["get_sampler"]
-
 
 def get_sampler(
     dataset: Sized,

@@ -16,19 +16,6 @@ from composerlite.types import items_of, with_items
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "LocalShard",
-    "distributed_like",
-    "empty_shard_like",
-    "has_copies",
-    "is_dense",
-    "is_distributed_tensor",
-    "local_shard",
-    "make_fillable",
-    "shard_box",
-    "shards_like",
-]
-
 
 _boxes: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 _MOST_BOXES = 4096

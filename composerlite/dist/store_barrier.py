@@ -21,18 +21,6 @@ from composerlite.errors import LateRankError, RankError
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented
 
-__all__ = [
-    "Failure",
-    "Poll",
-    "StoreBarrier",
-    "decide_once",
-    "first_decision",
-    "format_ranks",
-    "late_error",
-    "rank_error",
-    "reaching_the_store",
-]
-
 T = TypeVar("T")
 
 _SHORTEST_PAUSE_SECONDS = 5e-5

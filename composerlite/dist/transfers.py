@@ -22,8 +22,6 @@ from composerlite.types import Piece
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["Move", "NodeBroadcast", "TensorTransfer", "exchange", "move", "node_broadcast"]
-
 T = TypeVar("T")
 
 _WINDOW_BYTES = 64 << 20

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from composerlite.loggers.console import TextStream
 
-__all__ = ["Bars", "LiveBars", "NotebookBars", "bars_on"]
-
 _SECONDS_BETWEEN_DRAWS = 0.1
 _NOTEBOOK_WIDTH = 100
 

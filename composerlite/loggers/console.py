@@ -23,16 +23,6 @@ from composerlite.loggers.values import clock, fitting, lines_of, out_of, shown,
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = [
-    "ConsoleLogger",
-    "EpochsAndSeconds",
-    "StreamInput",
-    "TextStream",
-    "is_terminal",
-    "learning_rate",
-    "open_stream",
-]
-
 _LONGEST_LINE = 120
 _LONGEST_SILENCE_SECONDS = 30.0
 _ELSEWHERE = ("time/", "checkpoint/", "throughput/", "wall_clock/", "lr-")

@@ -17,8 +17,6 @@ from composerlite.storage import atomic_write
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["CSVLogger"]
-
 _FIRST = ("batch", "epoch")
 _SAME = ("time/batch", "time/epoch")
 """What the trainer logs and these say."""

@@ -13,8 +13,6 @@ from composerlite.loggers.values import to_json
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["FileLogger"]
-
 
 @final
 class FileLogger(RunFileLogger):

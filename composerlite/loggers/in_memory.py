@@ -15,8 +15,6 @@ from composerlite.loggers.values import plain
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["InMemoryLogger"]
-
 
 @final
 class InMemoryLogger(LoggerDestination):

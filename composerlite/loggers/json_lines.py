@@ -22,8 +22,6 @@ from composerlite.loggers.values import to_json
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["JSONLLogger"]
-
 _FORMAT = 1
 
 

@@ -13,8 +13,6 @@ from composerlite.loggers.values import out_of, shown
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["ProgressBarLogger"]
-
 
 @final
 class ProgressBarLogger(LoggerDestination):

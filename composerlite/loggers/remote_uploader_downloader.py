@@ -23,8 +23,6 @@ from composerlite.storage import (
     parse_uri,
 )
 
-__all__ = ["RemoteUploaderDownloader"]
-
 log = logging.getLogger(__name__)
 _NAME = "{remote_file_name}"
 _FIRST_DELAY_SECONDS = 2.0  # few attempts have to outlast more

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.save.publish import Publisher
     from composerlite.core import Logger, State
 
-__all__ = ["RunFileLogger"]
-
 log = logging.getLogger(__name__)
 
 

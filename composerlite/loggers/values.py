@@ -11,8 +11,6 @@ import torch
 
 from composerlite.core import Time, TimeUnit
 
-__all__ = ["clock", "fitting", "lines_of", "out_of", "plain", "shown", "speed", "to_json"]
-
 
 def plain(value: Any) -> Any:
     """``value`` as a number where it is a tensor or an array of one element, else as it is.

@@ -10,14 +10,6 @@ from torch import Tensor
 from composerlite.errors import ConfigError
 from composerlite.models.classifier import soft_cross_entropy
 
-__all__ = [
-    "binary_cross_entropy_with_logits",
-    "check_for_index_targets",
-    "ensure_targets_one_hot",
-    "infer_target_type",
-    "loss_registry",
-]
-
 
 def check_for_index_targets(targets: Tensor) -> bool:
     """Return true if ``targets`` are class numbers: they are whole numbers."""

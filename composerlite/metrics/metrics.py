@@ -11,16 +11,6 @@ from torchmetrics import Metric
 
 from composerlite.models.cross_entropy import CrossEntropy
 
-__all__ = [
-    "BinaryF1Score",
-    "Dice",
-    "LanguageCrossEntropy",
-    "LanguagePerplexity",
-    "LossMetric",
-    "MIoU",
-    "MaskedAccuracy",
-]
-
 
 class _Sums(Metric):
     """A metric that is computed from sums."""

@@ -14,8 +14,6 @@ from composerlite.errors import ConfigError
 from composerlite.models.hf_record import library
 from composerlite.types import StateDict
 
-__all__ = ["Adapters", "adapters_of", "with_adapters"]
-
 _SAMPLES = 16
 """So many numbers of each frozen weight tell one base model from another."""
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from composerlite.core import Logger
 
-__all__ = ["ComposerModel", "Metrics", "by_name"]
-
 Metrics: TypeAlias = "Metric | MetricCollection | Mapping[str, Metric] | Sequence[Metric]"
 """What may be given as the metrics of a model."""
 

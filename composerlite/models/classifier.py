@@ -16,8 +16,6 @@ from composerlite.types import Batch
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-__all__ = ["ComposerClassifier", "soft_cross_entropy"]
-
 
 def soft_cross_entropy(
     logits: Tensor,

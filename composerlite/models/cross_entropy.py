@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import Metric
 
-__all__ = ["CrossEntropy"]
-
 
 class CrossEntropy(Metric):
     """Mean cross entropy over all targets seen, whatever the sizes of the batches.

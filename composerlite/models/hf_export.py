@@ -16,8 +16,6 @@ from composerlite.models.hf_record import library
 from composerlite.models.huggingface import HuggingFaceModel
 from composerlite.types import StateDict
 
-__all__ = ["dtype_of", "huggingface_contents", "write_huggingface_pretrained_from_composer_checkpoint"]
-
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
 

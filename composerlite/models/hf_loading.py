@@ -19,8 +19,6 @@ from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.models.hf_record import library
 from composerlite.types import StateDict
 
-__all__ = ["from_checkpoint", "kept_at", "model_class_of"]
-
 _WANTED_BY = "hf_from_composer_checkpoint"
 _PREFIX = "model."
 

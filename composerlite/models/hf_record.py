@@ -16,8 +16,6 @@ from typing import Any, cast
 from composerlite.errors import ConfigError
 from composerlite.types import StateDict
 
-__all__ = ["as_json", "config_record", "differences", "library", "tokenizer_record"]
-
 LARGEST_PARSED_BYTES = 1 << 18
 """A larger file of JSON is kept as text: a million small objects would hold up every save."""
 

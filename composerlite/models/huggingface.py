@@ -22,8 +22,6 @@ from composerlite.types import Batch, StateDict
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-__all__ = ["HuggingFaceModel"]
-
 log = logging.getLogger(__name__)
 _IGNORED = -100
 _SHOWN = 10

@@ -16,8 +16,6 @@ from torch.optim.sgd import sgd
 from composerlite._torch_compat import multiply_each
 from composerlite.errors import ConfigError, checked_arguments
 
-__all__ = ["DecoupledAdamW", "DecoupledSGDW"]
-
 log = logging.getLogger(__name__)
 
 Params: TypeAlias = "Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]"

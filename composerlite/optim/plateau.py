@@ -8,8 +8,6 @@ import torch
 
 from composerlite.types import StateDict
 
-__all__ = ["ReduceLROnPlateau"]
-
 
 @final
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):

@@ -16,24 +16,6 @@ from composerlite.errors import ConfigError, checked_arguments
 if TYPE_CHECKING:
     from composerlite.core import State
 
-__all__ = [
-    "ComposerScheduler",
-    "ConstantScheduler",
-    "ConstantWithWarmupScheduler",
-    "CosineAnnealingScheduler",
-    "CosineAnnealingWarmRestartsScheduler",
-    "CosineAnnealingWithWarmupScheduler",
-    "ExponentialScheduler",
-    "LinearScheduler",
-    "LinearWithWarmupScheduler",
-    "MultiStepScheduler",
-    "MultiStepWithWarmupScheduler",
-    "PolynomialScheduler",
-    "PolynomialWithWarmupScheduler",
-    "StepScheduler",
-    "compile_composer_scheduler",
-]
-
 
 @runtime_checkable
 class ComposerScheduler(Protocol):

@@ -20,8 +20,6 @@ from composerlite.storage import atomic_write
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["JSONTraceHandler", "TraceHandler"]
-
 
 class TraceHandler(Callback, ABC):
     """Takes the traces that a :class:`Profiler` has recorded. A callback, too: it is called at events."""

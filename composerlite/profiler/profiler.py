@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from composerlite.core import Logger, State
     from composerlite.profiler.handlers import TraceHandler
 
-__all__ = ["Profiler"]
-
 log = logging.getLogger(__name__)
 
 

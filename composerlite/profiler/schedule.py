@@ -11,8 +11,6 @@ from composerlite.errors import ConfigError
 if TYPE_CHECKING:
     from composerlite.core import State
 
-__all__ = ["ProfilerAction", "cyclic_schedule"]
-
 
 class ProfilerAction(StrEnum):
     """Action of the profiler in a batch: none, warm up, record, or record and save at its end."""

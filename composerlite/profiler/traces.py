@@ -16,8 +16,6 @@ from composerlite.errors import ConfigError
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["TraceFiles"]
-
 
 @final
 class TraceFiles:

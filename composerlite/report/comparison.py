@@ -10,8 +10,6 @@ from composerlite.report.facts import Facts
 from composerlite.report.summary import title_of
 from composerlite.report.words import duration, number, share
 
-__all__ = ["compared", "names_of"]
-
 Row = tuple[str, str, str]
 
 

@@ -21,8 +21,6 @@ from composerlite.report.record import Line, RunRecord, parse_record
 from composerlite.report.saves import Save, Stored, saves_in, stored_at
 from composerlite.storage import is_uri
 
-__all__ = ["PARTS", "Facts", "Point", "Series", "facts_of", "to_plain"]
-
 _SUFFIX = ".jsonl"
 _RECORD = re.compile(r"(?:^|/)[^/]*record[^/]*\.jsonl$")
 """What a record is called; other files of lines may be data, and large."""

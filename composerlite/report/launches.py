@@ -10,8 +10,6 @@ from typing import Any, final
 
 from composerlite.report.record import Line
 
-__all__ = ["EvaluationRecord", "Launch", "launches_in"]
-
 _QUIET_SECONDS = 120.0
 """A launch without an end that has said something so recently may be running."""
 

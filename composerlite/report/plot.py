@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-__all__ = ["HEIGHT", "WIDTH", "Axis", "attributes", "mark", "nice_step", "plain", "svg", "time_step"]
-
 WIDTH, HEIGHT = 1000.0, 100.0
 """The coordinates of a drawing, whatever its size on the page."""
 _TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)

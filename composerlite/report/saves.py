@@ -11,8 +11,6 @@ from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.tools.surveying import Found
 from composerlite.report.record import Line
 
-__all__ = ["Save", "Stored", "saves_in", "stored_at"]
-
 _HELD_UP_SECONDS = 0.1
 """Below that a rank is not said to be slow."""
 

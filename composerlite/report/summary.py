@@ -11,8 +11,6 @@ from composerlite.report.facts import Facts, Series
 from composerlite.report.timeline import ENDS
 from composerlite.report.words import count, duration, number, share
 
-__all__ = ["HOW_TO_GET_A_RECORD", "missing", "sentences", "story", "tiles", "title_of"]
-
 HOW_TO_GET_A_RECORD = (
     "Give the Trainer loggers=JSONLLogger(), or a YAML run 'loggers: {jsonl: }': it keeps the record in the folder of "
     "the checkpoints."

@@ -11,8 +11,6 @@ from composerlite.report.plot import HEIGHT, Axis, mark, plain, svg, time_step
 from composerlite.report.saves import Save
 from composerlite.report.words import clock, duration, number, share
 
-__all__ = ["ENDS", "lanes", "time_parts"]
-
 _MOST_MARKS = 1500
 ENDS = {
     "finished": "reached its end",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 
-__all__ = ["clock", "count", "duration", "number", "share"]
-
 
 def duration(seconds: float) -> str:
     """``'8 ms'``, ``'2.5 s'``, ``'2 min 05 s'``, ``'3 h 07 min'``, ``'2 d 04 h'``."""

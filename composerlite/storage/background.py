@@ -15,8 +15,6 @@ from typing import NamedTuple, final
 from composerlite.errors import ComposerliteError, raise_all
 from composerlite.storage.workers import WorkerPool
 
-__all__ = ["Background", "StagedFiles"]
-
 log = logging.getLogger(__name__)
 
 

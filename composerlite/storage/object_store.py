@@ -15,8 +15,6 @@ from typing import Any, Self, final
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError
 
-__all__ = ["ObjectInfo", "ObjectStore", "PartUpload", "Progress", "check_name", "meaning_of_status"]
-
 _PIECE_BYTES = 8 << 20
 
 Progress = Callable[[int, int], object]

@@ -17,8 +17,6 @@ from composerlite.storage.object_store import ObjectStore, PartUpload, Progress
 from composerlite.storage.retry import RetryPolicy
 from composerlite.storage.workers import Batch, WorkerPool
 
-__all__ = ["Buffers", "FileSource", "MemorySource", "PartSender", "Source", "part_bytes_for", "send_once", "summed"]
-
 _MiB = 1 << 20
 _LEAST_PART_BYTES, _MOST_PART_BYTES = 8 * _MiB, 16 * _MiB
 _USUAL_PARTS = 128

@@ -14,8 +14,6 @@ from typing import ParamSpec, TypeVar, final
 
 from composerlite.errors import ConfigError, ObjectStoreTransientError
 
-__all__ = ["RetryPolicy", "retry"]
-
 _SECONDS_BETWEEN_WARNINGS = 30.0
 
 P = ParamSpec("P")

@@ -10,8 +10,6 @@ from typing import final
 
 from composerlite.errors import ConfigError
 
-__all__ = ["importing_sdk", "isolate_sdk_rng"]
-
 
 @contextlib.contextmanager
 def importing_sdk(what: str, *, extra: str, packages: Sequence[str]) -> Generator[None]:

@@ -31,8 +31,6 @@ from composerlite.storage.retry import RetryPolicy
 from composerlite.storage.workers import Batch, WorkerPool
 from composerlite.types import Piece
 
-__all__ = ["Transfer", "Uploader"]
-
 _MiB = 1 << 20
 _WHOLE_BYTES = 16 * _MiB  # up to that an object goes in one request
 _LEAST_RANGE_BYTES, _MOST_RANGE_BYTES = _MiB, 32 * _MiB

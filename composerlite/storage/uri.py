@@ -12,8 +12,6 @@ from composerlite.errors import ConfigError, ObjectStoreTransientError, did_you_
 from composerlite.storage.disk.files import atomic_write
 from composerlite.storage.object_store import ObjectStore, Progress, meaning_of_status
 
-__all__ = ["download_url", "is_uri", "maybe_create_object_store_from_uri", "open_store", "parse_uri"]
-
 _URI = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<bucket>[^/]*)/?(?P<path>.*)", re.DOTALL)
 _STORES = {
     "s3": ("composerlite.storage.stores.s3", "S3ObjectStore"),

@@ -14,8 +14,6 @@ from composerlite.storage.disk.read_work import ReadTargets, Unit, cut, layers, 
 from composerlite.storage.transfer import Transfer
 from composerlite.types import Piece
 
-__all__ = ["VerifiedObject"]
-
 
 @final
 class VerifiedObject:

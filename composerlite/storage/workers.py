@@ -14,8 +14,6 @@ from typing import TypeVar, final
 
 from composerlite.errors import ConfigError
 
-__all__ = ["Batch", "Job", "WorkerPool", "number_of", "start_threads"]
-
 log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 60.0

@@ -24,8 +24,6 @@ from typing import Any, final
 
 from composerlite.errors import ConfigError
 
-__all__ = ["RankOutcome", "quick_processes", "run_ranks", "run_ranks_to_the_end"]
-
 # Forked from one that has imported what takes long, so that a rank starts in a moment. None of these starts a thread or
 # opens a process group when it is imported; torch._dynamo is imported by the first optimizer.
 _processes = multiprocessing.get_context("forkserver")

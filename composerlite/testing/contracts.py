@@ -17,8 +17,6 @@ from composerlite.errors import ConfigError
 from composerlite.storage import ObjectStore
 from composerlite.storage.retry import RetryPolicy
 
-__all__ = ["ObjectStoreContract"]
-
 _BAD_NAMES = ["", "/", "/a", "a/", "a//b", "../a", "a/../b", "a/./b", "..", "a\0b", "x" * 1025]
 _ODD_NAMES = ["plain", "a/b/c.pt", "with space", "ep1-ba2-rank0.pt", "ünï/cödé", "50%", "a&b=c", "a+b", "q?x#y", "~t"]
 

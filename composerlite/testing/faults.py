@@ -16,8 +16,6 @@ from typing import NamedTuple, Self, final
 
 from composerlite.errors import ConfigError
 
-__all__ = ["FaultProxy", "NetworkFaults"]
-
 
 @final
 @dataclass(frozen=True)

@@ -15,8 +15,6 @@ from typing import Any, final
 from composerlite.errors import ConfigError, ObjectStoreTransientError
 from composerlite.storage import ObjectInfo, ObjectStore, PartUpload, Progress
 
-__all__ = ["Fault", "FaultyStore"]
-
 
 def _lost() -> Exception:
     return ObjectStoreTransientError("the connection was lost (a fault on purpose)")

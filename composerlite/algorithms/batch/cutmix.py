@@ -14,8 +14,6 @@ from composerlite.errors import ConfigError, TrainingError, checked_arguments
 if TYPE_CHECKING:
     from composerlite.core import State
 
-__all__ = ["Box", "CutMix", "cutmix_batch", "draw_box"]
-
 Box: TypeAlias = "tuple[int, int, int, int]"
 """First row, first column, last row and last column of a part of an image; the last ones are not in it."""
 

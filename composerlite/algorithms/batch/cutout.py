@@ -14,8 +14,6 @@ from composerlite.errors import ConfigError, checked_arguments
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["CutOut", "cutout_batch"]
-
 
 def cutout_batch(
     input: Tensor,  # noqa: A002 - Composer's name

@@ -10,8 +10,6 @@ from torch import Tensor
 from composerlite.core import State
 from composerlite.errors import TrainingError
 
-__all__ = ["BatchItem"]
-
 
 @final
 class BatchItem:

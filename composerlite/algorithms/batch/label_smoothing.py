@@ -15,8 +15,6 @@ from composerlite.types import Batch
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["LabelSmoothing", "smooth_labels"]
-
 
 def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Tensor:
     """``target`` moved towards the uniform distribution (`Szegedy et al. 2016 <https://arxiv.org/abs/1512.00567>`_).

@@ -19,8 +19,6 @@ from composerlite.types import Batch
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["Mixing", "draw_coefficient", "draw_permutation"]
-
 
 def draw_coefficient(alpha: float) -> float:
     """Draw from the distribution Beta(alpha, alpha); 0 for an alpha of 0, its limit.

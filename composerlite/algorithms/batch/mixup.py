@@ -10,8 +10,6 @@ from torch import Tensor
 from composerlite.algorithms.batch.mixing import Mixing, draw_coefficient, draw_permutation
 from composerlite.errors import ConfigError, checked_arguments
 
-__all__ = ["MixUp", "mixup_batch"]
-
 
 def mixup_batch(
     input: Tensor,  # noqa: A002 - Composer's name

@@ -15,8 +15,6 @@ from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["ProgressiveResizing", "resize_batch"]
-
 _MODES = ("crop", "resize")
 _TRAINING = Time(1.0, TimeUnit.DURATION)
 

@@ -16,8 +16,6 @@ from composerlite.types import Batch
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["SeqLengthWarmup", "set_batch_sequence_length"]
-
 
 def set_batch_sequence_length(
     batch: Mapping[str, Tensor],

@@ -15,8 +15,6 @@ from composerlite.errors import ConfigError, checked_arguments
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["BlurConv2d", "BlurMaxPool2d", "BlurPool", "apply_blurpool"]
-
 log = logging.getLogger(__name__)
 
 

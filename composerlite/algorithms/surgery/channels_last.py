@@ -12,8 +12,6 @@ from composerlite.core import Algorithm, Event
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["ChannelsLast", "apply_channels_last"]
-
 
 def apply_channels_last(model: nn.Module) -> nn.Module:
     """Convert the four-dimensional weights of ``model`` to the memory format channels-last, in place.

@@ -16,16 +16,6 @@ from composerlite.errors import ConfigError, checked_arguments
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = [
-    "LPGroupNorm",
-    "LPLayerNorm",
-    "LowPrecisionGroupNorm",
-    "LowPrecisionLayerNorm",
-    "LowPrecisionNorm",
-    "apply_low_precision_groupnorm",
-    "apply_low_precision_layernorm",
-]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T", Tensor, Tensor | None)

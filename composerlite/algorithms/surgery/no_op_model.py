@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from composerlite.core import Logger, State
     from composerlite.devices import Device
 
-__all__ = ["NoOpModel"]
-
 log = logging.getLogger(__name__)
 
 

@@ -16,8 +16,6 @@ from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["StochasticDepth", "apply_stochastic_depth"]
-
 log = logging.getLogger(__name__)
 
 _CONVOLUTIONS = {"ResNetBottleneck": ("Bottleneck", 3), "ResNetBasicBlock": ("BasicBlock", 2)}

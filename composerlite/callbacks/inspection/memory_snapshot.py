@@ -20,8 +20,6 @@ from composerlite.errors import ConfigError, checked_arguments
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["MemorySnapshot", "OOMObserver"]
-
 log = logging.getLogger(__name__)
 
 

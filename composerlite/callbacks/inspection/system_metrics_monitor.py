@@ -16,8 +16,6 @@ from composerlite.storage import importing_sdk
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["SystemMetricsMonitor"]
-
 
 @final
 class SystemMetricsMonitor(Callback):

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from composerlite.core import Logger, State
 
-__all__ = ["MLFlowLogger"]
-
 log = logging.getLogger(__name__)
 _EXPERIMENT = "Default"
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
-__all__ = ["MOST_METRICS", "MetricValue", "MlflowRun", "allowed", "open_experiment"]
-
 MOST_METRICS = 1000
 """Largest number of metrics in one request of MLflow."""
 _MOST_PARAMETERS = 100

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from composerlite.core import Logger, State
 
-__all__ = ["PrometheusLogger"]
-
 log = logging.getLogger(__name__)
 _ONE_NAME = "PrometheusLogger: both metrics %r and %r would be %s: the second is not served. Rename one."
 

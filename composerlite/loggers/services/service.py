@@ -27,8 +27,6 @@ from composerlite.storage import Background, StagedFiles
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["ServiceLogger", "exit_code", "json_of", "need_package", "pictures", "scalars"]
-
 R = TypeVar("R")
 
 

@@ -20,8 +20,6 @@ from composerlite.storage import Background
 if TYPE_CHECKING:
     from composerlite.core import Logger, State
 
-__all__ = ["SlackLogger"]
-
 log = logging.getLogger(__name__)
 
 _MOST = 50

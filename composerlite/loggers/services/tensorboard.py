@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from composerlite.core import Logger, State
 
-__all__ = ["TensorboardLogger"]
-
 
 @final
 class TensorboardLogger(ServiceLogger["SummaryWriter"]):

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from composerlite.core import Logger, State
 
-__all__ = ["WandBLogger"]
-
 log = logging.getLogger(__name__)
 _BATCH = "trainer/batch"
 """The x-axis. W&B's own step only grows, and a resumed run goes back to the batch of its checkpoint."""

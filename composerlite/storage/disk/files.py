@@ -21,28 +21,6 @@ import xxhash
 
 from composerlite.errors import CorruptCheckpointError
 
-__all__ = [
-    "TEMPORARY",
-    "Digester",
-    "FileDigest",
-    "HardlinkPin",
-    "Sink",
-    "StagedFile",
-    "StagedLink",
-    "abandoned_temporaries",
-    "atomic_write",
-    "check_free",
-    "chunk_bytes_for",
-    "fsync_folder",
-    "is_abandoned",
-    "make_folder",
-    "open_direct",
-    "read_small_file",
-    "replace_symlink",
-    "temporary_name",
-    "write_all",
-]
-
 TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
 """Names of files and folders that are not written to their end."""
 _ABANDONED_SECONDS = 7 * 24 * 3600.0

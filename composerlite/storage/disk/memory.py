@@ -20,23 +20,6 @@ from typing import Any, final
 
 from composerlite.storage.workers import start_threads
 
-__all__ = [
-    "Copier",
-    "Copying",
-    "HostMemory",
-    "PageWatch",
-    "Pages",
-    "WarmMemory",
-    "address_of",
-    "available_memory",
-    "borrow_memory",
-    "give_memory_back",
-    "memory_at",
-    "move",
-    "move_small",
-    "whole_pages",
-]
-
 _HUGE_PAGE_BYTES = 2 << 20
 _HUGE_PAGES, _WIPE_ON_FORK, _POPULATE_WRITE = 14, 18, 23  # what madvise(2) can be told
 _FAULT_BYTES = 64 << 20

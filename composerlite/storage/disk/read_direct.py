@@ -25,8 +25,6 @@ from composerlite.storage.disk.read_work import (
     verify,
 )
 
-__all__ = ["SHALLOW_PREFETCH", "WIDE_PREFETCH", "DirectWork", "PrefetchDepth", "deep_prefetch"]
-
 _ALIGNMENT = 4096  # what O_DIRECT wants sizes and places in the file to be multiples of
 
 

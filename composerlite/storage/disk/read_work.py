@@ -17,26 +17,6 @@ import xxhash
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage.disk.memory import address_of, memory_at, move, move_small
 
-__all__ = [
-    "UNIT_BYTES",
-    "CachedWork",
-    "OpenFile",
-    "ReadTargets",
-    "Target",
-    "Unit",
-    "Work",
-    "all_chunks",
-    "cached_share",
-    "cut",
-    "ends_at",
-    "layers",
-    "pieces",
-    "put",
-    "runs",
-    "touched_chunks",
-    "verify",
-]
-
 _PIECE_BYTES = 1000 << 10  # read, then summed while it is in the cache; more is moved more slowly
 _SMALL_BYTES = 16 << 10  # it is quicker to read a neighbourhood and take such things from there
 _CACHESTAT = 451  # number of the system call, on all processors

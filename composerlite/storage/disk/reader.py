@@ -36,8 +36,6 @@ from composerlite.storage.disk.read_work import (
 )
 from composerlite.types import Piece
 
-__all__ = ["ParallelReader", "verify_file"]
-
 _PIECE_BYTES = 1 << 20
 _FEW_CORES = 2  # one is for putting into place, the other for all that brings the bytes
 _TRIAL_BYTES = 32 << 20  # read in one way to see how long it takes

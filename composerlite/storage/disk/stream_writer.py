@@ -17,8 +17,6 @@ from composerlite.storage.disk.files import Digester, FileDigest, chunk_bytes_fo
 from composerlite.storage.disk.memory import HostMemory, borrow_memory, give_memory_back, move
 from composerlite.storage.workers import start_threads
 
-__all__ = ["RING_BYTES", "StreamWriter"]
-
 _BLOCK_BYTES = 4096  # what O_DIRECT wants sizes and places in the file to be multiples of
 _SMALL_FILE_BYTES = 8 << 20
 _WINDOW_BYTES = 8 << 20

@@ -25,21 +25,6 @@ from composerlite.storage.disk.files import atomic_write, check_free
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name
 from composerlite.storage.part_uploads import FileSource, send_once
 
-__all__ = [
-    "CONNECTIONS",
-    "PIECE_BYTES",
-    "BackendStore",
-    "Entry",
-    "Meaning",
-    "MultipartStore",
-    "RequestBody",
-    "WritesTold",
-    "base64_md5",
-    "checked_url",
-    "files_below",
-    "root_cause",
-]
-
 CONNECTIONS = 64
 """To a service at the same time, for as many threads."""
 PIECE_BYTES = 1 << 20

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, final
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.storage.stores.base import BackendStore, checked_url
 
-__all__ = ["GCSObjectStore"]
-
 _XML_API = "https://storage.googleapis.com"
 
 if TYPE_CHECKING:  # the verbs come with the protocol, whose SDK is imported when a store is opened

@@ -23,8 +23,6 @@ with importing_sdk("google-cloud-storage, which GCS needs,", extra="gcs", packag
     from requests.adapters import HTTPAdapter
     from urllib3.exceptions import HTTPError
 
-__all__ = ["GCSJSONObjectStore"]
-
 log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 32 << 20

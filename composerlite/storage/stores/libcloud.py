@@ -38,8 +38,6 @@ with importing_sdk("apache-libcloud", extra="libcloud", packages=("libcloud", "r
     )
     from urllib3.exceptions import HTTPError
 
-__all__ = ["LibcloudObjectStore"]
-
 _TIMEOUT_SECONDS = 60.0
 _MISSING = (ContainerDoesNotExistError, ObjectDoesNotExistError)
 _LOST = (requests.RequestException, HTTPError, ObjectHashMismatchError, ServiceUnavailableError)

@@ -20,8 +20,6 @@ from composerlite.storage.disk.files import TEMPORARY, StagedFile, abandoned_tem
 from composerlite.storage.part_uploads import FileSource
 from composerlite.storage.stores.base import PIECE_BYTES, Entry, Meaning, MultipartStore, files_below
 
-__all__ = ["LocalObjectStore"]
-
 _PARTS = ".composerlite-parts"
 """Folder of the parts of unfinished uploads; it is beside the objects, so that it is on their file system."""
 _TRANSIENT = {errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.ENETDOWN, errno.ENETUNREACH}

@@ -34,8 +34,6 @@ with importing_sdk("oci, which Oracle's storage needs,", extra="oci", packages=(
     from oci import exceptions as sdk
     from urllib3.exceptions import HTTPError
 
-__all__ = ["OCIObjectStore"]
-
 _TRANSIENT_CODES = {"ConcurrentObjectUpdate", "UnmatchedContentMD5"}
 _HIDDEN = {"BucketNotFound", "NamespaceNotFound", "NotAuthorizedOrNotFound"}
 """Answers of the service that it gives, too, where the user may not know that something exists."""

@@ -39,8 +39,6 @@ with importing_sdk("boto3, which S3 needs,", extra="s3", packages=("boto3", "bot
     from botocore.parsers import ResponseParserError
     from urllib3.exceptions import HTTPError
 
-__all__ = ["S3ObjectStore"]
-
 log = logging.getLogger(__name__)
 
 _VIRTUAL_HOSTS = (".cwobject.com", ".cwlota.com")

@@ -33,8 +33,6 @@ with importing_sdk("paramiko, which speaks SFTP,", extra="sftp", packages=()):
     import paramiko
     from paramiko import ssh_exception
 
-__all__ = ["SFTPObjectStore"]
-
 _CHANNELS = 8
 """Concurrent operations on one connection; OpenSSH allows 10 by default."""
 _OLD_SECONDS = 24 * 3600

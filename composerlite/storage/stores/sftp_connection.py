@@ -18,8 +18,6 @@ with importing_sdk("paramiko, which speaks SFTP,", extra="sftp", packages=()):
     from paramiko import sftp as protocol
     from paramiko.message import Message
 
-__all__ = ["LOST", "Connection", "SFTPChannel", "connect"]
-
 _SMALL_REQUEST_BYTES, _LARGE_REQUEST_BYTES = 32 << 10, 128 << 10
 """Of one read or write: what every server takes, and what is asked of those that tell their limits."""
 _UNDER_WAY_BYTES = 4 << 20
