@@ -17,7 +17,7 @@
   });
   document.addEventListener("pointerleave", hide);
 
-  // The page has each chart as a drawing; with a log scale or smoothing it is drawn again from the values.
+  // Charts are drawn from their values, and again with a log scale or smoothing.
   const controls = document.querySelector(".controls");
   const log = document.getElementById("log");
   const smooth = document.getElementById("smooth");
@@ -96,6 +96,7 @@
     const data = JSON.parse(chart.dataset.chart);
     const plot = chart.querySelector(".plot");
     charts.push({ data, plot });
+    redraw({ data, plot });
     const pointer = document.createElement("i");
     pointer.className = "pointer";
     pointer.hidden = true;

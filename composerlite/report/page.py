@@ -29,6 +29,7 @@ _UNIT = re.compile(r"(?<=\d) (?=%|(?:ms|s|min|h|d|B|kB|MB|GB|TB)\b)")
 _CONTROLS = (
     '<p class="controls" hidden><label><input type="checkbox" id="log"> log scale</label> '
     '<label>smoothing <input type="range" id="smooth" min="0" max="0.99" step="0.01" value="0"></label></p>'
+    '<noscript><p class="note">A script of this page draws the curves: allow it to see them.</p></noscript>'
 )
 _STATUS = {
     "finished": "finished",
@@ -169,17 +170,7 @@ def _launches(launches: Sequence[Launch]) -> str:
         )
         for at, launch in enumerate(launches, 1)
     ]
-    heads = (
-        "",
-        "launched",
-        "batches",
-        "took",
-        "starting",
-        "lost batches",
-        "how it ended",
-        "resumed from",
-        "process",
-    )
+    heads = ("", "launched", "batches", "took", "starting", "lost batches", "how it ended", "resumed from", "process")
     return _table(heads, rows, ("took", "starting", "lost batches")) if rows else ""
 
 

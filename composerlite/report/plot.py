@@ -39,10 +39,6 @@ class Axis:
         """Return the distance from the left of the drawing."""
         return round(WIDTH * self.part(value), 2)
 
-    def y(self, value: float) -> float:
-        """Return the distance from the top of the drawing."""
-        return round(HEIGHT * (1 - self.part(value)), 2)
-
     def ticks(self, step: float) -> list[float]:
         """The multiples of ``step`` on it."""
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
