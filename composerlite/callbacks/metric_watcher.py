@@ -90,11 +90,7 @@ class MetricWatcher(Callback, ABC):
         return state.dataloader_label == self.dataloader_label
 
     def look_among(self, values: Mapping[str, float], state: State) -> None:
-        """Look at the metric, which is among ``values``.
-
-        Raises:
-            ConfigError: it is not.
-        """
+        """Look at the metric, which is among ``values``."""
         self._check_metric(values)
         self.look_at(float(values[self.monitor]), state)
 

@@ -189,9 +189,6 @@ def content_sum(data: Tensor) -> Tensor:
     Memory is read twice, and little is needed beside it: words are laid out as a table, and the weight of a place is
     that of its row and that of its column.
 
-    Args:
-        data: bytes, of shape ``(size,)``; the sum is computed where they are.
-
     Returns:
         Two numbers of 64 bits, on that device. Equal contents have equal sums on every device.
     """

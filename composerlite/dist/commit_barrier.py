@@ -44,12 +44,6 @@ class CommitBarrier:
     """Rounds of votes, each with a number of its own, so that no vote is ever read twice.
 
     Rounds may run at the same time, each in its own thread.
-
-    Args:
-        store: with keys of its own, used by nobody else.
-        rank: of this process.
-        world_size: number of ranks.
-        gone: names a rank that is known to be lost, if there is one.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, gone: Callable[[], int | None] = lambda: None) -> None:
@@ -91,9 +85,6 @@ class CommitRound:
     Every rank calls :meth:`arrive`. Then rank 0 calls :meth:`decide`, commits, and calls :meth:`release`; the others
     call :meth:`wait`. The first rank whose time is up, or that sees that a rank is lost which has not voted, ends the
     round for all, unless rank 0 is committing already.
-
-    Args:
-        store: with keys of its own. rank, world_size: of this process. The rest: see :meth:`CommitBarrier.round`.
     """
 
     def __init__(
@@ -118,12 +109,7 @@ class CommitRound:
         self._own_error: BaseException | None = None
 
     def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
-        """Write on every rank, commit on rank 0 when all have; every rank returns what ``commit`` returned.
-
-        Raises:
-            RankError: a rank failed in ``write`` or rank 0 in ``commit``: the same on every rank.
-            LateRankError: not every rank voted in time. Nothing is committed unless ``may_be_committed``.
-        """
+        """Write on every rank, commit on rank 0 when all have; every rank returns what ``commit`` returned."""
         try:
             with self._at_work():
                 value = write()
@@ -135,11 +121,7 @@ class CommitRound:
         return self._finish(commit)
 
     def arrive(self, value: object = None, *, error: BaseException | None = None) -> None:
-        """Vote, once: for the commit, with a ``value`` for rank 0, or against it with the ``error`` that is why.
-
-        Raises:
-            RankError: the store is gone.
-        """
+        """Vote, once: for the commit, with a ``value`` for rank 0, or against it with the ``error`` that is why."""
         self._own_error = error
         failure = None if error is None else Failure.of(error, self._rank)
         vote = pickle.dumps(_Ballot(value, failure))
@@ -175,11 +157,7 @@ class CommitRound:
         return [vote.value for vote in votes]
 
     def release(self, value: object = None, *, error: BaseException | None = None) -> None:
-        """Rank 0 only, after :meth:`decide`: tell all that it is committed, or the ``error`` that is why not.
-
-        Raises:
-            RankError: the store is gone.
-        """
+        """Rank 0 only, after :meth:`decide`: tell all that it is committed, or the ``error`` that is why not."""
         outcome = value if error is None else [Failure.of(error, self._rank)]
         self.may_be_committed = error is None
         with reaching_the_store(self._what):

@@ -40,11 +40,6 @@ class PeerWatch:
     If the connection to the next rank ends before that rank has called :meth:`stop`, all waits of ``barrier`` end with
     an error that names it. Where ranks cannot connect, that is logged, and a rank that is gone is found when a wait
     for it times out.
-
-    Args:
-        store: with keys of its own, used by nobody else.
-        barrier: of the same ranks, which have all come to the same place.
-        timeout: of the wait for the address of the next rank.
     """
 
     def __init__(self, store: Store, barrier: StoreBarrier, timeout: timedelta) -> None:

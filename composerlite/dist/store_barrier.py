@@ -186,12 +186,9 @@ class _Arrival:
 
 @final
 class StoreBarrier:
-    """Barriers of all ranks, one after the other. Every rank calls the same methods in the same order, in one thread.
+    """Barriers of all ranks, one after the other: every rank calls the same methods in the same order, in one thread.
 
-    Args:
-        store: with keys of its own, used by nobody else.
-        rank: of this process.
-        world_size: number of ranks.
+    ``store`` has keys of its own, used by nobody else.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:

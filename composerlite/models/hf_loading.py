@@ -73,14 +73,7 @@ def model_class_of(transformers: Any, names: Iterable[str]) -> type[Any] | None:
 @final
 @dataclass(frozen=True)
 class _ModelRecord:
-    """Record of a model of transformers in a checkpoint.
-
-    Attributes:
-        transformers: the library.
-        kept: config, tokenizer and names of classes.
-        source: the checkpoint, for messages.
-        trust_remote_code: let transformers run code that the config refers to.
-    """
+    """Record of a model of transformers in a checkpoint."""
 
     transformers: Any
     kept: StateDict

@@ -262,12 +262,7 @@ class CosineAnnealingWarmRestartsScheduler(ComposerScheduler):
 
 # ── schedules that go somewhere until t_max ─────────────────────────────────────────────────────────────────────────
 class _Ramp(ComposerScheduler, ABC):
-    """Goes from its beginning to its end until ``t_max``, after a warm-up if there is one.
-
-    Args:
-        t_max: when the end is reached.
-        warmup: begins the schedule, in a straight line from zero.
-    """
+    """Goes from its beginning to its end until ``t_max``, after a warm-up if there is one."""
 
     def __init__(self, t_max: Time | str, warmup: _Warmup | None = None) -> None:
         self.t_max = read_time("t_max", t_max)

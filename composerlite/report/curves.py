@@ -29,14 +29,7 @@ class _Mean:
 
 
 def curve(series: Series, resumes: Sequence[int], batches: Axis, other: Series | None = None) -> str:
-    """Make a chart of ``series``, with the batches at which the run was resumed. The script of the page draws it.
-
-    Args:
-        series: the metric.
-        resumes: batches at which the run was resumed.
-        batches: the axis, the same for all charts.
-        other: the same metric of a run to compare with.
-    """
+    """Make a chart of ``series``, with the batches at which the run was resumed. The script of the page draws it."""
     kept = [point for point in series.kept if math.isfinite(point.value)]
     lost = [point for point in series.points if point.is_lost and math.isfinite(point.value)]
     if not kept and not lost:

@@ -17,14 +17,7 @@ _QUIET_SECONDS = 120.0
 @final
 @dataclass(frozen=True, slots=True)
 class EvaluationRecord:
-    """An evaluation in the record of a run.
-
-    Attributes:
-        label: of the data.
-        batch: that it was done at; ``None``: not known.
-        ended_at: seconds since 1970.
-        seconds: that it took.
-    """
+    """An evaluation in the record of a run, with the time of its end (seconds since 1970) and how long it took."""
 
     label: str
     batch: int | None

@@ -47,14 +47,7 @@ class Line:
 @final
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """The lines of one run, in their order.
-
-    Attributes:
-        source: the file, for people.
-        lines: what could be read.
-        faults: what could not.
-        other_runs: names of runs that are in the same file.
-    """
+    """The lines of one run, in their order; ``faults`` say what could not be read."""
 
     source: str
     lines: list[Line]

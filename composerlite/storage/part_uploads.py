@@ -70,9 +70,6 @@ class FileSource:
     Args:
         path: of the file.
         callback: called by :meth:`read` with the bytes that it returned before.
-
-    Raises:
-        OSError: it is not there or cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str], callback: Progress | None = None) -> None:

@@ -43,10 +43,6 @@ class Mixing(Algorithm):
     the loss the batch is what it was: metrics compare the outputs with the targets of the samples themselves.
 
     Nothing lives on from one batch to the next but the random generators, which are in every checkpoint.
-
-    Args:
-        interpolate_loss: mix the losses rather than the targets.
-        input_key: where the inputs are in a batch. target_key: where the targets are.
     """
 
     def __init__(self, interpolate_loss: bool, input_key: Any, target_key: Any) -> None:

@@ -88,11 +88,7 @@ def apply_low_precision_groupnorm(
 
 
 class LowPrecisionNorm(Algorithm):
-    """Makes norms of a kind compute in autocast's dtype.
-
-    Args:
-        apply_at: the event: ``'init'``, ``'before_load'`` or ``'after_load'``.
-    """
+    """Makes norms of a kind compute in autocast's dtype."""
 
     @checked_arguments
     def __init__(self, apply_at: Event | str = Event.INIT) -> None:

@@ -68,12 +68,7 @@ def open_experiment(tracking_uri: str | None, name: str) -> tuple[MlflowClient, 
 
 @final
 class MlflowRun:
-    """Sends to a run of MLflow. Each method returns when MLflow has it, or raises: not for the training thread.
-
-    Args:
-        client: of the server.
-        run: as MLflow tells of it.
-    """
+    """Sends to a run of MLflow. Each method returns when MLflow has it, or raises: not for the training thread."""
 
     def __init__(self, client: MlflowClient, run: Run) -> None:
         self._client = client

@@ -31,13 +31,7 @@ R = TypeVar("R")
 
 
 class ServiceLogger(LoggerDestination, Generic[R]):
-    """Logs to a run ``R`` of a service, which is known from ``AFTER_LOAD`` on: a resumed run continues its own.
-
-    Args:
-        service: its name, for messages.
-        rank_zero_only: only global rank 0 logs and keeps files; else each rank has a run.
-        timeout: seconds to wait at the end.
-    """
+    """Logs to a run ``R`` of a service, which is known from ``AFTER_LOAD`` on: a resumed run continues its own."""
 
     def __init__(self, service: str, *, rank_zero_only: bool, timeout: float = 600.0) -> None:
         self._service = service
@@ -129,11 +123,7 @@ class ServiceLogger(LoggerDestination, Generic[R]):
 
 
 def need_package(package: str, *, who: str, extra: str) -> None:
-    """See that ``package`` is installed, without importing it.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise ConfigError if ``package`` is not installed. It is not imported."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:  # a folder of that name in the current one is found as well
         raise ConfigError(

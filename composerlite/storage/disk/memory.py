@@ -160,9 +160,6 @@ def borrow_memory(size_bytes: int) -> HostMemory:
     """Return memory of at least ``size_bytes``, that a write or a read of a file works with.
 
     It is the borrower's until :func:`give_memory_back`.
-
-    Raises:
-        OSError: the system does not give that much.
     """
     if (memory := _lent.take()) is not None:
         if memory.size_bytes >= size_bytes:

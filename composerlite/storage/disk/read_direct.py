@@ -73,12 +73,6 @@ class DirectWork(Work):
     that wait for the disk do nothing else. A loader that finds no free block helps the caller, who is the slower one
     then. What is in the page cache already is taken from there.
 
-    Args:
-        file: to read.
-        places: where the bytes belong.
-        units: to read. If it is one, the caller loads it.
-        depth: data to read ahead of the caller.
-
     Attributes:
         helpers: how many threads are to call :meth:`help`.
     """
