@@ -22,13 +22,11 @@ class Axis:
     high: float
 
     @classmethod
-    def around(cls, values: Iterable[float], padding: float = 0.0) -> Axis:
-        """An axis that has all ``values``, and a part of their range more at both ends; of one value, too."""
+    def around(cls, values: Iterable[float]) -> Axis:
+        """An axis that has all ``values``; of one value it has some room beside it."""
         known = list(values)
-        low, high = (min(known), max(known)) if known else (0.0, 1.0)
-        room = (high - low) * padding
-        if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
-            room = abs(high) * 0.1 or 1.0
+        low, high = min(known), max(known)
+        room = (abs(high) * 0.1 or 1.0) if high - low <= 1e-12 * max(abs(low), abs(high)) else 0.0
         return cls(low - room, high + room)
 
     def part(self, value: float) -> float:
