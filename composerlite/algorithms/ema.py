@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from composerlite.algorithms.weight_average import WeightAverage, is_due, read_update_interval, update_event
-from composerlite.core import Algorithm, Event, Time, read_time, span
+from composerlite.core import Algorithm, Event, Logger, State, Time, read_time, span
 from composerlite.errors import ConfigError, checked_arguments
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 
 @torch.no_grad()

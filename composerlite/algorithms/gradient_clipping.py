@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from torch import nn
 
 from composerlite import dist
-from composerlite.core import Algorithm, Event
+from composerlite.core import Algorithm, Event, Logger, State
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 _TYPES = ("adaptive", "norm", "value")
 _EPSILON = 1e-6  # as torch adds it

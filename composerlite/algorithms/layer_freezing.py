@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import nn
 
-from composerlite.core import Algorithm, Event, Time, TimeUnit, clean_name, span
+from composerlite.core import Algorithm, Event, Logger, State, Time, TimeUnit, clean_name, span
 from composerlite.errors import ConfigError, checked_arguments
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 log = logging.getLogger(__name__)
 _TRAINING = Time(1.0, TimeUnit.DURATION)

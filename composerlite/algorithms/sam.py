@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from torch import nn
 
 from composerlite import dist
-from composerlite.core import Algorithm, Event
+from composerlite.core import Algorithm, Event, Logger, State
 from composerlite.errors import ConfigError, checked_arguments
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 
 @final

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from composerlite.algorithms.weight_average import WeightAverage, is_due, read_update_interval
-from composerlite.core import Algorithm, Event, Time, read_time, span
+from composerlite.core import Algorithm, Event, Logger, State, Time, read_time, span
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -18,12 +18,9 @@ from composerlite import dist
 from composerlite._torch_compat import map_leaves
 from composerlite.checkpoint import load_checkpoint
 from composerlite.checkpoint.save.plain_file import plain_writer
-from composerlite.core import Callback, State, move_to_device
+from composerlite.core import Callback, Logger, State, move_to_device
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 from composerlite.storage import ObjectStore, atomic_write, is_uri, make_folder, open_store, parse_uri
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger
 
 log = logging.getLogger(__name__)
 

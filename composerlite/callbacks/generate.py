@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from composerlite.checkpoint import rng
-from composerlite.core import Callback, Event, TimeInput, get_precision_context, interval_of
+from composerlite.core import Callback, Event, Logger, State, TimeInput, get_precision_context, interval_of
 from composerlite.errors import ConfigError
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 log = logging.getLogger(__name__)
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
+from typing import Any, Protocol, final, runtime_checkable
 
-from composerlite.core import Callback, Event, TimeInput, create_interval_scheduler
+from composerlite.core import Callback, Event, Logger, State, Time, TimeInput, create_interval_scheduler
 from composerlite.errors import ConfigError, checked_arguments
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State, Time
 
 log = logging.getLogger(__name__)
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 
-from composerlite.core import Callback, gives_one_value
+from composerlite.core import Callback, Logger, State, gives_one_value
 from composerlite.errors import ConfigError, did_you_mean
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 IsBetter: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor | bool]"
 """Tells whether the first value is better than the second."""

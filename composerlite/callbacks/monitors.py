@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from composerlite import dist
-from composerlite.core import Callback, by_class, note_not_finite
+from composerlite.core import Callback, Logger, State, by_class, note_not_finite
 from composerlite.errors import ConfigError, TrainingError, checked_arguments, did_you_mean
 
 if TYPE_CHECKING:
-    from composerlite.core import Logger, State
     from composerlite.devices import Device
 
 

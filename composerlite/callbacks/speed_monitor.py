@@ -6,15 +6,12 @@ import logging
 import re
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final, runtime_checkable
+from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
 
-from composerlite.core import Callback, Precision, span
+from composerlite.core import Batch, Callback, Logger, Precision, State, span
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
-
-if TYPE_CHECKING:
-    from composerlite.core import Batch, Logger, State
 
 _SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
+from typing import Any, Protocol, TypeAlias, final
 
 from composerlite import dist
 from composerlite.core import (
     Event,
+    Logger,
     LoggerDestination,
     SchedulePredicate,
+    State,
     TimeInput,
     TimeUnit,
     create_interval_scheduler,
@@ -19,9 +21,6 @@ from composerlite.core import (
 )
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 from composerlite.loggers.values import clock, fitting, lines_of, out_of, shown, speed, to_json
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 _LONGEST_LINE = 120
 _LONGEST_SILENCE_SECONDS = 30.0

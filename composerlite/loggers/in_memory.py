@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
-from composerlite.core import LoggerDestination, Timestamp
+from composerlite.core import Logger, LoggerDestination, State, Timestamp
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 from composerlite.loggers.values import plain
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 
 @final

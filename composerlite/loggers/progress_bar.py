@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
-from composerlite.core import LoggerDestination, SchedulePredicate, TimeInput, TimeUnit
+from composerlite.core import Logger, LoggerDestination, SchedulePredicate, State, TimeInput, TimeUnit
 from composerlite.errors import checked_arguments
 from composerlite.loggers.bars import Bars, bars_on
 from composerlite.loggers.console import ConsoleLogger, EpochsAndSeconds, StreamInput, learning_rate, open_stream
 from composerlite.loggers.values import out_of, shown
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 
 @final

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from composerlite import dist
 from composerlite.checkpoint.record.naming import format_name_with_dist
-from composerlite.core import LoggerDestination
+from composerlite.core import Logger, LoggerDestination, State
 from composerlite.errors import ConfigError, ObjectStoreError
 from composerlite.loggers.remote_uploader_downloader import RemoteUploaderDownloader
 from composerlite.storage import atomic_write
@@ -21,7 +21,6 @@ from composerlite.storage import atomic_write
 if TYPE_CHECKING:
     from composerlite.checkpoint.place.bucket import Bucket
     from composerlite.checkpoint.save.publish import Publisher
-    from composerlite.core import Logger, State
 
 log = logging.getLogger(__name__)
 

@@ -8,17 +8,14 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from composerlite import dist
 from composerlite.checkpoint.record.naming import check_variables, format_name_with_dist
-from composerlite.core import Callback
+from composerlite.core import Callback, Logger, State
 from composerlite.errors import checked_arguments
 from composerlite.profiler.traces import TraceFiles
 from composerlite.storage import atomic_write
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 
 class TraceHandler(Callback, ABC):

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from composerlite.core import Callback, Event
+from composerlite.core import Callback, Event, Logger, State
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.profiler.schedule import ProfilerAction
 from composerlite.profiler.traces import TraceFiles
 
 if TYPE_CHECKING:
-    from composerlite.core import Logger, State
     from composerlite.profiler.handlers import TraceHandler
 
 log = logging.getLogger(__name__)

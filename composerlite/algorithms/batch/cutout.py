@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from torch import Tensor
 
 from composerlite.algorithms.batch.cutmix import draw_box
 from composerlite.algorithms.batch.items import BatchItem
-from composerlite.core import Algorithm, Event
+from composerlite.core import Algorithm, Event, Logger, State
 from composerlite.errors import ConfigError, checked_arguments
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 
 def cutout_batch(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from composerlite.algorithms.batch.items import BatchItem
-from composerlite.core import Algorithm, Event
+from composerlite.core import Algorithm, Event, Logger, State
 from composerlite.errors import ConfigError, TrainingError, checked_arguments
 from composerlite.types import Batch
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 
 def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Tensor:

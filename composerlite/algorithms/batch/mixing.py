@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,12 +12,9 @@ from torch import Tensor
 
 from composerlite.algorithms.batch.items import BatchItem
 from composerlite.algorithms.batch.label_smoothing import smooth_labels
-from composerlite.core import Algorithm, Event, get_precision_context
+from composerlite.core import Algorithm, Event, Logger, State, get_precision_context
 from composerlite.errors import ConfigError, TrainingError
 from composerlite.types import Batch
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 
 def draw_coefficient(alpha: float) -> float:

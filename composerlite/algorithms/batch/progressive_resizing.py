@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from composerlite.algorithms.batch.items import BatchItem
-from composerlite.core import Algorithm, Event, Time, TimeUnit, span
+from composerlite.core import Algorithm, Event, Logger, State, Time, TimeUnit, span
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 _MODES = ("crop", "resize")
 _TRAINING = Time(1.0, TimeUnit.DURATION)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
 
-from composerlite.core import Algorithm, Event, Time, TimeUnit, span
+from composerlite.core import Algorithm, Event, Logger, State, Time, TimeUnit, span
 from composerlite.errors import ConfigError, TrainingError, checked_arguments
 from composerlite.types import Batch
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 
 def set_batch_sequence_length(

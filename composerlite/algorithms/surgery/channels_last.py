@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from torch import nn
 
-from composerlite.core import Algorithm, Event
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
+from composerlite.core import Algorithm, Event, Logger, State
 
 
 def apply_channels_last(model: nn.Module) -> nn.Module:

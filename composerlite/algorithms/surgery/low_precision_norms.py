@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TypeVar, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composerlite.core import Algorithm, Event, Precision
+from composerlite.core import Algorithm, Event, Logger, Precision, State
 from composerlite.errors import ConfigError, checked_arguments
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from composerlite.core import Algorithm, Event
+from composerlite.core import Algorithm, Event, Logger, State
 from composerlite.types import Batch
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-    from composerlite.core import Logger, State
     from composerlite.devices import Device
 
 log = logging.getLogger(__name__)

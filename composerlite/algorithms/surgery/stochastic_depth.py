@@ -5,16 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from composerlite.core import Algorithm, Event, Time, TimeUnit, read_time, span
+from composerlite.core import Algorithm, Event, Logger, State, Time, TimeUnit, read_time, span
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 log = logging.getLogger(__name__)
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from composerlite.core import Callback, TimeInput, TimeUnit, ensure_time
+from composerlite.core import Callback, Logger, State, TimeInput, TimeUnit, ensure_time
 from composerlite.errors import ConfigError, checked_arguments
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 
 @final

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from composerlite._torch_compat import (
     memory_page,
@@ -14,11 +14,8 @@ from composerlite._torch_compat import (
     record_memory_history,
 )
 from composerlite.checkpoint.record.naming import check_variables, format_name_with_dist, format_name_with_dist_and_time
-from composerlite.core import Callback, Time, TimeInput, TimeUnit, ensure_time
+from composerlite.core import Callback, Logger, State, Time, TimeInput, TimeUnit, ensure_time
 from composerlite.errors import ConfigError, checked_arguments
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 log = logging.getLogger(__name__)
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
 from composerlite import dist
-from composerlite.core import Callback
+from composerlite.core import Callback, Logger, State
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.storage import importing_sdk
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 
 @final

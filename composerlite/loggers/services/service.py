@@ -11,7 +11,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +19,10 @@ import torch
 
 from composerlite import dist
 from composerlite.checkpoint.record.naming import format_name_with_dist
-from composerlite.core import LoggerDestination
+from composerlite.core import Logger, LoggerDestination, State
 from composerlite.errors import ConfigError
 from composerlite.loggers.values import plain, to_json
 from composerlite.storage import Background, StagedFiles
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 R = TypeVar("R")
 

@@ -8,17 +8,14 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from composerlite import dist
-from composerlite.core import LoggerDestination, TimeInput, TimeUnit, ensure_time
+from composerlite.core import Logger, LoggerDestination, State, TimeInput, TimeUnit, ensure_time
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.loggers.services.service import need_package
 from composerlite.loggers.values import plain
 from composerlite.storage import Background
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 log = logging.getLogger(__name__)
 
