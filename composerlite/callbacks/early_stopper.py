@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from composerlite.callbacks.metric_watcher import IsBetter, MetricWatcher
-from composerlite.core import TimeInput, TimeUnit, ensure_time
+from composerlite.core import Logger, State, TimeInput, TimeUnit, ensure_time
 from composerlite.errors import ConfigError, checked_arguments
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 log = logging.getLogger(__name__)
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
 from composerlite import dist
 from composerlite.core import Callback, Logger, State, by_class, note_not_finite
+from composerlite.devices import Device
 from composerlite.errors import ConfigError, TrainingError, checked_arguments, did_you_mean
-
-if TYPE_CHECKING:
-    from composerlite.devices import Device
-
 
 _ALL = "l2_norm/grad/global"
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 
 from composerlite.callbacks.metric_watcher import IsBetter, MetricWatcher
-from composerlite.core import metric_values
+from composerlite.core import Logger, State, metric_values
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 log = logging.getLogger(__name__)
 

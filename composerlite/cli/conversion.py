@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from composerlite.checkpoint import Manifest
 from composerlite.checkpoint.tools.pointing import pointed
 from composerlite.cli import options
 from composerlite.cli.output import print_json
 from composerlite.errors import CheckpointExistsError, ConfigError
 from composerlite.storage import is_uri, parse_uri
-
-if TYPE_CHECKING:
-    from composerlite.checkpoint import Manifest
 
 _FORMS = ("huggingface", "safetensors", "state_dict", "lightning", "transformers", "accelerate")
 _OF_WEIGHTS = ("safetensors", "safetensors folder", "state_dict")

@@ -13,15 +13,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
 
 from composerlite import dist
-
-if TYPE_CHECKING:
-    from composerlite.storage import HostMemory
+from composerlite.storage import HostMemory
 
 log = logging.getLogger(__name__)
 _CHUNK_BYTES = 32 << 20  # of one copy: small copies of training get in between two

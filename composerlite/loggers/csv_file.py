@@ -6,16 +6,13 @@ import csv
 import io
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
-from composerlite.core import CheckpointNews
+from composerlite.core import CheckpointNews, Logger, State
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.loggers.run_file import RunFileLogger
 from composerlite.loggers.values import plain
 from composerlite.storage import atomic_write
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 _FIRST = ("batch", "epoch")
 _SAME = ("time/batch", "time/epoch")

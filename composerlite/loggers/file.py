@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TextIO, final
+from typing import Any, TextIO, final
 
+from composerlite.core import Logger, State
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.loggers.run_file import RunFileLogger
 from composerlite.loggers.values import to_json
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 
 @final

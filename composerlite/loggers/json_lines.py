@@ -11,16 +11,13 @@ import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import Any, cast, final
 
 from composerlite.checkpoint.record.manifest import versions
-from composerlite.core import CheckpointNews
+from composerlite.core import CheckpointNews, Logger, State
 from composerlite.errors import checked_arguments
 from composerlite.loggers.run_file import RunFileLogger
 from composerlite.loggers.values import to_json
-
-if TYPE_CHECKING:
-    from composerlite.core import Logger, State
 
 _FORMAT = 1
 

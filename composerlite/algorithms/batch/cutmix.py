@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from composerlite.algorithms.batch.mixing import Mixing, draw_coefficient, draw_permutation
+from composerlite.core import State
 from composerlite.errors import ConfigError, TrainingError, checked_arguments
-
-if TYPE_CHECKING:
-    from composerlite.core import State
 
 Box: TypeAlias = "tuple[int, int, int, int]"
 """First row, first column, last row and last column of a part of an image; the last ones are not in it."""
