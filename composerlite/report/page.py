@@ -19,8 +19,6 @@ from composerlite.report.summary import missing, story, tiles, title_of
 from composerlite.report.timeline import ENDS, lanes, time_parts
 from composerlite.report.words import clock, duration, number
 
-__all__ = ["page_of"]
-
 _MOST_CURVES = 16
 _MOST_ROWS = 500
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
