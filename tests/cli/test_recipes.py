@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from ports import reserved_port
@@ -148,6 +151,136 @@ def test_kubernetes(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     code, said = launch([*program, *args, *more, f"save_staging_folder={tmp_path}/b"], environment, until=None)
     assert code == 0, said
     assert the_batch(tmp_path / "b" / "digits") == 40
+
+
+def documents(recipe: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((RECIPES / recipe).read_text()))
+
+
+def lost(given: Any, known: Any, place: str = "") -> list[str]:
+    """What of ``given`` is not in ``known``, to which defaults were added."""
+    if isinstance(given, dict):
+        return [one for name, value in given.items() for one in lost(value, known.get(name), f"{place}.{name}")]
+    if isinstance(given, list) and len(given) == len(known or ()):
+        return [one for n, value in enumerate(given) for one in lost(value, known[n], f"{place}[{n}]")]
+    return [] if given == known else [f"{place}: {given!r}"]
+
+
+@pytest.mark.parametrize("recipe", ["kubernetes.yaml", "jobset.yaml", "kubeflow-trainer.yaml"])
+def test_manifests_have_the_fields_of_their_schema(recipe: str) -> None:
+    """Models of Kubernetes, JobSet and Kubeflow Trainer know all fields, in these types, and miss none. What a cluster
+    checks beyond that, such as names that refer to others, is not checked."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+    kinds = {
+        "Job": models.IoK8sApiBatchV1Job,
+        "JobSet": models.JobsetV1alpha2JobSet,
+        "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+        "TrainJob": models.TrainerV1alpha1TrainJob,
+    }
+    for document in documents(recipe):
+        model = kinds[document["kind"]]
+        assert lost(document, model.from_dict(document).to_dict()) == []
+        wrong = {**document, "spec": {**document["spec"], "maxRestart": 3}}
+        assert lost(wrong, model.from_dict(wrong).to_dict()) == [".spec.maxRestart: 3"]
+        with pytest.raises(ValueError, match="validation error"):
+            model.from_dict({**document, "spec": {**document["spec"], "suspend": "text", "template": "text"}})
+
+
+@contextmanager
+def pods(*starts: Callable[[], subprocess.Popen[str]]) -> Iterator[list[subprocess.Popen[str]]]:
+    """These pods. What is left of them is killed at the end."""
+    running = [start() for start in starts]
+    try:
+        yield running
+    finally:
+        for pod in running:
+            kill(pod)
+
+
+def kill(pod: subprocess.Popen[str]) -> None:
+    """SIGKILL to all processes of a pod: to the agent of torchrun and to its rank."""
+    with suppress(psutil.NoSuchProcess):
+        agent = psutil.Process(pod.pid)
+        for process in [*agent.children(recursive=True), agent]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    pod.wait(SECONDS)
+
+
+def started(command: Sequence[str], log: Path, **environment: str) -> subprocess.Popen[str]:
+    with log.open("w") as file:
+        return subprocess.Popen(
+            [str(Path(sys.executable).parent / command[0]), *command[1:]],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+            | environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+def wait_for(until: Path, pod: subprocess.Popen[str], log: Path) -> None:
+    end = time.monotonic() + SECONDS
+    while not until.exists():
+        assert pod.poll() is None, log.read_text()
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.01)
+
+
+@pytest.mark.soak
+def test_jobset(tmp_path: Path, port: int) -> None:
+    """The command of its pods, three of them: one is killed and replaced by another, and all end well."""
+    (jobset,) = documents("jobset.yaml")
+    (container,) = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    _, more = begun(tmp_path)
+    command = [
+        part.replace("digits-node-0-0.digits:29500", f"127.0.0.1:{port}").replace("s3://checkpoints", str(tmp_path))
+        for part in [*container["command"], *container["args"], *more, "max_duration=200ba"]
+    ]
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
+    logs = [tmp_path / f"pod{number}.log" for number in range(4)]
+
+    def start(number: int) -> subprocess.Popen[str]:
+        host = f"--rdzv-conf=is_host={int(number == 0)},"  # as torchrun finds out by the name of the first pod
+        return started([part.replace("--rdzv-conf=", host) for part in command], logs[number], **environment)
+
+    with pods(*(functools.partial(start, number) for number in range(3))) as running:
+        wait_for(tmp_path / "digits" / "latest-rank0.pt", running[0], logs[0])
+        kill(running[2])
+        running.append(start(3))
+        for pod, log in zip(running, logs, strict=True):
+            code = pod.wait(SECONDS)
+            assert code == (-signal.SIGKILL if pod is running[2] else 0), log.read_text()
+    assert any("resumed run 'digits'" in log.read_text() for log in logs)
+    assert the_batch(tmp_path / "digits") == 200
+
+
+@pytest.mark.soak
+def test_kubeflow_trainer(tmp_path: Path, port: int) -> None:
+    """The command of a TrainJob with the environment that Kubeflow sets: a pod is killed, the other one gets
+    SIGTERM as from JobSet, which starts both again, and the run ends well."""
+    runtime, job = documents("kubeflow-trainer.yaml")
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    grace = replicated["template"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    trainer = job["spec"]["trainer"]
+    _, more = begun(tmp_path)
+    arguments = [*trainer["command"], *trainer["args"], *more, "save_interval=10ba"]
+    command = [part.replace("s3://checkpoints", str(tmp_path)) for part in arguments]
+    where = {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}
+    where |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
+    logs = [tmp_path / f"pod{number}.log" for number in range(2)]
+    both = [functools.partial(started, command, logs[rank], PET_NODE_RANK=str(rank), **where) for rank in range(2)]
+    with pods(*both) as (first, second):
+        wait_for(tmp_path / "digits" / "latest-rank0.pt", first, logs[0])
+        kill(second)
+        first.terminate()
+        assert first.wait(grace) != 0, logs[0].read_text()
+    with pods(*both) as running:
+        for pod, log in zip(running, logs, strict=True):
+            assert pod.wait(SECONDS) == 0, log.read_text()
+    assert any("resumed run 'digits'" in log.read_text() for log in logs)
+    assert the_batch(tmp_path / "digits") == 40
 
 
 @pytest.mark.soak
