@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from composerlite.core import seed_all
+from composerlite.testing.cluster import quick_processes
 
 # Real services on loopback, started for the tests that name them.
 pytest_plugins = [
@@ -24,6 +25,16 @@ pytest_plugins = [
     "storage.servers.seaweedfs",
     "storage.servers.sftp",
 ]
+
+# What forked programs of the tests import that others need not.
+quick_processes(
+    "click.testing",
+    "composerlite.algorithms",
+    "composerlite.cli.app",
+    "composerlite.config.build",
+    "hypothesis.stateful",
+    "sklearn.datasets",
+)
 
 # The same examples in every run, and no deadline: the machine may be busy.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)

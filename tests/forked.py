@@ -9,8 +9,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import IO, Any, Self
 
 from composerlite.testing.cluster import quick_processes
 
-__all__ = ["Launcher", "run_forked"]
+__all__ = ["Launcher", "run_forked", "started"]
 
 SECONDS = 240.0
 CLIENT = Path(__file__).with_name("forked_client.py")
@@ -40,7 +40,7 @@ def run_forked(
     command = [main.__name__, *arguments]
     with ExitStack() as stack:
         out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-        files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (out, err)]
+        files = [os.devnull, *(f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (out, err))]
         process = _start(main, list(arguments), str(cwd), {**os.environ, **(environment or {})}, files)
         process.join(timeout)
         code = process.exitcode
@@ -50,11 +50,33 @@ def run_forked(
         return subprocess.CompletedProcess(command, code, _text(out), _text(err))
 
 
+@contextmanager
+def started(main: Callable[..., None], *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs ``main(*arguments)``, with pipes to it as of :class:`subprocess.Popen`.
+
+    Its number is not that of the command here, which ends with it and it with the command. None is left afterwards.
+    """
+    with (
+        Launcher(main) as launcher,
+        subprocess.Popen(
+            [*launcher.command, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 class Launcher:
     """Starts ``main(*arguments)`` for every command that asks for it: for tools and shells. A context manager.
 
-    ``command`` is a small program (``forked_client.py``) that asks for a process, lends it its output, and ends as it
-    does. A process that has not ended after ``timeout`` seconds is killed.
+    ``command`` is a small program (``forked_client.py``) that asks for a process, lends it its input and output, and
+    ends as it does. A process that has not ended after ``timeout`` seconds is killed.
     """
 
     def __init__(self, main: Callable[..., None], timeout: float = SECONDS) -> None:
@@ -93,7 +115,7 @@ class Launcher:
 
     def _launch(self, order: dict[str, Any], client: Any) -> int | None:
         """Start it, and wait until it or the command that asked for it has ended: its exit code."""
-        files = [f"/proc/{order['process']}/fd/{number}" for number in (1, 2)]
+        files = [f"/proc/{order['process']}/fd/{number}" for number in range(3)]
         with _starting:
             process = _start(self._main, order["arguments"], order["folder"], order["environment"], files)
         wait([process.sentinel, client], self._timeout)
@@ -120,8 +142,9 @@ def _live(
     main: Callable[..., None], arguments: list[str], folder: str, environment: dict[str, str], files: list[str]
 ) -> None:
     """What the process does."""
-    for path, descriptor in zip(files, (1, 2), strict=True):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
+    for descriptor, path in enumerate(files):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND if descriptor else os.O_RDONLY), descriptor)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - which multiprocessing has closed
     multiprocessing.set_start_method(None, force=True)  # as in any program, where it is not that of this process
     os.chdir(folder)
     os.environ.clear()

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from forked import run_forked
+import torch
+from forked import run_forked, started
 from tiny_training import saved_batches, train, trainer
 
 from composerlite import Callback, Logger, State
@@ -20,39 +21,32 @@ from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.errors import RunInUseError
 
-HOLD = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-from tiny_training import trainer
-from composerlite import Callback
 
 class Wait(Callback):
-    def batch_end(self, state, logger):
+    """Tells the number of the process after five batches, and waits until it may go on."""
+
+    def batch_end(self, state: State, logger: Logger) -> None:
         if int(state.timestamp.batch) == 5:
-            print(os.getpid(), flush=True)
+            sys.stdout.write(f"{os.getpid()}\n")
+            sys.stdout.flush()
             sys.stdin.readline()
 
-arguments = dict(pair.split("=", 1) for pair in sys.argv[3:])
-with trainer(callbacks=[Wait()], save_folder=sys.argv[2], save_interval="1ba", **arguments) as run:
-    run.fit()
-"""
+
+def train_and_wait(folder: str) -> None:
+    """Train, and stand in the middle of it."""
+    torch.set_num_threads(1)
+    with trainer(callbacks=[Wait()], save_folder=folder, save_interval="1ba") as run:
+        run.fit()
 
 
 @contextmanager
-def another_launch(folder: Path, **arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A program that trains, and stands in the middle of it until the block ends."""
-    command = [sys.executable, "-c", HOLD, str(Path(__file__).parent), str(folder)]
-    with subprocess.Popen(
-        [*command, *(f"{key}={value}" for key, value in arguments.items())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+def another_launch(folder: Path) -> Iterator[int]:
+    """A program that trains, and stands in the middle of it until the block ends: its process."""
+    with started(train_and_wait, str(folder)) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().strip() == str(process.pid)
-        yield process
-        process.communicate("\n", timeout=240)
-        assert process.returncode == 0
+        yield int(process.stdout.readline())
+        _, said = process.communicate("\n", timeout=240)
+        assert process.returncode == 0, said
 
 
 def test_two_launches_without_autoresume_do_not_write_the_same_files(tmp_path: Path) -> None:
@@ -61,7 +55,7 @@ def test_two_launches_without_autoresume_do_not_write_the_same_files(tmp_path: P
         another_launch(tmp_path) as first,
         trainer(save_folder=tmp_path, save_interval="1ba", save_overwrite=True) as run,
     ):
-        with pytest.raises(RunInUseError, match=rf"run 'run' is written by another process, process {first.pid} on "):
+        with pytest.raises(RunInUseError, match=rf"run 'run' is written by another process, process {first} on "):
             run.fit()
         assert int(run.state.timestamp.batch) == 0
     assert saved_batches(tmp_path) == list(range(1, 13))
@@ -73,9 +67,7 @@ def test_two_runs_whose_files_have_the_same_names_do_not_share_a_folder(tmp_path
     with another_launch(tmp_path) as first:
         with (
             trainer(run_name="other", save_folder=tmp_path, save_overwrite=True) as run,
-            pytest.raises(
-                RunInUseError, match=rf"process {first.pid} on .*replace the other's files.* names of its own"
-            ),
+            pytest.raises(RunInUseError, match=rf"process {first} on .*replace the other's files.* names of its own"),
         ):
             run.fit()
         train(

@@ -26,9 +26,10 @@ def batch(rows: int = 3) -> dict[str, torch.Tensor]:
 
 
 def test_importing_models_imports_no_transformers() -> None:
-    """Who has no model of transformers does not wait for it, and need not have it."""
+    """Who has no model of transformers does not wait for it, nor for metrics, and need not have it."""
     code = (
-        "import sys, composerlite, composerlite.models; from composerlite.models import HuggingFaceModel; "
+        "import sys, composerlite, composerlite.algorithms, composerlite.models, composerlite.optim; "
+        "from composerlite.models import HuggingFaceModel; "
         "sys.modules['transformers'] = None\n"
         "try: HuggingFaceModel(None)\n"
         "except composerlite.errors.ConfigError as e: print(e)\n"

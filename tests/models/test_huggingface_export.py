@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import safetensors
 import torch
 import transformers
+from forked import run_forked
 from models import hf_ranks
 from models.hf_parts import causal_model, logits, lora, tokenizer, train, trainer_of
 
@@ -69,14 +69,18 @@ def test_export_loads_back_bit_for_bit(kind: str, ending: str, tmp_path: Path) -
     assert words.get_vocab() == tokenizer().get_vocab()
 
 
+def export_without_transformers(checkpoint: str) -> None:
+    """Export as a program does where transformers cannot be imported."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        del sys.modules[name]
+    sys.modules["transformers"] = None  # type: ignore[assignment]
+    write_huggingface_pretrained_from_composer_checkpoint(checkpoint, "out")
+
+
 def test_export_needs_no_transformers(run: tuple[Path, HuggingFaceModel], tmp_path: Path) -> None:
     """A machine that only exports has torch and safetensors; the tied weight is in the file once."""
-    code = (
-        "import sys; sys.modules['transformers'] = None\n"
-        "from composerlite.models import write_huggingface_pretrained_from_composer_checkpoint as write\n"
-        f"write({str(run[0])!r}, 'out')"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    done = run_forked(export_without_transformers, str(run[0]), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*names, "chat_template.jinja"}
     with safetensors.safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
