@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from combinations import covering
 from short_run import BATCHES, ShortRun, assert_resumes_exactly, assert_same
 from torch import Tensor, nn
 
@@ -135,8 +136,7 @@ def configurations() -> dict[str, list[Algorithm]]:
     }
 
 
-@pytest.mark.parametrize("name", configurations())
-@pytest.mark.parametrize("at", range(BATCHES + 1))
+@pytest.mark.parametrize(("name", "at"), covering(1, [*configurations()], range(BATCHES + 1)))
 def test_resumes_bit_for_bit(name: str, at: int) -> None:
     """Interrupted after any batch and resumed from the file, weights and average end as without interruption."""
     assert_resumes_exactly(lambda: configurations()[name], at)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from combinations import covering
 from short_run import BATCHES, BATCHES_PER_EPOCH, ShortRun, assert_resumes_exactly, assert_same
 from torch import Tensor
 
@@ -116,8 +117,7 @@ def configurations() -> dict[str, list[Algorithm]]:
     }
 
 
-@pytest.mark.parametrize("name", configurations())
-@pytest.mark.parametrize("at", range(BATCHES + 1))
+@pytest.mark.parametrize(("name", "at"), covering(1, [*configurations()], range(BATCHES + 1)))
 def test_resumes_bit_for_bit(name: str, at: int) -> None:
     """Interrupted after any batch and resumed from the file, the run ends as without interruption."""
     assert_resumes_exactly(lambda: configurations()[name], at)

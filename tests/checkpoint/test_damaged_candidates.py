@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from checkpoint.place_contract import digest_of
 from checkpoint.sharded_parts import small_model
+from combinations import covering
 from parts import save_batch, save_directory
 from storage.servers.seaweedfs import S3Server
 
@@ -98,9 +99,7 @@ def test_in_a_folder(kind: str, fault: str, tmp_path: Path, caplog: pytest.LogCa
         assert is_gone or two.name in caplog.text, path
 
 
-@pytest.mark.parametrize("state", ["listed", "linked", "begun"])
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "fault", "state"), covering(2, [*KINDS], [*FAULTS], ["listed", "linked", "begun"]))
 def test_in_a_bucket(kind: str, fault: str, state: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Found by its link or in the list, published, or in the middle of replacing one of an earlier attempt.
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from checkpoint.sharded_parts import same
 from click.testing import CliRunner
+from combinations import covering
 from safetensors.torch import load_file
 from test_other_systems import DATA, SAVED, STEPS, Losses, constant, data, grouped, linear, of_deepspeed, trainer
 from tiny_training import Classifier
@@ -76,8 +77,7 @@ def named(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix("net."): tensor for name, tensor in weights.items()}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("source", "form"), covering(1, SOURCES, [*FORMS]))
 def test_weights_go_from_any_form_to_any_other(tmp_path: Path, source: str, form: str) -> None:
     """Bit for bit: what is written is read by a plain run here, and by the program that it is for."""
     name, *options = FORMS[form]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from combinations import covering
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -160,9 +161,7 @@ def files(folder: Path) -> dict[int, Path]:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("subset", [-1, 1])
-@pytest.mark.parametrize("interval", ["2ba", "1ep"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "interval", "subset"), covering(2, KINDS, ["2ba", "1ep"], [-1, 1]))
 def test_training_goes_on_in_the_same_order_whatever_evaluation_draws_from(
     kind: str, interval: str, subset: int, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import evaluated_run
 import pytest
 import torch
+from combinations import covering
 from forked import run_forked
 from small_run import differences
 
@@ -54,52 +55,55 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", list(KINDS.values()), ids=list(KINDS))
-@pytest.mark.parametrize("label", ["a", "b", "c"])
-@pytest.mark.parametrize(
-    ("event", "count", "how"),
-    [
-        ("eval_start", 1, {}),
-        ("eval_batch_end", 2, {}),
-        ("eval_end", 1, {}),
-        ("eval_batch_start", 2, {"signal": "SIGKILL", "save": True}),
-        ("eval_end", 1, {"signal": "SIGKILL", "save": True}),
-        ("eval_batch_end", 1, {"save": True}),
-    ],
-)
+INTERRUPTIONS: list[tuple[str, int, dict[str, Any]]] = [
+    ("eval_start", 1, {}),
+    ("eval_batch_end", 2, {}),
+    ("eval_end", 1, {}),
+    ("eval_batch_start", 2, {"signal": "SIGKILL", "save": True}),
+    ("eval_end", 1, {"signal": "SIGKILL", "save": True}),
+    ("eval_batch_end", 1, {"save": True}),
+]
+
+
+@pytest.mark.parametrize(("interruption", "label", "kind"), covering(2, INTERRUPTIONS, ["a", "b", "c"], [*KINDS]))
 def test_each_evaluator_is_run_once_wherever_the_run_was_interrupted(
-    tmp_path: Path, whole: Any, kind: dict[str, Any], label: str, event: str, count: int, how: dict[str, Any]
+    tmp_path: Path, whole: Any, interruption: tuple[str, int, dict[str, Any]], label: str, kind: str
 ) -> None:
     """Asked to end in an evaluator, or killed behind a save in it: the resumed run begins with that evaluator, those
     before are not run again, and training and all values are those of the run that was left alone, bit for bit."""
-    folder, expected = whole(**kind)
-    code, before = launch(tmp_path, at=[event, 8, label, count], **how, **kind)
+    (event, count, how), varied = interruption, KINDS[kind]
+    folder, expected = whole(**varied)
+    code, before = launch(tmp_path, at=[event, 8, label, count], **how, **varied)
     assert code in (143, -signal.SIGKILL)
-    again, after = launch(tmp_path, **kind)
+    again, after = launch(tmp_path, **varied)
     assert again == 0
     assert before + after == expected
     parts = [torch.load(where / "final.pt", weights_only=True) for where in (tmp_path, folder)]
     assert differences(*parts) == []
-    if kind.get("saves") == "4ba":  # what the first one measured before the end is what the checkpoint is judged by
+    if varied.get("saves") == "4ba":  # what the first one measured before the end is what the checkpoint is judged by
         assert measured(tmp_path) == measured(folder)
 
 
-@pytest.mark.parametrize("load", ["load_path", "callback"])
-@pytest.mark.parametrize("name", ["run", None])
-@pytest.mark.parametrize("by_duration", [False, True], ids=["max_duration", "duration"])
+PLACES: dict[str, list[Any]] = {
+    "in training": ["batch_end", 6, "train", 1],
+    "in an evaluation": ["eval_batch_end", 8, "b", 2],
+    "in the last evaluation": ["eval_batch_end", 12, "b", 2],
+}
+
+
 @pytest.mark.parametrize(
-    "at",
-    [["batch_end", 6, "train", 1], ["eval_batch_end", 8, "b", 2], ["eval_batch_end", 12, "b", 2]],
-    ids=["in training", "in an evaluation", "in the last evaluation"],
+    ("place", "duration", "name", "load"),
+    covering(2, [*PLACES], ["max_duration", "duration"], ["run", None], ["load_path", "callback"]),
 )
 def test_a_run_that_goes_on_from_load_path_is_that_which_was_interrupted(
-    tmp_path: Path, whole: Any, at: list[Any], by_duration: bool, name: str | None, load: str
+    tmp_path: Path, whole: Any, place: str, duration: str, name: str | None, load: str
 ) -> None:
     """Whether somebody has named it or not, and whichever way its last checkpoint is loaded: the evaluation that it was
     interrupted in is made up for, and ``fit(duration=…)`` ends where it would have ended."""
+    by_duration = duration == "duration"
     kind: dict[str, Any] = {"interval": "1ep", "other": "1ep", "load": load, "by_duration": by_duration}
     folder, expected = whole(**kind)
-    code, before = launch(tmp_path, at=at, name=name, **kind)
+    code, before = launch(tmp_path, at=PLACES[place], name=name, **kind)
     assert code == 143
     again, after = launch(tmp_path, name=name, **kind)
     assert again == 0

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import stopping_ranks
 import torch
+from combinations import covering
 from torchmetrics import MeanMetric
 from trainer.trainer_parts import At, Events, Net, Seen, build, loader, same, weights
 
@@ -49,12 +50,12 @@ def launch(folder: Path, *callbacks: Any, script: Callable[[Trainer], object] = 
     return [step[0] for step in seen.steps], trainer
 
 
-@pytest.mark.parametrize("save_interval", ["1ba", "2ba", "1ep"])
-@pytest.mark.parametrize(("event", "batch"), MOMENTS)
+@pytest.mark.parametrize(("moment", "save_interval"), covering(1, MOMENTS, ["1ba", "2ba", "1ep"]))
 def test_a_stopped_run_that_is_launched_again_trains_no_further(
-    tmp_path: Path, event: Event, batch: int, save_interval: str
+    tmp_path: Path, moment: tuple[Event, int], save_interval: str
 ) -> None:
     """At whatever moment a callback stops it: the relaunch has the weights of the end, and trains on no batch."""
+    event, batch = moment
     steps, first = launch(tmp_path, stopper(event, batch), save_interval=save_interval)
     assert len(steps) in (batch, batch + 1)
     again, second = launch(tmp_path, save_interval=save_interval)
