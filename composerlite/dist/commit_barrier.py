@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pickle
+import struct
+import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -27,6 +30,7 @@ from composerlite.dist.store_barrier import (
     late_error,
     rank_error,
     reaching_the_store,
+    to_be_told,
 )
 from composerlite.errors import LateRankError, RankError
 
@@ -37,6 +41,11 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _COMMITTING = "committing"
+_MOST_BYTES = 4 << 20  # in a request: TCPStore closes the connection of one above 8 MiB
+_PIECE = struct.Struct("<II")
+"""Before each piece of a vote: whose, and how many bytes."""
+_ENDED = 0xFFFFFFFF
+"""Among the ranks that have voted: the round is decided without the others."""
 
 
 @final
@@ -85,6 +94,9 @@ class CommitRound:
     Every rank calls :meth:`arrive`. Then rank 0 calls :meth:`decide`, commits, and calls :meth:`release`; the others
     call :meth:`wait`. The first rank whose time is up, or that sees that a rank is lost which has not voted, ends the
     round for all, unless rank 0 is committing already.
+
+    All votes are appended to one key, and who has voted to another: what a rank asks of the store does not depend on
+    the number of ranks.
     """
 
     def __init__(
@@ -105,7 +117,7 @@ class CommitRound:
         self._timeout = timeout
         self._longest_work = longest_work
         self._gone = gone
-        self._poll = Poll(store, world_size)
+        self._poll = Poll(store, world_size if rank else 1)  # all wait for rank 0: it may ask often
         self._own_error: BaseException | None = None
 
     def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
@@ -126,9 +138,10 @@ class CommitRound:
         failure = None if error is None else Failure.of(error, self._rank)
         vote = pickle.dumps(_Ballot(value, failure))
         with reaching_the_store(self._what):
-            self._store.set(f"vote/{self._rank}", vote)  # pyright: ignore[reportArgumentType] - bytes
-            if self._store.add("votes", 1) == self._world_size:
-                self._store.set("voted", "")
+            for at in range(0, len(vote), _MOST_BYTES):
+                piece = vote[at : at + _MOST_BYTES]
+                self._append("votes", _PIECE.pack(self._rank, len(piece)) + piece)
+            self._append_rank("voters", self._rank)
 
     def pass_by(self) -> None:
         """Vote without waiting for the result, in place of :meth:`run`, on a rank other than 0."""
@@ -144,11 +157,11 @@ class CommitRound:
             LateRankError: not every rank voted in time, or the time of another rank was up before.
         """
         with reaching_the_store(self._what):
-            if not self._until("voted"):
+            if not self._until(lambda: len(voters := self._ranks("voters")) >= self._world_size or _ENDED in voters):
                 self._give_up()
             if self._store.check(["decision"]):
                 self._raise_decision()
-            votes = [pickle.loads(vote) for vote in self._store.multi_get(self._vote_keys())]
+            votes = self._votes()
             if failures := [vote.failure for vote in votes if vote.failure is not None]:
                 self._decide_against(failures)
             if not decide_once(self._store, "decision", _COMMITTING):
@@ -172,10 +185,10 @@ class CommitRound:
             LateRankError: the time is up. See ``may_be_committed``.
         """
         with reaching_the_store(self._what):
-            if not self._until("released"):
+            if not self._until(self._is_released):
                 self._give_up()
                 self.may_be_committed = True
-                if not self._until("released"):
+                if not self._until(self._is_released):
                     raise self._unknown()
             good, outcome = pickle.loads(self._store.get("released"))
             self._leave()
@@ -209,7 +222,7 @@ class CommitRound:
             until = time.monotonic() + self._longest_work.total_seconds()
             with contextlib.suppress(DistError):  # the store is gone: this rank says so when it votes
                 while not done.wait(self._timeout.total_seconds() / 5) and time.monotonic() < until:
-                    self._store.add(f"beats/{self._rank}", 1)
+                    self._append_rank("beats", self._rank)
 
         thread = threading.Thread(target=beat, name="commit-vote", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread can be started: the others wait for ``timeout`` only
@@ -221,18 +234,18 @@ class CommitRound:
             if thread.ident is not None:
                 thread.join()
 
-    def _until(self, name: str) -> bool:
-        """Wait for a key; false if a rank that is waited for is lost, or has shown nothing for the timeout."""
+    def _until(self, happened: Callable[[], bool]) -> bool:
+        """Wait until it has; false if a rank that is waited for is lost, or has shown nothing for the timeout."""
         started = time.monotonic()
         heard: dict[int, tuple[int, float]] = {}
         with contextlib.suppress(LateRankError):
-            while not self._poll.until(name, self._timeout / 4, self._check_nobody_is_lost):
+            while not self._poll.when(happened, self._timeout / 4, self._check_nobody_is_lost):
                 now = time.monotonic()
+                beats = Counter(self._ranks("beats"))
                 for rank in self._late() or [0]:
-                    beats = self._store.add(f"beats/{rank}", 0)
                     count, since = heard.get(rank, (0, started))
-                    if beats != count:
-                        heard[rank] = beats, now
+                    if beats[rank] != count:
+                        heard[rank] = beats[rank], now
                     elif now - since >= self._timeout.total_seconds():
                         return False
             return True
@@ -243,11 +256,31 @@ class CommitRound:
         if lost is not None and lost in (self._late() or [0]):
             raise gone_error(lost)
 
-    def _late(self) -> list[int]:
-        return [rank for rank, key in enumerate(self._vote_keys()) if not self._store.check([key])]
+    def _is_released(self) -> bool:
+        return self._store.check(["released"])
 
-    def _vote_keys(self) -> list[str]:
-        return [f"vote/{rank}" for rank in range(self._world_size)]
+    def _late(self) -> list[int]:
+        return sorted(set(range(self._world_size)).difference(self._ranks("voters")))
+
+    def _votes(self) -> list[_Ballot]:
+        """All votes, in the order of ranks."""
+        votes = [bytearray() for _ in range(self._world_size)]
+        data, at = self._store.get("votes"), 0
+        while at < len(data):
+            rank, size = _PIECE.unpack_from(data, at)
+            at += _PIECE.size + size
+            votes[rank] += data[at - size : at]
+        return [pickle.loads(vote) for vote in votes]
+
+    def _ranks(self, key: str) -> Sequence[int]:
+        """The ranks that were appended to ``key``."""
+        return memoryview(self._store.get(key)).cast("I") if self._store.check([key]) else ()
+
+    def _append_rank(self, key: str, rank: int) -> None:
+        self._append(key, rank.to_bytes(4, sys.byteorder))
+
+    def _append(self, key: str, data: bytes) -> None:
+        self._store.append(key, data)  # pyright: ignore - declared for some stores only, and with text
 
     def _publish(self, good: bool, outcome: object) -> None:
         self._store.set("released", pickle.dumps((good, outcome)))  # pyright: ignore[reportArgumentType]
@@ -265,9 +298,10 @@ class CommitRound:
 
     def _decide_against(self, failures: list[Failure]) -> None:
         """Decide that it is not committed, and raise that. Returns only if rank 0 is committing already."""
+        failures = to_be_told(failures)
         if decide_once(self._store, "decision", failures):
             self._publish(False, failures)
-            self._store.set("voted", "")  # rank 0 need not wait any longer
+            self._append_rank("voters", _ENDED)  # rank 0 need not wait any longer
         self._raise_decision()
 
     def _raise_decision(self) -> None:
@@ -287,6 +321,5 @@ class CommitRound:
     def _leave(self) -> None:
         """The last to leave removes the keys of this round: nobody reads them any more."""
         if self._store.add("gone", 1) == self._world_size:
-            beats = [f"beats/{rank}" for rank in range(self._world_size)]
-            for key in [*beats, *self._vote_keys(), "votes", "voted", "decision", "released", "gone"]:
+            for key in ("beats", "votes", "voters", "decision", "released", "gone"):
                 self._store.delete_key(key)

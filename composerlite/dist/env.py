@@ -383,7 +383,7 @@ def _find_layout(store: Store, barrier: StoreBarrier, timeout: timedelta) -> _La
             store.add("without", 1)
     if store.add("without", 0) == 0:
         return None
-    hosts = [store.get(str(rank)) for rank in range(barrier.world_size)]
+    hosts = store.multi_get([str(rank) for rank in range(barrier.world_size)])
     own = [rank for rank, host in enumerate(hosts) if host == hosts[barrier.rank]]
     nodes = list(dict.fromkeys(hosts))
     return _Layout(own.index(barrier.rank), len(own), nodes.index(hosts[barrier.rank]))

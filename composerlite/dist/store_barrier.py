@@ -7,6 +7,7 @@ nothing behind that could block.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import pickle
 import time
@@ -86,6 +87,11 @@ class Failure:
         return error if isinstance(error, BaseException) else RankError(self.text, [self.rank])
 
 
+def to_be_told(failures: Sequence[Failure]) -> list[Failure]:
+    """``failures`` as all ranks read them: without the tracebacks that nobody is shown."""
+    return [*failures[:1], *(dataclasses.replace(failure, trace="") for failure in failures[1:])]
+
+
 def rank_error(what: str, failures: Sequence[Failure], own: BaseException | None = None) -> RankError:
     """The error that every rank raises when some failed in ``what``.
 
@@ -148,8 +154,14 @@ class Poll:
 
     def until(self, key: str, timeout: timedelta, otherwise: Callable[[], None] = lambda: None) -> bool:
         """Wait for ``key``; false if it is not there after ``timeout``. A long wait calls ``otherwise`` as it goes."""
+        return self.when(lambda: self._store.check([key]), timeout, otherwise)
+
+    def when(
+        self, happened: Callable[[], bool], timeout: timedelta, otherwise: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Wait like :meth:`until`, until ``happened`` is true, which asks the store."""
         start = time.monotonic()
-        while not self._store.check([key]):
+        while not happened():
             waited = time.monotonic() - start
             if waited >= timeout.total_seconds():
                 return False
@@ -329,9 +341,9 @@ class StoreBarrier:
         places = self._places()
         failures = [place.failure for place in places.values() if place.failure is not None]
         if failures:
-            return failures
+            return to_be_told(failures)
         strays = {rank: place for rank, place in places.items() if (place.ticket, place.what) != (ticket, what)}
-        return [Failure.of(_stray_error(rank, place, what), self.rank) for rank, place in strays.items()]
+        return to_be_told([Failure.of(_stray_error(rank, place, what), self.rank) for rank, place in strays.items()])
 
     def _late(self, ticket: int, what: str, timeout: timedelta) -> LateRankError:
         places = self._places()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from composerlite import dist
 from composerlite.dist.commit_barrier import CommitBarrier, CommitRound
@@ -191,9 +192,10 @@ class _StoreThatIsWatched(HashStore):
 
     on_count: Callable[[], object] = list
 
-    def multi_get(self, keys: Any) -> list[bytes]:
-        self.on_count()
-        return super().multi_get(keys)
+    def get(self, key: str) -> bytes:
+        if key == "votes":
+            self.on_count()
+        return super().get(key)
 
 
 def test_a_rank_that_gives_up_while_votes_are_counted_is_heeded() -> None:
@@ -248,6 +250,91 @@ def test_no_keys_are_left_in_the_store() -> None:
     _errors(ranks.save(lambda rank: time.sleep(0.4 * rank), timeout=SHORT))
     assert ranks.store.num_keys() == before
     ranks.close()
+
+
+class _CountingStore(HashStore):
+    """Counts requests, and the bytes that come and go."""
+
+    requests = 0
+
+    def _count(self, name: str, *arguments: Any) -> Any:
+        self.requests += 1
+        return getattr(HashStore, name)(self, *arguments)
+
+    def add(self, *arguments: Any) -> int:
+        return self._count("add", *arguments)
+
+    def append(self, *arguments: Any) -> None:
+        self._count("append", *arguments)
+
+    def check(self, *arguments: Any) -> bool:
+        return self._count("check", *arguments)
+
+    def compare_set(self, *arguments: Any) -> bytes:
+        return self._count("compare_set", *arguments)
+
+    def delete_key(self, *arguments: Any) -> bool:
+        return self._count("delete_key", *arguments)
+
+    def get(self, *arguments: Any) -> bytes:
+        return self._count("get", *arguments)
+
+    def set(self, *arguments: Any) -> None:
+        self._count("set", *arguments)
+
+
+def _rounds(store: HashStore, world_size: int) -> list[CommitRound]:
+    return [CommitRound(store, rank, world_size, "saving ep1", timedelta(), timedelta()) for rank in range(world_size)]
+
+
+def _requests_of_a_vote(world_size: int, *, is_late: bool) -> int:
+    """Requests of all ranks, one after the other; where rank 1 is late it comes in the end."""
+    store = _CountingStore()
+    rounds = _rounds(store, world_size)
+    others = [one for rank, one in enumerate(rounds) if not (is_late and rank == 1)]
+    for one in others:
+        one.arrive("its part")
+    with pytest.raises(LateRankError) if is_late else contextlib.nullcontext():
+        rounds[0].decide()
+        rounds[0].release()
+    if is_late:
+        rounds[1].arrive("its part")
+    for one in rounds[1:]:
+        with pytest.raises(LateRankError, match="rank 1 has not come") if is_late else contextlib.nullcontext():
+            one.wait()
+    assert store.num_keys() == 0
+    return store.requests
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_a_rank_asks_of_the_store_does_not_depend_on_the_number_of_ranks(is_late: bool) -> None:
+    """Also where a rank is late: all requests together grow with the number of ranks, by 5 each."""
+    few, more, many = (_requests_of_a_vote(ranks, is_late=is_late) for ranks in (4, 104, 204))
+    assert many - more == more - few == 500
+
+
+def test_a_vote_may_be_larger_than_a_request_to_a_store() -> None:
+    """TCPStore closes the connection of a request above 8 MiB; a rank with many shards has more to tell."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    zero, one = (
+        CommitRound(store, rank, 2, "saving", LONG, timedelta()) for rank, store in enumerate((server, client))
+    )
+    parts = [bytes([rank]) * (9 << 20) for rank in range(2)]
+    one.arrive(parts[1])
+    assert zero.run(lambda: parts[0], lambda values: values == parts)
+
+
+def test_a_failure_of_all_ranks_is_told_with_one_traceback() -> None:
+    """Every rank reads the failures of all, so that bytes would grow with the square of the number of ranks."""
+    store = HashStore()
+    rounds = _rounds(store, 100)
+    for rank, one in enumerate(rounds):
+        one.arrive(error=OSError(28, "No space left on device", f"__{rank}_0.distcp"))
+    with pytest.raises(RankError, match="rank 99 failed") as caught:
+        rounds[0].decide()
+    assert len(caught.value.causes) == 100
+    assert store.get("decision").count(b"Traceback") + store.get("decision").count(b"OSError: ") <= 101
 
 
 def test_one_process_commits_by_itself() -> None:
