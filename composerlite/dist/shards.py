@@ -126,14 +126,21 @@ def _box_of(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
-def has_copies(tensor: Tensor) -> bool:
-    """Return true if another rank may have the same part of ``tensor``: false where each has one of its own."""
+def ranks_with_same_part(tensor: Tensor) -> Sequence[int] | None:
+    """Return the ranks that have the same part of ``tensor``, in order: only this one where each has its own.
+
+    ``None`` where it is not known, since the mesh of the tensor has some of the ranks only.
+    """
     if not is_distributed_tensor(tensor):
-        return True
+        return range(get_world_size())
     value = cast("DTensor", tensor)
     mesh = value.device_mesh
-    split = (size == 1 or placement.is_shard() for size, placement in zip(mesh.shape, value.placements, strict=True))
-    return mesh.size() < get_world_size() or not all(split)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or mesh.size() < get_world_size():
+        return None
+    splits = (getattr(placement, "dim", None) is not None for placement in value.placements)
+    at = tuple(number if is_split else slice(None) for number, is_split in zip(coordinate, splits, strict=True))
+    return sorted(mesh.mesh[at].flatten().tolist())
 
 
 def empty_shard_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:

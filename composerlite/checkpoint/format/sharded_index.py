@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import PurePosixPath
 from typing import Any, NamedTuple, cast, final
 
 import torch
@@ -39,6 +38,7 @@ __all__ = [
     "Path",
     "StorageInfo",
     "Whole",
+    "check_index",
     "filled",
     "inner_tensors",
     "key_path",
@@ -93,7 +93,7 @@ def read_index(data: bytes, uri: str) -> Metadata:
     """
     try:
         found = RestrictedUnpickler(data, _NoStorages(), _INDEX_TYPES).load()
-        _check_index(found)
+        check_index(found)
     except RefusedError as e:
         raise untrusted(uri, INDEX, e) from e
     except (ValueError, TypeError, AttributeError, KeyError) as e:
@@ -101,7 +101,8 @@ def read_index(data: bytes, uri: str) -> Metadata:
     return found
 
 
-def _check_index(found: Any) -> None:
+def check_index(found: Any) -> None:
+    """Raise ``ValueError`` if ``found`` is no index, or an index of another directory."""
     if type(found) is not Metadata or type(found.state_dict_metadata) is not dict:
         raise ValueError(f"it holds {type(found).__name__}")
     for key, stored in found.state_dict_metadata.items():
@@ -117,8 +118,8 @@ def _check_index(found: Any) -> None:
         if type(index) is not MetadataIndex or type(place) is not StorageInfo:
             raise ValueError(f"a place that is {type(place).__name__}")
         name, numbers = place.relative_path, (place.offset, place.length)
-        parts = PurePosixPath(name).parts if type(name) is str else ()
-        if not parts or name.startswith("/") or ".." in parts or "\0" in name:
+        parts = name.split("/") if type(name) is str else [".."]
+        if name[:1] == "/" or ".." in parts or set(parts) <= {"", "."} or "\0" in name:
             raise ValueError(f"data in {name!r}, which is not in its directory")
         if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers):
             raise ValueError(f"data of {name!r} at {numbers}")

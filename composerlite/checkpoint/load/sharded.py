@@ -40,7 +40,7 @@ from composerlite.checkpoint.format.sharded_index import filled, inner_tensors, 
 from composerlite.checkpoint.format.sharded_layout import narrowed
 from composerlite.checkpoint.format.torch_reader import item_contents
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, safe_contents
-from composerlite.checkpoint.load.sharing import RankReport, ReadRequests, RemoteShardFetcher
+from composerlite.checkpoint.load.sharing import ReadRequests, RemoteShardFetcher, Report, all_alike
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.step import TRAIN, StepFolder
 from composerlite.checkpoint.record.contents import RestorePlan, half_loaded
@@ -303,12 +303,12 @@ def load_leaves(reader: RemoteFileSystemReader, state: StateDict, *, group: Grou
         return
     requests: list[ReadRequests] = []
 
-    def report() -> RankReport:
+    def report() -> Report:
         requests.append(ReadRequests(plan(), planner, reader.place))
         return requests[0].told
 
-    told = group.all_reduce("planning a load", report, list)
-    own, transfers = requests[0].divided(group, told)
+    are_alike = group.all_reduce("planning a load", report, all_alike)
+    own, transfers = requests[0].divided(group, are_alike=are_alike)
     group.agree("reading a sharded checkpoint", lambda: read(own))
     exchange(f"checkpoint {reader.uri!r}", transfers)
 

@@ -34,7 +34,7 @@ from composerlite.checkpoint.record.manifest import FileRecord, Manifest, bytes_
 from composerlite.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-__all__ = ["RankReport", "ReadRequests", "RemoteShardFetcher"]
+__all__ = ["ReadRequests", "RemoteShardFetcher", "Report", "all_alike"]
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +44,10 @@ _SMALL_BYTES = 64 << 10
 """What is not larger travels together, up to so much:"""
 _PARCEL_BYTES = 1 << 20
 _NAME_BYTES = 16
-_FEW_NAMES = 256
 Ranking = tuple[int, ...]
+Report = dict[Sequence[int], bytes] | None
+"""What a rank tells the first one: a digest of what it wants of the parts that other ranks have too, by the ranks that
+have them by their placements; ``None`` if those do not say it."""
 
 
 @final
@@ -66,19 +68,6 @@ class _SharedItem(NamedTuple):
 
 
 @final
-class RankReport(NamedTuple):
-    """A rank's report of its requests to the others.
-
-    Attributes:
-        digest: of the names of what it wants; empty if there is nothing that others could want, too.
-        names: these, where they are few.
-    """
-
-    digest: bytes
-    names: bytes
-
-
-@final
 class ReadRequests:
     """Requests of this rank to a checkpoint, divided with those that want the same.
 
@@ -88,54 +77,89 @@ class ReadRequests:
         place: ranks with the same one read the same files.
 
     Attributes:
-        told: is for the other ranks.
+        told: to the first rank, for :func:`all_alike`.
     """
 
     def __init__(self, plan: LoadPlan, planner: DefaultLoadPlanner, place: str) -> None:
         self._plan = plan
-        self._parts = dict(_named(plan.items, planner, place))
-        self._names = b"".join(self._parts)
-        digest = xxhash.xxh3_128_digest(self._names) if self._parts else b""
-        self.told = RankReport(digest, self._names if len(self._parts) <= _FEW_NAMES else b"")
+        named = _named(plan.items, planner, place)
+        self._parts = {part.name: part for part, _ in named}
+        self._groups: dict[Ranking, list[bytes]] = {}
+        for part, ranks in named:
+            self._groups.setdefault(tuple(ranks or ()), []).append(part.name)
+        digests = {_compact(ranks): xxhash.xxh3_128_digest(b"".join(names)) for ranks, names in self._groups.items()}
+        self.told: Report = None if () in self._groups else digests
 
-    def divided(self, group: dist.Group, told: Sequence[RankReport]) -> tuple[LoadPlan, Sequence[dist.TensorTransfer]]:
+    def divided(self, group: dist.Group, *, are_alike: bool) -> tuple[LoadPlan, Sequence[dist.TensorTransfer]]:
         """Divide the reading: what this rank reads, and what it sends and gets. All of ``group`` call it.
 
         Args:
             group: the ranks that load together.
-            told: by each of them.
+            are_alike: what :func:`all_alike` made of the reports of all.
         """
-        names = {one.digest: one.names for one in told if one.digest}
-        if not all(names.values()):
-            is_first = [one.digest for one in told].index(self.told.digest) == group.rank
-            every = group.gather(self._names if is_first else b"")  # one for all alike
-            names |= {one.digest: theirs for one, theirs in zip(told, every, strict=True) if theirs}
-        groups = _groups(self._parts, [names.get(one.digest, b"") for one in told])
+        groups = self._groups if are_alike else self._groups_by_names(group)
         items, transfers = _partitioned(groups, self._parts, group.rank)
         common = {id(self._parts[name].item) for members in groups.values() for name in members}
         own = [item for item in self._plan.items if id(item) not in common]
         return dataclasses.replace(self._plan, items=[*own, *items]), transfers
 
+    def _groups_by_names(self, group: dist.Group) -> dict[Ranking, list[bytes]]:
+        """The parts that this rank and others want, by those ranks, found by what each wants: megabytes of names."""
+        names = b"".join(self._parts)
+        digests = group.gather(xxhash.xxh3_128_digest(names))
+        is_first = digests.index(digests[group.rank]) == group.rank
+        every = group.gather(names if is_first else b"")  # one for all alike
+        known = {digest: theirs for digest, theirs in zip(digests, every, strict=True) if theirs}
+        return _groups(self._parts, [known.get(digest, b"") for digest in digests])
 
-def _named(items: Iterable[ReadItem], planner: DefaultLoadPlanner, place: str) -> Sequence[tuple[bytes, _SharedItem]]:
-    """List the items that other ranks may need, too, with a digest of each; sorted by digest.
+
+def all_alike(reports: Sequence[Report]) -> bool:
+    """Return true if on all ranks that have the same parts by their placements the same is wanted of them."""
+    digests: dict[Sequence[int], bytes] = {}
+    missing: dict[Sequence[int], int] = {}
+    for rank, report in enumerate(reports):
+        if report is None:
+            return False
+        for ranks, digest in report.items():
+            if rank not in ranks or digests.setdefault(ranks, digest) != digest:
+                return False
+            missing[ranks] = missing.get(ranks, len(ranks)) - 1
+    return not any(missing.values())
+
+
+def _compact(ranks: Ranking) -> Sequence[int]:
+    """The ranks as a range, which takes few bytes for thousands, if they are one."""
+    found = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0]) if len(ranks) > 1 else ()
+    return found if tuple(found) == ranks else ranks
+
+
+def _named(
+    items: Iterable[ReadItem], planner: DefaultLoadPlanner, place: str
+) -> Sequence[tuple[_SharedItem, Sequence[int] | None]]:
+    """List the items that other ranks may need, too, with those ranks, if they are known; sorted by their digests.
 
     Values that are no tensors are left out: they are small. So are tensors of which each rank has another part.
     """
     assert planner.metadata is not None
-    found: list[tuple[bytes, _SharedItem]] = []
+    found: list[tuple[_SharedItem, Sequence[int] | None]] = []
+    known: dict[Any, Sequence[int] | None] = {}
     for item in items:
         if item.type is LoadItemType.BYTE_IO or not math.prod(item.lengths):
             continue
         stored: Any = planner.metadata.storage_data.get(item.storage_index)
-        if stored is None or not dist.has_copies(planner.state_dict[item.dest_index.fqn]):
+        tensor = planner.state_dict[item.dest_index.fqn]
+        form = (id(tensor.device_mesh), tensor.placements) if dist.is_distributed_tensor(tensor) else None
+        if form not in known:
+            known[form] = dist.ranks_with_same_part(tensor)
+        ranks = known[form]
+        if stored is None or (ranks is not None and len(ranks) == 1):
             continue
         target = planner.resolve_tensor(item).detach()
         index = item.storage_index
         what = (place, index.fqn, index.offset, tuple(item.storage_offsets), tuple(item.lengths), target.dtype)
         name = xxhash.xxh3_128_digest(repr(what).encode())
-        found.append((name, _SharedItem(name, (stored.relative_path, stored.offset), item, target)))
-    return sorted(found, key=lambda pair: pair[0])
+        found.append((_SharedItem(name, (stored.relative_path, stored.offset), item, target), ranks))
+    return sorted(found, key=lambda pair: pair[0].name)
 
 
 def _groups(mine: Mapping[bytes, _SharedItem], wanted: Sequence[bytes]) -> dict[Ranking, list[bytes]]:
