@@ -5,14 +5,11 @@ The names below are imported when first used, so that ``import composerlite`` co
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import importlib
 import sys
-from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from composerlite.on_demand import ALGORITHM_PACKAGES, ModulesOfOtherNames
+from composerlite.on_demand import ALGORITHM_PACKAGES, ModulesOfOtherNames, uncollected
 
 if TYPE_CHECKING:
     from composerlite.core import (
@@ -62,20 +59,8 @@ def __getattr__(name: str) -> Any:
         return version("composerlite")
     if name not in __all__:
         raise AttributeError(f"module 'composerlite' has no attribute {name!r}")
-    with _uncollected():
+    with uncollected():
         return getattr(importlib.import_module(_HOME.get(name, "composerlite.core")), name)
-
-
-@contextlib.contextmanager
-def _uncollected() -> Generator[None]:
-    """Keep the garbage collector away: what an import makes lives on, and looking through all of torch takes long."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -7,20 +7,37 @@ those that it has.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import gc
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["ALGORITHMS", "ALGORITHM_PACKAGES", "ModulesOfOtherNames", "lazy_names"]
+__all__ = ["ALGORITHMS", "ALGORITHM_PACKAGES", "ModulesOfOtherNames", "lazy_names", "uncollected"]
 
 ALGORITHM_PACKAGES: list[str] = []
 """Packages whose import makes algorithms known, in the order in which they are asked."""
 
 ALGORITHMS: dict[str, type[Any]] = {}
 """The classes of algorithms that have been imported, by name: each adds itself."""
+
+
+@contextlib.contextmanager
+def uncollected() -> Generator[None]:
+    """Keep the garbage collector away, in the main thread: from an import, whose objects live on, and from lists.
+
+    What is made is looked through again and again, and all that was there before: all of torch, of thousands of ranks.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def lazy_names(

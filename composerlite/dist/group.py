@@ -17,6 +17,7 @@ import torch
 
 from composerlite.dist.env import Control, get_control, get_world_size, initialize_dist, is_initialized
 from composerlite.errors import CheckpointError, RankError
+from composerlite.on_demand import uncollected
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -300,7 +301,8 @@ class _Several(Group):
         """Replies to the ranks, one each or one for all: the result of ``first``, or the failures."""
         from composerlite.dist.store_barrier import Failure
 
-        outcomes = [pickle.loads(one) for one in told]
+        with uncollected():
+            outcomes = [pickle.loads(one) for one in told]
         failures = [failure for good, failed in outcomes if not good for failure in failed]
         if not failures:
             try:

@@ -40,6 +40,7 @@ from composerlite.checkpoint.format.sharded_index import KEYS, leaves, value_byt
 from composerlite.checkpoint.format.sharded_layout import ShardLayout, SplitTensor, balanced, split_of
 from composerlite.dist import Group, shard_box
 from composerlite.errors import SaveError
+from composerlite.on_demand import uncollected
 from composerlite.types import StateDict
 
 __all__ = ["AssignedItems", "KnownPlan", "PackedPlan", "Planner", "merge_plans", "plan_together"]
@@ -589,10 +590,11 @@ def _plan_listed(
 def _merged(
     plans: list[PackedPlan], found: list[Metadata], assign: Callable[[int], list[A]]
 ) -> list[tuple[str, AssignedItems, A]]:
-    shares, metadata = merge_plans(plans)
-    found.append(metadata)
-    name = secrets.token_hex(8)
-    return [(name, share, one) for share, one in zip(shares, assign(len(plans)), strict=True)]
+    with uncollected():
+        shares, metadata = merge_plans(plans)
+        found.append(metadata)
+        name = secrets.token_hex(8)
+        return [(name, share, one) for share, one in zip(shares, assign(len(plans)), strict=True)]
 
 
 def _plan_again(
