@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import base64
 import collections
+import concurrent.futures
 import copy
 import dataclasses
 import datetime
@@ -56,13 +57,14 @@ from composerlite.checkpoint.format.sharded_index import StorageInfo
 from composerlite.checkpoint.format.sharded_layout import file_name, narrowed
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.directory import _MOST_CHUNKS, _chunk_bytes
-from composerlite.checkpoint.save.sharded_plan import PackedPlan, Planner, _Proposal, plan_together
+from composerlite.checkpoint.save.sharded_plan import Planner, _Proposal, _Table, plan_together
 from composerlite.checkpoint.save.sharded_writer import _files, _files_by_rule, _FileWritten
 from composerlite.devices import rng
 from composerlite.dist.commit_barrier import CommitRound
+from composerlite.on_demand import uncollected
 from composerlite.storage import FileDigest
 
-RANKS = (8, 64, 512, 2048, 4096, 16384)
+RANKS = (8, 64, 512, 4096, 16384)
 _LARGE = 512
 PROCESSES = 2
 MOST_ITEMS = 60_000
@@ -265,7 +267,9 @@ class LogicalGroup:
         ]
         assert self._first is not None
         start = time.thread_time()
-        replies = [pickle.dumps(reply) for reply in self._first([pickle.loads(message) for message in messages])]
+        with uncollected():
+            told = [pickle.loads(message) for message in messages]
+        replies = [pickle.dumps(reply) for reply in self._first(told)]
         seconds = time.thread_time() - start
         self.meetings.append(Sent(sum(map(len, messages)), sum(map(len, replies)), seconds))
         return replies
@@ -273,12 +277,22 @@ class LogicalGroup:
 
 def _stand_in(message: bytes, rank: int) -> bytes:
     """``message`` as ``rank`` would have sent it, which has other states of generators."""
-    proposal = pickle.loads(message)
+    proposal = _unpickled(message)
     if not isinstance(proposal, _Proposal):
         return message
-    planner = Planner(of_run=True)
-    planner.set_up_planner({"rng": {str(rank): _generators()}})
-    return pickle.dumps(dataclasses.replace(proposal, plan=PackedPlan.of(planner.create_local_plan())))
+    wholes = proposal.plan.wholes
+    table: _Table = _unpickled(wholes.table)
+    names = {key: f"rng.{rank}" if key.startswith("rng.") else key for key in table.keys}
+    paths = {names.get(key, key): ("rng", str(rank)) if key in names else path for key, path in table.paths.items()}
+    wholes = dataclasses.replace(
+        wholes, table=pickle.dumps(table._replace(keys=[names[key] for key in table.keys], paths=paths))
+    )
+    return pickle.dumps(dataclasses.replace(proposal, plan=dataclasses.replace(proposal.plan, wholes=wholes)))
+
+
+@functools.lru_cache(8)
+def _unpickled(message: bytes) -> Any:
+    return pickle.loads(message)
 
 
 # ── one save and one load ────────────────────────────────────────────────────────────────────────────────────────────
@@ -330,6 +344,7 @@ def _saved_and_loaded(ranks: Ranks, planners: Any, known: Any, states: Any) -> d
     """Rank 0 when all have written, from the votes as they arrive; and a load on each of the ranks that were run."""
     from composerlite.checkpoint.format.folder_index import index_of
     from composerlite.checkpoint.load.sharded import _LoadPlanner
+    from composerlite.checkpoint.load.sharing import ReadRequests
     from composerlite.checkpoint.save.sharded_writer import RemoteFileSystemWriter
 
     writer = RemoteFileSystemWriter(f"/tmp/{os.getpid()}/step1", thread_count=4)
@@ -355,6 +370,7 @@ def _saved_and_loaded(ranks: Ranks, planners: Any, known: Any, states: Any) -> d
         "files": len(files),
     }
     seconds: list[float] = []
+    sent: list[int] = []
     for rank in known:
         wanted = {key: tensor for key, tensor in planners[rank].state_dict.items() if isinstance(tensor, DTensor)}
         ranks.become(rank)
@@ -362,10 +378,13 @@ def _saved_and_loaded(ranks: Ranks, planners: Any, known: Any, states: Any) -> d
         found = index_of(index, "index")
         planner = _LoadPlanner("index")
         planner.set_up_planner(wanted, narrowed(found, wanted), rank == 0)
-        for item in planner.create_local_plan().items:
+        load = planner.create_local_plan()
+        for item in load.items:
             assert found.storage_data[item.storage_index].length > 0
+        report = pickle.dumps(ReadRequests(load, planner, "a bucket").told)
         seconds.append(time.thread_time() - start)
-    return {**values, "load_s": statistics.median(seconds)}
+        sent.append(len(report))
+    return {**values, "load_s": statistics.median(seconds), "load_bytes": statistics.median(sent) * ranks.count}
 
 
 class Claim(NamedTuple):
@@ -410,7 +429,8 @@ def _as_of(result: Any, rank: int) -> Any:
     other = file_name(rank, int(number), "")
     if isinstance(place, _FileWritten):
         return WriteResult(MetadataIndex(f"file {other}"), result.size_in_bytes, place._replace(name=other))
-    key = MetadataIndex(f"rng.{rank}") if result.index.fqn.startswith("rng.") else result.index
+    its = result.index.fqn.startswith("rng.")
+    key = dataclasses.replace(result.index, fqn=f"rng.{rank}") if its else result.index
     return WriteResult(key, result.size_in_bytes, StorageInfo(other, place.offset, place.length))
 
 
@@ -431,6 +451,7 @@ def _by_rule(model: str, count: int) -> bool:
 
 # ── votes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 VOTERS = (64, 128, 256, 512)  # 2,048 clients of one store on two cores were not all connected after minutes
+VOTERS_IN_TURN, CONNECTIONS = (512, 4096, 16384), 64
 VOTING_PROCESSES = 4
 VOTING_SECONDS = 120.0
 
@@ -447,10 +468,7 @@ def votes() -> dict[int, dict[str, float]]:
     found: dict[int, dict[str, float]] = {}
     print("\nvotes over a TCPStore: from the last vote until rank 0 has all, and until every rank knows")
     for count in VOTERS:
-        ours, theirs = processes.Pipe()
-        server = processes.Process(target=_serve, args=(theirs,), daemon=True)
-        server.start()
-        port = _received(ours, count)
+        server, ours, port = _server(processes)
         pipes: list[Any] = []
         for number in range(VOTING_PROCESSES):
             pipe, its = processes.Pipe()
@@ -485,6 +503,53 @@ def votes() -> dict[int, dict[str, float]]:
     return found
 
 
+def votes_in_turn() -> dict[int, dict[str, float]]:
+    """Votes of more ranks over fewer connections, all cast before rank 0 looks: nobody waits or asks twice."""
+    processes = multiprocessing.get_context("fork")
+    found: dict[int, dict[str, float]] = {}
+    print(f"\nvotes of more ranks, in turn over {CONNECTIONS} connections: until rank 0 has all, and the store for all")
+    for count in VOTERS_IN_TURN:
+        server, ours, port = _server(processes)
+        asked = collections.Counter[str]()
+        clients = [torch.distributed.PrefixStore("vote", connected(port)) for _ in range(CONNECTIONS)]
+        limit, value = datetime.timedelta(seconds=VOTING_SECONDS), os.urandom(1000)
+        stores = [cast("Any", Counted(client, asked)) for client in clients]
+        rounds = [
+            CommitRound(stores[rank % CONNECTIONS], rank, count, "save", limit, datetime.timedelta())
+            for rank in range(count)
+        ]
+        ours.send("seconds")
+        before = _received(ours, count)
+        for one in rounds:
+            one.arrive(value)
+        start = time.monotonic()
+        assert len(rounds[0].decide()) == count
+        decided = time.monotonic() - start
+        rounds[0].release()
+        for one in rounds[1:]:
+            one.wait()
+        ours.send("seconds")
+        store = _received(ours, count) - before
+        found[count] = {"decided_s": decided, "store_s": store, "requests": asked.total() / count}
+        server.kill()
+        print(
+            f"{count:>14} ranks: rank 0 {decided:.3f} s, store {store:.3f} s of a core, "
+            f"{found[count]['requests']:.1f} requests a rank",
+            flush=True,
+        )
+    for name in ("decided_s", "store_s"):
+        print(f"{name:>14} exponent {exponent([(count, one[name]) for count, one in found.items()])[1]:.2f}")
+    return found
+
+
+def _server(processes: Any) -> tuple[Any, Any, int]:
+    """A store in a process of its own, the pipe to it, and its port."""
+    ours, theirs = processes.Pipe()
+    server = processes.Process(target=_serve, args=(theirs,), daemon=True)
+    server.start()
+    return server, ours, _received(ours, 0)
+
+
 def _serve(connection: Any) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     connection.send(store.port)
@@ -495,7 +560,9 @@ def _serve(connection: Any) -> None:
 def _vote_as(connection: Any, port: int, ranks: Sequence[int], count: int) -> None:
     """Vote as each of ``ranks``, when something is received."""
     asked = collections.Counter[str]()
-    stores = [torch.distributed.PrefixStore("vote", connected(port)) for _ in ranks]
+    with concurrent.futures.ThreadPoolExecutor(16) as connecting:
+        clients = connecting.map(lambda _: connected(port), ranks)
+        stores = [torch.distributed.PrefixStore("vote", client) for client in clients]
     limit = datetime.timedelta(seconds=120)
     rounds = [
         CommitRound(cast("Any", Counted(store, asked)), rank, count, "save", limit, datetime.timedelta())
@@ -542,6 +609,7 @@ NUMBERS = (
     "manifest_bytes",
     "files",
     "load_s",
+    "load_bytes",
     "memory_bytes",
 )
 
@@ -620,6 +688,7 @@ def main() -> None:
             results[f"{model}, {layout}"] = table(model, layout, given.ranks)
     if not given.no_votes:
         results["votes"] = votes()
+        results["votes in turn"] = votes_in_turn()
     write("scale", results)
 
 
