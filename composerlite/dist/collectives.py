@@ -84,7 +84,7 @@ def leave_with(error: BaseException) -> None:
 
 
 def begin_run() -> None:
-    """Begin another run over the connection that there is: who caught the error of the last one on all ranks goes on.
+    """Begin another run over the connection that there is, for who caught the error of the last one on all ranks.
 
     Every rank calls it. That a rank left with :func:`leave_with` before does not count any more.
     """
