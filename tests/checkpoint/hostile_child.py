@@ -53,7 +53,7 @@ class Watch:
         if not self.on:
             return
         writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
-        if event in FORBIDDEN or (writes and not Path(arguments[0]).is_dir()):  # a folder: what is packed has no name
+        if event in FORBIDDEN or (writes and not Path(str(arguments[0])).is_dir()):  # a folder: a file without a name
             self.seen.append(f"{event} {str(arguments)[:200]}")
 
 

@@ -30,6 +30,7 @@ from composerlite.errors import (
     IncompatibleCheckpointError,
     UntrustedCheckpointError,
 )
+from composerlite.storage import open_store
 
 DATA = Path(__file__).parents[1] / "data"
 SAVED, STEPS = 6, 26
@@ -66,7 +67,7 @@ def data() -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, y), batch_size=4)
 
 
-def trainer(path: Path, losses: Losses | None = None, model: nn.Module | None = None, **more: Any) -> Trainer:
+def trainer(path: Path | str, losses: Losses | None = None, model: nn.Module | None = None, **more: Any) -> Trainer:
     """A run that begins with the checkpoint ``path`` and trains as long as the system itself has."""
     model = model or Classifier()
     make = more.pop("optimizer", lambda model: torch.optim.AdamW(model.parameters(), lr=0.5))
@@ -164,7 +165,10 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Path and arguments of a run that has the rest of what the system's own has."""
-SAFETENSORS = ["safetensors/model.safetensors", "safetensors/sharded", "dcp/safetensors", "transformers/checkpoint-6"]
+SAFETENSORS = [
+    *("safetensors/model.safetensors", "safetensors/sharded", "transformers/checkpoint-6"),
+    *("dcp/safetensors", "dcp/safetensors-sharded"),  # by one process, and by two ranks
+]
 
 
 @pytest.mark.parametrize("system", WHOLE)
@@ -330,6 +334,41 @@ def test_a_save_of_deepspeed_is_read_by_the_name_of_its_own_folder(tmp_path: Pat
     (tmp_path / "run/latest").write_text("global_step6\n")
     with trainer(tmp_path / "run") as run:
         check_weights(run.state.model, saved=of_deepspeed())
+
+
+@pytest.mark.parametrize("name", ["bf16-2", "frozen-2", "frozen-3"])
+def test_a_save_of_deepspeed_in_bf16_or_with_frozen_layers_continues(name: str) -> None:
+    """Weights in bf16 come with the fp32 that the optimizer has; what is frozen is whole, and in no group."""
+
+    def trained(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.5)
+
+    expected = json.loads((DATA / "deepspeed/expected.json").read_text())[name.replace("-", "_")]
+    losses, model = Losses(), Classifier()
+    model.body.requires_grad_(not name.startswith("frozen"))
+    with trainer(DATA / "deepspeed" / name, losses, model, optimizer=trained) as run:
+        assert all(tensor.dtype is torch.float32 for tensor in run.state.model.state_dict().values())
+        assert bool(run.state.optimizers[0].state.get(model.body.weight)) is model.body.weight.requires_grad
+        run.fit()
+    assert losses.found == pytest.approx(expected, rel=0.02 if name.startswith("bf16") else 1e-5)
+
+
+def test_a_save_of_deepspeed_is_read_from_a_bucket(s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of all saves, or of one: as from a folder of this machine."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"s3://{s3_server.new_bucket()}"
+    with open_store(bucket) as store:
+        for path in (DATA / "deepspeed/zero2").rglob("*"):
+            if path.is_file():
+                store.upload_object(f"run/{path.relative_to(DATA / 'deepspeed/zero2')}", path)
+    expected = json.loads((DATA / "deepspeed/expected.json").read_text())["losses"]
+    for name in ("run", "run/global_step6"):
+        losses = Losses()
+        with trainer(f"{bucket}/{name}", losses) as run:
+            check_weights(run.state.model, saved=of_deepspeed())
+            run.fit()
+        assert losses.found == pytest.approx(expected, rel=1e-5)
 
 
 def plain_contents(path: Path) -> Any:

@@ -218,25 +218,47 @@ def make_dcp(folder: Path) -> None:
         extra = {"lr_scheduler": scheduler.state_dict(), "train_state": {"step": torch.tensor(SAVED)}}
         dcp.save({**weights, "optimizer": own, **extra}, checkpoint_id=folder / "torchtitan")
         dcp.save(weights, storage_writer=dcp.HuggingFaceStorageWriter(str(folder / "safetensors")))
+        torch.save(weights, folder / "weights.pt")
 
     expected(folder, ["torch"], plain_loop(save))
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run([*ranks, __file__, "dcp over ranks", str(folder)], check=True)
+    (folder / "weights.pt").unlink()
+
+
+def save_over_ranks(folder: Path) -> None:
+    """Save the weights as safetensors of DCP, sharded over the processes that torchrun has started."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    weights = {
+        name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in torch.load(folder / "weights.pt").items()
+    }
+    writer = dcp.HuggingFaceStorageWriter(str(folder / "safetensors-sharded"), save_distributed=True)
+    dcp.save(weights, storage_writer=writer)
+    dist.destroy_process_group()
 
 
 def make_deepspeed(folder: Path) -> None:
-    """Folders of DeepSpeed's engine: without ZeRO, and two ranks in each of its stages."""
-    for stage in range(4):
-        target = folder / f"zero{stage}"
+    """Folders of DeepSpeed's engine: without ZeRO, two ranks in each of its stages, in bf16, and with a frozen body."""
+    found: dict[str, list[float]] = {}
+    for name in ("zero0", "zero1", "zero2", "zero3", "bf16-2", "frozen-2", "frozen-3"):
+        target = folder / name
         ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        subprocess.run([*ranks, __file__, "deepspeed over ranks", str(stage), str(target)], check=True)
+        subprocess.run([*ranks, __file__, "deepspeed over ranks", str(target)], check=True)
         for script in target.glob("zero_to_*.py"):
             script.unlink()
-        losses = json.loads((target / "losses.json").read_text())
+        found[name] = json.loads((target / "losses.json").read_text())[SAVED:]
         (target / "losses.json").unlink()
-    expected(folder, ["deepspeed", "torch"], losses[SAVED:])
+    others = {name.replace("-", "_"): losses for name, losses in found.items() if not name.startswith("zero")}
+    expected(folder, ["deepspeed", "torch"], found["zero3"], **others)
 
 
-def train_over_deepspeed(stage: int, folder: Path) -> None:
-    """Train with DeepSpeed's engine, as one of the processes that torchrun has started."""
+def train_over_deepspeed(folder: Path) -> None:
+    """Train with DeepSpeed's engine, as one of the processes that torchrun has started; the folder says how."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     import torch.distributed as dist
@@ -245,16 +267,19 @@ def train_over_deepspeed(stage: int, folder: Path) -> None:
     ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     rank = dist.get_rank()
-    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    stage, half = int(folder.name[-1]), folder.name.startswith("bf16")
+    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "bf16": {"enabled": half}}
     more = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     net = Net()
+    if folder.name.startswith("frozen"):
+        net.body.requires_grad_(False)
     engine, *_ = deepspeed.initialize(
         model=net, optimizer=optimizer_of(net), lr_scheduler=scheduler_of, config={**settings, **more}
     )
     losses: list[float] = []
     for step, (x, y) in zip(range(STEPS), batches(), strict=False):
         own = slice(2 * rank, 2 * rank + 2)
-        loss = nn.functional.cross_entropy(engine(x[own]), y[own])
+        loss = nn.functional.cross_entropy(engine(x[own].bfloat16() if half else x[own]).float(), y[own])
         engine.backward(loss)
         engine.step()
         dist.all_reduce(total := loss.detach().clone())
@@ -461,8 +486,11 @@ def main(names: list[str]) -> None:
     if names[:1] == ["composer over ranks"]:
         train_over_ranks(Path(names[1]))
         return
+    if names[:1] == ["dcp over ranks"]:
+        save_over_ranks(Path(names[1]))
+        return
     if names[:1] == ["deepspeed over ranks"]:
-        train_over_deepspeed(int(names[1]), Path(names[2]))
+        train_over_deepspeed(Path(names[1]))
         return
     for name in names or [name for name in SYSTEMS if name not in OF_THEIR_OWN]:
         folder = DATA / name
