@@ -222,7 +222,6 @@ def _drawn(walk: Walk) -> Iterator[str]:
     seen: set[str] = set()
     yield from _lines_of(longest.steps, "", seen)
     if others := sorted(walk.modules - seen):
-        yield ""
         yield from textwrap.wrap(f"before and after it: {', '.join(others)}", 110)
 
 
@@ -230,6 +229,12 @@ def _lines_of(steps: list[Step], indent: str, seen: set[str]) -> Iterator[str]:
     """Yield each module where it is first reached, under the name of the call that led furthest."""
     news = list(_merged(steps, seen))
     seen.update(step.module for step in news)
+    leaves = [step for step in news if not step.in_thread and not any(_merged(step.steps, seen))]
+    if len(leaves) > 1:  # on one line, first
+        news = [step for step in news if step not in leaves]
+        sign = "├" if news else "└"
+        lines = textwrap.wrap(", ".join(step.module for step in leaves), 110 - len(indent))
+        yield from (f"{indent} {mark} {line}" for mark, line in zip([sign, *"│" * len(lines)], lines, strict=False))
     for at, step in enumerate(news, 1):
         line = f"{indent} {'└' if at == len(news) else '├'} {'─ ─ ' if step.in_thread else ''}{step.function}"
         yield f"{line:59} {step.module}"

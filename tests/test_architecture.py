@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -24,10 +25,11 @@ LARGE_FOLDERS: dict[str, int] = {}
 PLACES = {"Bucket", "Folder", "LocalPlace", "RemotePlace"}
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
+@functools.cache
+def trees() -> list[tuple[str, ast.Module]]:
     """Each module of the package by its path, parsed."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text(encoding="utf-8"))
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return [(str(path.relative_to(PACKAGE)), ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 # ── the walks ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -86,6 +88,61 @@ def test_nobody_asks_what_kind_of_place_it_is() -> None:
         if any(isinstance(kind, ast.Name) and kind.id in PLACES for kind in ast.walk(node.args[1]))
     ]
     assert asks == []
+
+
+CHANGES: dict[str, tuple[str, ...]] = {
+    "write_manifest": ("put", "send", "take", "put_bytes", "write_bytes", "write_text", "atomic_write"),
+    "remove_manifest": ("delete", "delete_all", "quarantine", "unlink", "rename", "replace"),
+}
+KEEPS_THE_PATH = {"record_path", "name_of", "reversed", "list", "str"}
+
+
+def changes_of_manifests(tree: ast.Module, verbs: tuple[str, ...]) -> Iterator[str]:
+    """Name the functions that call one of ``verbs`` for the path of a manifest or of a step's marker."""
+    if not any(isinstance(node, ast.Name) and node.id in {"record_path", "MARKER"} for node in ast.walk(tree)):
+        return
+    named = {"MARKER", "commits", "found.commits"}
+
+    def is_one(node: ast.expr) -> bool:
+        if isinstance(node, ast.Call):
+            kind = ast.unparse(node.func).rpartition(".")[2]
+            return kind == "record_path" or (kind in KEEPS_THE_PATH and any(map(is_one, node.args)))
+        if isinstance(node, ast.BinOp):  # below a folder; with a suffix it is another path
+            return isinstance(node.op, ast.Div) and is_one(node.right)
+        if isinstance(node, ast.JoinedStr):
+            return isinstance(last := node.values[-1], ast.FormattedValue) and is_one(last.value)
+        return isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in named
+
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    ends = {function.name: function.body[-1] for function in functions}
+    properties = {name for name, end in ends.items() if isinstance(end, ast.Return) and end.value and is_one(end.value)}
+    of_all = named | {f"self.{name}" for name in properties}
+    for function in functions:
+        named = set(of_all)
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value and is_one(node.value):
+                named.update(map(ast.unparse, node.targets if isinstance(node, ast.Assign) else [node.target]))
+            elif isinstance(node, ast.For | ast.comprehension) and is_one(node.iter):
+                named.add(ast.unparse(node.target))
+        for node in ast.walk(function):
+            match node:
+                case ast.Call(func=ast.Attribute(value=of, attr=verb), args=args) if verb in verbs:
+                    if any(map(is_one, [of, *args])):
+                        yield function.name
+                case _:
+                    pass
+
+
+@pytest.mark.parametrize("function", CHANGES)
+def test_one_function_writes_manifests_and_one_removes_them(function: str) -> None:
+    """Whatever makes a checkpoint exist, or exist no more, calls it; it stands beside the commit."""
+    for verb in CHANGES[function]:
+        for call in (f"place.{verb}(record_path(name))", f"record = root / record_path(name); record.{verb}(data)"):
+            assert list(changes_of_manifests(ast.parse(f"def f(): {call}"), CHANGES[function])) == ["f"], call
+    found = {f"{path}: {name}" for path, tree in trees() for name in changes_of_manifests(tree, CHANGES[function])}
+    assert found == set(), f"these change manifests themselves: let them call {function}"
+    defined = [path for path, tree in trees() for node in tree.body if getattr(node, "name", "") == function]
+    assert defined == ["checkpoint/place/commit.py"]
 
 
 def test_manifests_are_written_in_one_place() -> None:

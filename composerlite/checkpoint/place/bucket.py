@@ -21,7 +21,7 @@ import xxhash
 
 from composerlite.checkpoint.format import INDEXES, SUFFIX
 from composerlite.checkpoint.format.weight_files import digest_of_index, is_part_of_weights
-from composerlite.checkpoint.place.commit import Commit, deletion_of
+from composerlite.checkpoint.place.commit import Commit, deletion_of, remove_manifest, write_manifest
 from composerlite.checkpoint.place.folder import write_file
 from composerlite.checkpoint.place.lease import HeartbeatLease, Lease, take_leases
 from composerlite.checkpoint.place.place import (
@@ -224,17 +224,21 @@ class Bucket(Place):
     def send(self, source: Path, path: str, progress: Callable[[int, int], object] | None = None) -> None:
         self.transfer.upload(self.name_of(path), source, progress)
 
-    def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
-        self.transfer.put_bytes(self.name_of(path), data, create_only=create_only)
+    def put(self, path: str, data: bytes | Path, *, create_only: bool = False) -> None:
+        content = data if isinstance(data, bytes) else data.read_bytes()
+        self.transfer.put_bytes(self.name_of(path), content, create_only=create_only)
 
-    def delete(self, path: str) -> None:
+    def delete(self, path: str, *, kept_as: str | None = None) -> None:
+        if kept_as is not None:
+            with contextlib.suppress(FileNotFoundError):
+                self.put(kept_as, self.read(path))
         self.transfer.delete(self.name_of(path))
 
     @contextlib.contextmanager
     def deleting(self, manifest: Manifest) -> Generator[None]:
         record = record_path(manifest.name)
         self.put(record + _GONE, deletion_of(manifest))
-        self.delete(record)
+        remove_manifest(self, record)
         yield
         self.delete(record + _GONE)
 
@@ -285,7 +289,7 @@ class Bucket(Place):
             for index in INDEXES:
                 with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
                     if has_index(Manifest.from_json(data, name), self.read(f"{name}/{index}")):
-                        self.put(record_path(name), data)
+                        write_manifest(self, record_path(name), data)
             self.delete(record_path(name) + _NEXT)
 
     def abandon(self, name: str, handle: SaveHandle) -> None:
@@ -448,13 +452,13 @@ class _BucketCommit(Commit):
         if not self._has_manifest:
             return
         try:
-            self._bucket.put(self._record, self._manifest, create_only=self._there is None)
+            write_manifest(self._bucket, self._record, self._manifest, create_only=self._there is None)
         except FileExistsError as e:
             found = self._readable()
             if found is not None and found.files != Manifest.from_json(self._manifest, self._name).files:
                 raise exists_error(self._bucket.uri(self._name), found) from e
             if found is None:  # what is there is damaged
-                self._bucket.put(self._record, self._manifest)
+                write_manifest(self._bucket, self._record, self._manifest)
 
     def undo(self) -> None:
         for path, before in reversed(self._before.items()):

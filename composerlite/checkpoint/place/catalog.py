@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Protocol, TypeVar, final
 
 from composerlite.checkpoint.place.bucket import exists_error
-from composerlite.checkpoint.place.commit import Commit
+from composerlite.checkpoint.place.commit import Commit, remove_manifest
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place, by_total
 from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, bytes_text, record_path
@@ -162,8 +162,6 @@ class Catalog:
     def verify(self, manifest: Manifest, progress: Callable[[int], object] = int) -> None:
         """Read all data of a checkpoint that are here and compare them with its manifest.
 
-        ``progress`` is called with each number of bytes.
-
         Args:
             manifest: of the checkpoint.
             progress: called with each number of bytes read.
@@ -240,8 +238,6 @@ class Catalog:
 
     def fetch(self, manifest: Manifest, target: Catalog, progress: Callable[[int, int], object] | None = None) -> None:
         """Bring a checkpoint to the place of ``target``, verified, and commit it there.
-
-        ``progress`` is called with (bytes received, total).
 
         Args:
             manifest: of a checkpoint of this catalog.
@@ -411,7 +407,8 @@ class Catalog:
         """Take a damaged checkpoint out of the way: its data stay as ``<name>.damaged``, its manifest goes."""
         for name in [manifest.name] if manifest.is_directory else [record.path for record in manifest.files]:
             self.place.quarantine(name)
-        self.place.delete(record_path(manifest.name))  # last: after a kill before it the checkpoint is still damaged
+        # Last: after a kill before it the checkpoint is still damaged.
+        remove_manifest(self.place, record_path(manifest.name))
         log.warning("quarantined the damaged checkpoint %s as %s.damaged", self.place.uri(manifest.name), manifest.name)
 
     def quarantine_file(self, name: str) -> None:
@@ -430,7 +427,8 @@ class Catalog:
             try:
                 self.manifest_of(name)
             except CorruptCheckpointError as e:
-                self.place.quarantine(record_path(name))
+                record = record_path(name)
+                remove_manifest(self.place, record, kept_as=self.place.damaged_name(record))
                 self.place.quarantine(name)
                 log.warning("quarantined %s as %s.damaged: %s", self.place.uri(name), name, e)
 

@@ -10,12 +10,12 @@ What differs lies in the verbs of a place: a folder exchanges names at one insta
 decide what others mean.
 
 In a folder a file is ``.<name>.tmp-<id>`` before that, a directory ``.<name>.saving-<id>``, and a manifest
-``.<name>.json.tmp-<id>``, the *intention*: :func:`recover` completes a commit that a killed process left unfinished.
+``.<name>.json.tmp-<id>``, the *intention*: ``Folder.recover`` completes a commit that a killed process left unfinished.
 Files of the user in a directory that is replaced are moved to the one that takes its place. In a bucket:
 :mod:`composerlite.checkpoint.place.bucket`.
 
 A deletion is announced, too: the manifest becomes ``.<name>.gone.tmp-<id>``, and goes when the data are gone.
-:func:`recover` completes a deletion that a killed process left unfinished (docs/adr/0096).
+``Folder.recover`` completes a deletion that a killed process left unfinished (docs/adr/0096).
 """
 
 from __future__ import annotations
@@ -31,22 +31,18 @@ import re
 import shutil
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import final
+from typing import Protocol, final
 
 from composerlite.checkpoint.format import INDEX, INDEXES, SUFFIX, WEIGHTS_INDEX
-from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, record_path
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest, record_path
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 from composerlite.storage import (
-    StagedFile,
     abandoned_temporaries,
-    atomic_write,
     fsync_folder,
     is_abandoned,
-    make_folder,
     read_small_file,
-    temporary_name,
     verify_file,
 )
 
@@ -58,14 +54,21 @@ __all__ = [
     "SAVING",
     "TRAIN",
     "Commit",
-    "FolderCommit",
     "between_names",
     "dead_saves",
-    "deleting",
     "deletion_of",
+    "discard",
+    "end_deletion",
+    "exchange",
     "folders",
-    "recover",
+    "held",
+    "remove_manifest",
     "settle_dead_saves",
+    "settle_record",
+    "settle_save",
+    "take_name",
+    "take_new_name",
+    "write_manifest",
 ]
 
 log = logging.getLogger(__name__)
@@ -87,6 +90,37 @@ GONE = re.compile(r"\.(.+)\.gone\.tmp-[0-9a-f]{16}")
 _WEIGHTS = re.compile(r"model(?:-\d+-of-\d+)?(?:_[0-9a-f]{8})?\.safetensors(?:\.index\.json)?")
 """The same, where it is a folder of weights."""
 _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
+
+
+class Records(Protocol):
+    """The verbs of a place that its manifests need."""
+
+    def put(self, path: str, data: bytes | Path, *, create_only: bool = False) -> None: ...
+    def delete(self, path: str, *, kept_as: str | None = None) -> None: ...
+    def complete_deletion(self, manifest: Manifest) -> None: ...
+
+
+def write_manifest(place: Records, path: str, data: bytes | Path, *, create_only: bool = False) -> None:
+    """Give a manifest, or the marker of a step, its name: a checkpoint exists. Nothing else does.
+
+    Args:
+        place: has the data already.
+        path: of the manifest.
+        data: its content, or a durable file of it in the same folder.
+        create_only: raise FileExistsError if there is one.
+    """
+    place.put(path, data, create_only=create_only)
+
+
+def remove_manifest(place: Records, path: str, *, kept_as: str | None = None) -> None:
+    """Take a manifest, or the marker of a step, away: a checkpoint exists no more. Nothing else does.
+
+    Args:
+        place: has the data still.
+        path: of the manifest, which need not be there.
+        kept_as: the path under which its content stays.
+    """
+    place.delete(path, kept_as=kept_as)
 
 
 class Commit(ABC):
@@ -149,78 +183,8 @@ class Commit(ABC):
         self.close(error)
 
 
-# ── in a folder ──────────────────────────────────────────────────────────────────────────────────────────────────
-@final
-class FolderCommit(Commit):
-    """Files and directories by the paths that they will have, and the file that the manifest will be, or none."""
-
-    def __init__(self, parts: Mapping[Path, Path], record: Path | None, *, overwrite: bool) -> None:
-        self._parts = parts
-        self._record = record
-        self._overwrite = overwrite
-        self._intention: StagedFile | None = None
-        self._held = contextlib.ExitStack()
-        self._taken: dict[Path, Path | None] = {}
-        """Where what had a name before is now."""
-        self._before: bytes | None = None
-
-    def announce(self, manifest: bytes) -> None:
-        assert self._record is not None
-        make_folder(self._record.parent)
-        intention = self._intention = StagedFile(self._record)
-        intention.file.write(manifest)
-        intention.flush()
-        for folder in {self._record.parent, *(temporary.parent for temporary in self._parts.values())}:
-            fsync_folder(folder)
-
-    def take_names(self) -> None:
-        if self._record is not None and self._record.is_file():
-            self._before = self._record.read_bytes()
-        self.leave()
-        take = _take_name if self._overwrite else _take_new_name
-        for path, temporary in self._parts.items():
-            self._held.enter_context(_held(path))  # what is replaced is not swept before the commit has ended
-            self._taken[path] = take(temporary, path)
-        for folder in {path.parent for path in self._parts}:
-            fsync_folder(folder)
-
-    def publish(self) -> None:
-        if self._intention is not None:
-            self._intention.publish()
-
-    def undo(self) -> None:
-        """The manifest goes first, unless it is that of before: nothing is to be completed."""
-        if self._intention is not None and self._record is not None:
-            if not self._intention.temporary.exists():
-                self._record.unlink()
-            self._intention.temporary.unlink(missing_ok=True)
-        for path, old in self._taken.items():
-            if old is None or old != self._parts[path] or not _exchange(old, path):
-                path.rename(self._parts[path])
-                if old is not None:
-                    old.rename(path)
-        if self._record is not None and self._before is not None and not self._record.exists():
-            with atomic_write(self._record) as file:
-                file.write(self._before)
-
-    def discard(self) -> None:
-        for path, old in self._taken.items():
-            if old is not None:
-                _discard(old, path)
-
-    def leave(self) -> None:
-        if self._intention is not None:
-            self._intention.leave_behind()
-
-    def close(self, error: BaseException | None) -> None:
-        self._held.close()
-        intention, self._intention = self._intention, None
-        if intention is not None:
-            intention.__exit__(None if error is None else type(error), error, None)
-
-
 # ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _take_name(place: Path, path: Path) -> Path | None:
+def take_name(place: Path, path: Path) -> Path | None:
     """Rename the file or directory ``place`` to ``path``; where what was there is now, unless there was nothing."""
     if place.is_dir():
         try:
@@ -232,7 +196,7 @@ def _take_name(place: Path, path: Path) -> Path | None:
     elif not os.path.lexists(path):
         place.rename(path)
         return None
-    if _exchange(place, path):
+    if exchange(place, path):
         return place
     if not place.is_dir():
         place.replace(path)
@@ -243,7 +207,7 @@ def _take_name(place: Path, path: Path) -> Path | None:
     return old
 
 
-def _take_new_name(place: Path, path: Path) -> Path | None:
+def take_new_name(place: Path, path: Path) -> Path | None:
     """Do so where there is no checkpoint: nothing, or a directory with files of the user or of a save that did not end.
 
     Raises:
@@ -251,9 +215,9 @@ def _take_new_name(place: Path, path: Path) -> Path | None:
     """
     try:
         if place.is_dir():
-            old = _take_name(place, path)
+            old = take_name(place, path)
             if old is not None and any((old / name).exists() for name in (*INDEXES, MARKER)):
-                back = _take_name(old, path)
+                back = take_name(old, path)
                 if back is not None and back != place:
                     back.rename(place)
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
@@ -266,7 +230,7 @@ def _take_new_name(place: Path, path: Path) -> Path | None:
     return None
 
 
-def _exchange(a: Path, b: Path) -> bool:
+def exchange(a: Path, b: Path) -> bool:
     """Swap two names at one instant; return whether the system can."""
     return _rename(a, b, _RENAME_EXCHANGE)
 
@@ -286,7 +250,7 @@ def _rename(a: Path, b: Path, how: int) -> bool:
 
 
 @contextlib.contextmanager
-def _held(path: Path) -> Generator[None]:
+def held(path: Path) -> Generator[None]:
     """Within it, what is at ``path`` now does not count as left by a dead process, whatever name it gets."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -301,7 +265,7 @@ def _held(path: Path) -> Generator[None]:
         os.close(descriptor)
 
 
-def _discard(old: Path, path: Path) -> None:
+def discard(old: Path, path: Path) -> None:
     """Remove the old ``path``; files that are no part of a checkpoint are moved back to it.
 
     A failure is logged: the old files are no checkpoint, and the next start tries again.
@@ -337,32 +301,12 @@ def _is_rescued(old: Path, path: Path) -> bool:
 
 
 # ── a checkpoint goes ────────────────────────────────────────────────────────────────────────────────────────────────
-@contextlib.contextmanager
-def deleting(root: Path, manifest: Manifest) -> Generator[None]:
-    """Within it a checkpoint of the folder ``root`` exists no more, and its files are deleted.
-
-    A kill in it, or an error, leaves what :func:`recover` completes the deletion with.
-    """
-    record = root / record_path(manifest.name)
-    gone = record.with_name(temporary_name(record.name.removesuffix(".json") + ".gone"))
-    with _held(record):
-        try:
-            record.rename(gone)
-        except OSError as e:
-            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            record.unlink()  # a full disk may have no room for another name
-        fsync_folder(record.parent)
-        yield
-        _end_deletion(root, manifest, gone)
-
-
 def deletion_of(manifest: Manifest) -> bytes:
     """Return the content of an object that announces the deletion of a checkpoint."""
     return manifest.to_json()
 
 
-def _end_deletion(root: Path, manifest: Manifest, gone: Path) -> None:
+def end_deletion(root: Path, manifest: Manifest, gone: Path) -> None:
     """Forget a deletion when it is durable that the data are gone."""
     for folder in {(root / path).parent for path in (manifest.name, *(record.path for record in manifest.files))}:
         with contextlib.suppress(FileNotFoundError):
@@ -379,62 +323,31 @@ def between_names(path: Path) -> Iterator[Path]:
             yield new
 
 
-def recover(
-    root: Path,
-    complete: Callable[[Path, Manifest], object],
-    *,
-    below: bool = True,
-    may_touch: Callable[[Path], bool] = lambda _: True,
-    committed: Mapping[str, str] | None,
-) -> None:
-    """Complete or remove what dead processes left unfinished in the folder ``root``. What a live one writes stays.
-
-    Args:
-        root: holds checkpoints, and the folder of their manifests.
-        complete: deletes what is left of a checkpoint in a folder.
-        below: look into the folders in it, too.
-        may_touch: which leftovers to look at.
-        committed: of what is prepared here as a part of a checkpoint on the disks of several nodes, what the first disk
-            has is completed, and the rest removed: the identities of checkpoints, by name. On the first disk there are
-            none. ``None``: it is left as it is.
-    """
-    seen = [root] if not below and root.is_dir() else [one for one in folders(root) if _is_seen(one)]
-    kept: set[Path] = set()
-    for folder in reversed(seen):  # a run's own folder first
-        records = folder / MANIFESTS
-        if records.is_dir() and not records.is_symlink():
-            for inner in list(folders(records)) if below else [records]:
-                for temporary in filter(may_touch, abandoned_temporaries(inner)):
-                    if not _settle_deletion(folder, temporary, complete):
-                        kept.update(_settle_commit(folder, temporary, committed))
-    for folder in seen:
-        for place in filter(may_touch, dead_saves(folder)):
-            if place.with_name(_name_in(place)) not in kept:
-                _settle(place)
-        for temporary in filter(may_touch, abandoned_temporaries(folder)):
-            if temporary not in kept:
-                temporary.unlink(missing_ok=True)
-                log.info("removed %s, left by a process that died while it wrote", temporary)
-
-
-def settle_dead_saves(root: Path, name: str, complete: Callable[[Path, Manifest], object]) -> None:
-    """Recover the directory ``name`` alone, as :func:`recover` does, but no commits that need several disks."""
+def settle_dead_saves(place: Records, root: Path, name: str) -> None:
+    """Recover the directory ``name`` of the folder ``root`` alone, but no commits that need several disks."""
     record = root / record_path(name)
     kept: set[Path] = set()
     for temporary in abandoned_temporaries(record.parent):
-        if temporary.name.startswith(f".{record.stem}.gone.tmp-"):
-            _settle_deletion(root, temporary, complete)
-        if temporary.name.startswith(f".{record.name}.tmp-"):
-            kept.update(_settle_commit(root, temporary, None))
+        if temporary.name.startswith((f".{record.stem}.gone.tmp-", f".{record.name}.tmp-")):
+            kept.update(settle_record(place, root, temporary, None))
     path = root / name
-    for place in dead_saves(path.parent, path.name):
-        if path not in kept:
-            _settle(place)
+    for staged in dead_saves(path.parent, path.name):
+        settle_save(staged, kept)
 
 
-def _is_seen(folder: Path) -> bool:
-    """Return true if leftovers are looked for in ``folder``, which is not a save in progress itself."""
-    return all(SAVING.fullmatch(part) is None for part in folder.parts)
+def settle_record(place: Records, root: Path, temporary: Path, committed: Mapping[str, str] | None) -> Iterable[Path]:
+    """Complete or forget the commit, or the deletion, that ``temporary`` announces in ``place``, the folder ``root``.
+
+    Args:
+        place: that it is in.
+        root: the folder of it.
+        temporary: left by a process that died.
+        committed: see :meth:`~composerlite.checkpoint.place.place.Place.recover`.
+
+    Returns:
+        What of it is left for another to decide: under temporary names and under those that are to be.
+    """
+    return () if _settle_deletion(place, root, temporary) else _settle_commit(place, root, temporary, committed)
 
 
 def dead_saves(folder: Path, name: str = "*") -> Iterator[Path]:
@@ -447,18 +360,16 @@ def dead_saves(folder: Path, name: str = "*") -> Iterator[Path]:
                 yield place
 
 
-def _name_in(place: Path) -> str:
-    match = SAVING.fullmatch(place.name)
-    assert match is not None
-    return match[1]
-
-
-def _settle(place: Path) -> None:
-    """End the save of a directory at ``place``, whose process is dead and of which no intention tells.
+def settle_save(place: Path, kept: Container[Path]) -> None:
+    """End the save of a directory at ``place``, whose process is dead, unless it is to stay: ``kept``.
 
     Where names cannot be exchanged a kill may have left the directory without its name, beside the old one.
     """
-    path, old = place.with_name(_name_in(place)), place.with_name(f"{place.name}-old")
+    match = SAVING.fullmatch(place.name)
+    assert match is not None
+    path, old = place.with_name(match[1]), place.with_name(f"{place.name}-old")
+    if path in kept:
+        return
     if not os.path.lexists(path):
         if (old.is_dir() and (place / MARKER).is_file()) or place.name.endswith("-old"):
             place.rename(path)
@@ -468,7 +379,7 @@ def _settle(place: Path) -> None:
             return
         if old.is_dir():
             old.rename(path)
-    _discard(place, path)
+    discard(place, path)
     log.info("removed %s, left by a process that died while it saved", place)
 
 
@@ -479,13 +390,13 @@ def _announced(temporary: Path) -> Manifest | None:
         return None
 
 
-def _settle_deletion(root: Path, temporary: Path, complete: Callable[[Path, Manifest], object]) -> bool:
+def _settle_deletion(place: Records, root: Path, temporary: Path) -> bool:
     """Complete the deletion that ``temporary`` announces; false if it announces none."""
     if GONE.fullmatch(temporary.name) is None:
         return False
     if (manifest := _announced(temporary)) is not None:
-        complete(root, manifest)
-        _end_deletion(root, manifest, temporary)
+        place.complete_deletion(manifest)
+        end_deletion(root, manifest, temporary)
         log.info("completed the deletion of %s, whose process had died", root / manifest.name)
         if manifest.name == MODEL:  # of a step, which is gone
             with contextlib.suppress(OSError):  # it holds files of the user
@@ -495,7 +406,7 @@ def _settle_deletion(root: Path, temporary: Path, complete: Callable[[Path, Mani
     return True
 
 
-def _settle_commit(root: Path, temporary: Path, committed: Mapping[str, str] | None) -> Iterable[Path]:
+def _settle_commit(place: Records, root: Path, temporary: Path, committed: Mapping[str, str] | None) -> Iterable[Path]:
     """Complete the commit that ``temporary`` announces, or forget it; what of it is left for another to decide."""
     manifest = _announced(temporary)
     if manifest is None:
@@ -511,13 +422,12 @@ def _settle_commit(root: Path, temporary: Path, committed: Mapping[str, str] | N
     if parts is None:
         _forget(root, manifest, temporary)
         return ()
-    for path, place in parts.items():
-        if path != place and (old := _take_name(place, path)) is not None:
-            _discard(old, path)
+    for path, staged in parts.items():
+        if path != staged and (old := take_name(staged, path)) is not None:
+            discard(old, path)
     for folder in {path.parent for path in parts}:
         fsync_folder(folder)
-    temporary.replace(record)
-    fsync_folder(record.parent)
+    write_manifest(place, record_path(manifest.name), temporary)
     log.info("completed the commit of %s, whose process had died", root / manifest.name)
     return ()
 

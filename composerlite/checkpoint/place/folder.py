@@ -47,6 +47,7 @@ from composerlite.storage import (
     fsync_folder,
     make_folder,
     read_small_file,
+    temporary_name,
     verify_file,
 )
 
@@ -192,8 +193,12 @@ class Folder(Place):
     def take(self, source: Place, record: FileRecord, progress: Callable[[int], object] = int) -> None:
         source.write_to(self.path / record.path, record.path, record.digest, by_steps(progress))
 
-    def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
+    def put(self, path: str, data: bytes | Path, *, create_only: bool = False) -> None:
         target = self.path / path
+        if isinstance(data, Path):
+            data.replace(target)
+            fsync_folder(target.parent)
+            return
         make_folder(target.parent)
         with StagedFile(target) as staged:
             staged.file.write(data)
@@ -215,13 +220,23 @@ class Folder(Place):
             return False
         return True
 
-    def delete(self, path: str) -> None:
+    def delete(self, path: str, *, kept_as: str | None = None) -> None:
         target = self.path / path
         if not self._is_own(target):
             return
-        target.unlink(missing_ok=True)
+        if kept_as is None or not self._renamed(target, self.path / kept_as):
+            target.unlink(missing_ok=True)
         if target.name in (MARKER, INDEX) or MANIFESTS in target.relative_to(self.path).parts:
             fsync_folder(target.parent)
+
+    def _renamed(self, path: Path, new: Path) -> bool:
+        try:
+            path.rename(new)
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return False  # a full disk may have no room for another name
+        return True
 
     def _is_own(self, path: Path) -> bool:
         """Return true if ``path`` is a file that lies in the folder itself: no link, nor anything behind one."""
@@ -238,11 +253,15 @@ class Folder(Place):
 
     @contextlib.contextmanager
     def deleting(self, manifest: Manifest) -> Generator[None]:
-        if self._is_own(self.path / record_path(manifest.name)):
-            with commits.deleting(self.path, manifest):
-                yield
-        else:
+        record = self.path / record_path(manifest.name)
+        if not self._is_own(record):
             yield
+            return
+        gone = record.with_name(temporary_name(f"{record.stem}.gone"))
+        with commits.held(record):
+            commits.remove_manifest(self, record_path(manifest.name), kept_as=str(gone.relative_to(self.path)))
+            yield
+            commits.end_deletion(self.path, manifest, gone)
 
     def remove_empty(self, folder: str, *, above: bool = False) -> None:
         path = self.path / folder
@@ -262,12 +281,8 @@ class Folder(Place):
                 return
         elif self._is_behind_a_link(target):
             return
-        damaged, number = target.with_name(f"{target.name}.damaged"), 1
-        while damaged.exists() or damaged.is_symlink():
-            number += 1
-            damaged = target.with_name(f"{target.name}.damaged-{number}")
         with contextlib.suppress(FileNotFoundError):
-            target.rename(damaged)
+            target.rename(self.path / self.damaged_name(path))
 
     # ── commits ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -303,7 +318,7 @@ class Folder(Place):
         path = self.path / name
         check()
         make_folder(path.parent)
-        commits.settle_dead_saves(self.path, name, _complete_deletion)
+        commits.settle_dead_saves(self, self.path, name)
         place = path.with_name(handle.place)
         place.mkdir()
         try:
@@ -342,7 +357,7 @@ class Folder(Place):
 
     def commit(self, name: str, parts: Parts, *, overwrite: bool, record: str | None) -> Commit:
         paths = {self.path / path: staged for path, staged in parts.items() if not isinstance(staged, bytes)}
-        return commits.FolderCommit(paths, None if record is None else self.path / record, overwrite=overwrite)
+        return _FolderCommit(self, paths, record, overwrite=overwrite)
 
     def announced(self, name: str | None) -> Iterator[bytes]:
         record = self.path / record_path(name or "*")
@@ -417,14 +432,100 @@ class Folder(Place):
         return found
 
     def recover(self, committed: Mapping[str, str] | None, *, everywhere: bool = True) -> None:
-        touched = (lambda _: True) if everywhere else _is_of_this_user
-        commits.recover(self.path, _complete_deletion, below=everywhere, may_touch=touched, committed=committed)
+        is_touched = (lambda _: True) if everywhere else _is_of_this_user
+        seen = [self.path]
+        if everywhere or not self.path.is_dir():
+            seen = [one for one in commits.folders(self.path) if not any(map(SAVING.fullmatch, one.parts))]
+        kept: set[Path] = set()
+        for folder in reversed(seen):  # a run's own folder first
+            records = folder / MANIFESTS
+            if records.is_dir() and not records.is_symlink():
+                for inner in list(commits.folders(records)) if everywhere else [records]:
+                    for temporary in filter(is_touched, abandoned_temporaries(inner)):
+                        kept.update(commits.settle_record(Folder(folder), folder, temporary, committed))
+        for folder in seen:
+            for place in filter(is_touched, commits.dead_saves(folder)):
+                commits.settle_save(place, kept)
+            for temporary in filter(is_touched, abandoned_temporaries(folder)):
+                if temporary not in kept:
+                    temporary.unlink(missing_ok=True)
+                    log.info("removed %s, left by a process that died while it wrote", temporary)
 
     def sweep(self, older_than: timedelta) -> None:
         self.recover({})
 
     def close(self) -> None:
         """Do nothing: there are no resources to release."""
+
+
+@final
+class _FolderCommit(Commit):
+    """Files and directories by the paths that they will have, and the path that the manifest will have, or none."""
+
+    def __init__(self, folder: Folder, parts: Mapping[Path, Path], record: str | None, *, overwrite: bool) -> None:
+        self._folder = folder
+        self._parts = parts
+        self._record = record
+        self._overwrite = overwrite
+        self._intention: StagedFile | None = None
+        self._held = contextlib.ExitStack()
+        self._taken: dict[Path, Path | None] = {}
+        """Where what had a name before is now."""
+        self._before: bytes | None = None
+
+    def announce(self, manifest: bytes) -> None:
+        assert self._record is not None
+        record = self._folder.path / self._record
+        make_folder(record.parent)
+        intention = self._intention = StagedFile(record)
+        intention.file.write(manifest)
+        intention.flush()
+        for folder in {record.parent, *(temporary.parent for temporary in self._parts.values())}:
+            fsync_folder(folder)
+
+    def take_names(self) -> None:
+        if self._record is not None and self._folder.exists(self._record):
+            self._before = (self._folder.path / self._record).read_bytes()  # damaged ones and links, too
+        self.leave()
+        take = commits.take_name if self._overwrite else commits.take_new_name
+        for path, temporary in self._parts.items():
+            self._held.enter_context(commits.held(path))  # what is replaced is not swept before the commit has ended
+            self._taken[path] = take(temporary, path)
+        for folder in {path.parent for path in self._parts}:
+            fsync_folder(folder)
+
+    def publish(self) -> None:
+        if self._intention is not None and self._record is not None:
+            commits.write_manifest(self._folder, self._record, self._intention.temporary)
+
+    def undo(self) -> None:
+        """The manifest goes first, unless it is that of before: nothing is to be completed."""
+        if self._intention is not None and self._record is not None:
+            if not self._intention.temporary.exists():
+                commits.remove_manifest(self._folder, self._record)
+            self._intention.temporary.unlink(missing_ok=True)
+        for path, old in self._taken.items():
+            if old is None or old != self._parts[path] or not commits.exchange(old, path):
+                path.rename(self._parts[path])
+                if old is not None:
+                    old.rename(path)
+        if self._record is not None and self._before is not None and not self._folder.exists(self._record):
+            commits.write_manifest(self._folder, self._record, self._before)
+
+    def discard(self) -> None:
+        for path, old in self._taken.items():
+            if old is not None:
+                commits.discard(old, path)
+
+    def leave(self) -> None:
+        if self._intention is not None:
+            self._intention.leave_behind()
+
+    def close(self, error: BaseException | None) -> None:
+        self._held.close()
+        intention, self._intention = self._intention, None
+        if intention is not None:
+            intention.__exit__(None if error is None else type(error), error, None)
 
 
 def staged_link(folder: Path, link: str, name: str) -> StagedLink:
@@ -441,10 +542,6 @@ def write_file(path: Path, most_bytes: int, fill: Callable[[Sink], object], *, c
     with StreamWriter(path, most_bytes, ring_bytes=RING_BYTES, chunk_bytes=chunk_bytes) as sink:
         fill(sink)
         return sink.finish()
-
-
-def _complete_deletion(root: Path, manifest: Manifest) -> None:
-    Folder(root).complete_deletion(manifest)
 
 
 def _is_of_this_user(path: Path) -> bool:

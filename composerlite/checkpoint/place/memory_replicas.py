@@ -16,6 +16,7 @@ from typing import NamedTuple, final
 
 from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.commit import remove_manifest
 from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.record.manifest import RESUMABLE, FileRecord, Manifest, bytes_text, record_path
 from composerlite.errors import CorruptCheckpointError
@@ -303,7 +304,7 @@ class _BandwidthLimit:
 
 def _clear(catalog: Catalog, manifest: Manifest) -> None:
     """Make room for files that come: what is there of that name is no checkpoint any more."""
-    catalog.place.delete(record_path(manifest.name))
+    remove_manifest(catalog.place, record_path(manifest.name))
     for file in manifest.files:
         catalog.place.delete(file.path)
         _arriving(catalog.folder / file.path).unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
 
-from composerlite.checkpoint.place.commit import MARKER, MODEL, OF_RANKS, TRAIN, Commit
+from composerlite.checkpoint.place.commit import MARKER, MODEL, OF_RANKS, TRAIN, Commit, remove_manifest
 from composerlite.checkpoint.place.lease import Lease
 from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, record_path
 from composerlite.errors import CorruptCheckpointError
@@ -238,12 +238,18 @@ class Place(ABC):
             self.send(path, record.path, by_steps(progress))
 
     @abstractmethod
-    def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
-        """Write the small file ``path`` atomically. With ``create_only``, FileExistsError if there is one."""
+    def put(self, path: str, data: bytes | Path, *, create_only: bool = False) -> None:
+        """Write the small file ``path`` atomically. With ``create_only``, FileExistsError if there is one.
+
+        ``data`` is what it contains, or a durable file of this machine, which a folder gives the name.
+        """
 
     @abstractmethod
-    def delete(self, path: str) -> None:
-        """Remove the file ``path``: what makes a checkpoint exist durably. What is none, or behind a link, stays."""
+    def delete(self, path: str, *, kept_as: str | None = None) -> None:
+        """Remove the file ``path``: what makes a checkpoint exist durably. What is none, or behind a link, stays.
+
+        ``kept_as``: the path of a file that has its content then.
+        """
 
     @abstractmethod
     def deleting(self, manifest: Manifest) -> contextlib.AbstractContextManager[None]:
@@ -263,8 +269,9 @@ class Place(ABC):
         except CorruptCheckpointError as e:
             log.warning("%s: not deleted, since there is another of its name: %s", self.uri(manifest.name), e)
             return
-        for path in (MARKER, *self.files(TRAIN)) if is_step else ():
-            if path == MARKER or OF_RANKS.fullmatch(path):
+        if is_step:
+            remove_manifest(self, MARKER)
+            for path in filter(OF_RANKS.fullmatch, self.files(TRAIN)):
                 self.delete(path)
         for record in manifest.here:
             if record.path not in kept and self.has(record):
@@ -295,6 +302,13 @@ class Place(ABC):
 
     def remove_empty(self, folder: str, *, above: bool = False) -> None:
         """Remove ``folder``, and with ``above`` those that it is in, where nothing is left in it."""
+
+    def damaged_name(self, path: str) -> str:
+        """Return a path for what is damaged at ``path``: beside it, and nothing has it."""
+        folder, slash, last = path.rpartition("/")
+        taken = self.names(folder)
+        names = (f"{last}.damaged{number}" for number in ("", *(f"-{count}" for count in range(2, len(taken) + 3))))
+        return folder + slash + next(name for name in names if name not in taken)
 
     def quarantine(self, path: str) -> None:
         """Give a damaged file or directory a name that nothing has, where names can be changed."""

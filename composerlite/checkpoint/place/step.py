@@ -22,11 +22,11 @@ import xxhash
 
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.commit import MARKER, MODEL, SAVING, TRAIN
+from composerlite.checkpoint.place.commit import MARKER, MODEL, SAVING, TRAIN, remove_manifest, write_manifest
 from composerlite.checkpoint.place.directory import INDEX, ShardedDirectory
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place, SaveHandle
-from composerlite.checkpoint.record.manifest import MANIFESTS, CheckpointMetadata
+from composerlite.checkpoint.record.manifest import MANIFESTS, CheckpointMetadata, record_path
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, ObjectStoreError
 from composerlite.storage import FileDigest, chunk_bytes_for, is_uri, open_store, parse_uri
 
@@ -209,8 +209,11 @@ class StepFolder:
             if handle.suffix:
                 self._settle()
             elif self._staging(handle) == self._name:  # what a save has left that did not end
+                deciding = [f"{self._name}/{path}" for path in (MARKER, record_path(MODEL))]
                 for path in self._place.files(self._name):
-                    if path.removeprefix(f"{self._name}/").partition("/")[0] in _OURS:
+                    if path in deciding:
+                        remove_manifest(self._place, path)
+                    elif path.removeprefix(f"{self._name}/").partition("/")[0] in _OURS:
                         self._place.delete(path)
         except BaseException:
             self.abandon()
@@ -267,7 +270,7 @@ class StepFolder:
         if self._next() is not None:
             before = {f"{TRAIN}/{name}" for name in self._place.names(self._path(TRAIN))}
             self._place.each(lambda record: self._give_name(new.staged(record.path), record.path), records)
-            self._place.put(self._path(MARKER), new.marker.encode())
+            write_manifest(self._place, self._path(MARKER), new.marker.encode())
             kept = {name for record in records for name in (record.path, new.staged(record.path))}
             for name in before - kept:
                 self._place.delete(self._path(name))

@@ -490,7 +490,6 @@ class Pipeline:
         """Get the memory for checkpoints of ``state`` ready, in the background, so that the first costs no more.
 
         A save before that is written without a copy: see :class:`UncopiedState`.
-        ``state_dict`` is what ``state`` holds, where the caller has it already.
 
         Args:
             state: of the run.

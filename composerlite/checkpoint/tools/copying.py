@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from composerlite.checkpoint.place.commit import remove_manifest, write_manifest
 from composerlite.checkpoint.place.place import Place, StoredFile
 from composerlite.checkpoint.place.step import MARKER, NEXT
 from composerlite.checkpoint.record.manifest import FileRecord
@@ -59,7 +60,7 @@ def copy(
     mends = any(data is not None for data in there.values())  # an incomplete copy of this one is there
     before = _files_of(target, found.name) if others else ()
     for path in reversed(commits):
-        target.delete(path)
+        remove_manifest(target, path)
     for path in commits:
         if path.endswith(f"/{MARKER}"):  # what was to follow the one before does not follow this one
             target.delete(path.removesuffix(MARKER) + NEXT)
@@ -67,7 +68,7 @@ def copy(
         _bring(source, record, target, overwrite=overwrite or mends, progress=progress)
     for path, data in commits.items():
         try:
-            target.put(path, data, create_only=True)
+            write_manifest(target, path, data, create_only=True)
         except FileExistsError as e:
             raise CheckpointExistsError(f"{target.uri(found.name)!r} was written by another process meanwhile.") from e
     kept = {record.path for record in found.records}

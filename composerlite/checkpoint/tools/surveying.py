@@ -10,6 +10,7 @@ from typing import final
 
 from composerlite.checkpoint.format.weight_files import holds_model_states, holds_weights
 from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.commit import remove_manifest
 from composerlite.checkpoint.place.place import Place, StoredFile
 from composerlite.checkpoint.place.step import MARKER, MODEL, NEXT, TRAIN, Successor
 from composerlite.checkpoint.record.manifest import (
@@ -185,16 +186,17 @@ def remove(place: Place, found: Found) -> None:
     A kill leaves a deletion that the next start completes, where there was a manifest.
     """
     data = sorted((file.path for file in found.files), key=lambda path: not path.endswith(f"/{_INDEX}"))
-    paths = [*reversed(found.commits), *data]
     with contextlib.ExitStack() as stack:
         for match in filter(None, map(_MANIFEST.fullmatch, found.commits)):
             home = place.inside(match["root"].rstrip("/"))
             with contextlib.suppress(CheckpointError):  # a damaged one says nothing
                 if (manifest := Catalog(home).manifest_of(match["name"])) is not None:
                     stack.enter_context(home.deleting(manifest))
-        for path in paths:
+        for record in reversed(found.commits):
+            remove_manifest(place, record)
+        for path in data:
             place.delete(path)
-    place.remove_emptied(paths)
+    place.remove_emptied([*found.commits, *data])
 
 
 def _age(one: Found) -> tuple[bool, tuple[int, int, int, str], str]:
