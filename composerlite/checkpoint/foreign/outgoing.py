@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from composerlite.checkpoint.foreign.keys import Rename, flat_tensors
-from composerlite.checkpoint.foreign.systems import system_of, what_is_recognised
+from composerlite.checkpoint.foreign.systems import no_model_error, system_of
 from composerlite.checkpoint.foreign.taken import Counts, Taken, unflattened
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
@@ -40,9 +40,7 @@ def taken_of(contents: Any, source: str, rename: Rename) -> Taken:
     elif (system := system_of(contents)) is not None:
         found = system.take(cast("StateDict", contents), source)
     else:
-        raise IncompatibleCheckpointError(
-            f"{source!r} holds no model: 'composerlite checkpoint inspect' shows what. {what_is_recognised()}"
-        )
+        raise no_model_error(source)
     weights = {rename.of(name): tensor for name, tensor in flat_tensors(found.model).items()}
     optimizer = None if found.optimizer is None else _numbered(found.optimizer, list(flat_tensors(found.model)), source)
     counts = None if found.progress is None else Counts(*map(_number, found.progress))
@@ -75,12 +73,13 @@ def _numbered(saved: Any, names: Sequence[str], source: str) -> StateDict:
     groups, values = state.get("param_groups"), state.get("state")
     if not isinstance(groups, list) or not isinstance(values, Mapping):
         raise IncompatibleCheckpointError(f"{source!r}: its optimizer has no 'state' and no 'param_groups'.")
-    number: dict[Any, int] = {}
-    made: list[StateDict] = []
-    for group in cast("list[StateDict]", groups):
-        for name in group["params"]:
-            number[name] = len(number)
-        made.append({**group, "params": [number[name] for name in group["params"]]})
+    return _counted_anew(cast("list[StateDict]", groups), cast("StateDict", values))
+
+
+def _counted_anew(groups: Sequence[StateDict], values: Mapping[Any, Any]) -> StateDict:
+    """State of an optimizer with these groups, whose parameters get numbers in their order."""
+    number = {name: count for count, name in enumerate(name for group in groups for name in group["params"])}
+    made = [{**group, "params": [number[name] for name in group["params"]]} for group in groups]
     return {"state": {number[name]: value for name, value in values.items()}, "param_groups": made}
 
 
@@ -167,15 +166,10 @@ def _in_two_groups(optimizer: StateDict) -> StateDict:
     groups, values = optimizer["param_groups"], optimizer["state"]
     if len(groups) != 1:
         return optimizer
-    number: dict[Any, int] = {}
-    made: list[StateDict] = []
-    for decays in (True, False):
-        members = [name for name in groups[0]["params"] if (_dimensions(values.get(name)) > 1) is decays]
-        for name in members:
-            number[name] = len(number)
-        if members:
-            made.append({**groups[0], "params": [number[name] for name in members]})
-    return {"state": {number[name]: value for name, value in values.items()}, "param_groups": made}
+    names: dict[bool, list[Any]] = {True: [], False: []}
+    for name in groups[0]["params"]:
+        names[_dimensions(values.get(name)) > 1].append(name)
+    return _counted_anew([{**groups[0], "params": members} for members in names.values() if members], values)
 
 
 def _dimensions(state: Any) -> int:

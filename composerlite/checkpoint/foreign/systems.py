@@ -28,7 +28,16 @@ from composerlite.checkpoint.foreign.torch_dicts import (
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-__all__ = ["SYSTEMS", "System", "as_of_a_run", "model_in", "recognised", "system_of", "what_is_recognised"]
+__all__ = [
+    "SYSTEMS",
+    "System",
+    "as_of_a_run",
+    "model_in",
+    "no_model_error",
+    "recognised",
+    "system_of",
+    "what_is_recognised",
+]
 
 
 @final
@@ -95,6 +104,12 @@ def recognised(contents: Any) -> str | None:
         return "OLMo-core (step…)"
     system = system_of(contents)
     return None if system is None else system.name
+
+
+def no_model_error(source: str) -> IncompatibleCheckpointError:
+    """Error to raise where ``source`` holds no model."""
+    hint = "'composerlite checkpoint inspect' shows what"
+    return IncompatibleCheckpointError(f"{source!r} holds no model: {hint}. {what_is_recognised()}")
 
 
 def what_is_recognised() -> str:

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from composerlite.checkpoint.foreign.systems import model_in, what_is_recognised
+from composerlite.checkpoint.foreign.keys import flat_tensors
+from composerlite.checkpoint.foreign.systems import model_in, no_model_error
 from composerlite.checkpoint.load.deepspeed_folder import deepspeed_contents
 from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.load.resolve import fetched, is_read_in_place
@@ -19,10 +20,7 @@ from composerlite.checkpoint.tools.inspecting import contents_of, deepspeed_in, 
 from composerlite.checkpoint.tools.pointing import pointed
 from composerlite.checkpoint.tools.surveying import Found
 from composerlite.devices import rng
-from composerlite.errors import (
-    CheckpointNotFoundError,
-    IncompatibleCheckpointError,
-)
+from composerlite.errors import CheckpointNotFoundError
 from composerlite.storage import is_uri, parse_uri
 from composerlite.types import StateDict
 
@@ -138,18 +136,6 @@ def weights_of(contents: Any, source: str) -> dict[str, Tensor]:
     Raises:
         IncompatibleCheckpointError: there are none. ``source`` is named in the message.
     """
-    found: dict[str, Tensor] = {}
-
-    def visit(value: Any, path: str) -> None:
-        if isinstance(value, Tensor):
-            found[path] = value
-        elif isinstance(value, Mapping):
-            for key, inner in cast("Mapping[Any, Any]", value).items():
-                visit(inner, f"{path}.{key}" if path else str(key))
-
-    visit(model_in(contents), "")
-    if not found:
-        raise IncompatibleCheckpointError(
-            f"{source!r} holds no model: 'composerlite checkpoint inspect' shows what. {what_is_recognised()}"
-        )
-    return found
+    if found := flat_tensors(model_in(contents)):
+        return found
+    raise no_model_error(source)
