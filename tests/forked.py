@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
@@ -51,7 +51,7 @@ def run_forked(
 
 
 @contextmanager
-def started(main: Callable[..., None], *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def started(main: Callable[..., None], *arguments: str) -> Generator[subprocess.Popen[str]]:
     """A process that runs ``main(*arguments)``, with pipes to it as of :class:`subprocess.Popen`.
 
     Its number is not that of the command here, which ends with it and it with the command. None is left afterwards.

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def train_and_wait(folder: str) -> None:
 
 
 @contextmanager
-def another_launch(folder: Path) -> Iterator[int]:
+def another_launch(folder: Path) -> Generator[int]:
     """A program that trains, and stands in the middle of it until the block ends: its process."""
     with started(train_and_wait, str(folder)) as process:
         assert process.stdout is not None

@@ -106,8 +106,12 @@ def test_values_of_before_time_was_reset_do_not_count(training: State) -> None:
 
 @pytest.mark.parametrize("name", ["eval/Accuracy", "hard/Accuracy", "train/Accuracy", "eval/Accuracy/3"])
 def test_a_metric_that_will_be_measured(training: State, name: str) -> None:
-    """That of an evaluator, that of training, and one value of a vector."""
+    """That of an evaluator, that of training, and one value of a vector: taken, and refused once nothing has it."""
     check_metric_exists(name, training, argument="save_best_metric")
+    label, metric = name.split("/")[:2]
+    del (training.train_metrics if label == "train" else training.eval_metrics[label])[metric]
+    with pytest.raises(ConfigError, match=f"save_best_metric='{name}': nothing measures that"):
+        check_metric_exists(name, training, argument="save_best_metric")
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,20 @@ import numpy as np
 import pytest
 import xxhash
 
+from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import Digester, FileDigest, chunk_bytes_for, verify_file
 
 
 def test_a_file_is_read_whole(tmp_path: Path) -> None:
-    """A file of several pieces of reading, and an empty one."""
+    """A file of several pieces of reading, and an empty one: as they are, and not with their last byte changed."""
     data = np.random.default_rng(0).bytes((2 << 20) + 17)
-    (tmp_path / "large").write_bytes(data)
-    (tmp_path / "empty").touch()
-    verify_file(tmp_path / "large", FileDigest(len(data), xxhash.xxh3_128_hexdigest(data)))
-    verify_file(tmp_path / "empty", FileDigest(0, xxhash.xxh3_128_hexdigest(b"")))
+    for content in (data, b""):
+        path, digest = tmp_path / "file", FileDigest(len(content), xxhash.xxh3_128_hexdigest(content))
+        path.write_bytes(content)
+        verify_file(path, digest)
+        path.write_bytes(content[:-1] + b"x")
+        with pytest.raises(CorruptCheckpointError, match="file"):
+            verify_file(path, digest)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 4096, 1 << 20, 5 << 20])
