@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._utils
 from torch import Tensor, nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
+from torch.nn.modules import module as _module
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -46,6 +46,10 @@ __all__ = [
     "untyped_storage",
     "wrapper_tensor",
 ]
+
+
+EXTRA_STATE: str = _module._EXTRA_STATE_KEY_SUFFIX
+"""The end of the names under which modules keep what ``get_extra_state`` returns, of any type."""
 
 
 # ── tensors and storages ─────────────────────────────────────────────────────────────────────────────────────────────

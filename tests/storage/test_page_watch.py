@@ -143,3 +143,30 @@ def test_whole_pages_are_inside(shift: int, size: int) -> None:
         assert address + size - mmap.PAGESIZE < start + watched <= address + size
     else:
         assert size < 2 * mmap.PAGESIZE
+
+
+@pytest.mark.soak
+def test_a_page_that_the_kernel_moves_is_not_written_to() -> None:
+    """As it does on a machine that runs short of large pages, and between NUMA nodes."""
+    compact, over = Path("/proc/sys/vm/compact_memory"), threading.Event()
+    if not os.access(compact, os.W_OK):
+        pytest.skip("only root can let the kernel move pages")
+
+    def move() -> None:
+        while not over.is_set():
+            compact.write_text("1")
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    try:
+        found = []
+        for _ in range(40):
+            memories = [torch.ones(1 << 18) for _ in range(800)]
+            del memories[::2]  # holes that the rest is moved to
+            watch = PageWatch.begin([whole_pages(memory.data_ptr(), memory.nbytes) for memory in memories])
+            assert watch is not None
+            found.append(watch.stop())
+    finally:
+        over.set()
+        thread.join()
+    assert found.count(True) == 0
