@@ -29,7 +29,6 @@ pytest_plugins = [
 # What forked programs of the tests import that others need not.
 quick_processes(
     "click.testing",
-    "composerlite.algorithms",
     "composerlite.cli.app",
     "composerlite.config.build",
     "hypothesis.stateful",
