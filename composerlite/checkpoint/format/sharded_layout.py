@@ -433,7 +433,7 @@ def read_layout(data: bytes, uri: str) -> Metadata:
 
 
 def _whole_of(rows: Any) -> Metadata:
-    """Read what is listed in rows."""
+    """Parse the rows of a list."""
     found, known = Metadata({}, {}, {}), functools.cache(_whole_tensor)
     for path, shape, name, file, offset, length in rows:
         key = ".".join(map(str, _path_of(path)))
