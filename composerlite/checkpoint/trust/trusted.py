@@ -661,8 +661,8 @@ _VALUES: dict[str, Any] = {
     "torch._tensor.Tensor": Tensor,
     "numpy.ndarray": np.ndarray,
     "numpy.dtype": np.dtype,
-    "pathlib._local.PosixPath": pathlib.PosixPath,  # as Python 3.13 calls them
-    "pathlib._local.PurePosixPath": pathlib.PurePosixPath,
+    # pathlib._local is what Python 3.13 calls it, in its files, too; all read each other's.
+    **{f"{module}.{kind.__name__}": kind for module in ("pathlib", "pathlib._local") for kind in _PATHS},
 }
 _CALLS: dict[str, _Function] = {
     name: _Function(call)
