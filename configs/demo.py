@@ -106,7 +106,7 @@ def main() -> None:
     launch_and_send(signal.SIGKILL, killed, HALF_WAY)
     say(f"\n   Killed. Its newest checkpoint is {manifests(killed)[-1]['name']}.")
 
-    say("\n4. The same command again: it goes on from there.\n")
+    say("\n4. The same command again: it resumes from there.\n")
     accuracy_killed = launch(killed)
 
     say("\n5. What is there now.\n")

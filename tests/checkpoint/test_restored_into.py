@@ -68,6 +68,19 @@ def test_a_resumed_run_fills_a_buffer_however_it_lies_in_memory(tmp_path: Path, 
     assert same(model.kept, tensor)
 
 
+class Plain(With):
+    """Has a ``state_dict`` of its own, which takes no arguments."""
+
+    def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().state_dict()
+
+
+def test_a_resumed_run_fills_a_model_with_a_state_dict_of_its_own(tmp_path: Path) -> None:
+    """It is called as it is saved, without arguments."""
+    tensor = kinds()["columns"]
+    assert same(resumed(tmp_path, Plain(tensor), Plain(laid_out_like(tensor))).kept, tensor)
+
+
 @pytest.mark.parametrize("name", LAID_OUT)
 def test_functions_fill_a_tensor_however_it_lies_in_memory(tmp_path: Path, name: str) -> None:
     """In place: who else has it sees what was loaded."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import re
 import time
@@ -385,8 +386,8 @@ def optimizer_state(model: nn.Module, optim: Optimizer, *, flatten: bool) -> Sta
 
 def set_model_state(model: nn.Module, state: StateDict, *, strict: bool) -> None:
     """Give ``model`` the state."""
-    for live in model.state_dict(keep_vars=True).values():
-        if isinstance(live, Tensor):
+    for name, live in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if name in state:
             dist.make_fillable(live)
     set_model_state_dict(model, state, options=_options(strict=strict))
 

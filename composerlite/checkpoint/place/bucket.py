@@ -229,10 +229,8 @@ class Bucket(Place):
         self.transfer.put_bytes(self.name_of(path), content, create_only=create_only)
 
     def delete(self, path: str, *, kept_as: str | None = None) -> None:
-        if kept_as is not None:
-            with contextlib.suppress(FileNotFoundError):
-                self.put(kept_as, self.read(path))
-        self.transfer.delete(self.name_of(path))
+        if kept_as is None:  # nothing in a bucket gets another name on the word of one machine
+            self.transfer.delete(self.name_of(path))
 
     @contextlib.contextmanager
     def deleting(self, manifest: Manifest) -> Generator[None]:

@@ -248,7 +248,7 @@ class Place(ABC):
     def delete(self, path: str, *, kept_as: str | None = None) -> None:
         """Remove the file ``path``: what makes a checkpoint exist durably. What is none, or behind a link, stays.
 
-        ``kept_as``: the path of a file that has its content then.
+        ``kept_as``: the path of a file that has its content then. Where names cannot be changed it stays where it is.
         """
 
     @abstractmethod

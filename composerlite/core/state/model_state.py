@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import Any
 
@@ -86,7 +87,7 @@ def load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str)
     """Load ``saved`` or say everything that does not fit, before a single weight is changed."""
     if problems := model_problems(model, saved, strict=strict, source=source):
         raise IncompatibleCheckpointError("\n".join(problems))
-    own = {clean_name(name): (name, value) for name, value in model.state_dict(keep_vars=True).items()}
+    own = {clean_name(name): (name, value) for name, value in model.state_dict().items()}
     saved = _cleaned(saved)
     missing, unexpected = _only_in_one(own, saved)
     if missing or unexpected:
@@ -96,8 +97,11 @@ def load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str)
             ", ".join(missing) or "nothing",
             ", ".join(unexpected) or "nothing",
         )
+    # A state dict has tensors that share the memory of the model's own.
+    named = itertools.chain(own.values(), model.named_parameters(), model.named_buffers())
+    tensors: StateDict = {clean_name(name): tensor for name, tensor in named}
     both = [
-        (name, value, own[name][1])
+        (name, value, tensors[name])
         for name, value in saved.items()
         if name in own and isinstance(value, torch.Tensor) and isinstance(own[name][1], torch.Tensor)
     ]
