@@ -66,6 +66,28 @@ def test_a_killed_run_goes_on_from_the_bucket(
     assert (code, said) == (0, {}), "a finished run that is started again does nothing"
 
 
+@pytest.mark.parametrize("link", ["as it was", "leads to the one before"])
+def test_a_manifest_cut_short_by_a_kill_does_not_stop_later_runs(
+    link: str, uninterrupted: tuple[dict[int, str], Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """A store that does not write at once has half a manifest of the newest: the run goes on from the one before."""
+    uri, environment = place("libcloud", request)
+    assert launch(tmp_path / "machine0", uri, environment, "batch_checkpoint:42")[0] == -signal.SIGKILL
+    run_folder = tmp_path / "libcloud" / "container" / "run"
+    *_, before, newest = sorted((run_folder / ".manifest").glob("ep*.json"), key=lambda path: batch_of(path.name))
+    newest.write_bytes(newest.read_bytes()[: 100 if link == "as it was" else 0])
+    if link != "as it was":  # it is moved after the manifest is there, and what is about to be saved is named before
+        (run_folder / "latest-rank0.pt.symlink").write_text(f"run/{before.name.removesuffix('.json')}")
+        (ahead,) = (run_folder / ".manifest").glob("latest-*")
+        ahead.write_text(f"run/{newest.name.removesuffix('.json')}")
+    code, said, log = launch(tmp_path / "machine1", uri, environment)
+    assert (code, min(said)) == (0, batch_of(before.name) + 1)
+    assert "cannot be read" in log
+    final = [torch.load(path, weights_only=True) for path in (tmp_path / "machine1" / "final.pt", uninterrupted[1])]
+    assert differences(*final) == []
+    assert launch(tmp_path / "machine2", uri, environment)[1] == {}, "what was damaged was published anew"
+
+
 def batch_of(name: str) -> int:
     """The batch of the checkpoint ``ep<epoch>-ba<batch>-rank0.pt``."""
     return int(name.split("-")[1].removeprefix("ba"))

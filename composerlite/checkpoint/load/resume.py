@@ -284,6 +284,8 @@ class _Search:
         self._rejected: list[tuple[_Candidate, CheckpointError | OSError]] = []
         self._interrupted: set[int] = set()
         """Candidates whose upload has turned out to be incomplete: they only show which attempts there were."""
+        self._damaged_records = False
+        """A bucket has checkpoints with a manifest that cannot be read."""
         self._unseen: set[str] = set()
         """Buckets of which only the latest is a candidate, until that does not hold."""
         found = [
@@ -303,12 +305,20 @@ class _Search:
                 found.append(_Candidate(manifest, catalog, bucket.remote))
                 self._unseen.add(bucket.remote.place.uri())
             else:
-                found += _everything_in(bucket.remote, catalog, run_name)
+                found += self._everything_in(bucket.remote, catalog)
         for place in places:
             if place.template is not None:
                 found += self._unlisted(place.catalog, place.template, [candidate.manifest for candidate in found])
         self._known = found
         self._look_at_line()
+
+    def _everything_in(self, remote: Catalog, catalog: Catalog) -> list[_Candidate]:
+        """List all checkpoints of the run in a bucket, begun ones, too, which takes a request for each."""
+        manifests, damaged = remote.manifests_and_damaged()
+        self._damaged_records |= bool(damaged)
+        found = [_Candidate(manifest, catalog, remote) for manifest in manifests]
+        found += [_Candidate(manifest, catalog, remote, begun=True) for manifest in remote.begun()]
+        return [one for one in found if one.manifest.run_name == self._run_name]
 
     def _look_at_line(self) -> None:
         """Find the living line of the known checkpoints, and the ones of it that were not tried."""
@@ -389,7 +399,7 @@ class _Search:
             self._unreadable.append(error)
         if candidate.remote is not None and (uri := candidate.remote.place.uri()) in self._unseen:
             self._unseen.remove(uri)
-            others = _everything_in(candidate.remote, candidate.catalog, self._run_name)
+            others = self._everything_in(candidate.remote, candidate.catalog)
             self._known += [o for o in others if o.begun or o.manifest.name != candidate.manifest.name]
             self._look_at_line()
 
@@ -417,7 +427,8 @@ class _Search:
             log.info("completed the upload of %s, whose process had died", candidate.source)
         is_here = isinstance(candidate.place, Path)
         _mend(candidate.catalog, candidate.manifest if is_here else None, self._links, quarantined)
-        return continued(candidate.manifest, [c.manifest for c in self._known], [c.manifest for c in self._candidates])
+        known, resumable = [c.manifest for c in self._known], [c.manifest for c in self._candidates]
+        return continued(candidate.manifest, known, resumable, damaged=self._damaged_records)
 
 
 def _is_lost(candidate: _Candidate, error: Exception) -> bool:
@@ -546,13 +557,6 @@ def _follow(
 
 def _of(run_name: str, manifests: Sequence[Manifest]) -> list[Manifest]:
     return [manifest for manifest in manifests if manifest.run_name == run_name and manifest.kind in RESUMABLE]
-
-
-def _everything_in(remote: Catalog, catalog: Catalog, run_name: str) -> list[_Candidate]:
-    """List all checkpoints of the run in a bucket, begun ones, too, which takes a request for each."""
-    found = [_Candidate(manifest, catalog, remote) for manifest in remote.manifests()]
-    found += [_Candidate(manifest, catalog, remote, begun=True) for manifest in remote.begun()]
-    return [one for one in found if one.manifest.run_name == run_name]
 
 
 def _manifest(candidate: _Candidate) -> Manifest:

@@ -61,8 +61,14 @@ class Catalog:
         Raises:
             IncompatibleCheckpointError: one was written by a newer version.
         """
-        found = self.place.each(self._readable, self._records())
-        return sorted((manifest for manifest in found if manifest is not None), key=lambda manifest: manifest.order)
+        return self.manifests_and_damaged()[0]
+
+    def manifests_and_damaged(self) -> tuple[list[Manifest], list[str]]:
+        """Return what :meth:`manifests` does, and the names whose manifest is damaged."""
+        names = self._records()
+        found = self.place.each(self._readable, names)
+        damaged = [name for name, manifest in zip(names, found, strict=True) if manifest is None]
+        return sorted((one for one in found if one is not None), key=lambda manifest: manifest.order), damaged
 
     def _records(self) -> list[str]:
         """Return the names that manifests are there for."""
@@ -110,7 +116,7 @@ class Catalog:
         """Return the newest checkpoint of a bucket, if its data are there: four requests. ``None`` if there is none.
 
         It is the one that was being published last, or, where that was not committed, the one that ``link`` leads
-        to, a full name. A checkpoint that does not hold is logged and is ``None``, too, and so is one in whose place
+        to, a full name. A checkpoint that is damaged is logged and is ``None``, too, and so is one in whose place
         another was being published: :meth:`manifests` and :meth:`begun` tell what there is.
         """
         for ahead in (True, False):
@@ -121,6 +127,7 @@ class Catalog:
                 log.debug("%s does not lead to a checkpoint: %s", link, e)
             except (CorruptCheckpointError, ConfigError) as e:
                 log.warning("%s does not lead to a checkpoint: %s", self.place.uri(PurePosixPath(link).name), e)
+                return None
         return None
 
     def _complete_manifest(self, name: str) -> Manifest:

@@ -382,7 +382,9 @@ def new_attempt(highest: int, origin: Manifest | None = None, *, passed_over: bo
     return Lineage(highest + 1, uuid.uuid4().hex[:16], (*earlier, left), origin.name)
 
 
-def continued(chosen: Manifest, known: Sequence[Manifest], resumable: Iterable[Manifest]) -> Lineage:
+def continued(
+    chosen: Manifest, known: Sequence[Manifest], resumable: Iterable[Manifest], *, damaged: bool = False
+) -> Lineage:
     """Return the lineage of a run that resumes from ``chosen``.
 
     It is that of ``chosen`` where nothing newer is left behind; otherwise a new attempt begins, so that
@@ -390,8 +392,9 @@ def continued(chosen: Manifest, known: Sequence[Manifest], resumable: Iterable[M
 
     Args:
         chosen: the checkpoint. known: all of the run. resumable: those that were tried, or would have been.
+        damaged: there are checkpoints with a manifest that cannot be read, which may be newer.
     """
-    newer = any(in_line(chosen.lineage, one) and one.order[:3] > chosen.order[:3] for one in resumable)
+    newer = damaged or any(in_line(chosen.lineage, one) and one.order[:3] > chosen.order[:3] for one in resumable)
     highest = highest_attempt(known)
     if newer or highest > chosen.lineage.attempt:
         return new_attempt(highest, chosen, passed_over=newer)

@@ -457,8 +457,7 @@ class RunFolder:
 
     def may_replace(self, state: SavedState, name: str) -> bool:
         """Check that ``name`` is that of a checkpoint which autoresume skipped and left where it was."""
-        passed_over = any(ancestor.passed_over for ancestor in state.lineage.ancestors)
-        return passed_over and _may_replace(state, self.catalog, name)
+        return _may_replace(state, self.catalog, name)
 
     def take_leases(self, run_name: str, of_buckets: Sequence[Lease], timeout: float) -> None:
         """Keep other processes from writing what this run writes; on rank 0, until :meth:`release`.
@@ -567,9 +566,13 @@ def _manifest_at(
 
 def _may_replace(state: SavedState, place: Catalog, name: str) -> bool:
     """Check that the checkpoint ``name`` is one that autoresume skipped, and that the run will save again."""
+    if not any(ancestor.passed_over for ancestor in state.lineage.ancestors):
+        return False
     try:
         manifest = place.manifest_of(name)
-    except CheckpointError:
+    except CorruptCheckpointError:
+        return True
+    except CheckpointError:  # of a newer version
         return False
     return manifest is not None and may_be_replaced(state.lineage, manifest)
 
