@@ -53,17 +53,34 @@ def replicated(nodes: Path, *, fsdp: bool = False, replication: float = 1.0, wai
     )
 
 
-@pytest.mark.parametrize(("lost", "fsdp"), [(0, False), (0, True), pytest.param(1, True, marks=pytest.mark.soak)])
+def lose(nodes: Path, lost: int, *, renumbered: bool) -> None:
+    """The memory of one of two nodes is gone; ``renumbered``: a new node has the rank of the other one, and that one
+    the rank of the lost one, as torchrun may give them."""
+    shutil.rmtree(nodes / f"node{lost}")
+    if renumbered:
+        (nodes / f"node{1 - lost}").rename(nodes / f"node{lost}")
+
+
+@pytest.mark.parametrize(
+    ("lost", "fsdp", "renumbered"),
+    [
+        (0, False, False),
+        (0, False, True),
+        (0, True, False),
+        pytest.param(0, True, True, marks=pytest.mark.soak),
+        pytest.param(1, True, False, marks=pytest.mark.soak),
+    ],
+)
 def test_a_lost_node_costs_what_was_not_replicated_yet(
-    tmp_path: Path, nodes: Path, uninterrupted: Any, lost: int, fsdp: bool
+    tmp_path: Path, nodes: Path, uninterrupted: Any, lost: int, fsdp: bool, renumbered: bool
 ) -> None:
     """A node is gone with its memory: the run resumes from the other's, newer than the disk, to the same end, bit for
-    bit. Then the memory of all nodes is free."""
+    bit, also where the other one has the rank of the lost one now. Then the memory of all nodes is free."""
     died = run_ranks_to_the_end(
         replicated(nodes, fsdp=fsdp), 2, tmp_path / "run", (lost, "batch_end", 6, 1), dist_timeout=None
     )
     assert "was killed by SIGKILL" in str(died[lost].error)
-    shutil.rmtree(nodes / f"node{lost}")
+    lose(nodes, lost, renumbered=renumbered)
     ended = run_ranks(replicated(nodes, fsdp=fsdp), 2, tmp_path / "run", None, dist_timeout=None)
     for rank, alone in zip(ended, uninterrupted(fsdp), strict=True):
         assert rank["first"] == 4, "the disk has batch 3"
@@ -109,7 +126,7 @@ def test_nodes_are_lost_at_random(tmp_path: Path, nodes: Path, uninterrupted: An
     train = replicated(nodes, fsdp=fsdp, replication=chosen.choice([1.0, 1e-3, 1e-4]), waits=False)
     died = run_ranks_to_the_end(train, 2, tmp_path, at, dist_timeout=15)  # a save waits so long for a killed rank
     assert "was killed by SIGKILL" in str(died[at[0]].error)
-    shutil.rmtree(nodes / f"node{lost}")
+    lose(nodes, lost, renumbered=chosen.random() < 0.5)
     for rank, alone in zip(run_ranks(train, 2, tmp_path, None, dist_timeout=None), uninterrupted(fsdp), strict=True):
         assert rank["seen"] == alone["seen"][rank["first"] :]
         assert all(torch.equal(rank["weights"][name], tensor) for name, tensor in alone["weights"].items())

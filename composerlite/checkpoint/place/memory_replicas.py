@@ -221,7 +221,9 @@ class NodeMemory:
             for one in plan:  # a node keeps what it has a replica of
                 if one.source == one.target == self._rank:
                     for file in self._files(manifest, one):
-                        self._own.place.take(sources[file.path].place, file)
+                        path = self._own.folder / file.path
+                        path = path if one.is_addition else _arriving(path)
+                        sources[file.path].place.write_to(path, file.path, file.digest)
         moves = [
             dist.Move(one.source, one.target, file.path, 0, file.size_bytes)
             for one in plan
