@@ -81,8 +81,8 @@ bench: $(BENCH)/.installed ## time composerlite beside its peers: benchmarks/out
 	set -e; for name in $(ONLY); do $(BENCH)/bin/python benchmarks/$$name.py $(ARGS); done
 	$(BENCH)/bin/python benchmarks/report.py
 
-scale: $(VENV)/.installed ## what saves and loads of Llama models cost in coordination on 8 to 16,384 ranks; benchmarks/out/scale.json
-	$(BIN)/python benchmarks/scale.py $(ARGS)
+scale: $(VENV)/.installed ## what saves and loads of Llama models cost in coordination on 8 to 16,384 ranks, in under ten minutes; benchmarks/out/scale.json
+	TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/python benchmarks/scale.py $(ARGS)
 
 # A machine with a GPU may have no network: what its python lacks is carried in .gpu-wheels, which git ignores.
 gpu: $(if $(GPU_WHEELS),,$(VENV)/.installed) ## checkpoints on a GPU: correct, and what they cost; benchmarks/out/gpu.jsonl. Without one: one line

@@ -25,20 +25,21 @@ import dataclasses
 import datetime
 import functools
 import gc
+import importlib
 import logging
 import math
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import queue
 import resource
 import statistics
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -53,22 +54,32 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from composerlite.checkpoint.format.folder_index import index_of
 from composerlite.checkpoint.format.sharded_index import StorageInfo
 from composerlite.checkpoint.format.sharded_layout import file_name, narrowed
 from composerlite.checkpoint.format.torch_file import TorchImage
+from composerlite.checkpoint.load.sharded import _LoadPlanner
+from composerlite.checkpoint.load.sharing import ReadRequests
 from composerlite.checkpoint.place.directory import _MOST_CHUNKS, _chunk_bytes
-from composerlite.checkpoint.save.sharded_plan import Planner, _Proposal, _Table, plan_together
-from composerlite.checkpoint.save.sharded_writer import _files, _files_by_rule, _FileWritten
+from composerlite.checkpoint.save import sharded_plan
+from composerlite.checkpoint.save.sharded_plan import KnownPlan, Planner, _Proposal, _Table, plan_together
+from composerlite.checkpoint.save.sharded_writer import (
+    RemoteFileSystemWriter,
+    _files,
+    _files_by_rule,
+    _FileWritten,
+)
 from composerlite.devices import rng
 from composerlite.dist.commit_barrier import CommitRound
-from composerlite.on_demand import uncollected
+from composerlite.dist.group import Group, _Several
 from composerlite.storage import FileDigest
 
+A = TypeVar("A")
 RANKS = (8, 64, 512, 4096, 16384)
 _LARGE = 512
 PROCESSES = 2
-MOST_ITEMS = 60_000
-"""Items of all ranks together that are made, where none can stand for another."""
+REPEATS = 3
+MEETING_SECONDS = 300.0
 TENSOR_PARALLEL = 8
 REPLICAS = 8
 
@@ -194,100 +205,102 @@ class Sent(NamedTuple):
 
 
 class LogicalGroup:
-    """Runs what some ranks do together, one at a time, as a group does; counts what they send."""
+    """Runs what some ranks do together, one at a time, each in a thread; counts what they send."""
 
     def __init__(self, count: int, samples: Sequence[int]) -> None:
-        from composerlite.dist.group import Group
-
-        outer = self
         self.count = count
         self.samples = samples
         self.meetings: list[Sent] = []
-        self.rank_seconds: list[float] = []
-        self._up: queue.Queue[tuple[int, bytes]] = queue.Queue()
-        self._down = {rank: queue.Queue[bytes]() for rank in samples}
-        self._first: Callable[[list[Any]], Any] | None = None
+        self.rank_seconds = collections.Counter[int]()
+        self._turn = threading.Condition()
+        self._told: dict[int, bytes] = {}
+        self._replies: dict[int, bytes] = {}
+        self._failures: list[BaseException] = []
 
-        class Member(Group):
-            def __init__(self, rank: int) -> None:
-                self.rank, self.size = rank, count
-
-            def _through_first(self, what: str, each: Any, first: Any, *, scatter: bool) -> Any:
-                start = time.thread_time()
-                message = pickle.dumps(each())
-                outer.rank_seconds.append(time.thread_time() - start)
-                if self.is_first:
-                    outer._first = first
-                outer._up.put((self.rank, message))
-                return {}, pickle.loads(outer._down[self.rank].get())
-
-            outcomes = gather = broadcast = None  # type: ignore[assignment]
-
-        Member.__abstractmethods__ = frozenset()
-        self._member = Member
-
-    def run(self, work: Callable[[Any], Any]) -> dict[int, Any]:
+    def run(self, work: Callable[[Group], A]) -> dict[int, A]:
         """Run ``work`` of each sampled rank, given its group; what each returned."""
-        results: dict[int, Any] = {}
-        failures: list[BaseException] = []
+        results: dict[int, A] = {}
 
         def one(rank: int) -> None:
-            try:
-                results[rank] = work(self._member(rank))
-            except BaseException as e:  # noqa: BLE001 - raised below
-                failures.append(e)
-            self._up.put((rank, b""))
+            with self._turn:
+                try:
+                    results[rank] = work(_Member(self, rank))
+                except BaseException as e:  # noqa: BLE001 - raised below
+                    self._failures.append(e)
+                self._turn.notify_all()
 
-        threads = {rank: threading.Thread(target=one, args=(rank,), daemon=True) for rank in self.samples}
-        going = list(self.samples)
-        for rank in self.samples:
-            threads[rank].start()  # each runs alone until it meets the others
-            self._await(rank, going)
-        while going and not failures:
-            replies = self._meet()
-            for rank in list(going):
-                self._down[rank].put(replies[rank])
-                self._await(rank, going)
-        if failures:
-            raise failures[0]
+        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in self.samples]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(MEETING_SECONDS)
+        if self._failures:
+            raise self._failures[0]
         return results
 
-    def _await(self, rank: int, going: list[int]) -> None:
-        who, message = self._up.get(timeout=600)
-        assert who == rank
-        if not message:
-            going.remove(rank)
-        self._messages = {**getattr(self, "_messages", {}), rank: message}
+    def tell(self, rank: int, message: bytes) -> list[bytes] | None:
+        """Send to rank 0, which returns with the messages of all, those that were not run included."""
+        self._told[rank] = message
+        self._turn.notify_all()
+        if rank:
+            return None
+        self._wait(lambda: len(self._told) == len(self.samples))
+        told, self._told = self._told, {}
+        others = [sample for sample in self.samples if sample] or [0]
+        return [told.get(one) or _stand_in(told[others[one % len(others)]], one) for one in range(self.count)]
 
-    def _meet(self) -> list[bytes]:
-        others = [rank for rank in self.samples if rank] or [0]
-        messages = [
-            self._messages.get(rank) or _stand_in(self._messages[others[rank % len(others)]], rank)
-            for rank in range(self.count)
-        ]
-        assert self._first is not None
-        start = time.thread_time()
-        with uncollected():
-            told = [pickle.loads(message) for message in messages]
-        replies = [pickle.dumps(reply) for reply in self._first(told)]
-        seconds = time.thread_time() - start
-        self.meetings.append(Sent(sum(map(len, messages)), sum(map(len, replies)), seconds))
-        return replies
+    def hear(self, rank: int, replies: list[bytes] | None) -> bytes:
+        """The reply to a rank; rank 0 has the ``replies`` to all."""
+        if replies is not None:
+            self._replies = {sample: replies[sample] for sample in self.samples}
+            self._turn.notify_all()
+        self._wait(lambda: rank in self._replies)
+        return self._replies.pop(rank)
+
+    def _wait(self, happened: Callable[[], bool]) -> None:
+        if not self._turn.wait_for(lambda: happened() or self._failures, MEETING_SECONDS) or self._failures:
+            raise TimeoutError(f"logical ranks did not meet: {self._failures}")
+
+
+class _Member(_Several):
+    """A rank's view of a :class:`LogicalGroup`, in place of torch's collectives."""
+
+    def __init__(self, group: LogicalGroup, rank: int) -> None:
+        self.rank, self.size = rank, group.count
+        self._group, self._since, self._bytes = group, 0.0, 0
+
+    def _through_first(self, what: str, each: Any, first: Any, *, scatter: bool) -> Any:
+        self._since = time.thread_time()
+        return super()._through_first(what, each, first, scatter=scatter)
+
+    def _tell_first(self, pickled: bytes) -> list[bytes] | None:
+        self._group.rank_seconds[self.rank] += time.thread_time() - self._since  # type: ignore[assignment]
+        told = self._group.tell(self.rank, pickled)
+        self._bytes = sum(map(len, told or ()))
+        self._since = time.thread_time()
+        return told
+
+    def _hear_first(self, replies: list[bytes] | None, *, scatter: bool) -> bytes:
+        if replies is not None:
+            seconds = time.thread_time() - self._since
+            self._group.meetings.append(Sent(self._bytes, sum(map(len, replies)), seconds))
+        return self._group.hear(self.rank, replies)
+
+    outcomes = gather = broadcast = None  # type: ignore[assignment] - nothing here needs them
 
 
 def _stand_in(message: bytes, rank: int) -> bytes:
     """``message`` as ``rank`` would have sent it, which has other states of generators."""
-    proposal = _unpickled(message)
+    good, proposal = _unpickled(message)
     if not isinstance(proposal, _Proposal):
         return message
     wholes = proposal.plan.wholes
     table: _Table = _unpickled(wholes.table)
     names = {key: f"rng.{rank}" if key.startswith("rng.") else key for key in table.keys}
     paths = {names.get(key, key): ("rng", str(rank)) if key in names else path for key, path in table.paths.items()}
-    wholes = dataclasses.replace(
-        wholes, table=pickle.dumps(table._replace(keys=[names[key] for key in table.keys], paths=paths))
-    )
-    return pickle.dumps(dataclasses.replace(proposal, plan=dataclasses.replace(proposal.plan, wholes=wholes)))
+    renamed = pickle.dumps(table._replace(keys=[names[key] for key in table.keys], paths=paths))
+    plan = proposal.plan._replace(wholes=wholes._replace(table=renamed))
+    return pickle.dumps((good, proposal._replace(plan=plan)))
 
 
 @functools.lru_cache(8)
@@ -297,81 +310,89 @@ def _unpickled(message: bytes) -> Any:
 
 # ── one save and one load ────────────────────────────────────────────────────────────────────────────────────────────
 def simulated(model: str, layout: str, count: int) -> dict[str, float]:
-    """What a first save, a repeated one and a load cost."""
-    from composerlite.checkpoint.save import sharded_plan
-
+    """What a first save, a repeated one and a load cost: of plans the medians of several."""
     ranks = Ranks(model, layout, count)
-    samples = sorted({0, 1, count - 1} if _by_rule(model, count) else range(count))
-    sharded_plan._MOST_PLANS = 2 * len(samples)  # each logical rank has its own, and all are in one process
-    group = LogicalGroup(count, samples)
+    all_run = not _by_rule(model, count)
+    samples = sorted(range(count) if all_run else {0, 1, count - 1})
     states = {rank: ranks.state(rank) for rank in samples}
-    planners = {rank: Planner(of_run=True) for rank in samples}
+    sharded_plan._MOST_PLANS = len(samples)  # each logical rank has its own, and all are in one process
     before = _memory()
+    passes: list[dict[str, float]] = []
+    for number in range(1 if all_run else REPEATS):
+        sharded_plan._known.clear()
+        _, _, first = _planned(ranks, states)
+        planners, known, again = _planned(ranks, states)
+        passes.append(
+            {f"plan_{name}": value for name, value in first.items()}
+            | {f"again_{name}": value for name, value in again.items()}
+        )
+        if not number:
+            index, committed = _committed(ranks, planners, known)
+            passes[0] |= committed | _loaded(ranks, index, planners) | {"memory_bytes": _memory() - before}
+    return _medians(passes)
 
-    def plan(member: Any) -> Any:
+
+def _planned(
+    ranks: Ranks, states: Mapping[int, Any]
+) -> tuple[dict[int, Planner], dict[int, KnownPlan], dict[str, float]]:
+    """The planners and plans of the sampled ranks, and what it took: the whole, if no plan is known already."""
+    group = LogicalGroup(ranks.count, list(states))
+    planners = {rank: Planner(of_run=True) for rank in states}
+
+    def plan(member: Group) -> KnownPlan:
         def local() -> SavePlan:
             ranks.become(member.rank)
             planner = planners[member.rank]
             planner.set_up_planner(states[member.rank], None, member.is_first)
             return planner.create_local_plan()
 
-        return plan_together(
-            member,
-            planners[member.rank],
-            local,
-            lambda number: [("claim", rank, number) for rank in range(number)],
-            reuse=True,
-        )
+        def assign(number: int) -> list[tuple[str, int, int]]:
+            return [("claim", rank, number) for rank in range(number)]
 
-    group.run(plan)
-    first, group.meetings = group.meetings, []
-    each, group.rank_seconds = group.rank_seconds, []
-    known = {rank: made[0] for rank, made in group.run(plan).items()}
-    values = {
-        "tensors": 3 * len(states[0]["state"]["model"]),
-        "plan_s": sum(sent.seconds for sent in first),
-        "plan_rank_s": statistics.median(each),
-        "plan_bytes": sum(sent.bytes_up + sent.bytes_down for sent in first),
-        "again_s": sum(sent.seconds for sent in group.meetings),
-        "again_rank_s": statistics.median(group.rank_seconds),
-        "again_bytes": sum(sent.bytes_up + sent.bytes_down for sent in group.meetings),
+        return plan_together(member, planners[member.rank], local, assign, reuse=True)[0]
+
+    known = group.run(plan)
+    seconds = {
+        "s": sum(sent.seconds for sent in group.meetings),
+        "rank_s": statistics.median(group.rank_seconds.values()),
+        "bytes": sum(sent.bytes_up + sent.bytes_down for sent in group.meetings),
     }
-    values |= _saved_and_loaded(ranks, planners, known, states) | {"memory_bytes": _memory() - before}
-    return values
+    return planners, known, seconds
 
 
-def _saved_and_loaded(ranks: Ranks, planners: Any, known: Any, states: Any) -> dict[str, float]:
-    """Rank 0 when all have written, from the votes as they arrive; and a load on each of the ranks that were run."""
-    from composerlite.checkpoint.format.folder_index import index_of
-    from composerlite.checkpoint.load.sharded import _LoadPlanner
-    from composerlite.checkpoint.load.sharing import ReadRequests
-    from composerlite.checkpoint.save.sharded_writer import RemoteFileSystemWriter
-
-    writer = RemoteFileSystemWriter(f"/tmp/{os.getpid()}/step1", thread_count=4)
+def _committed(
+    ranks: Ranks, planners: Mapping[int, Planner], known: Mapping[int, KnownPlan]
+) -> tuple[bytes, dict[str, float]]:
+    """The index that rank 0 makes when all have written, and what it takes, from the votes as they arrive."""
+    writer: Any = RemoteFileSystemWriter(f"/tmp/{os.getpid()}/step1", thread_count=4)
     writer.layout = known[0].layout
-    writer._claim = cast("Any", Claim(""))
-    votes = {rank: _vote(rank, ranks.count, planners[rank], known[rank], writer) for rank in known}
+    writer._claim = Claim("")
+    own = {rank: _vote(rank, planners[rank], known[rank], writer) for rank in known}
     others = [rank for rank in known if rank] or [0]
-    every = [
-        pickle.dumps(votes.get(rank) or [_as_of(part, rank) for part in votes[others[rank % len(others)]]])
+    votes = [
+        pickle.dumps(own.get(rank) or [_as_of(part, rank) for part in own[others[rank % len(others)]]])
         for rank in range(ranks.count)
     ]
-    metadata = copy.copy(known[0].metadata)
+    metadata: Any = copy.copy(known[0].metadata)
     start = time.thread_time()
-    results = [pickle.loads(vote) for vote in every]
+    results = [pickle.loads(vote) for vote in votes]
     index, files = writer.indexed(metadata, results)
     manifest = writer._folder.sealed(index, {name: digest for name, (digest, _) in files.items()}, {}, {}).manifest
     record = manifest.to_json()
-    values = {
+    return index, {
         "commit_s": time.thread_time() - start,
-        "vote_bytes": sum(map(len, every)),
+        "vote_bytes": sum(map(len, votes)),
         "index_bytes": len(index),
         "manifest_bytes": len(record),
         "files": len(files),
     }
+
+
+def _loaded(ranks: Ranks, index: bytes, planners: Mapping[int, Planner]) -> dict[str, float]:
+    """What a load takes on the first ranks and the last."""
     seconds: list[float] = []
     sent: list[int] = []
-    for rank in known:
+    for rank in (0, 1, ranks.count - 1):
         wanted = {key: tensor for key, tensor in planners[rank].state_dict.items() if isinstance(tensor, DTensor)}
         ranks.become(rank)
         start = time.thread_time()
@@ -384,7 +405,7 @@ def _saved_and_loaded(ranks: Ranks, planners: Any, known: Any, states: Any) -> d
         report = pickle.dumps(ReadRequests(load, planner, "a bucket").told)
         seconds.append(time.thread_time() - start)
         sent.append(len(report))
-    return {**values, "load_s": statistics.median(seconds), "load_bytes": statistics.median(sent) * ranks.count}
+    return {"load_s": statistics.median(seconds), "load_bytes": statistics.median(sent) * ranks.count}
 
 
 class Claim(NamedTuple):
@@ -393,7 +414,7 @@ class Claim(NamedTuple):
     suffix: str
 
 
-def _vote(rank: int, count: int, planner: Any, known: Any, writer: Any) -> list[Any]:
+def _vote(rank: int, planner: Any, known: Any, writer: Any) -> list[Any]:
     """What a rank that has written votes with: real numbers, and the digests of files that there are not."""
     layout = known.layout
     files = (
@@ -444,8 +465,6 @@ def _tensors(model: str) -> int:
 
 
 def _by_rule(model: str, count: int) -> bool:
-    from composerlite.checkpoint.save import sharded_plan
-
     return _tensors(model) * count > sharded_plan._MOST_LISTED
 
 
@@ -475,31 +494,32 @@ def votes() -> dict[int, dict[str, float]]:
             ranks = range(number, count, VOTING_PROCESSES)
             processes.Process(target=_vote_as, args=(its, port, ranks, count), daemon=True).start()
             pipes.append(pipe)
-        for pipe in pipes:
-            _received(pipe, count)
-        ours.send("seconds")
-        before = _received(ours, count)
-        for pipe in pipes:
-            pipe.send("vote")
-        told = [_received(pipe, count) for pipe in pipes]
-        ours.send("seconds")
-        last = max(one["arrived"] for one in told)
-        found[count] = {
-            "decided_s": max(one["decided"] for one in told) - last,
-            "known_s": max(one["known"] for one in told) - last,
-            "store_s": _received(ours, count) - before,
-            "requests": sum(one["requests"] for one in told) / count,
-        }
+        rounds: list[dict[str, float]] = []
+        for _ in range(REPEATS):
+            for pipe in pipes:
+                _received(pipe, count)
+            ours.send("seconds")
+            before = _received(ours, count)
+            for pipe in pipes:
+                pipe.send("vote")
+            told = [_received(pipe, count) for pipe in pipes]
+            ours.send("seconds")
+            last = max(one["arrived"] for one in told)
+            rounds.append(
+                {
+                    "decided_s": max(one["decided"] for one in told) - last,
+                    "known_s": max(one["known"] for one in told) - last,
+                    "store_s": _received(ours, count) - before,
+                    "requests": sum(one["requests"] for one in told) / count,
+                }
+            )
+        found[count] = _medians(rounds)
         server.kill()
         print(
             f"{count:>14} ranks: rank 0 {found[count]['decided_s']:.3f} s, all {found[count]['known_s']:.3f} s, "
             f"store {found[count]['store_s']:.3f} s of a core, {found[count]['requests']:.1f} requests a rank",
             flush=True,
         )
-    for name in ("decided_s", "known_s", "store_s"):
-        points = [(count, one[name]) for count, one in found.items()]
-        (_, b), (c, d) = exponent(points), exponent(points[:-1])
-        print(f"{name:>14} exponent {b:.2f}; the law of the smaller sizes says {c * VOTERS[-1] ** d:.3f} s")
     return found
 
 
@@ -511,35 +531,46 @@ def votes_in_turn() -> dict[int, dict[str, float]]:
     for count in VOTERS_IN_TURN:
         server, ours, port = _server(processes)
         asked = collections.Counter[str]()
-        clients = [torch.distributed.PrefixStore("vote", connected(port)) for _ in range(CONNECTIONS)]
-        limit, value = datetime.timedelta(seconds=VOTING_SECONDS), os.urandom(1000)
-        stores = [cast("Any", Counted(client, asked)) for client in clients]
-        rounds = [
-            CommitRound(stores[rank % CONNECTIONS], rank, count, "save", limit, datetime.timedelta())
-            for rank in range(count)
-        ]
-        ours.send("seconds")
-        before = _received(ours, count)
-        for one in rounds:
-            one.arrive(value)
-        start = time.monotonic()
-        assert len(rounds[0].decide()) == count
-        decided = time.monotonic() - start
-        rounds[0].release()
-        for one in rounds[1:]:
-            one.wait()
-        ours.send("seconds")
-        store = _received(ours, count) - before
-        found[count] = {"decided_s": decided, "store_s": store, "requests": asked.total() / count}
+        clients = [connected(port) for _ in range(CONNECTIONS)]
+        found[count] = _medians([_voted_in_turn(number, clients, count, ours, asked) for number in range(REPEATS)])
         server.kill()
         print(
-            f"{count:>14} ranks: rank 0 {decided:.3f} s, store {store:.3f} s of a core, "
-            f"{found[count]['requests']:.1f} requests a rank",
+            f"{count:>14} ranks: rank 0 {found[count]['decided_s']:.3f} s, store {found[count]['store_s']:.3f} s "
+            f"of a core, {found[count]['requests']:.1f} requests a rank",
             flush=True,
         )
     for name in ("decided_s", "store_s"):
         print(f"{name:>14} exponent {exponent([(count, one[name]) for count, one in found.items()])[1]:.2f}")
     return found
+
+
+def _voted_in_turn(
+    number: int, clients: Sequence[Any], count: int, server: Any, asked: collections.Counter[str]
+) -> dict[str, float]:
+    asked.clear()
+    limit, value = datetime.timedelta(seconds=VOTING_SECONDS), os.urandom(1000)
+    stores = [cast("Any", Counted(torch.distributed.PrefixStore(f"vote {number}", one), asked)) for one in clients]
+    rounds = [
+        CommitRound(stores[rank % CONNECTIONS], rank, count, "save", limit, datetime.timedelta())
+        for rank in range(count)
+    ]
+    server.send("seconds")
+    before = _received(server, count)
+    for one in rounds:
+        one.arrive(value)
+    start, busy = time.monotonic(), time.thread_time()
+    assert len(rounds[0].decide()) == count
+    decided, busy = time.monotonic() - start, time.thread_time() - busy
+    rounds[0].release()
+    for one in rounds[1:]:
+        one.wait()
+    server.send("seconds")
+    store = _received(server, count) - before
+    return {"decided_s": decided, "busy_s": busy, "store_s": store, "requests": asked.total() / count}
+
+
+def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(one[name] for one in rounds if name in one) for name in rounds[0]}
 
 
 def _server(processes: Any) -> tuple[Any, Any, int]:
@@ -559,19 +590,30 @@ def _serve(connection: Any) -> None:
 
 def _vote_as(connection: Any, port: int, ranks: Sequence[int], count: int) -> None:
     """Vote as each of ``ranks``, when something is received."""
-    asked = collections.Counter[str]()
     with concurrent.futures.ThreadPoolExecutor(16) as connecting:
-        clients = connecting.map(lambda _: connected(port), ranks)
-        stores = [torch.distributed.PrefixStore("vote", client) for client in clients]
-    limit = datetime.timedelta(seconds=120)
+        clients = list(connecting.map(lambda _: connected(port), ranks))
+    for number in range(REPEATS):
+        connection.send("ready")
+        connection.recv()
+        connection.send(_voted_at_once(number, clients, ranks, count))
+
+
+def _voted_at_once(number: int, clients: Sequence[Any], ranks: Sequence[int], count: int) -> dict[str, float]:
+    """One round, each of ``ranks`` in a thread."""
+    asked = collections.Counter[str]()
     rounds = [
-        CommitRound(cast("Any", Counted(store, asked)), rank, count, "save", limit, datetime.timedelta())
-        for rank, store in zip(ranks, stores, strict=True)
+        CommitRound(
+            cast("Any", Counted(torch.distributed.PrefixStore(f"vote {number}", client), asked)),
+            rank,
+            count,
+            "save",
+            datetime.timedelta(seconds=VOTING_SECONDS),
+            datetime.timedelta(),
+        )
+        for rank, client in zip(ranks, clients, strict=True)
     ]
     arrived, known, decided = [0.0] * len(ranks), [0.0] * len(ranks), [0.0]
     value = os.urandom(1000)
-    connection.send("ready")
-    connection.recv()
 
     def commit(values: list[bytes]) -> None:
         decided[0] = time.monotonic()
@@ -591,8 +633,7 @@ def _vote_as(connection: Any, port: int, ranks: Sequence[int], count: int) -> No
     for thread in threads:
         thread.join()
     assert all(known), "a rank failed"
-    told = {"arrived": max(arrived), "known": max(known), "decided": decided[0], "requests": asked.total()}
-    connection.send(told)
+    return {"arrived": max(arrived), "known": max(known), "decided": decided[0], "requests": asked.total()}
 
 
 # ── all of them ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -612,6 +653,20 @@ NUMBERS = (
     "load_bytes",
     "memory_bytes",
 )
+NOT_RUN = (
+    "most of the ranks: three are run where the index is a rule, the others send what one of these did",
+    f"a store with more than {max(VOTERS)} clients at the same time: more ranks vote in turn",
+    "messages of ranks over a network: they are pickled and counted, and read by the code of rank 0",
+    "several machines, a bucket, data files: digests have the size of real ones",
+)
+
+
+class Job(NamedTuple):
+    """A size of a table."""
+
+    model: str
+    layout: str
+    ranks: int
 
 
 def exponent(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -622,54 +677,97 @@ def exponent(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return math.exp(a), b
 
 
-def _child(connection: Any, model: str, layout: str, count: int) -> None:
+def _child(connection: Any, job: Job) -> None:
     gc.freeze()
-    connection.send(simulated(model, layout, count))
+    start = time.process_time()
+    values = simulated(*job)
+    connection.send((values, time.process_time() - start))
 
 
-def measured(model: str, layout: str, counts: Sequence[int]) -> dict[int, dict[str, float]]:
-    """:func:`simulated` of each size, in a process of its own, so that its memory is seen; two at a time."""
+def measured(jobs: Sequence[Job], until: float) -> Iterator[tuple[Job, dict[str, float]]]:
+    """:func:`simulated` of each job, in a process of its own, so that its memory is seen; two at a time.
+
+    None begins after ``until``.
+    """
     processes = multiprocessing.get_context("fork")
-    waiting, found = sorted(counts), dict[int, dict[str, float]]()
-    running: dict[Any, tuple[int, Any]] = {}
-    while waiting or running:
-        while waiting and len(running) < PROCESSES:
-            count = waiting.pop()
+    waiting, done = collections.deque(jobs), 0
+    running: dict[Any, tuple[Job, Any]] = {}
+    while (waiting and time.monotonic() < until) or running:
+        while waiting and len(running) < PROCESSES and time.monotonic() < until:
+            job = waiting.popleft()
             ours, theirs = processes.Pipe(duplex=False)
-            child = processes.Process(target=_child, args=(theirs, model, layout, count))
+            child = processes.Process(target=_child, args=(theirs, job))
             child.start()
             theirs.close()
-            running[ours] = count, child
+            running[ours] = job, child
         for ours in multiprocessing.connection.wait(list(running)):
-            count, child = running.pop(ours)
-            found[count] = cast("Any", ours).recv()
+            job, child = running.pop(ours)
+            values, seconds = cast("Any", ours).recv()
             child.join(60)
-    return {count: found[count] for count in sorted(found)}
+            done += 1
+            told = f"{done} of {len(jobs)}: {job.model}, {job.layout}, {job.ranks} ranks: {seconds:.1f} s of a core"
+            print(told, file=sys.stderr, flush=True)
+            yield job, values
 
 
-def table(model: str, layout: str, counts: Sequence[int]) -> dict[int, dict[str, float]]:
-    """Measure, and print a line for each size; in the end exponents, and what the law makes of the next to last."""
+Table = dict[int, dict[str, float]]
+
+
+def exponents(found: Table, model: str, *, but: int = 0) -> dict[str, tuple[float, float]]:
+    """The laws of the sizes of a model at which the index is a rule, without the largest ``but``."""
+    counts = [count for count in sorted(found) if _by_rule(model, count)]
+    counts = counts[: len(counts) - but]
+    if len(counts) < 2:
+        return {}
+    return {name: exponent([(count, found[count][name]) for count in counts]) for name in NUMBERS}
+
+
+def print_table(model: str, layout: str, found: Table) -> None:
+    """Print a line for each size; then exponents, and what the law of the smaller sizes makes of the largest."""
     print(f"\n{model}, {layout}: {_tensors(model)} tensors")
     print(f"{'ranks':>14}" + "".join(f"{name:>15}" for name in NUMBERS))
-    sizes = [count for count in counts if _by_rule(model, count) or _tensors(model) * count <= MOST_ITEMS]
-    found = measured(model, layout, sizes)
-    for count, values in found.items():
-        print(f"{count:>14}" + "".join(f"{_text(name, values[name]):>15}" for name in NUMBERS), flush=True)
-    by_rule = [count for count in found if _by_rule(model, count)]
-    if len(by_rule) >= 2:
-        laws = {name: exponent([(count, found[count][name]) for count in by_rule]) for name in NUMBERS}
+    for count in sorted(found):
+        print(f"{count:>14}" + "".join(f"{_text(name, found[count][name]):>15}" for name in NUMBERS))
+    if laws := exponents(found, model):
         print(f"{'exponent':>14}" + "".join(f"{laws[name][1]:>15.2f}" for name in NUMBERS))
-    if len(by_rule) >= 3:
-        checks = {name: exponent([(count, found[count][name]) for count in by_rule[:-1]]) for name in NUMBERS}
-        last = by_rule[-1]
-        print(f"{'law says':>14}" + "".join(f"{_text(n, a * last**b):>15}" for n, (a, b) in checks.items()))
-    return found
+    if checks := exponents(found, model, but=1):
+        last = max(found)
+        print(f"{'law says':>14}" + "".join(f"{_text(n, a * last**b):>15}" for n, (a, b) in checks.items()), flush=True)
 
 
 def _text(name: str, value: float) -> str:
     if name.endswith("_s"):
         return f"{value:.3f} s"
     return f"{value / 1e6:.3f} MB" if name.endswith("_bytes") else f"{value:.0f}"
+
+
+TARGETS: dict[str, tuple[float, Callable[[dict[str, float]], float]]] = {
+    "later plans, rank 0, s": (0.3, lambda one: one["again_s"] + one["again_rank_s"]),
+    "later plans, MB": (10, lambda one: one["again_bytes"] / 1e6),
+    "first plan, rank 0, s": (10, lambda one: one["plan_s"] + one["plan_rank_s"]),
+    "commit after the last vote, s": (1, lambda one: one["commit_s"] + one["decided_s"]),
+    "planning a load, s": (1, lambda one: one["load_s"]),
+    "index, MB": (2, lambda one: one["index_bytes"] / 1e6),
+}
+TARGET_RANKS, TARGET_MODEL, TARGET_EXPONENT = 4096, "70B", 1.05
+
+
+def print_targets(tables: Mapping[tuple[str, str], Table], decided: float | None) -> None:
+    """Compare what was measured with the targets; without votes, ``decided`` is ``None``."""
+    print(f"\ntargets at {TARGET_RANKS} ranks of {TARGET_MODEL}, and for the exponents of each table")
+    for (model, layout), found in tables.items():
+        if model == TARGET_MODEL and TARGET_RANKS in found:
+            values = found[TARGET_RANKS] | {"decided_s": 0.0 if decided is None else decided}
+            for name, (most, of) in TARGETS.items():
+                without = ", without the votes" if decided is None and name.startswith("commit") else ""
+                _print_target(f"{layout}: {name}{without}", of(values), most)
+        if laws := exponents(found, model):
+            name = max(laws, key=lambda one: laws[one][1])
+            _print_target(f"{model}, {layout}: largest exponent, of {name}", laws[name][1], TARGET_EXPONENT)
+
+
+def _print_target(name: str, value: float, most: float) -> None:
+    print(f"  {'met   ' if round(value, 2) <= most else 'missed'} {value:8.2f} of {most:5.2f}   {name}")
 
 
 def main() -> None:
@@ -679,17 +777,38 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=LAYOUTS, help="; default: all")
     parser.add_argument("--ranks", nargs="*", type=int, default=RANKS, help="; default: 8 to 16384")
     parser.add_argument("--no-votes", action="store_true", help="leave out the votes over a real store")
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which no size begins; default: 9")
     given = parser.parse_args()
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch looks up the name of each client of a store
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    results: dict[str, Any] = {}
-    for model in given.models:
-        for layout in given.layouts:
-            results[f"{model}, {layout}"] = table(model, layout, given.ranks)
-    if not given.no_votes:
-        results["votes"] = votes()
-        results["votes in turn"] = votes_in_turn()
-    write("scale", results)
+    start = time.monotonic()
+    importlib.import_module("torch._dynamo")  # as DTensors do: here once for all processes
+    cast_votes = {} if given.no_votes else {"votes": votes(), "votes in turn": votes_in_turn()}
+    jobs = [
+        Job(model, layout, count)
+        for model in given.models
+        for layout in given.layouts
+        for count in sorted(given.ranks, reverse=True)
+    ]
+    tables: dict[tuple[str, str], Table] = {(job.model, job.layout): {} for job in jobs}
+    missing = dict.fromkeys(jobs)
+    for job, values in measured(jobs, start + given.minutes * 60):
+        tables[job.model, job.layout][job.ranks] = values
+        del missing[job]
+        if not any(one[:2] == job[:2] for one in missing):
+            print_table(job.model, job.layout, tables[job.model, job.layout])
+    for key in dict.fromkeys(job[:2] for job in missing):
+        print_table(*key, tables[key])
+    print_targets(tables, cast_votes["votes in turn"][TARGET_RANKS]["decided_s"] if cast_votes else None)
+    print()
+    for model, layout in dict.fromkeys(job[:2] for job in missing):
+        sizes = ", ".join(f"{job.ranks}" for job in missing if job[:2] == (model, layout))
+        print(f"not run: {model}, {layout}, {sizes} ranks: {given.minutes:g} minutes were over")
+    for what in (*NOT_RUN, *(["votes: --no-votes was given"] if given.no_votes else [])):
+        print(f"not run: {what}")
+    print(f"took {(time.monotonic() - start) / 60:.1f} minutes")
+    write("scale", {f"{model}, {layout}": found for (model, layout), found in tables.items()} | cast_votes)
 
 
 if __name__ == "__main__":

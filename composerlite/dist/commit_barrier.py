@@ -265,7 +265,7 @@ class CommitRound:
     def _votes(self) -> list[_Ballot]:
         """All votes, in the order of ranks."""
         votes = [bytearray() for _ in range(self._world_size)]
-        data, at = self._store.get("votes"), 0
+        data, at = memoryview(self._store.get("votes")), 0
         while at < len(data):
             rank, size = _PIECE.unpack_from(data, at)
             at += _PIECE.size + size

@@ -291,7 +291,8 @@ class _Several(Group):
         except BaseException as e:  # noqa: BLE001 - raised by all; an exit is told as well, since others wait
             own, pickled = e, pickle.dumps((False, [Failure.of(e, self.rank)]))
         told = self._tell_first(pickled)
-        replies = None if told is None else self._replies(told, first, scatter=scatter)
+        with uncollected():  # what ranks have told is released before it looks
+            replies = None if told is None else self._replies(told, first, scatter=scatter)
         good, value = pickle.loads(self._hear_first(replies, scatter=scatter))
         if good:
             return {}, value
@@ -301,8 +302,7 @@ class _Several(Group):
         """Replies to the ranks, one each or one for all: the result of ``first``, or the failures."""
         from composerlite.dist.store_barrier import Failure
 
-        with uncollected():
-            outcomes = [pickle.loads(one) for one in told]
+        outcomes = [pickle.loads(one) for one in told]
         failures = [failure for good, failed in outcomes if not good for failure in failed]
         if not failures:
             try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch.distributed
@@ -193,6 +194,41 @@ def test_the_first_rank_makes_one_thing_of_what_all_have(size: int, kind: str) -
             "voted": f"committed {list(range(size))}",
             "stays": True,
         }
+
+
+def _collections() -> int:
+    return sum(generation["collections"] for generation in gc.get_stats())
+
+
+class CollectionsSoFar:
+    """Becomes their number when it arrives."""
+
+    def __reduce__(self) -> Any:
+        return _collections, ()
+
+
+class CollectionsSince(NamedTuple):
+    """Becomes the number of collections when it is sent."""
+
+    before: int
+
+    def __reduce__(self) -> Any:
+        return int, (_collections() - self.before,)
+
+
+def _count_collections() -> tuple[int, bool]:
+    def first(told: list[Any]) -> list[CollectionsSince]:
+        made = [[value] for _, values in told for value in values]
+        return [CollectionsSince(told[0][0])] * (len(made) // 20_000)
+
+    group = dist.get_group()
+    found = group.reduce_scatter("dealing", lambda: (CollectionsSoFar(), [[n] for n in range(20_000)]), first)
+    return cast("int", found), gc.isenabled()
+
+
+def test_no_garbage_is_collected_among_what_all_ranks_have_told() -> None:
+    """What the first rank does for thousands of others does not grow faster than they: nothing looks through it."""
+    assert run_ranks(_count_collections, 2) == [(0, True)] * 2
 
 
 class UnpicklableError(Exception):

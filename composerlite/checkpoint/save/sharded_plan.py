@@ -40,7 +40,6 @@ from composerlite.checkpoint.format.sharded_index import KEYS, leaves, value_byt
 from composerlite.checkpoint.format.sharded_layout import ShardLayout, SplitTensor, balanced, split_of
 from composerlite.dist import Group, shard_box
 from composerlite.errors import SaveError
-from composerlite.on_demand import uncollected
 from composerlite.types import StateDict
 
 __all__ = ["AssignedItems", "KnownPlan", "PackedPlan", "Planner", "merge_plans", "plan_together"]
@@ -66,9 +65,7 @@ class _Table(NamedTuple):
     paths: dict[str, Any]
 
 
-@final
-@dataclass(frozen=True)
-class _Columns:
+class _Columns(NamedTuple):
     """Some items of a plan.
 
     Attributes:
@@ -110,9 +107,7 @@ def _shared(properties: TensorProperties, known: dict[Any, TensorProperties]) ->
     return known.setdefault(key, properties)
 
 
-@final
-@dataclass(frozen=True)
-class PackedPlan:
+class PackedPlan(NamedTuple):
     """Items that a rank can write, packed for transport: shards of tensors, and whole values, which may be its own."""
 
     parts: _Columns
@@ -131,9 +126,7 @@ def _in_order(plan: SavePlan) -> tuple[list[WriteItem], list[WriteItem]]:
     return parts, [item for item in plan.items if item.type is not WriteItemType.SHARD]
 
 
-@final
-@dataclass(frozen=True)
-class AssignedItems:
+class AssignedItems(NamedTuple):
     """Items of its plan that a rank is assigned to write.
 
     Attributes:
@@ -156,9 +149,7 @@ class AssignedItems:
         return dataclasses.replace(plan, items=items)
 
 
-@final
-@dataclass(frozen=True)
-class _Items:
+class _Items(NamedTuple):
     """Items that a rank can write, unpacked."""
 
     keys: list[str]
@@ -527,9 +518,7 @@ def plan_together(
     return made
 
 
-@final
-@dataclass(frozen=True)
-class _Proposal:
+class _Proposal(NamedTuple):
     """Proposal of a rank to the first one.
 
     Attributes:
@@ -590,11 +579,10 @@ def _plan_listed(
 def _merged(
     plans: list[PackedPlan], found: list[Metadata], assign: Callable[[int], list[A]]
 ) -> list[tuple[str, AssignedItems, A]]:
-    with uncollected():
-        shares, metadata = merge_plans(plans)
-        found.append(metadata)
-        name = secrets.token_hex(8)
-        return [(name, share, one) for share, one in zip(shares, assign(len(plans)), strict=True)]
+    shares, metadata = merge_plans(plans)
+    found.append(metadata)
+    name = secrets.token_hex(8)
+    return [(name, share, one) for share, one in zip(shares, assign(len(plans)), strict=True)]
 
 
 def _plan_again(
