@@ -24,7 +24,7 @@ from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.save.staging import Staging
 from composerlite.core import FSDPConfig, Logger, ParallelismConfig, State
 from composerlite.dist.commit_barrier import CommitRound
-from composerlite.errors import RankError
+from composerlite.errors import ConfigError, RankError
 
 
 def ready(folder: Path, state: State, **arguments: Any) -> tuple[CheckpointSaver, Logger]:
@@ -129,6 +129,27 @@ def a_sharded_run(folder: Path, mesh_shape: tuple[int, ...], arguments: dict[str
         "next": random.random(),
         "whole": {key: tensor.numpy() for key, tensor in expected.items()},
     }
+
+
+def bounded_saves(folder: Path, bounds: tuple[int, ...]) -> dict[str, Any]:
+    """Saves of a state of over 64 MiB on each rank, with so many files for the node; or why that is refused."""
+    state = sharded_state(width=3400)
+    told: dict[str, Any] = {}
+    for bound in bounds:
+        try:
+            saver, logger = ready(
+                folder / str(bound), state, filename="ba{batch}.pt", save_interval="1ba", files_per_node=bound
+            )
+        except ConfigError as e:
+            told[str(bound)] = str(e)
+            continue
+        step(state)
+        saver.batch_checkpoint(state, logger)
+        saver.fit_end(state, logger)
+        saver.close(state, logger)
+        told[str(bound)] = saver.saved_checkpoints
+    held = whole(state)
+    return {**told, "whole": held if dist.get_global_rank() == 0 else None}
 
 
 def full_saves(folder: Path) -> list[dict[str, Any]]:

@@ -390,6 +390,7 @@ class SaveRequest:
         weights_only: nothing but the model is saved.
         overwrite: replace what has these names.
         disks: which ranks see the same folder, where not all see one.
+        files: that a rank writes of a directory at most; ``None``: as many as it likes.
     """
 
     state: TrainingState
@@ -401,6 +402,7 @@ class SaveRequest:
     weights_only: bool
     overwrite: bool
     disks: Disks | None
+    files: int | None
 
 
 class Form(ABC):
@@ -520,6 +522,7 @@ class _Directory(Form):
             overwrite=request.overwrite,
             disks=request.disks,
             of_run=True,
+            threads=request.files,
             reuse_plan=True,
             watched=frozenset(_trained_storages(request.state)),
         )

@@ -528,6 +528,7 @@ class Pipeline:
         publish: Callable[[Manifest], object] | None = None,
         retention: Retention | None = None,
         disks: Disks | None = None,
+        files: int | None = None,
         is_routine: bool = False,
         state_dict: StateDict | None = None,
         started: float | None = None,
@@ -554,6 +555,7 @@ class Pipeline:
             publish: called with the manifest after the commit, perhaps on another thread.
             retention: which older checkpoints of the same template are deleted after that.
             disks: which ranks see the same folder, where all write to it and not all see one.
+            files: that a rank writes of a directory at most; ``None``: as many as it likes.
             is_routine: its line in the log is below INFO.
             state_dict: what ``state`` holds, or its weights; ``None``: it is asked for that.
             started: when gathering it began, as ``time.perf_counter`` counts; ``None``: now.
@@ -599,6 +601,7 @@ class Pipeline:
                 weights_only=weights_only,
                 overwrite=overwrite,
                 disks=disks,
+                files=files,
             )
             writer = form.writer(request)
         pending = PendingSave(

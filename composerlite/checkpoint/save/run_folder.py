@@ -104,6 +104,7 @@ class SaveOptions:
     num_concurrent_uploads: int
     upload_timeout_in_seconds: float
     num_remote_checkpoints_to_keep: int
+    files_per_node: int | None
     bucket: str | None = field(init=False)
     path: str = field(init=False)
     keeps_none: bool = field(init=False)
@@ -125,6 +126,8 @@ class SaveOptions:
                     f"save_verify_copy={self.verify_copy!r}: expected 'first', 'always', 'never', or a number of saves."
                 )
             _check_number(self.verify_copy, argument="save_verify_copy", least=1)
+        if self.files_per_node is not None:
+            _check_number(self.files_per_node, argument="save_files_per_node", least=1)
         if self.replication is not None and not 0 < self.replication < math.inf:
             raise ConfigError(
                 f"save_memory_replication={self.replication!r}: expected more than zero gigabytes per second, or None."
@@ -249,6 +252,7 @@ class RunFolder:
         folder: as the user wrote it, with its './' if it has one. Its variables are filled in by :meth:`open`.
         filename: of each checkpoint. latest_filename: of the link to the newest.
         disks: which ranks see the same folder, where all write to it and not all see the same.
+        files_per_rank: data files that a rank writes of each checkpoint at most; ``None``: as many as it likes.
         is_leader: this rank is the one that begins, commits and deletes checkpoints in the folder that it sees.
     """
 
@@ -258,6 +262,7 @@ class RunFolder:
         self.filename = PartialFilePath(options.filename, self.folder)
         self.latest_filename = None if options.latest is None else PartialFilePath(options.latest, self.folder)
         self.disks: Disks | None = None
+        self.files_per_rank: int | None = None
         self.is_leader = False
         self._started_in = Path() if Path(self.folder).is_absolute() else Path.cwd()
         self._leases: list[Lease] = []
@@ -380,6 +385,23 @@ class RunFolder:
         except OSError as e:
             raise ConfigError(f"save_folder={self.folder!r} cannot be written to: {e}. Choose another folder.") from e
         self.catalog.recover()
+
+    def share_files(self, form: Form) -> None:
+        """Divide the data files that a node may write by its ranks, those of the node that has the most.
+
+        Raises:
+            ConfigError: there are fewer files than such ranks, each of which writes its own part.
+        """
+        files = self._options.files_per_node
+        if files is not None and form.is_shared:
+            (ranks,) = dist.get_group().max([dist.get_local_world_size()])
+            if files < ranks:
+                raise ConfigError(
+                    f"save_files_per_node={files}: a node has {ranks} ranks, and each writes its part of a sharded "
+                    f"checkpoint to a file of its own. Give {ranks} or more; or set state_dict_type='full' in "
+                    "parallelism_config['fsdp'], and rank 0 writes one file."
+                )
+            self.files_per_rank = files // ranks
 
     def find_disks(self, form: Form) -> None:
         """Find out which ranks see the same folder, and prepare those that rank 0 does not see.

@@ -282,6 +282,7 @@ class Saver:
                 "save_on_exception=True with several ranks, or a model that is sharded over ranks: where one fails "
                 "the others are in the middle of a step, and no state is that of all. Leave it out and save more often."
             )
+        self.where.share_files(form)
         group = dist.get_group()
         uploads = group.from_first(
             "finding buckets", lambda: any(one.uploader is not None for one in logger.destinations)
@@ -485,6 +486,7 @@ class Saver:
                 publish=publish,
                 retention=Retention(self._retention, position_of(state), held) if self._deletes else None,
                 disks=where.disks,
+                files=where.files_per_rank,
                 is_routine=options.in_memory,
                 state_dict=state_dict,
                 started=self._started,
