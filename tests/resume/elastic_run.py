@@ -1,19 +1,22 @@
-"""A run under torchrun on a number of nodes that changes: ``elastic_run <folder> <batches>``.
+"""A run under torchrun on a number of nodes that changes: ``elastic_run <folder> <batches> [<memory>]``.
 
 It ends after so many batches, or when there is a file ``enough`` in the folder. The global batch has the same number of
-images on any number of ranks.
+images on any number of ranks. With ``memory``, a folder of each node, what each batch has reached is kept there and
+replicated to another node, and no checkpoint is saved elsewhere unless the run is asked to end.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 from digits_run import Net, images
+from preempted_ranks import Replicated
 from torch.utils.data import DataLoader
 
 from composerlite import Callback, Logger, State, Trainer, dist
@@ -35,9 +38,10 @@ class Journal(Callback):
                 file.write(json.dumps(what) + "\n")
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self._write(begin=int(state.timestamp.batch), ranks=dist.get_world_size())
+        self._write(begin=int(state.timestamp.batch), ranks=dist.get_world_size(), node=Path.cwd().name)
 
     def batch_end(self, state: State, logger: Logger) -> None:
+        time.sleep(0.1)  # ranks that train until a node has joined leave it the processors
         seen = dist.all_gather_object([xxhash.xxh3_64_hexdigest(image.numpy().tobytes()) for image in state.batch[0]])
         self._write(batch=int(state.timestamp.batch), images=[image for one in seen for image in one])
         if dist.get_global_rank() == 0 and self._path.with_name("enough").exists():
@@ -52,9 +56,10 @@ class Journal(Callback):
         self._write(end=int(state.timestamp.sample), digest=digest.hexdigest())
 
 
-def main(folder: str, batches: str) -> None:
+def main(folder: str, batches: str, memory: str = "") -> None:
     """Train to ``batches``, on as many ranks as there are now, from the newest checkpoint."""
     torch.set_num_threads(1)  # sums are rounded otherwise with two
+    torch.manual_seed(5)
     model = Net()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     loader = DataLoader(images(f"{folder}/../images.pt"), GLOBAL_BATCH // ranks, shuffle=True, drop_last=True)
@@ -65,10 +70,13 @@ def main(folder: str, batches: str) -> None:
         max_duration=f"{batches}ba",
         run_name="elastic",
         save_folder=f"{folder}/checkpoints",
-        save_interval="4ba",
+        save_interval="1000ep" if memory else "4ba",
         save_num_checkpoints_to_keep=2,
+        save_memory_interval="1ba" if memory else None,
+        save_memory_folder=memory or "/dev/shm",
+        save_memory_replication=1.0 if memory else None,
         autoresume=True,
-        callbacks=[Journal(Path(folder, "journal.txt"))],
+        callbacks=[Replicated(waits=True), Journal(Path(folder, "journal.txt"))],
         seed=17,
         progress_bar=False,
     ) as trainer:

@@ -61,7 +61,7 @@ def on_node(nodes: Path) -> None:
     os.chdir(here)
 
 
-class _Replicated(Callback):
+class Replicated(Callback):
     """Begins no batch before what is being saved and replicated is there, or, if not ``waits``, counts such batches."""
 
     def __init__(self, *, waits: bool) -> None:
@@ -104,7 +104,7 @@ def train(
     inputs = torch.randn(32, 3, generator=numbers)
     points = TensorDataset(inputs, (inputs.sum(1) > 0).long(), torch.arange(32))
     torch.manual_seed(5)
-    model, asked, replicated = _Model(pause), _Asked(at, signalled), _Replicated(waits=waits)
+    model, asked, replicated = _Model(pause), _Asked(at, signalled), Replicated(waits=waits)
     loader: Any = DataLoader(points, batch_size=4, shuffle=True)
     if tokens:
         loader = DataSpec(loader, get_num_tokens_in_batch=lambda batch: 3 * len(batch[0]))

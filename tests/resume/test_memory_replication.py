@@ -64,7 +64,7 @@ def lose(nodes: Path, lost: int, *, renumbered: bool) -> None:
 @pytest.mark.parametrize(
     ("lost", "fsdp", "renumbered"),
     [
-        (0, False, False),
+        pytest.param(0, False, False, marks=pytest.mark.soak),
         (0, False, True),
         (0, True, False),
         pytest.param(0, True, True, marks=pytest.mark.soak),
