@@ -64,7 +64,7 @@ class Catalog:
         return self.manifests_and_damaged()[0]
 
     def manifests_and_damaged(self) -> tuple[list[Manifest], list[str]]:
-        """Return what :meth:`manifests` does, and the names whose manifest is damaged."""
+        """Return manifests as :meth:`manifests` does, and the names whose manifest is damaged."""
         names = self._records()
         found = self.place.each(self._readable, names)
         damaged = [name for name, manifest in zip(names, found, strict=True) if manifest is None]
