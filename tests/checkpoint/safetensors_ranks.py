@@ -110,7 +110,7 @@ def fail(folder: Path) -> dict[str, str]:
     told["type"] = outcome(lambda: save_safetensors(folder / "type", odd))
     real = ShardedDirectory.write
 
-    def failing(self: Any, handle: Any, name: str, most_bytes: int, fill: Any) -> Any:
+    def failing(self: Any, handle: Any, name: str, most_bytes: int, fill: Any, *chunks: Any) -> Any:
         def broken(sink: Any) -> None:
             fill(sink)
             raise OSError(28, "no space", name)
@@ -140,7 +140,7 @@ def be_killed(folder: Path) -> None:
     if dist.get_global_rank() == 1:
         real = ShardedDirectory.write
 
-        def killing(self: Any, handle: Any, name: str, most_bytes: int, fill: Any) -> Any:
+        def killing(self: Any, handle: Any, name: str, most_bytes: int, fill: Any, *chunks: Any) -> Any:
             def broken(sink: Any) -> None:
                 fill(sink)
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -339,7 +339,7 @@ def train_with_composer(*, dropout: float = 0.5, data: Any = None, **chosen: Any
     return model.losses
 
 
-def make_averages(folder: Path, out: str) -> None:
+def save_averages(folder: Path, out: str) -> None:
     """Files of runs with EMA and SWA, whose averages are algorithms' state."""
     from composer import algorithms
 
@@ -359,7 +359,7 @@ def make_composer(folder: Path) -> None:
         for suffix in ("pt.gz", "tar.bz2"):
             train_with_composer(save_folder=out, save_filename=f"packed.{suffix}", max_duration=f"{SAVED}ba")
             shutil.copy(Path(out) / f"packed.{suffix}", folder)
-        make_averages(folder, out)
+        save_averages(folder, out)
         composer.utils.create_symlink_file(f"ep1-ba{SAVED}-rank0.pt", str(folder / "latest-rank0.pt.symlink"))
         ranks = [sys.executable, "-m", "composer.cli.launcher", "-n", "2", __file__, "composer over ranks", out]
         subprocess.run(ranks, check=True)

@@ -42,6 +42,8 @@ LARGEST_FILE_BYTES = 5 * 10**9
 """As ``save_pretrained`` cut files for years: every tool and hub takes them."""
 _BLOCK_BYTES = 8 << 20
 """Rows of a tensor that are sent and written at once, unless one is larger."""
+_CHUNKS_OF_A_TENSOR = 128
+"""To read a part of one, about a hundredth of it more is verified; each chunk of 1 MiB at most takes time of its own."""
 
 
 # ── the layout ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -302,7 +304,8 @@ class SafetensorsWriter:
             self._exchange(file.turn, sink)
 
         size = len(header) + sum(entry.size_bytes for entry in file.tensors)
-        self._written.append((file.name, self._folder.write(self._share.claim, file.name, size, fill)))
+        chunks = max(_CHUNKS_OF_A_TENSOR * len(file.tensors), size >> 20)
+        self._written.append((file.name, self._folder.write(self._share.claim, file.name, size, fill, chunks)))
 
     def _exchange(self, turn: int, sink: Sink | None) -> None:
         """Make the transfers of a round, and write the blocks of this rank's file in their order.
