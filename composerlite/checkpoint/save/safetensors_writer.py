@@ -43,7 +43,7 @@ LARGEST_FILE_BYTES = 5 * 10**9
 _BLOCK_BYTES = 8 << 20
 """Rows of a tensor that are sent and written at once, unless one is larger."""
 _CHUNKS_OF_A_TENSOR = 128
-"""To read a part of one, about a hundredth of it more is verified; each chunk of 1 MiB at most takes time of its own."""
+"""To read a part of one, about a hundredth of it more is verified; each chunk takes time of its own to verify."""
 
 
 # ── the layout ───────────────────────────────────────────────────────────────────────────────────────────────────────
