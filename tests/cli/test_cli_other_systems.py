@@ -99,6 +99,16 @@ def test_verify_finds_a_wrong_bit_by_the_checksums_in_the_files(name: str, tmp_p
     assert "CRC-32" in verdict["faults"][0]
 
 
+def test_verify_says_which_file_of_a_directory_is_gone(tmp_path: Path) -> None:
+    """Its index names a file that is not there: it is damaged, and the exit status is 1."""
+    shutil.copytree(DATA / "dcp/torchtitan", tmp_path / "step")
+    (tmp_path / "step/__0_0.distcp").rename(tmp_path / "step/__0_1.distcp")
+    done = composerlite("checkpoint", "verify", "step", "--json", cwd=tmp_path)
+    (verdict,) = json.loads(done.stdout)["checkpoints"]
+    assert (done.returncode, verdict["state"]) == (1, "damaged"), verdict
+    assert "'__0_0.distcp' is gone" in verdict["faults"][0]
+
+
 def test_what_is_not_recognised_or_not_safe_is_said_to_be(tmp_path: Path) -> None:
     """The list of what is recognised; the name of the type, and nothing of it is run."""
     torch.save({"a": 1, "nets": {"x": torch.ones(2)}}, tmp_path / "other.pt")

@@ -69,12 +69,15 @@ def _items(directory: ShardedDirectory) -> Iterator[tuple[str, Window]]:
             of_torch = name.endswith(TORCH_SUFFIX) and index.fqn != name  # weights, and not a value
             if name.endswith(WEIGHTS_SUFFIX) or name in whole:
                 continue
-            with directory.opened(name, None, threads=1) as source:
-                if of_torch:
-                    whole.add(name)
-                    yield name, Window(source, 0, directory.size(name))
-                else:
-                    yield index.fqn, Window(source, stored.offset, stored.length)
+            try:
+                with directory.opened(name, None, threads=1) as source:
+                    if of_torch:
+                        whole.add(name)
+                        yield name, Window(source, 0, directory.size(name))
+                    else:
+                        yield index.fqn, Window(source, stored.offset, stored.length)
+            except FileNotFoundError as e:
+                raise CorruptCheckpointError(f"checkpoint {directory.uri!r}: its file {name!r} is gone.") from e
 
 
 def _compare_file(place: Place, path: str, size: int, progress: Callable[[int], object]) -> int:
