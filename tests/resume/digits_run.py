@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,19 @@ class DieAt(Callback):
                 os.kill(os.getppid(), signal.SIGTERM)
             else:
                 os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Paced(Callback):
+    """Takes its time for each batch until the run resumes."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self._seconds *= int(state.timestamp.batch) == 0
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        time.sleep(self._seconds)
 
 
 def _add(digest: Any, value: Any) -> None:

@@ -95,7 +95,7 @@ def configured(
     return str(path)
 
 
-def run(*commands: Sequence[str], folders: Sequence[Path] = (), **variables: str) -> Ended:
+def run(*commands: Sequence[str], folders: Sequence[Path] = (), seconds: float = SECONDS, **variables: str) -> Ended:
     """Start processes at once, each in its folder if there are any, and wait until all have ended."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent), **variables}
     processes = [
@@ -105,7 +105,7 @@ def run(*commands: Sequence[str], folders: Sequence[Path] = (), **variables: str
         for command, folder in zip(commands, folders or [ROOT] * len(commands), strict=True)
     ]
     try:
-        said = [process.communicate(timeout=SECONDS)[0] for process in processes]
+        said = [process.communicate(timeout=seconds)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -226,6 +226,29 @@ def test_ray_train_restarts_a_run_whose_worker_is_killed(tmp_path: Path, images:
     assert (cut / "died").exists()
     assert "resumed run 'digits' from" in ended[0][1]
     assert [diary(cut, rank) for rank in (0, 1)] == [diary(whole, rank) for rank in (0, 1)]
+
+
+@pytest.mark.timeout(1200)
+def test_ray_train_saves_before_a_node_goes(tmp_path: Path, images: Path) -> None:
+    """The recipe on a Ray cluster, one node of which is drained: the run saves, though no interval says so, and Ray
+    Train starts it on another node, where it trains on from the next batch, bit for bit."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed: pip install 'ray[train]'")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder, pace in ((whole, 0.0), (cut, 0.1)):
+        config = Path(configured(folder, images))
+        text = config.read_text().replace("14ba", "400ba").replace("save_interval: 4ba", "save_interval: 1000ba")
+        config.write_text(text.replace("callbacks:\n", f'callbacks:\n  "digits_run:Paced":\n    seconds: {pace}\n'))
+    run_ranks(digits_run.main, 2, str(config.with_name("whole--1.yaml")), dist_timeout=None)
+    recipe = str(ROOT / "configs" / "recipes" / "ray_train.py")
+    nodes = [sys.executable, str(Path(__file__).with_name("ray_nodes.py")), recipe, str(cut / "rank0.txt")]
+    ended = run(nodes, seconds=900, CONFIG=str(config), RANKS="2", RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S="0.2")
+    check(ended)
+    assert "Ray drains a node: the run ends after batch" in ended[0][1], ended[0][1]
+    assert "resumed run 'digits' from" in ended[0][1], ended[0][1]
+    for rank in (0, 1):
+        assert diary(cut, rank) == diary(whole, rank)
+        assert len((cut / f"rank{rank}.txt").read_text().splitlines()) == 401, "batches were lost and repeated"
 
 
 def test_torchrun_that_is_asked_to_end_leaves_a_checkpoint_for_any_number_of_ranks(
