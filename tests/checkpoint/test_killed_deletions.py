@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.tools.surveying import remove, survey
+from composerlite.errors import CorruptCheckpointError
 from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import Fault, FaultyStore
 
@@ -42,7 +44,13 @@ def save_kinds(folder: Path) -> None:
     save_on_disks(str(folder / "disks"), 1, False)
     for number in (0, 1):
         save_state_dict(folder / "disks" / f"node{number}" / "kept", {"x": torch.ones(3)})
-    for name in ("sharded/ba1/config.json", "step/step1/notes.txt", "disks/node0/c/config.json"):
+    others = (
+        "sharded/ba1/config.json",
+        "step/step1/notes.txt",
+        "step/step1/train/rank7.pt",
+        "disks/node0/c/config.json",
+    )
+    for name in others:
         (folder / name).write_text("mine")
 
 
@@ -176,3 +184,105 @@ def test_a_kill_while_one_is_deleted_leaves_no_part_of_it(kind: str, where: str,
         assert set(told["then"]) in (before, after), told
         assert told["changed"] == [], told
     assert any(set(told["left"]) not in (before, after) for told in found), "no kill was in the middle"
+
+
+def killed_beside_files_of_others(root: str) -> None:
+    """Kill the deletion of a model that was saved alone at every step, start again, and say what is there then."""
+    torch.set_num_threads(1)
+    begun = Path(root, "begun")
+    save_state_dict(begun / "model_and_optim", {"x": torch.ones(3)})
+    for name in OF_OTHERS:
+        (begun / name).parent.mkdir(exist_ok=True)
+        (begun / name).write_text("mine")
+    number, code = 0, -signal.SIGKILL
+    while code:
+        folder = Path(root, str(number))
+        shutil.copytree(begun, folder)
+        code, _ = attempt(lambda at: delete_oldest(Folder(at)), folder, functools.partial(die_at_step, number, folder))
+        recover(Folder(folder))
+        sys.stdout.write(json.dumps([*tree(folder)]) + "\n")
+        number += 1
+
+
+OF_OTHERS = (".metadata.json", "train/rank0.pt")
+
+
+def test_a_deletion_of_a_model_alone_leaves_what_is_beside_it(tmp_path: Path) -> None:
+    """It is called as that of a step, whose other files have the names of these: they stay, wherever a kill comes."""
+    done = run_forked(killed_beside_files_of_others, str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = [set(json.loads(line)) for line in done.stdout.splitlines()]
+    assert found[-1] == set(OF_OTHERS)
+    assert all(names in (found[0], found[-1]) for names in found)
+    assert found[0] > set(OF_OTHERS)
+    assert len(found) > 5
+
+
+# ── a damaged checkpoint is quarantined ──────────────────────────────────────────────────────────────────────────────
+def damage(folder: Path) -> None:
+    """A byte of the checkpoint that goes first is another one."""
+    catalog = Catalog(folder)
+    victim = min(catalog.manifests(), key=lambda manifest: manifest.name == "kept" or manifest.batch)
+    path = folder / max(victim.files, key=lambda record: record.size_bytes).path
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def quarantine_damaged(folder: Path) -> None:
+    """As a resume does with what it has found to be damaged."""
+    catalog = Catalog(folder)
+    catalog.recover()
+    for manifest in catalog.manifests():
+        try:
+            catalog.verify(manifest)
+        except CorruptCheckpointError:
+            catalog.quarantine(manifest)
+
+
+def killed_quarantines(root: str) -> None:
+    """Kill a quarantine at every step, start again, and say what is there: before it, in between, and then."""
+    torch.set_num_threads(1)
+    begun = Path(root, "begun")
+    save_kinds(begun)
+    for kind in QUARANTINED:
+        damage(begun / kind)
+        number, ended = 0, False
+        while not ended:
+            folder = Path(root, f"{kind}-{number}")
+            shutil.copytree(begun / kind, folder)
+            states = [digests(folder)]
+            code, how = attempt(quarantine_damaged, folder, functools.partial(die_at_step, number, folder))
+            assert code in (0, -signal.SIGKILL), (number, code, how)
+            ended = code == 0
+            states.append(digests(folder))
+            quarantine_damaged(folder)
+            sys.stdout.write(json.dumps({"kind": kind, "how": how, "states": [*states, digests(folder)]}) + "\n")
+            number += 1
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {name: hashlib.sha256(str(data).encode()).hexdigest() for name, data in tree(folder).items()}
+
+
+QUARANTINED = ("file", "sharded", "archives")
+
+
+def test_a_kill_while_one_is_quarantined_loses_no_file_of_it(tmp_path: Path) -> None:
+    """The next start ends it: each file has its new name and the bytes that it had, and the others stay as they are."""
+    done = run_forked(killed_quarantines, str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    for kind in QUARANTINED:
+        found = [one for one in told if one["kind"] == kind]
+        before, _, after = found[-1]["states"]
+        assert found[-1]["how"] == ""
+        stays = {name: digest for name, digest in before.items() if after.get(name) == digest}
+        (record,) = {name for name in before if name.startswith(".manifest/")} - stays.keys()
+        moved = sorted(digest for name, digest in before.items() if name not in stays and name != record)
+        assert moved
+        assert sorted(digest for name, digest in after.items() if name not in stays) == moved
+        assert all(".damaged" in name for name in after.keys() - stays.keys())
+        for one in found:
+            assert one["states"][2] == after, one["how"]
+        assert any(one["states"][1] not in (before, after) for one in found), "no kill was in the middle"

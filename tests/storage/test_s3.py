@@ -260,11 +260,14 @@ def test_the_environment_says_where_and_who(
     variable: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A URI alone opens the store, with address and keys from the environment."""
+    """A URI alone opens the store, with address and keys from the environment: what is put there is in that bucket."""
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(variable if name == "S3_ENDPOINT_URL" else name, value)
     with open_store(f"s3://{bucket}/run/a") as store:
         store.check_writable("run")
+        store.put_bytes(f"run/{variable}", b"of the environment")
+    body = s3_server.client().get_object(Bucket=bucket, Key=f"run/{variable}")["Body"].read()
+    assert body == b"of the environment"
 
 
 def test_acl_and_session_token_reach_the_service(monkeypatch: pytest.MonkeyPatch) -> None:

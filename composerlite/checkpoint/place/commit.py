@@ -52,6 +52,7 @@ __all__ = [
     "MODEL",
     "OF_RANKS",
     "SAVING",
+    "STEP_MODEL",
     "TRAIN",
     "Commit",
     "between_names",
@@ -75,8 +76,10 @@ log = logging.getLogger(__name__)
 MARKER = ".metadata.json"
 """The file that makes the directory of a step a checkpoint: it has no manifest."""
 MODEL, TRAIN = "model_and_optim", "train"
-OF_RANKS = re.compile(rf"{TRAIN}/rank\d+(?:_[0-9a-f]{{8}})?\.pt")
-"""The files of ranks in a step."""
+STEP_MODEL = f"step{{step}}/{MODEL}"
+"""Template in the manifest of a model that is a part of a step; that of one that was saved alone is ``MODEL``."""
+OF_RANKS = re.compile(rf"{TRAIN}/rank(\d+)(?:_[0-9a-f]{{8}})?\.pt")
+"""The files of ranks in a step; its group is the rank."""
 SAVING = re.compile(r"\.(.+)\.saving-[0-9a-f]{16}(-old|-failed)?")
 """The name of a directory that is being written, and in it that which it will have."""
 _PART = re.compile(
@@ -398,7 +401,7 @@ def _settle_deletion(place: Records, root: Path, temporary: Path) -> bool:
         place.complete_deletion(manifest)
         end_deletion(root, manifest, temporary)
         log.info("completed the deletion of %s, whose process had died", root / manifest.name)
-        if manifest.name == MODEL:  # of a step, which is gone
+        if manifest.template == STEP_MODEL:  # the step is gone
             with contextlib.suppress(OSError):  # it holds files of the user
                 temporary.parent.rmdir()
                 root.rmdir()

@@ -77,6 +77,7 @@ class ShardedDirectory:
 
     Attributes:
         only: the one file of the folder ``name`` that counts, a file of weights; ``None``: all.
+        template: in the manifest, where there is no ``record``: that of the name.
         record: what the manifest says besides files, at the next commit; ``None``: as little as can be.
         brought: a folder with files of this directory that are on other disks, to be read from.
     """
@@ -85,6 +86,7 @@ class ShardedDirectory:
         self.place = place
         self.name = self._shown = name
         self.only: str | None = None
+        self.template = name
         self.record: Manifest | None = None
         self.brought: Path | None = None
         self._catalog = Catalog(place)
@@ -420,7 +422,7 @@ class ShardedDirectory:
         return Manifest(
             name=self.name,
             kind="sharded",
-            template=self.name,
+            template=self.template,
             run_name="",
             timestamp={"batch": 0},
             files=records,

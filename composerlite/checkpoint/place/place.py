@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
 
-from composerlite.checkpoint.place.commit import MARKER, MODEL, OF_RANKS, TRAIN, Commit, remove_manifest
+from composerlite.checkpoint.place.commit import MARKER, OF_RANKS, STEP_MODEL, TRAIN, Commit, remove_manifest
 from composerlite.checkpoint.place.lease import Lease
 from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, record_path
 from composerlite.errors import CorruptCheckpointError
@@ -265,14 +265,15 @@ class Place(ABC):
             there = Manifest.from_json(self.read(record_path(manifest.name)), self.uri(record_path(manifest.name)))
             kept = {record.path for record in there.files}
         except FileNotFoundError:
-            is_step = manifest.name == MODEL  # what makes it one goes first, and its files of ranks
+            is_step = manifest.template == STEP_MODEL  # what makes it one goes first, and its files of ranks
         except CorruptCheckpointError as e:
             log.warning("%s: not deleted, since there is another of its name: %s", self.uri(manifest.name), e)
             return
         if is_step:
             remove_manifest(self, MARKER)
-            for path in filter(OF_RANKS.fullmatch, self.files(TRAIN)):
-                self.delete(path)
+            for path in self.files(TRAIN):
+                if (match := OF_RANKS.fullmatch(path)) is not None and int(match[1]) < manifest.world_size:
+                    self.delete(path)
         for record in manifest.here:
             if record.path not in kept and self.has(record):
                 self.delete(record.path)

@@ -22,7 +22,15 @@ import xxhash
 
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.commit import MARKER, MODEL, SAVING, TRAIN, remove_manifest, write_manifest
+from composerlite.checkpoint.place.commit import (
+    MARKER,
+    MODEL,
+    SAVING,
+    STEP_MODEL,
+    TRAIN,
+    remove_manifest,
+    write_manifest,
+)
 from composerlite.checkpoint.place.directory import INDEX, ShardedDirectory
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place, SaveHandle
@@ -138,7 +146,9 @@ class StepFolder:
         """
         if bare:
             return ShardedDirectory(self._place.inside(""), self._shown)
-        return ShardedDirectory(self._place.inside(self._shown if handle is None else self._staging(handle)), MODEL)
+        model = ShardedDirectory(self._place.inside(self._shown if handle is None else self._staging(handle)), MODEL)
+        model.template = STEP_MODEL
+        return model
 
     def steps(self) -> list[str]:
         """Return the names of the directories in this one that have a file ``.metadata.json``."""
