@@ -5,10 +5,11 @@ have memory for one number.
 What ranks send each other is pickled as for gloo, and the code of rank 0 runs on the messages of all. Nothing is
 written: files have digests of the size that real ones have. Seconds are those of one core.
 
-Where ranks list their parts all are run, or the size is left out. Where they follow a rule three are run, and the
-others send what one of these did, but for what each has of its own: the states of its random generators. Exponents are
-those of 512 ranks and more, by least squares; the last line is what ``a * ranks ** b``, fitted to the sizes before the
-largest, says of it.
+Where ranks list their parts all are run. Where they follow a rule three are run, and the others send what one of these
+did, but for what each has of its own: the states of its random generators. Exponents are those of 512 ranks and more,
+by least squares; the last line is what ``a * ranks ** b``, fitted to the sizes before the largest, says of it.
+
+Votes are those of real clients of a real store, as many as a process may have files; of more ranks, one after another.
 
 Usage: ``python benchmarks/scale.py`` for all; ``--models 70B --ranks 8 64`` for some.
 """
@@ -163,11 +164,14 @@ class Ranks:
         self.become(rank)
         model: dict[str, Any] = {}
         optimizer: dict[str, Any] = {}
+        known: dict[Any, Any] = {}
         for name, shape, tensor_parallel in self.model.shapes():
             placements = self._placements(tensor_parallel)
-            local, _ = _compute_local_shape_and_global_offset(
-                shape, self.shape, list(self._coordinate(rank)), placements
-            )
+            if (shape, placements) not in known:  # layers have the same
+                known[shape, placements] = _compute_local_shape_and_global_offset(
+                    shape, self.shape, list(self._coordinate(rank)), placements
+                )
+            local, _ = known[shape, placements]
             strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
             def part(
@@ -318,7 +322,7 @@ def simulated(model: str, layout: str, count: int) -> dict[str, float]:
     sharded_plan._MOST_PLANS = len(samples)  # each logical rank has its own, and all are in one process
     before = _memory()
     passes: list[dict[str, float]] = []
-    for number in range(1 if all_run else REPEATS):
+    for number in range(REPEATS if count >= _LARGE else 1):
         sharded_plan._known.clear()
         _, _, first = _planned(ranks, states)
         planners, known, again = _planned(ranks, states)
@@ -389,10 +393,10 @@ def _committed(
 
 
 def _loaded(ranks: Ranks, index: bytes, planners: Mapping[int, Planner]) -> dict[str, float]:
-    """What a load takes on the first ranks and the last."""
+    """What a load takes on the first rank and the last."""
     seconds: list[float] = []
     sent: list[int] = []
-    for rank in (0, 1, ranks.count - 1):
+    for rank in (0, ranks.count - 1):
         wanted = {key: tensor for key, tensor in planners[rank].state_dict.items() if isinstance(tensor, DTensor)}
         ranks.become(rank)
         start = time.thread_time()
@@ -439,7 +443,12 @@ def _vote(rank: int, planner: Any, known: Any, writer: Any) -> list[Any]:
 def _size(item: Any, planner: Any) -> int:
     if item.tensor_data is None:
         return len(planner.resolve_data(item).getvalue())
-    return TorchImage(cast("Any", torch.empty(item.tensor_data.chunk.sizes))).size_bytes
+    return _size_of(item.tensor_data.chunk.sizes)
+
+
+@functools.cache
+def _size_of(shape: torch.Size) -> int:
+    return TorchImage(cast("Any", torch.empty(shape))).size_bytes
 
 
 def _as_of(result: Any, rank: int) -> Any:
@@ -469,7 +478,7 @@ def _by_rule(model: str, count: int) -> bool:
 
 
 # ── votes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-VOTERS = (64, 128, 256, 512)  # 2,048 clients of one store on two cores were not all connected after minutes
+VOTERS = (64, 512, 2048)  # of 4,096, each a thread of Python on two cores, some did not vote within two minutes
 VOTERS_IN_TURN, CONNECTIONS = (512, 4096, 16384), 64
 VOTING_PROCESSES = 4
 VOTING_SECONDS = 120.0
@@ -481,20 +490,45 @@ def _received(pipe: multiprocessing.connection.Connection, count: int) -> Any:
     return pipe.recv()
 
 
+def _fits(count: int) -> bool:
+    """Return true if a store may have so many clients, each a file of its process; more are allowed if they can be."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most == resource.RLIM_INFINITY or count + 100 < most
+
+
 def votes() -> dict[int, dict[str, float]]:
     """Votes over a real TCPStore in another process, each rank a thread with a connection of its own."""
-    processes = multiprocessing.get_context("fork")
     found: dict[int, dict[str, float]] = {}
     print("\nvotes over a TCPStore: from the last vote until rank 0 has all, and until every rank knows")
-    for count in VOTERS:
-        server, ours, port = _server(processes)
-        pipes: list[Any] = []
+    for count in filter(_fits, VOTERS):
+        try:
+            found[count] = _voted(count)
+        except TimeoutError as e:
+            print(f"not run: {e}", flush=True)
+            break
+        print(
+            f"{count:>14} ranks: rank 0 {found[count]['decided_s']:.3f} s, all {found[count]['known_s']:.3f} s, "
+            f"store {found[count]['store_s']:.3f} s of a core, {found[count]['requests']:.1f} requests a rank",
+            flush=True,
+        )
+    if len(found) > 2:
+        for name in ("decided_s", "known_s", "store_s"):
+            print(f"{name:>14} exponent {exponent([(count, one[name]) for count, one in found.items()])[1]:.2f}")
+    return found
+
+
+def _voted(count: int) -> dict[str, float]:
+    processes = multiprocessing.get_context("fork")
+    server, ours, port = _server(processes)
+    started, pipes, rounds = [server], list[Any](), list[dict[str, float]]()
+    try:
         for number in range(VOTING_PROCESSES):
             pipe, its = processes.Pipe()
             ranks = range(number, count, VOTING_PROCESSES)
-            processes.Process(target=_vote_as, args=(its, port, ranks, count), daemon=True).start()
+            started.append(processes.Process(target=_vote_as, args=(its, port, ranks, count), daemon=True))
+            started[-1].start()
             pipes.append(pipe)
-        rounds: list[dict[str, float]] = []
         for _ in range(REPEATS):
             for pipe in pipes:
                 _received(pipe, count)
@@ -513,14 +547,10 @@ def votes() -> dict[int, dict[str, float]]:
                     "requests": sum(one["requests"] for one in told) / count,
                 }
             )
-        found[count] = _medians(rounds)
-        server.kill()
-        print(
-            f"{count:>14} ranks: rank 0 {found[count]['decided_s']:.3f} s, all {found[count]['known_s']:.3f} s, "
-            f"store {found[count]['store_s']:.3f} s of a core, {found[count]['requests']:.1f} requests a rank",
-            flush=True,
-        )
-    return found
+    finally:
+        for one in started:
+            one.kill()
+    return _medians(rounds)
 
 
 def votes_in_turn() -> dict[int, dict[str, float]]:
@@ -558,15 +588,15 @@ def _voted_in_turn(
     before = _received(server, count)
     for one in rounds:
         one.arrive(value)
-    start, busy = time.monotonic(), time.thread_time()
+    start = time.monotonic()
     assert len(rounds[0].decide()) == count
-    decided, busy = time.monotonic() - start, time.thread_time() - busy
+    decided = time.monotonic() - start
     rounds[0].release()
     for one in rounds[1:]:
         one.wait()
     server.send("seconds")
     store = _received(server, count) - before
-    return {"decided_s": decided, "busy_s": busy, "store_s": store, "requests": asked.total() / count}
+    return {"decided_s": decided, "store_s": store, "requests": asked.total() / count}
 
 
 def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -653,12 +683,6 @@ NUMBERS = (
     "load_bytes",
     "memory_bytes",
 )
-NOT_RUN = (
-    "most of the ranks: three are run where the index is a rule, the others send what one of these did",
-    f"a store with more than {max(VOTERS)} clients at the same time: more ranks vote in turn",
-    "messages of ranks over a network: they are pickled and counted, and read by the code of rank 0",
-    "several machines, a bucket, data files: digests have the size of real ones",
-)
 
 
 class Job(NamedTuple):
@@ -737,7 +761,7 @@ def print_table(model: str, layout: str, found: Table) -> None:
 
 def _text(name: str, value: float) -> str:
     if name.endswith("_s"):
-        return f"{value:.3f} s"
+        return f"{value:.{4 if value < 0.1 else 3}f} s"
     return f"{value / 1e6:.3f} MB" if name.endswith("_bytes") else f"{value:.0f}"
 
 
@@ -770,6 +794,17 @@ def _print_target(name: str, value: float, most: float) -> None:
     print(f"  {'met   ' if round(value, 2) <= most else 'missed'} {value:8.2f} of {most:5.2f}   {name}")
 
 
+def _not_run(no_votes: bool) -> Iterator[str]:
+    yield "most of the ranks: three are run where the index is a rule, the others send what one of these did"
+    if no_votes:
+        yield "votes: --no-votes was given"
+    else:
+        most = max(filter(_fits, VOTERS))
+        yield f"a store with more than {most} clients at the same time: more ranks vote in turn"
+    yield "messages of ranks over a network: they are pickled and counted, and read by the code of rank 0"
+    yield "several machines, a bucket, data files: digests have the size of real ones"
+
+
 def main() -> None:
     """Print all tables; write ``out/scale.json``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -787,9 +822,11 @@ def main() -> None:
     cast_votes = {} if given.no_votes else {"votes": votes(), "votes in turn": votes_in_turn()}
     jobs = [
         Job(model, layout, count)
+        for is_large in (True, False)  # what exponents and targets are of, before the rest
         for model in given.models
         for layout in given.layouts
         for count in sorted(given.ranks, reverse=True)
+        if (count >= _LARGE) is is_large
     ]
     tables: dict[tuple[str, str], Table] = {(job.model, job.layout): {} for job in jobs}
     missing = dict.fromkeys(jobs)
@@ -800,12 +837,13 @@ def main() -> None:
             print_table(job.model, job.layout, tables[job.model, job.layout])
     for key in dict.fromkeys(job[:2] for job in missing):
         print_table(*key, tables[key])
-    print_targets(tables, cast_votes["votes in turn"][TARGET_RANKS]["decided_s"] if cast_votes else None)
+    voted = {**cast_votes.get("votes in turn", {}), **cast_votes.get("votes", {})}
+    print_targets(tables, voted[TARGET_RANKS]["decided_s"] if voted else None)
     print()
     for model, layout in dict.fromkeys(job[:2] for job in missing):
         sizes = ", ".join(f"{job.ranks}" for job in missing if job[:2] == (model, layout))
         print(f"not run: {model}, {layout}, {sizes} ranks: {given.minutes:g} minutes were over")
-    for what in (*NOT_RUN, *(["votes: --no-votes was given"] if given.no_votes else [])):
+    for what in _not_run(given.no_votes):
         print(f"not run: {what}")
     print(f"took {(time.monotonic() - start) / 60:.1f} minutes")
     write("scale", {f"{model}, {layout}": found for (model, layout), found in tables.items()} | cast_votes)

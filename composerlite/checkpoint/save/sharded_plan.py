@@ -591,15 +591,15 @@ def _plan_again(
     """The plan that all ranks know already for what they want to write; ``None`` if there is none."""
     matching: dict[str, KnownPlan] = {}
 
-    def each() -> set[str]:
+    def each() -> tuple[str, ...]:
         plan = local_plan()
         with _known_lock:
             candidates = [known for known in _known if known.count == group.size and known.local == plan]
         matching.update({known.name: known for known in candidates if known.metadata is not None or not group.is_first})
-        return set(matching)
+        return tuple(matching)
 
-    def first(names: list[set[str]]) -> list[tuple[str, A] | None]:
-        name = min(set.intersection(*names), default=None)
+    def first(names: list[tuple[str, ...]]) -> list[tuple[str, A] | None]:
+        name = min(set(names[0]).intersection(*names), default=None)
         if name is None:
             return [None] * len(names)
         return [(name, one) for one in assign(len(names))]
