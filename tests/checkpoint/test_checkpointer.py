@@ -14,15 +14,23 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from checkpoint import checkpointer_kills, checkpointer_ranks
+from checkpoint.parts import tree
 from checkpoint.sharded_parts import same, small_model, states, trained
 from forked import run_forked
 from storage.servers.seaweedfs import S3Server
 from torch.optim import AdamW
 
-from composerlite.checkpoint import Checkpointer, CheckpointerConfig, CheckpointMetadata, save_model_and_optim_state
+from composerlite.checkpoint import (
+    Checkpointer,
+    CheckpointerConfig,
+    CheckpointMetadata,
+    save_model_and_optim_state,
+    save_state_dict,
+)
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.place.step import StepFolder
 from composerlite.checkpoint.tools.copying import copy
 from composerlite.checkpoint.tools.surveying import survey
 from composerlite.errors import (
@@ -35,6 +43,7 @@ from composerlite.errors import (
     UntrustedCheckpointError,
 )
 from composerlite.storage import open_store
+from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import run_ranks, run_ranks_to_the_end
 
 
@@ -402,3 +411,32 @@ def test_what_was_to_follow_a_step_goes_with_it_on_a_disk(tmp_path: Path) -> Non
     assert Checkpointer().load(tmp_path / "step1", model) == {"value": 2}
     assert (tmp_path / "step1/notes.txt").exists()
     assert not (tmp_path / "step1/train/rank0_0123abcd.pt").exists()
+
+
+# ── what others have where a step is saved ───────────────────────────────────────────────────────────────────────────
+def test_a_save_leaves_what_others_have_below_its_prefix(tmp_path: Path) -> None:
+    """Objects in ``train``, ``model_and_optim`` and ``.manifest`` that no step has stay, and so does a checkpoint."""
+    save_state_dict(tmp_path / "run" / "ema", {"x": torch.ones(2)})
+    for name in ("train/data-000.bin", "model_and_optim/readme.md", ".manifest/notes.txt", "model_and_optim-old/a"):
+        (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "run" / name).write_text("mine")
+    before = tree(tmp_path / "run")
+    leftover = tmp_path / "run" / "train" / "rank1.pt"  # of a save of two ranks that was killed
+    leftover.write_text("ours")
+    with Bucket.of(LocalObjectStore(tmp_path), "") as bucket:
+        step = StepFolder(bucket, "run")
+        step.claim(overwrite=False)
+        step.abandon()
+    assert tree(tmp_path / "run") == before
+
+
+def test_a_model_that_was_saved_alone_is_not_replaced_unasked(tmp_path: Path) -> None:
+    """A step has its model under that name: to save one there needs ``save_overwrite``."""
+    model = torch.nn.Linear(1, 1)
+    save_state_dict(tmp_path / "run" / "model_and_optim", {"x": torch.ones(2)})
+    before = tree(tmp_path / "run")
+    with pytest.raises(CheckpointExistsError, match="holds a checkpoint"):
+        Checkpointer().save(tmp_path / "run", model, {"value": 1})
+    assert tree(tmp_path / "run") == before
+    Checkpointer(save_overwrite=True).save(tmp_path / "run", model, {"value": 1})
+    assert (tmp_path / "run" / ".metadata.json").is_file()

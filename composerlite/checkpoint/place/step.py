@@ -14,17 +14,20 @@ import functools
 import json
 import logging
 import os
+import re
 from collections.abc import Generator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple, final
 
 import xxhash
 
+from composerlite.checkpoint.format import SUFFIX
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import (
     MARKER,
     MODEL,
+    OF_RANKS,
     SAVING,
     STEP_MODEL,
     TRAIN,
@@ -34,7 +37,7 @@ from composerlite.checkpoint.place.commit import (
 from composerlite.checkpoint.place.directory import INDEX, ShardedDirectory
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place, SaveHandle
-from composerlite.checkpoint.record.manifest import MANIFESTS, CheckpointMetadata, record_path
+from composerlite.checkpoint.record.manifest import CheckpointMetadata, record_path
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, ObjectStoreError
 from composerlite.storage import FileDigest, chunk_bytes_for, is_uri, open_store, parse_uri
 
@@ -46,7 +49,11 @@ __all__ = ["MARKER", "MODEL", "NEXT", "TRAIN", "StepFolder", "Successor", "step_
 log = logging.getLogger(__name__)
 NEXT = f"{MARKER}.next"
 """The file of a step that tells what takes its place."""
-_OURS = (TRAIN, MODEL, MANIFESTS, MARKER, NEXT)
+_OURS = re.compile(
+    rf"{MODEL}/(?:{re.escape(INDEX)}|[^/]*{re.escape(SUFFIX)})|{OF_RANKS.pattern}|{re.escape(NEXT)}"
+    rf"|{re.escape(record_path(MODEL))}\..*"
+)
+"""What a save writes that makes no step by itself; all else in the directory is the user's."""
 
 
 class Successor(NamedTuple):
@@ -201,12 +208,19 @@ class StepFolder:
         Raises:
             CheckpointExistsError: there is one, and ``overwrite`` is false.
         """
-        is_there = self.has(MARKER) or self.has(INDEX)
+        is_there = self.has(MARKER) or self.has(INDEX) or self._has_model_alone()
         if is_there and not overwrite:
             raise CheckpointExistsError(
                 f"{self.uri!r} holds a checkpoint. Give another directory, delete it, or set save_overwrite=True."
             )
         return is_there
+
+    def _has_model_alone(self) -> bool:
+        """Return true if there is a model that was saved alone, and not by a save of a step that did not end."""
+        with contextlib.suppress(CorruptCheckpointError):  # a damaged one says nothing
+            manifest = Catalog(self._place.inside(self._shown)).manifest_of(MODEL)
+            return manifest is not None and manifest.template != STEP_MODEL
+        return False
 
     def claim(self, *, overwrite: bool) -> SaveHandle:
         """Begin a save, in one process for all: where all write to. Raises as :meth:`check_free` does."""
@@ -219,11 +233,11 @@ class StepFolder:
             if handle.suffix:
                 self._settle()
             elif self._staging(handle) == self._name:  # what a save has left that did not end
-                deciding = [f"{self._name}/{path}" for path in (MARKER, record_path(MODEL))]
                 for path in self._place.files(self._name):
-                    if path in deciding:
+                    inside = path.removeprefix(f"{self._name}/")
+                    if inside in (MARKER, record_path(MODEL)):
                         remove_manifest(self._place, path)
-                    elif path.removeprefix(f"{self._name}/").partition("/")[0] in _OURS:
+                    elif _OURS.fullmatch(inside):
                         self._place.delete(path)
         except BaseException:
             self.abandon()
