@@ -78,8 +78,8 @@ def check(folder: Path, scenario: str, batch: int, failed: BaseException | None,
     """Fails if something was harmed, or is left over."""
     if scenario != "recover":
         left = [path for path in folder.rglob("*") if ".tmp-" in path.name]
-        if failed is not None and len(left) == 1 and ".json.tmp-" in left[0].name:
-            left = []  # the data had its name already: the next start completes the commit
+        if failed is not None and len(left) == 1 and (".json.tmp-" in left[0].name or ".gone.tmp-" in left[0].name):
+            left = []  # the data had its name already, or was being deleted: the next start completes that
         if failed is None and len(left) == 1 and scenario == "one name":
             left = []  # what was replaced could not be removed: the next start tries again
         assert left == [], "left over"
