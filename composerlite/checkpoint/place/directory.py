@@ -37,9 +37,11 @@ from composerlite.storage import FileDigest, ObjectStore, Sink, is_uri, open_sto
 if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
 
-__all__ = ["INDEX", "ON_ALL_NODES", "FinalizedManifest", "PathOrUri", "ShardedDirectory", "directory_at"]
+__all__ = ["INDEX", "MOST_CHUNKS", "ON_ALL_NODES", "FinalizedManifest", "PathOrUri", "ShardedDirectory", "directory_at"]
 
-_LEAST_CHUNK_BYTES, _MOST_CHUNKS = 32 << 10, 1 << 15  # of a file
+_LEAST_CHUNK_BYTES = 32 << 10
+MOST_CHUNKS = 1 << 15
+"""Parts in which a file is verified: the digests of all are in one manifest."""
 ON_ALL_NODES = (
     "Load it on all the nodes that saved it, or copy the files of all of them to one folder; save to a folder that all "
     "nodes share, or to a bucket, to be free of that."
@@ -317,7 +319,7 @@ class ShardedDirectory:
         name: str,
         most_bytes: int,
         fill: Callable[[Sink], object],
-        most_chunks: int = _MOST_CHUNKS,
+        most_chunks: int = MOST_CHUNKS,
     ) -> FileDigest:
         """Make a durable file of what ``fill`` gives, at most ``most_bytes``; return what it contains.
 

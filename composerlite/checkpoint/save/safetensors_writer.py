@@ -27,7 +27,7 @@ from composerlite.checkpoint.format import WEIGHTS_INDEX
 from composerlite.checkpoint.format.safetensors_file import TensorEntry, header_of, laid_out, write_tensor
 from composerlite.checkpoint.format.sharded_index import Whole
 from composerlite.checkpoint.format.torch_file import StorageCopy
-from composerlite.checkpoint.place.directory import ShardedDirectory
+from composerlite.checkpoint.place.directory import MOST_CHUNKS, ShardedDirectory
 from composerlite.checkpoint.place.place import SaveHandle
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.save.sharded_plan import Planner, plan_together
@@ -304,7 +304,7 @@ class SafetensorsWriter:
             self._exchange(file.turn, sink)
 
         size = len(header) + sum(entry.size_bytes for entry in file.tensors)
-        chunks = max(_CHUNKS_OF_A_TENSOR * len(file.tensors), size >> 20)
+        chunks = min(MOST_CHUNKS, max(_CHUNKS_OF_A_TENSOR * len(file.tensors), size >> 20))
         self._written.append((file.name, self._folder.write(self._share.claim, file.name, size, fill, chunks)))
 
     def _exchange(self, turn: int, sink: Sink | None) -> None:
