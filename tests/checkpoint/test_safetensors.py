@@ -12,7 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from composerlite.checkpoint import Catalog, load_state_dict, save_safetensors
+from composerlite.checkpoint import load_state_dict, save_safetensors
+from composerlite.checkpoint.save.safetensors_writer import most_chunks
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError, SaveError
 from composerlite.storage import open_store
 from composerlite.testing import run_ranks, run_ranks_to_the_end
@@ -134,13 +135,13 @@ def test_one_process_writes_the_same(tmp_path: Path) -> None:
     same(loaded(tmp_path / "weights"), {"other": torch.zeros(2)})
 
 
-def test_a_manifest_stays_small_with_many_tensors_in_a_large_file(tmp_path: Path) -> None:
-    """It has digests of 32,768 parts of a file at most, which each start and each listing read."""
-    weight = torch.zeros(1 << 19)
-    save_safetensors(tmp_path / "weights", {f"layer{number}": weight for number in range(600)})
-    (file,) = [file for file in Catalog(tmp_path).manifests()[0].files if file.path == "weights/model.safetensors"]
-    assert file.size_bytes > 600 * weight.nbytes
-    assert -(-file.size_bytes // file.chunk_bytes) <= 1 << 15
+@pytest.mark.parametrize(
+    ("size_bytes", "tensors", "most"),
+    [(500 << 20, 30, 3840), (5 << 30, 30, 5120), (5 << 30, 4000, 1 << 15), (100 << 30, 1, 1 << 15)],
+)
+def test_a_manifest_stays_small_whatever_is_in_a_file(size_bytes: int, tensors: int, most: int) -> None:
+    """It has digests of parts of a MiB, smaller ones where tensors are, and of 32,768 of a file at most."""
+    assert most_chunks(size_bytes, tensors) == most
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:

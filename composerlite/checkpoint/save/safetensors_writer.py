@@ -35,7 +35,7 @@ from composerlite.errors import ConfigError, SaveError
 from composerlite.storage import FileDigest, HostMemory, Sink
 from composerlite.types import StateDict
 
-__all__ = ["LARGEST_FILE_BYTES", "SafetensorsWriter"]
+__all__ = ["LARGEST_FILE_BYTES", "SafetensorsWriter", "most_chunks"]
 
 log = logging.getLogger(__name__)
 LARGEST_FILE_BYTES = 5 * 10**9
@@ -189,6 +189,11 @@ def _blocks(file: _WeightFile, start: int, entry: TensorEntry, parts: Sequence[_
         yield _RowBlock(file.turn, start + first * row_bytes, file.owner, entry, first, count, inside)
 
 
+def most_chunks(size_bytes: int, tensors: int) -> int:
+    """Return in how many parts a file is verified at most: as many for each tensor, and one for each MiB at least."""
+    return min(MOST_CHUNKS, max(_CHUNKS_OF_A_TENSOR * tensors, size_bytes >> 20))
+
+
 # ── a rank ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class SafetensorsWriter:
@@ -304,7 +309,7 @@ class SafetensorsWriter:
             self._exchange(file.turn, sink)
 
         size = len(header) + sum(entry.size_bytes for entry in file.tensors)
-        chunks = min(MOST_CHUNKS, max(_CHUNKS_OF_A_TENSOR * len(file.tensors), size >> 20))
+        chunks = most_chunks(size, len(file.tensors))
         self._written.append((file.name, self._folder.write(self._share.claim, file.name, size, fill, chunks)))
 
     def _exchange(self, turn: int, sink: Sink | None) -> None:
