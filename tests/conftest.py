@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# One thread per torch process, as in make test: sums are rounded otherwise with two, and a fork of a process whose
+# threads have worked waits for them for ever. The environment is that of all programs that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import hypothesis
 import pytest
 import torch

@@ -339,8 +339,8 @@ def _again(one: Kind, place: str) -> int:
 
 
 # ── two at a time ────────────────────────────────────────────────────────────────────────────────────────────────────
-def overtaken(root: str, kind: str, what: str, exchange: str = "") -> None:
-    """Stop at each event, let another process do the whole of its work, and go on.
+def overtaken(root: str, kind: str, what: str, exchange: str = "", stride: str = "1") -> None:
+    """Stop at each event, or each so manieth, let another process do the whole of its work, and go on.
 
     ``what``: "read while it is replaced", "replace while it is read", or "save twice": two that may not replace.
     """
@@ -348,7 +348,7 @@ def overtaken(root: str, kind: str, what: str, exchange: str = "") -> None:
     one = KINDS[kind]
     if exchange == "no exchange":
         refuse_exchange()
-    for number in range(_MOST):
+    for number in range(0, _MOST, int(stride)):
         place = f"{root}/{number}"
 
         def read(place: str = place) -> int:

@@ -114,16 +114,20 @@ def test_a_kill_keeps_the_users_files_in_a_directory_that_is_replaced(kind: str,
         ("function", "no exchange", "replaced while it is read"),
         ("step", "no exchange", "read while it is replaced"),
         ("step", "no exchange", "replaced while it is read"),
-        ("function", "bucket", "read while it is replaced"),
-        ("function", "bucket", "replaced while it is read"),
-        ("step", "bucket", "read while it is replaced"),
-        ("step", "bucket", "replaced while it is read"),
+        *(
+            pytest.param(kind, f"bucket, {events} event", what, marks=[pytest.mark.soak] if events == "every" else [])
+            for kind in ("function", "step")
+            for what in ("read while it is replaced", "replaced while it is read")
+            for events in ("every", "each third")
+        ),
     ],
 )
 def test_a_reader_sees_the_old_or_the_new(kind: str, where: str, what: str, s3_server: Any) -> None:
     """Whenever it looks while another process replaces a checkpoint, and wherever it is overtaken by one."""
+    where, _, events = where.partition(", ")
     place = f"s3://{s3_server.new_bucket()}/x" if where == "bucket" else ""
-    for told in told_by(overtaken, place, kind, what, where, s3=s3_server):
+    stride = "3" if events == "each third event" else "1"
+    for told in told_by(overtaken, place, kind, what, where, stride, s3=s3_server):
         read = told["second" if what == "read while it is replaced" else "first"]
         assert read in (1, 2, None), told
         assert told["found"] in (1, 2), told
