@@ -81,7 +81,7 @@ class Order:
         memory: folder of a memory generation of each batch; empty for none.
         weights: save the weights alone, too, after each batch.
         saving: arguments of the saver: in the background or not.
-        die_at: the process is killed at its so manieth event, of training, of its files or of what it sends.
+        die_at: the process is killed at its event of this number: of training, of its files or of what it sends.
         dies_sending: the same, where only what it sends counts.
         dying_rank: whose events these are.
         waits_at: at such an event the thread waits until there is the file :attr:`go`.

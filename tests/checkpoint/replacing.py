@@ -340,7 +340,7 @@ def _again(one: Kind, place: str) -> int:
 
 # ── two at a time ────────────────────────────────────────────────────────────────────────────────────────────────────
 def overtaken(root: str, kind: str, what: str, exchange: str = "", stride: str = "1") -> None:
-    """Stop at each event, or each so manieth, let another process do the whole of its work, and go on.
+    """Stop at every ``stride``-th event, let another process do the whole of its work, and go on.
 
     ``what``: "read while it is replaced", "replace while it is read", or "save twice": two that may not replace.
     """

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(900)
 STEP_PARTS = ("/step1", "/step1/train")
 Told = list[dict[str, Any]]
 _STRIDES = {"sharded run": "2", "file": "2", "archive": "3", "bucket": "2"}
-"""Where a save takes long, every so manieth event."""
+"""Where a save takes long, only every second or third event."""
 
 
 def told_by(main: Any, place: str, *arguments: str, s3: Any = None) -> Told:

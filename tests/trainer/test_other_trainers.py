@@ -114,19 +114,21 @@ def test_a_callback_with_a_method_of_another_trainer_is_refused(method: str, her
 
 def test_a_callback_may_be_for_two_trainers() -> None:
     """It has the methods of both; and one of its own may be called ``on_anything``."""
+    called: list[str] = []
 
     class Both(Callback):
         def batch_end(self, state: State, logger: Logger) -> None:
             self.on_train_batch_end()
 
         def on_train_batch_end(self) -> None:
-            pass
+            called.append("on_train_batch_end")
 
         def on_demand(self) -> None:
-            pass
+            called.append("on_demand")
 
     with build(callbacks=Both(), max_duration="1ba") as trainer:
         trainer.fit()
+    assert called == ["on_train_batch_end"]
 
 
 # ── losses ───────────────────────────────────────────────────────────────────────────────────────────────────────────
