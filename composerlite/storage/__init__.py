@@ -36,7 +36,7 @@ from composerlite.storage.disk.memory import (
     whole_pages,
 )
 from composerlite.storage.disk.reader import ParallelReader, verify_file
-from composerlite.storage.disk.stream_writer import RING_BYTES, StreamWriter
+from composerlite.storage.disk.stream_writer import RING_BYTES, StreamWriter, WindowRing, reserve
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name
 from composerlite.storage.retry import RetryPolicy, retry
 from composerlite.storage.sdk import importing_sdk, isolate_sdk_rng
@@ -74,6 +74,7 @@ __all__ = [
     "Uploader",
     "VerifiedObject",
     "WarmMemory",
+    "WindowRing",
     "WorkerPool",
     "abandoned_temporaries",
     "atomic_write",
@@ -93,6 +94,7 @@ __all__ = [
     "parse_uri",
     "read_small_file",
     "replace_symlink",
+    "reserve",
     "retry",
     "start_threads",
     "temporary_name",

@@ -15,10 +15,10 @@ import pytest
 
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.place.place import NewFile, Place
 from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, record_path
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
-from composerlite.storage import Digester, FileDigest
+from composerlite.storage import Digester, FileDigest, Sink
 
 __all__ = ["PlaceContract"]
 
@@ -68,6 +68,31 @@ class PlaceContract(ABC):
         assert place.exists("a/b/c.json")
         assert place.size("a/b/c.json") == 6
         assert not place.exists("a/b")
+
+    def test_files_that_are_written_hold_what_they_were_given(self, place: Place) -> None:
+        """Small and large ones, empty ones, and such that were to be longer; each with its size and its digest."""
+        contents = {"a/small": b"abc", "a/large": bytes(range(256)) * (40 << 10), "b/none": b"", "b/odd": b"x" * 8191}
+
+        def new(path: str, content: bytes) -> NewFile:
+            return NewFile(path, len(content) + (5 << 20), lambda sink: sink.write(content), 64 << 10)
+
+        digests = place.write_all(new(path, content) for path, content in contents.items())
+        for (path, content), digest in zip(contents.items(), digests, strict=True):
+            assert place.read(path) == content
+            assert digest == digest_of(content)
+            place.verify(FileRecord.of(path, digest))
+
+    def test_an_error_of_who_fills_a_file_comes_out(self, place: Place) -> None:
+        """As it is; the file before it is whole."""
+
+        def fail(sink: Sink) -> None:
+            sink.write(b"some")
+            raise ZeroDivisionError
+
+        files = [NewFile("first", 3, lambda sink: sink.write(b"abc"), 64 << 10), NewFile("second", 9, fail, 64 << 10)]
+        with pytest.raises(ZeroDivisionError):
+            place.write_all(files)
+        assert place.read("first") == b"abc"
 
     def test_nothing_is_not_found(self, place: Place) -> None:
         """What is not there is FileNotFoundError, or ``None`` among others, and nothing to delete."""

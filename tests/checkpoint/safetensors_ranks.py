@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.load.deepspeed_folder import merged_file
 from composerlite.checkpoint.load.resolve import located
 from composerlite.checkpoint.place.directory import ShardedDirectory
+from composerlite.checkpoint.place.place import NewFile
 from composerlite.errors import RankError, SaveError
 
 WIDTH = 2048
@@ -108,25 +110,29 @@ def fail(folder: Path) -> dict[str, str]:
     told: dict[str, str] = {}
     odd = {**state, "odd": torch.zeros(2, dtype=torch.complex128)} if rank == 1 else state
     told["type"] = outcome(lambda: save_safetensors(folder / "type", odd))
-    real = ShardedDirectory.write
+    real = ShardedDirectory.write_all
 
-    def failing(self: Any, handle: Any, name: str, most_bytes: int, fill: Any, *chunks: Any) -> Any:
-        def broken(sink: Any) -> None:
-            fill(sink)
-            raise OSError(28, "no space", name)
+    def failing(self: Any, handle: Any, files: Iterable[NewFile]) -> Any:
+        def broken(file: NewFile, sink: Any) -> None:
+            file.fill(sink)
+            raise OSError(28, "no space", file.path)
 
-        return real(self, handle, name, most_bytes, broken if when == "during" else failed)
+        return real(
+            self,
+            handle,
+            [file._replace(fill=functools.partial(broken, file) if when == "during" else failed) for file in files],
+        )
 
     def failed(sink: Any) -> None:
         raise OSError(28, "no space")
 
     for when in ("before", "during"):
         if rank == 1:
-            ShardedDirectory.write = failing  # type: ignore[method-assign]
+            ShardedDirectory.write_all = failing  # type: ignore[method-assign]
         try:
             told[when] = outcome(lambda when=when: save_safetensors(folder / when, state, largest_file_bytes=2_000_000))
         finally:
-            ShardedDirectory.write = real  # type: ignore[method-assign]
+            ShardedDirectory.write_all = real  # type: ignore[method-assign]
     save_safetensors(folder / "before", state)
     return told
 
@@ -138,16 +144,16 @@ def be_killed(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()))
     new = {name: value * 2 if value.is_floating_point() else value for name, value in spread(mesh).items()}
     if dist.get_global_rank() == 1:
-        real = ShardedDirectory.write
+        real = ShardedDirectory.write_all
 
-        def killing(self: Any, handle: Any, name: str, most_bytes: int, fill: Any, *chunks: Any) -> Any:
-            def broken(sink: Any) -> None:
-                fill(sink)
+        def killing(self: Any, handle: Any, files: Iterable[NewFile]) -> Any:
+            def broken(file: NewFile, sink: Any) -> None:
+                file.fill(sink)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            return real(self, handle, name, most_bytes, broken)
+            return real(self, handle, [file._replace(fill=functools.partial(broken, file)) for file in files])
 
-        ShardedDirectory.write = killing  # type: ignore[method-assign]
+        ShardedDirectory.write_all = killing  # type: ignore[method-assign]
     save_safetensors(folder / "weights", new, save_overwrite=True)
 
 

@@ -11,13 +11,14 @@ import sys
 import threading
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import xxhash
 
-from composerlite.storage import FileDigest, HostMemory, StreamWriter
+from composerlite.storage import FileDigest, HostMemory, StreamWriter, WindowRing
 from composerlite.storage.disk.memory import address_of
 
 MiB = 1 << 20
@@ -266,3 +267,78 @@ def test_giving_up_on_a_full_disk_does_not_wait(mounted: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         give_up()
     assert open_files() == before
+
+
+# ── files one after the other ────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("ring_bytes", [3 * MiB, 48 * MiB])
+@pytest.mark.parametrize(
+    "sizes",
+    [[0], [20 * MiB, 9 * MiB + 1, 30 * MiB], [9 * MiB, 0, 1, 8 * MiB, 8 * MiB + 1, 0, 17 * MiB - 3]],
+    ids=["empty", "large", "mixed"],
+)
+def test_files_that_share_a_ring_are_what_was_written(sizes: list[int], ring_bytes: int, tmp_path: Path) -> None:
+    """Each file holds its own bytes and has its own digest, though one is still written while the next is filled; all
+    go through the memory and the threads of one ring.
+    """
+    contents = [random.Random(number).randbytes(size) for number, size in enumerate(sizes)]
+    before = open_files(), threading.active_count()
+    endings: list[Future[FileDigest]] = []
+    with WindowRing(ring_bytes) as ring:
+        for number, content in enumerate(contents):
+            (tmp_path / str(number)).touch()
+            with StreamWriter(tmp_path / str(number), len(content), ring=ring) as writer:
+                writer.write(content)
+                endings.append(writer.end())
+            assert threading.active_count() <= before[1] + 4
+        digests = [ending.result(60) for ending in endings]
+    assert digests == [digest_of(content, MiB) for content in contents]
+    assert [(tmp_path / str(number)).read_bytes() for number in range(len(sizes))] == contents
+    assert (open_files(), threading.active_count()) == before
+
+
+@pytest.mark.parametrize("mounted", [("tmpfs", "size=60m")], indirect=True, ids=["60MiB"])
+def test_a_file_that_fails_leaves_the_one_before_whole(mounted: Path) -> None:
+    """The disk is full in the second of two files: the error names it, the first is complete, nothing stays open."""
+    content = random.Random(1).randbytes(20 * MiB)
+    before = open_files(), threading.active_count()
+    endings: list[Future[FileDigest]] = []
+
+    def fill() -> None:
+        with WindowRing(16 * MiB) as ring:
+            for name in ("first", "second"):
+                (mounted / name).touch()
+                with StreamWriter(mounted / name, 20 * MiB, ring=ring) as writer:
+                    for _ in range(1 if name == "first" else 10):
+                        writer.write(content)
+                    endings.append(writer.end())
+            endings[-1].result(60)
+
+    with pytest.raises(OSError) as caught:
+        fill()
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(mounted / "second"))
+    assert endings[0].result(60) == digest_of(content, MiB)
+    assert (mounted / "first").read_bytes() == content
+    assert (open_files(), threading.active_count()) == before
+
+
+def test_giving_up_a_file_in_a_ring_closes_it(tmp_path: Path) -> None:
+    """The caller fails in the second file: its error comes out, the first is complete, and nothing stays open."""
+    content = random.Random(1).randbytes(20 * MiB)
+    before = open_files(), threading.active_count()
+    endings: list[Future[FileDigest]] = []
+
+    def fill() -> None:
+        with WindowRing() as ring:
+            for name in ("first", "second"):
+                (tmp_path / name).touch()
+                with StreamWriter(tmp_path / name, len(content), ring=ring) as writer:
+                    writer.write(content)
+                    if name == "second":
+                        raise ZeroDivisionError
+                    endings.append(writer.end())
+
+    with pytest.raises(ZeroDivisionError):
+        fill()
+    assert endings[0].result(60) == digest_of(content, MiB)
+    assert (tmp_path / "first").read_bytes() == content
+    assert (open_files(), threading.active_count()) == before

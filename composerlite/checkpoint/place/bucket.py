@@ -22,11 +22,12 @@ import xxhash
 from composerlite.checkpoint.format import INDEXES, SUFFIX
 from composerlite.checkpoint.format.weight_files import digest_of_index, is_part_of_weights
 from composerlite.checkpoint.place.commit import Commit, deletion_of, remove_manifest, write_manifest
-from composerlite.checkpoint.place.folder import write_file
+from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.lease import HeartbeatLease, Lease, take_leases
 from composerlite.checkpoint.place.place import (
     DELETION,
     Leftover,
+    NewFile,
     Parts,
     Place,
     SaveHandle,
@@ -37,7 +38,6 @@ from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, O
 from composerlite.storage import (
     FileDigest,
     ObjectStore,
-    Sink,
     Transfer,
     VerifiedObject,
     WorkerPool,
@@ -213,13 +213,15 @@ class Bucket(Place):
                 yield path.removeprefix(f"{MANIFESTS}/").removesuffix(".json")
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def write(self, path: str, most_bytes: int, fill: Callable[[Sink], object], *, chunk_bytes: int) -> FileDigest:
-        with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
-            written = Path(folder) / PurePosixPath(path).name
-            digest = write_file(written, most_bytes, fill, chunk_bytes=chunk_bytes)
-            self._written.append(path)
-            self.send(written, path)
-        return digest
+    def write_all(self, files: Iterable[NewFile]) -> list[FileDigest]:
+        digests: list[FileDigest] = []
+        for file in files:
+            name = PurePosixPath(file.path).name
+            with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
+                digests += Folder(Path(folder)).write_all([file._replace(path=name)])
+                self._written.append(file.path)
+                self.send(Path(folder) / name, file.path)
+        return digests
 
     def send(self, source: Path, path: str, progress: Callable[[int, int], object] | None = None) -> None:
         self.transfer.upload(self.name_of(path), source, progress)

@@ -23,7 +23,7 @@ from composerlite.checkpoint.place.bucket import Bucket, has_index
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import Commit
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import Place, SaveHandle
+from composerlite.checkpoint.place.place import NewFile, Place, SaveHandle
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, record_path
 from composerlite.errors import (
     CheckpointExistsError,
@@ -37,7 +37,16 @@ from composerlite.storage import FileDigest, ObjectStore, Sink, is_uri, open_sto
 if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
 
-__all__ = ["INDEX", "MOST_CHUNKS", "ON_ALL_NODES", "FinalizedManifest", "PathOrUri", "ShardedDirectory", "directory_at"]
+__all__ = [
+    "INDEX",
+    "MOST_CHUNKS",
+    "ON_ALL_NODES",
+    "FinalizedManifest",
+    "PathOrUri",
+    "ShardedDirectory",
+    "chunk_bytes_of",
+    "directory_at",
+]
 
 _LEAST_CHUNK_BYTES = 32 << 10
 MOST_CHUNKS = 1 << 15
@@ -325,8 +334,13 @@ class ShardedDirectory:
 
         It is verified in ``most_chunks`` parts at most.
         """
-        path = PurePosixPath(self.name).with_name(handle.place) / name
-        return self.place.write(str(path), most_bytes, fill, chunk_bytes=_chunk_bytes(most_bytes, most_chunks))
+        (digest,) = self.write_all(handle, [NewFile(name, most_bytes, fill, chunk_bytes_of(most_bytes, most_chunks))])
+        return digest
+
+    def write_all(self, handle: SaveHandle, files: Iterable[NewFile]) -> list[FileDigest]:
+        """Make durable files, by their names, in their order; return what they contain."""
+        folder = PurePosixPath(self.name).with_name(handle.place)
+        return self.place.write_all(file._replace(path=str(folder / file.path)) for file in files)
 
     def commit(
         self,
@@ -450,7 +464,7 @@ def directory_at(place: PathOrUri, *, threads: int | None = None) -> ShardedDire
     return ShardedDirectory.on_disk(Path(parse_uri(text)[2]))
 
 
-def _chunk_bytes(size_bytes: int, most_chunks: int) -> int:
+def chunk_bytes_of(size_bytes: int, most_chunks: int) -> int:
     """Bytes that are verified at once: few, since a read of a shard is often of one tensor among many."""
     chunk_bytes = _LEAST_CHUNK_BYTES
     while size_bytes > chunk_bytes * most_chunks:

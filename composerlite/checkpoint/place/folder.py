@@ -15,6 +15,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, final
@@ -26,6 +27,7 @@ from composerlite.checkpoint.place.lease import FileLease, Lease
 from composerlite.checkpoint.place.place import (
     DELETION,
     Leftover,
+    NewFile,
     Parts,
     Place,
     SaveHandle,
@@ -36,17 +38,17 @@ from composerlite.checkpoint.place.place import (
 from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, record_path
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import (
-    RING_BYTES,
     FileDigest,
     ParallelReader,
-    Sink,
     StagedFile,
     StagedLink,
     StreamWriter,
+    WindowRing,
     abandoned_temporaries,
     fsync_folder,
     make_folder,
     read_small_file,
+    reserve,
     temporary_name,
     verify_file,
 )
@@ -54,7 +56,7 @@ from composerlite.storage import (
 if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
 
-__all__ = ["Folder", "staged_link", "write_file"]
+__all__ = ["Folder", "staged_link"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -166,11 +168,20 @@ class Folder(Place):
                 yield from new
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def write(self, path: str, most_bytes: int, fill: Callable[[Sink], object], *, chunk_bytes: int) -> FileDigest:
-        target = self.path / path
-        self._wait_until_seen(target)
-        make_folder(target.parent)
-        return write_file(target, most_bytes, fill, chunk_bytes=chunk_bytes)
+    def write_all(self, files: Iterable[NewFile]) -> list[FileDigest]:
+        wanted = [(self.path / file.path, file) for file in files]
+        for path, file in wanted:
+            self._wait_until_seen(path)
+            make_folder(path.parent)
+            with path.open("xb") as created:
+                reserve(created.fileno(), file.most_bytes, path)  # beside writes it would take long
+        ends: list[Future[FileDigest]] = []
+        with WindowRing() as ring:
+            for path, file in wanted:
+                with StreamWriter(path, file.most_bytes, ring=ring, chunk_bytes=file.chunk_bytes) as sink:
+                    file.fill(sink)
+                    ends.append(sink.end())
+            return [end.result() for end in ends]
 
     def _wait_until_seen(self, path: Path) -> None:
         """Wait for the directory of the save that ``path`` belongs to, which the first rank has made."""
@@ -534,14 +545,6 @@ def staged_link(folder: Path, link: str, name: str) -> StagedLink:
     make_folder(path.parent)
     up = "../" * (len(Path(link).parts) - 1)
     return StagedLink(path, up + name)
-
-
-def write_file(path: Path, most_bytes: int, fill: Callable[[Sink], object], *, chunk_bytes: int) -> FileDigest:
-    """Make the durable file ``path`` of what ``fill`` gives, at most ``most_bytes``; return what it contains."""
-    path.open("xb").close()
-    with StreamWriter(path, most_bytes, ring_bytes=RING_BYTES, chunk_bytes=chunk_bytes) as sink:
-        fill(sink)
-        return sink.finish()
 
 
 def _is_of_this_user(path: Path) -> bool:

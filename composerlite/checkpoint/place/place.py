@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DELETION",
     "Leftover",
+    "NewFile",
     "Parts",
     "Place",
     "SaveHandle",
@@ -87,6 +88,22 @@ class SaveHandle(NamedTuple):
 
     place: str
     suffix: str
+
+
+class NewFile(NamedTuple):
+    """A file to be written.
+
+    Attributes:
+        path: of it.
+        most_bytes: that it will have at most.
+        fill: gives what it contains.
+        chunk_bytes: what is verified at once.
+    """
+
+    path: str
+    most_bytes: int
+    fill: Callable[[Sink], object]
+    chunk_bytes: int
 
 
 class Place(ABC):
@@ -221,9 +238,14 @@ class Place(ABC):
         """Yield the names that a new checkpoint would come into conflict with."""
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
-    @abstractmethod
     def write(self, path: str, most_bytes: int, fill: Callable[[Sink], object], *, chunk_bytes: int) -> FileDigest:
         """Make a durable file of what ``fill`` gives, at most ``most_bytes``; return what it contains."""
+        (digest,) = self.write_all([NewFile(path, most_bytes, fill, chunk_bytes)])
+        return digest
+
+    @abstractmethod
+    def write_all(self, files: Iterable[NewFile]) -> list[FileDigest]:
+        """Make durable files, in their order; return what they contain. One is flushed while the next is filled."""
 
     @abstractmethod
     def send(self, source: Path, path: str, progress: Callable[[int, int], object] | None = None) -> None:

@@ -27,8 +27,8 @@ from composerlite.checkpoint.format import WEIGHTS_INDEX
 from composerlite.checkpoint.format.safetensors_file import TensorEntry, header_of, laid_out, write_tensor
 from composerlite.checkpoint.format.sharded_index import Whole
 from composerlite.checkpoint.format.torch_file import StorageCopy
-from composerlite.checkpoint.place.directory import MOST_CHUNKS, ShardedDirectory
-from composerlite.checkpoint.place.place import SaveHandle
+from composerlite.checkpoint.place.directory import MOST_CHUNKS, ShardedDirectory, chunk_bytes_of
+from composerlite.checkpoint.place.place import NewFile, SaveHandle
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.save.sharded_plan import Planner, plan_together
 from composerlite.errors import ConfigError, SaveError
@@ -226,7 +226,7 @@ class SafetensorsWriter:
         self._own: dict[_Key, Tensor] = {}
         self._written: list[tuple[str, FileDigest]] = []
         self._claim: SaveHandle | None = None
-        self._joined = False
+        self._turn = 0
 
         def local_plan() -> SavePlan:
             self._planner.set_up_planner(contents(), StorageMeta(), self._group.is_first)
@@ -282,42 +282,50 @@ class SafetensorsWriter:
 
     def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
         """Write the files of this rank, and send to others what they write. What fails keeps no other rank waiting."""
+        names = [file.name for file in self._share.files]
         failure: BaseException | None = None
-        files = {file.turn: file for file in self._share.files}
-        for turn in range(self._share.turns):
-            self._joined = False
-            try:
-                if failure is None and turn in files:
-                    self._write_file(files[turn])
-            except BaseException as e:  # noqa: BLE001 - raised below
-                failure = e
-            try:
-                if not self._joined:
-                    self._exchange(turn, None)
-            except BaseException as e:  # noqa: BLE001 - raised below
-                failure = failure or e
+        try:
+            digests = self._folder.write_all(self._share.claim, map(self._new_file, self._share.files))
+            self._written = list(zip(names, digests, strict=True))
+        except BaseException as e:  # noqa: BLE001 - raised below
+            failure = e
+        try:
+            self._exchange_before(self._share.turns)
+        except BaseException as e:  # noqa: BLE001 - raised below
+            failure = failure or e
         self._own.clear()
         self._planner.forget()
         if failure is not None:
             raise failure
 
-    def _write_file(self, file: _WeightFile) -> None:
+    def _new_file(self, file: _WeightFile) -> NewFile:
         header = header_of(file.tensors)
 
         def fill(sink: Sink) -> None:
+            self._exchange_before(file.turn)
             sink.write(header)
-            self._exchange(file.turn, sink)
+            self._exchange(sink)
 
         size = len(header) + sum(entry.size_bytes for entry in file.tensors)
-        chunks = most_chunks(size, len(file.tensors))
-        self._written.append((file.name, self._folder.write(self._share.claim, file.name, size, fill, chunks)))
+        return NewFile(file.name, size, fill, chunk_bytes_of(size, most_chunks(size, len(file.tensors))))
 
-    def _exchange(self, turn: int, sink: Sink | None) -> None:
-        """Make the transfers of a round, and write the blocks of this rank's file in their order.
+    def _exchange_before(self, turn: int) -> None:
+        """Make the transfers of all rounds before ``turn``, in which this rank has no file, or has failed."""
+        failure: BaseException | None = None
+        while self._turn < turn:
+            try:
+                self._exchange(None)
+            except BaseException as e:  # noqa: BLE001 - raised below
+                failure = failure or e
+        if failure is not None:
+            raise failure
+
+    def _exchange(self, sink: Sink | None) -> None:
+        """Make the transfers of the next round, and write the blocks of this rank's file in their order.
 
         Without ``sink`` nothing is written: what others send is received all the same.
         """
-        self._joined = True
+        turn, self._turn = self._turn, self._turn + 1
         mine = [block for block in self._share.blocks if block.turn == turn]
         output = _Output(self._own, [block for block in mine if block.owner == self._rank], sink)
         output.drain()
