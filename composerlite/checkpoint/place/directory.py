@@ -90,6 +90,7 @@ class ShardedDirectory:
         only: the one file of the folder ``name`` that counts, a file of weights; ``None``: all.
         template: in the manifest, where there is no ``record``: that of the name.
         record: what the manifest says besides files, at the next commit; ``None``: as little as can be.
+        committed: the manifest of the last save, on the first rank.
         brought: a folder with files of this directory that are on other disks, to be read from.
     """
 
@@ -99,6 +100,7 @@ class ShardedDirectory:
         self.only: str | None = None
         self.template = name
         self.record: Manifest | None = None
+        self.committed: Manifest | None = None
         self.brought: Path | None = None
         self._catalog = Catalog(place)
         self._handle: SaveHandle | None = None
@@ -363,6 +365,7 @@ class ShardedDirectory:
         manifest = self._manifest_of(index, files, facts, index_name=index_name)
         with self._staged(handle, index, manifest, index_name) as commit:
             commit.commit()
+        self.committed = manifest
         self.place.release(self.name)
 
     def sealed(

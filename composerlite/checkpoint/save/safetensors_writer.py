@@ -356,9 +356,8 @@ class SafetensorsWriter:
         self._folder.record = manifest
         self._folder.commit(self._claim, self._share.index, files, {}, index_name=WEIGHTS_INDEX)
         self._claim = None
-        committed = self._folder.manifest()
-        assert committed is not None
-        return committed
+        assert self._folder.committed is not None
+        return self._folder.committed
 
     def close(self, *, may_be_committed: bool) -> None:
         """Remove the files unless they are committed, or may be. May be called twice."""

@@ -520,9 +520,8 @@ class ShardWriter:
         self._writer.finish(dataclasses.replace(self._metadata), list(parts))
         if not self._of_run:
             return manifest
-        committed = self._folder.manifest()
-        assert committed is not None
-        return committed
+        assert self._folder.committed is not None
+        return self._folder.committed
 
     # ── where nodes have disks of their own ──────────────────────────────────────────────────────────────────────
     def seal(self, manifest: Manifest, parts: Sequence[Any]) -> FinalizedManifest:
