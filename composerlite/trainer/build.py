@@ -18,7 +18,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from composerlite import dist
-from composerlite.callbacks import CheckpointSaver
 from composerlite.core import (
     Algorithm,
     Callback,
@@ -42,6 +41,7 @@ from composerlite.trainer.checks import as_list, check_callbacks, check_data, is
 from composerlite.types import Batch
 
 if TYPE_CHECKING:
+    from composerlite.callbacks import CheckpointSaver
     from composerlite.core import ParallelismConfig
     from composerlite.trainer.ranks.parallel import Parallel
 
@@ -296,6 +296,8 @@ def _profiling(profiler: Any) -> list[Callback]:
 
 def _has_saver_for(folder: str | Path, callbacks: Sequence[Callback]) -> bool:
     """Return true if one of ``callbacks`` saves full checkpoints to ``folder`` already: one saver is enough there."""
+    from composerlite.callbacks import CheckpointSaver
+
     path = str(folder).rstrip("/")
     savers = [callback for callback in callbacks if isinstance(callback, CheckpointSaver)]
     if any(not saver.weights_only and saver.options.folder.rstrip("/") == path for saver in savers):
@@ -327,6 +329,8 @@ def bars_stopped_by_errors(logger: Logger) -> Generator[None]:
 
 def _saver(arguments: Mapping[str, Any]) -> CheckpointSaver:
     """The saver that the trainer's arguments ``save_…`` describe. They are its own, with that before their names."""
+    from composerlite.callbacks import CheckpointSaver
+
     given = {
         _RENAMED.get(name, name.removeprefix("save_")): value
         for name, value in arguments.items()
@@ -341,6 +345,8 @@ def _memory_saver(arguments: Mapping[str, Any], callbacks: Sequence[Callback]) -
     Raises:
         ConfigError: nobody would resume from it, or there is no such memory.
     """
+    from composerlite.callbacks import CheckpointSaver
+
     interval, folder = arguments["save_memory_interval"], Path(arguments["save_memory_folder"])
     if not arguments["autoresume"] or not any(isinstance(callback, CheckpointSaver) for callback in callbacks):
         raise ConfigError(

@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from composerlite import dist
-from composerlite.callbacks import CheckpointSaver
 from composerlite.core import LoggerDestination, State
 from composerlite.loggers.values import shown
+
+if TYPE_CHECKING:
+    from composerlite.callbacks import CheckpointSaver
 
 __all__ = ["RESULT", "began_with", "result", "show_messages", "tell_result", "tell_start"]
 

@@ -12,8 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from composerlite import dist
 from composerlite._torch_compat import mark_as_stepped
-from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint import IgnoreKeys, save_checkpoint
 from composerlite.core import (
     Algorithm,
     AlgorithmPass,
@@ -49,11 +47,12 @@ from composerlite.trainer.evaluate import EvaluationLoop
 from composerlite.trainer.loop import Loop, run
 from composerlite.trainer.ranks.communicator import Communicator, Membership, Ranks, connected, failing_together
 from composerlite.trainer.ranks.parallel import check_sync_strategy, copy_model, shard_model
-from composerlite.trainer.resuming import LoadSettings, load_or_resume
 from composerlite.trainer.step import TrainStep
 from composerlite.types import Batch
 
 if TYPE_CHECKING:
+    from composerlite.callbacks import CheckpointSaver
+    from composerlite.checkpoint import IgnoreKeys
     from composerlite.core import ParallelismConfig
     from composerlite.loggers import RemoteUploaderDownloader
     from composerlite.profiler import Profiler
@@ -235,6 +234,9 @@ class Trainer:
         compile_config: dict[str, Any] | None = None,
     ) -> None:
         arguments = dict(locals())
+
+        from composerlite.trainer.resuming import LoadSettings, load_or_resume  # and with it most of checkpoint
+
         messages.show_messages()
         checks.check_flags(type(self).__init__, arguments)
         if python_log_level is not None:
@@ -554,6 +556,8 @@ class Trainer:
         Returns:
             Path of the checkpoint.
         """
+        from composerlite.checkpoint import save_checkpoint
+
         return save_checkpoint(self.state, name, weights_only=weights_only)  # pyright: ignore[reportArgumentType]
 
     def save_checkpoint_to_save_folder(self) -> str:
@@ -623,6 +627,8 @@ class Trainer:
 
     @property
     def _savers(self) -> list[CheckpointSaver]:
+        from composerlite.callbacks import CheckpointSaver
+
         return [callback for callback in self.state.callbacks if isinstance(callback, CheckpointSaver)]
 
     def _set_precision(self, precision: Precision) -> None:
