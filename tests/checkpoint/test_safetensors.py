@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,17 @@ def test_all_ranks_write_to_a_bucket_and_read_their_parts(bucket: str, tmp_path:
             assert told["columns"]["read"] <= expected["columns"].nbytes + (128 << 10)
             if place.startswith("s3"):
                 assert told["rows"]["moved"] <= told["rows"]["needed"] + (256 << 10), (place, told)
+
+
+def test_a_disk_without_space_for_all_files_is_full_before_the_first(mount: Callable[[str], Path]) -> None:
+    """Three files of which two would fit: an error says so, nothing stays, and one alone is saved then."""
+    folder = mount("size=24m") / "weights"
+    state = {f"w{number}": torch.randn(1000, 2500) for number in range(3)}
+    with pytest.raises(OSError, match="cannot reserve 10000112 bytes"):
+        save_safetensors(folder, state, largest_file_bytes=11_000_000)
+    assert [path.name for path in folder.parent.iterdir() if not path.name.startswith(".manifest")] == []
+    save_safetensors(folder, {"w0": state["w0"]})
+    same(loaded(folder), {"w0": state["w0"]})
 
 
 def test_one_process_writes_the_same(tmp_path: Path) -> None:
