@@ -16,6 +16,7 @@ import json
 import os
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ PLAN: list[tuple[str, float, int]] = [
     ("limits", 1.5, 40),
     ("save", 1.5, 40),
     ("steps", 1.5, 40),
+    ("training", 1.5, 60),
     ("durable", 1.5, 40),
     ("load", 1.5, 40),
     ("torch_save", 1.5, 30),
@@ -147,40 +149,120 @@ def save(gb: float, device: str, folder: Path) -> dict[str, float]:
 
 
 def steps(gb: float, device: str, folder: Path) -> dict[str, float]:
-    """Steps of matrix products alone, and while a state is copied: how much slower they are."""
+    """Steps alone, while a state is copied, and while it is hashed and written: how much slower they are.
+
+    Of two kinds: products of large matrices, and many small kernels, which the host is hardly fast enough to launch.
+    """
+    from composerlite.checkpoint import async_save_state_dict
     from composerlite.checkpoint.format.torch_file import TorchImage
     from composerlite.checkpoint.save.staging import Staging
 
     state = state_of(gb, device)
     size = 4096 if device == "cuda" else 256
-    left, right = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
+    left, right, small = (torch.randn(n, n, device=device) for n in (size, size, 8))
 
-    def seconds_of(count: int) -> float:
+    def product() -> None:
+        torch.mm(left, right)
+
+    def launches() -> None:
+        for _ in range(20):
+            small.mul_(1.0)
+
+    def seconds_of(step: Callable[[], None], count: int) -> float:
         synchronize(device)
         started = time.perf_counter()
         for _ in range(count):
-            torch.mm(left, right)
+            step()
         synchronize(device)
         return time.perf_counter() - started
 
-    seconds_of(20)
-    count = max(20, int(20 * 0.3 / seconds_of(20)))
     optimizer, staging = torch.optim.SGD([torch.nn.Parameter(t) for t in state.values()], lr=0.0), Staging()
-    alone: list[float] = []
-    beside: list[float] = []
-    for _ in range(4):
-        alone.append(seconds_of(count))
-        image = TorchImage(state)
-        if not staging.reserve(image.size_bytes):
-            raise RuntimeError("no memory for the copy")
-        snapshot = staging.take(image.storages(), image.size_bytes, [optimizer])
-        beside.append(seconds_of(count))
-        optimizer.step()
-        snapshot.wait()
-        del image
-        staging.give_back(snapshot.memory)
+    found: dict[str, float] = {}
+    for step in (product, launches):
+        seconds_of(step, 20)
+        # Copies take about as long as these.
+        count = max(20, int(20 * gb / 50 / seconds_of(step, 20)))
+        alone: list[float] = []
+        beside: list[float] = []
+        for _ in range(6):
+            alone.append(seconds_of(step, count))
+            image = TorchImage(state)
+            if not staging.reserve(image.size_bytes):
+                raise RuntimeError("no memory for the copy")
+            synchronize(device)
+            snapshot = staging.take(image.storages(), image.size_bytes, [optimizer])
+            beside.append(seconds_of(step, count))
+            optimizer.step()
+            snapshot.wait()
+            del image
+            staging.give_back(snapshot.memory)
+        written: list[float] = []
+        for _ in range(2):
+            pending = async_save_state_dict(folder / "step", state)
+            synchronize(device)
+            while not pending.done():
+                written.append(seconds_of(step, count))
+            pending.result(300)
+            shutil.rmtree(folder / "step")
+        base = statistics.median(alone)
+        found[f"{step.__name__}_step_ms"] = base / count * 1000
+        found[f"{step.__name__}_copying_percent"] = (statistics.median(beside[1:]) / base - 1) * 100
+        found[f"{step.__name__}_writing_percent"] = (statistics.mean(written) / base - 1) * 100
     staging.close()
-    return {"step_ms": min(alone) / count * 1000, "slower_percent": (min(beside[1:]) / min(alone) - 1) * 100}
+    return found
+
+
+def training(gb: float, device: str, folder: Path) -> dict[str, float]:
+    """A Trainer in bfloat16 with AdamW, without checkpoints and with them: what one of them costs training in all."""
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from composerlite import ComposerModel, Trainer
+
+    width, rows, every = (2048, 16384, 100) if device == "cuda" else (256, 64, 5)
+
+    class Net(ComposerModel):
+        def __init__(self) -> None:
+            super().__init__()
+            count = max(1, round(gb * 1e9 / 12 / width**2))
+            layers = [layer for _ in range(count) for layer in (torch.nn.Linear(width, width), torch.nn.ReLU())]
+            self.layers = torch.nn.Sequential(torch.nn.Linear(16, width), *layers)
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            return self.layers(batch[0])
+
+        def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+            return outputs.float().square().mean()
+
+    def data() -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.randn(rows * every, 16)), batch_size=rows)
+
+    seconds: dict[bool, float] = {}
+    for saves in (False, True):
+        how: dict[str, Any] = {"save_folder": str(folder), "save_interval": f"{every}ba"} if saves else {}
+        model = Net().to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        with Trainer(
+            model=model,
+            optimizers=optimizer,
+            train_dataloader=data(),
+            precision="amp_bf16",
+            progress_bar=False,
+            save_num_checkpoints_to_keep=1,
+            device=device,
+            seed=1,
+            **how,
+        ) as trainer:
+            trainer.fit(duration="1ep")  # with the first save, which prepares memory
+            synchronize(device)
+            started = time.perf_counter()
+            trainer.fit(duration="3ep")
+            synchronize(device)
+            seconds[saves] = time.perf_counter() - started
+    return {
+        "step_ms": seconds[False] / 3 / every * 1000,
+        "lost_ms_per_save": (seconds[True] - seconds[False]) / 3 * 1000,
+        "slower_percent": (seconds[True] / seconds[False] - 1) * 100,
+    }
 
 
 def durable(gb: float, device: str, folder: Path) -> dict[str, float]:
@@ -316,6 +398,8 @@ def dcp(gb: float, device: str, folder: Path) -> dict[str, float]:
     cuda = device == "cuda"
     stager = DefaultStager(StagingOptions(cuda, False, cuda, cuda))
     for number in range(2):
+        if number and torch.__version__.startswith("2.11."):  # empties a stager after one save
+            stager = DefaultStager(StagingOptions(cuda, False, cuda, cuda))
         synchronize(device)
         started = time.perf_counter()
         future: Any = checkpoint.async_save(state, checkpoint_id=folder / "step", async_stager=stager)
@@ -352,6 +436,7 @@ STAGES: dict[str, Callable[[float, str, Path], dict[str, float]]] = {
     "limits": limits,
     "save": save,
     "steps": steps,
+    "training": training,
     "durable": durable,
     "load": load,
     "torch_save": torch_save,

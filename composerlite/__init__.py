@@ -54,9 +54,9 @@ _HOME = {"Trainer": "composerlite.trainer", "ComposerModel": "composerlite.model
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from composerlite._version import VERSION
 
-        return version("composerlite")
+        return VERSION
     if name not in __all__:
         raise AttributeError(f"module 'composerlite' has no attribute {name!r}")
     with uncollected():

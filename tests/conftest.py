@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing.util
 import os
 import shutil
@@ -35,6 +36,7 @@ quick_processes(
     "click.testing",
     "composerlite.cli.app",
     "composerlite.config.build",
+    *(["composerlite.storage.stores.s3"] if importlib.util.find_spec("boto3") else []),
     "hypothesis.stateful",
     "sklearn.datasets",
 )

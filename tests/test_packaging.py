@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import pkgutil
 import subprocess
 import sys
-import tomllib
+import textwrap
 from pathlib import Path
 from types import ModuleType
 
@@ -97,10 +97,30 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     assert dir(composerlite) == composerlite.__all__
 
 
-def test_the_version_is_that_of_the_project() -> None:
-    """``composerlite.__version__`` is the version in pyproject.toml."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert composerlite.__version__ == project["version"]
+def test_the_version_is_that_of_the_installation() -> None:
+    """``composerlite.__version__`` is what pip shows."""
+    assert composerlite.__version__ == importlib.metadata.version("composerlite")
+
+
+def test_a_checkout_that_is_not_installed_saves(tmp_path: Path) -> None:
+    """A folder of the sources on ``PYTHONPATH``, as on a machine without network, is enough to save and load."""
+    code = textwrap.dedent(
+        f"""
+        import importlib.metadata
+        installed = importlib.metadata.MetadataPathFinder.find_distributions
+        importlib.metadata.MetadataPathFinder.find_distributions = lambda context: (
+            [] if context.name == "composerlite" else installed(context)
+        )
+        import torch
+        from composerlite.checkpoint import load_state_dict, save_state_dict
+        save_state_dict({str(tmp_path / "step")!r}, {{"weight": torch.ones(3)}})
+        live = {{"weight": torch.zeros(3)}}
+        load_state_dict({str(tmp_path / "step")!r}, live)
+        print(live["weight"].sum())
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "tensor(3.)\n"
 
 
 def test_type_checkers_find_the_types() -> None:

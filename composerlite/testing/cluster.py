@@ -30,7 +30,6 @@ _processes = multiprocessing.get_context("forkserver")
 _PRELOAD = [
     "composerlite.checkpoint.api.checkpointer",
     "composerlite.checkpoint.api.state_dict",
-    "composerlite.storage.stores.s3",
     "composerlite.testing.cluster",
     "composerlite.trainer",
     "composerlite.utils.dist",

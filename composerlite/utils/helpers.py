@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from composerlite import dist
+from composerlite._version import VERSION
 from composerlite.errors import ConfigError
 
 __all__ = [
@@ -257,10 +258,8 @@ def is_notebook() -> bool:
 
 def get_composer_env_dict() -> dict[str, Any]:
     """Return the versions and the machine that a run depends on."""
-    from importlib.metadata import version
-
     return {
-        "composerlite_version": version("composerlite"),
+        "composerlite_version": VERSION,
         "torch_version": str(torch.__version__),
         "python_version": platform.python_version(),
         "platform": platform.platform(),

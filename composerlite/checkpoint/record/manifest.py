@@ -19,11 +19,11 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from importlib.metadata import version
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias, TypeVar, cast, final
 
 import xxhash
 
+from composerlite._version import VERSION
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest
 from composerlite.types import Ancestor, Lineage
@@ -291,7 +291,7 @@ def versions() -> Mapping[str, str]:
     import torch
 
     return {
-        "composerlite": version("composerlite"),
+        "composerlite": VERSION,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }

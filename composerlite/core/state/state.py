@@ -8,13 +8,12 @@ class name (``EarlyStopper``, ``EarlyStopper:1``, …). Only plain types and ten
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from importlib.metadata import version
 
 import torch
 from torch import nn
 
+from composerlite._version import VERSION
 from composerlite.core.state.composer_names import ComposerNames
 from composerlite.core.state.metric_states import metric_states
 from composerlite.core.state.model_state import model_state
@@ -94,7 +93,7 @@ class State(ComposerNames):
 
     def _metadata(self) -> StateDict:
         metadata: StateDict = {
-            "composerlite_version": _own_version(),
+            "composerlite_version": VERSION,
             "torch_version": str(torch.__version__),
             "device": self.device.type,
             "precision": self.precision.value,
@@ -188,8 +187,3 @@ def _described(algorithm: KeptAlgorithm, state: StateDict) -> StateDict:
 
 def _integrations(model: nn.Module) -> StateDict:
     return model.integrations() if isinstance(model, Integrated) else {}
-
-
-@functools.cache
-def _own_version() -> str:
-    return version("composerlite")
