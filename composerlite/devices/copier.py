@@ -22,7 +22,9 @@ from composerlite import dist
 from composerlite.storage import HostMemory
 
 log = logging.getLogger(__name__)
-_CHUNK_BYTES = 32 << 20  # of one copy: small copies of training get in between two
+_CHUNK_BYTES = 64 << 20  # of one copy, 1 ms: small copies of training get in between two
+_STREAM_COPIES = 512  # a stream takes 1,024 before the host has to wait for the first
+_STREAMS = 8
 _SLICE_BYTES = 1 << 30  # drivers of the series r580 refuse 512 GiB in one call, and no copy may reach over two calls
 _PORTABLE = 1  # pinned for all devices, and not only for the current one
 _PAUSE_SECONDS = 0.01
@@ -133,7 +135,8 @@ class DeviceCopier(Protocol):
 
 
 Pin = Callable[["HostMemory", threading.Event | None], bool]
-"""Pins memory for direct writes by devices; returns true if it did. It pauses while the event is cleared."""
+"""Pins memory for direct writes by devices; returns true if it did. With an event it is in the background: it pauses
+while the event is cleared, and loads the kernels of sums, which the first save would wait for otherwise."""
 
 
 class Devices(Protocol):
@@ -159,16 +162,38 @@ class Devices(Protocol):
 # ── content ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 _SMALL_BYTES = 1 << 20
 _GROUP_BYTES = 16 << 20
-_COLUMNS = 1 << 14
+_COLUMNS = 1 << 12
+_ROWS = 1 << 11
+_BLOCK_BYTES = 8 * _COLUMNS * _ROWS
+_BATCH = 64
 _FACTORS = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64))
 """Of the generator splitmix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2660193.2660195), as torch has them."""
 
 
 def content_sums(parts: Sequence[Tensor]) -> Tensor:
-    """Return :func:`content_sum` of each of ``parts``, but for small ones in a row, which have one together.
+    """Return two sums of each 64 MiB of each of ``parts``, but for small ones in a row, which have theirs together.
 
-    Equal parts have equal sums on every device.
+    The sums are modulo 2^64: of 64-bit words, and of each word times a weight of its place. Words are laid out as a
+    table, and the weight of a place is that of its row and that of its column: memory is read twice. A device is
+    given three kernels for a block and a few for each 64 of them, and needs 5 MiB.
+
+    Args:
+        parts: bytes, on one device.
+
+    Returns:
+        Numbers of 64 bits, on that device: a row of two for each block. Equal parts have equal sums on every device.
     """
+    blocks = [block for part in _grouped(parts) for block in part.split(_BLOCK_BYTES)]
+    if not blocks:
+        return torch.zeros(0, 2, dtype=torch.int64)
+    device = blocks[0].device
+    weights = _weights(0, _COLUMNS + _ROWS + 1, device)
+    batches = [blocks[start : start + _BATCH] for start in range(0, len(blocks), _BATCH)]
+    return torch.cat([_sums_of_blocks(batch, weights[:_COLUMNS], weights[_COLUMNS:]) for batch in batches])
+
+
+def _grouped(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Join small parts in a row: which ones depends on their sizes alone."""
     groups: list[list[Tensor]] = [[]]
     room = 0
     for part in parts:
@@ -178,31 +203,26 @@ def content_sums(parts: Sequence[Tensor]) -> Tensor:
             room = _GROUP_BYTES if size <= _SMALL_BYTES else 0
         groups[-1].append(part)
         room -= size
-    return torch.stack([content_sum(one[0] if len(one) == 1 else torch.cat(one)) for one in groups if one])
+    return [one[0] if len(one) == 1 else torch.cat(one) for one in groups if one]
 
 
-def content_sum(data: Tensor) -> Tensor:
-    """Return two sums over bytes, modulo 2^64: of their 64-bit words, and of each word times a weight of its place.
-
-    Memory is read twice, and little is needed beside it: words are laid out as a table, and the weight of a place is
-    that of its row and that of its column.
-
-    Returns:
-        Two numbers of 64 bits, on that device. Equal contents have equal sums on every device.
-    """
-    whole = data.numel() // 8 * 8
-    last = torch.zeros(8, dtype=torch.uint8, device=data.device)
-    last[: data.numel() - whole] = data[whole:]
-    words = data[:whole].view(torch.int64)
-    rows = words.numel() // _COLUMNS
-    table = words[: rows * _COLUMNS].view(rows, _COLUMNS)
-    tail = torch.cat([words[rows * _COLUMNS :], last.view(torch.int64)])  # at most one row
-    of_columns, of_rows = _weights(0, _COLUMNS, data.device), _weights(_COLUMNS, rows + 1, data.device)
-    row_sums = table.sum(1)
-    plain = row_sums.sum() + tail.sum()
-    placed = (row_sums * of_rows[:rows]).sum() + (table.sum(0) * of_columns).sum()
-    placed = placed + (tail * (of_columns[: tail.numel()] + of_rows[rows])).sum()
-    return torch.stack([plain, placed])
+def _sums_of_blocks(blocks: Sequence[Tensor], of_columns: Tensor, of_rows: Tensor) -> Tensor:
+    """Return the two sums of each of ``blocks``."""
+    of_row, of_column, last = (
+        torch.zeros(len(blocks), length, dtype=torch.int64, device=of_rows.device)
+        for length in (_ROWS, _COLUMNS, _COLUMNS)
+    )
+    for number, block in enumerate(blocks):
+        rows, left = divmod(block.numel(), 8 * _COLUMNS)
+        if rows:
+            table = block[: 8 * _COLUMNS * rows].view(torch.int64).view(rows, _COLUMNS)
+            torch.sum(table, 1, out=of_row[number, :rows])
+            torch.sum(table, 0, out=of_column[number])
+        if left:  # a row that is not full
+            last[number].view(torch.uint8)[:left] = block[-left:]
+    plain = of_column.sum(1) + last.sum(1)
+    placed = (of_row * of_rows[:_ROWS]).sum(1) + (of_column * of_columns).sum(1)
+    return torch.stack([plain, placed + (last * (of_columns + of_rows[_ROWS])).sum(1)], 1)
 
 
 def _weights(start: int, count: int, device: torch.device) -> Tensor:
@@ -340,7 +360,9 @@ class CudaCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        # One queue: a stream that has got many copies is followed by the next, which waits for them.
+        self._streams = deque([torch.cuda.Stream(device)])
+        self._queued = 0
         self._reading = torch.cuda.Stream(device)
         self._spacer = torch.zeros(1, device=device)
         self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -348,22 +370,35 @@ class CudaCopier:
     def _training(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
 
+    def _stream(self) -> torch.cuda.Stream:
+        """Return the stream for what is queued next."""
+        if self._queued >= _STREAM_COPIES:
+            before = self._streams[0]
+            if len(self._streams) < _STREAMS:
+                self._streams.appendleft(torch.cuda.Stream(self._device))
+            else:
+                self._streams.rotate()
+            self._streams[0].wait_stream(before)
+            self._queued = 0
+        return self._streams[0]
+
     def after_training(self) -> None:
-        self._stream.wait_stream(self._training())
+        self._stream().wait_stream(self._training())
 
     def copy(
         self, storage: torch.UntypedStorage, memory: HostMemory, offset: int, start: int = 0, size: int | None = None
     ) -> None:
-        with torch.cuda.stream(self._stream):
-            for cut in cuts(storage.nbytes() - start if size is None else size, offset):
-                target = torch.frombuffer(memory.view(cut.offset, cut.size), dtype=torch.uint8)
+        for cut in cuts(storage.nbytes() - start if size is None else size, offset):
+            target = torch.frombuffer(memory.view(cut.offset, cut.size), dtype=torch.uint8)
+            with torch.cuda.stream(self._stream()):
                 target.copy_(bytes_of(storage, start + cut.start, cut.size), non_blocking=True)
                 # Copies of one direction run in the order in which they become ready: a kernel lets others get in
                 # (https://github.com/meta-pytorch/torchrec/pull/4373).
                 self._spacer.add_(1)
+            self._queued += 1
 
     def gather(self, storages: Sequence[torch.UntypedStorage]) -> torch.UntypedStorage:
-        with torch.cuda.stream(self._stream):  # whose memory it is, too
+        with torch.cuda.stream(self._stream()):  # whose memory it is, too
             return torch.cat([bytes_of(storage) for storage in storages]).untyped_storage()
 
     def load(self, source: Tensor, storage: torch.UntypedStorage, start: int) -> torch.cuda.Event:
@@ -374,7 +409,7 @@ class CudaCopier:
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
-        event.record(self._stream)
+        event.record(self._streams[0])
         return event
 
     def before_training(self, mark: Any) -> None:
@@ -499,6 +534,8 @@ class MachineDevices:
 
         def pin(memory: HostMemory, go: threading.Event | None) -> bool:
             with torch.cuda.device(current):  # a new thread has the first device of the machine
+                if go is not None:
+                    _load_kernels()
                 return pinning.add(memory, go)
 
         return pin
@@ -506,6 +543,13 @@ class MachineDevices:
     def release(self, memory: HostMemory) -> None:
         if self._pinning is not None:
             self._pinning.remove(memory)
+
+
+def _load_kernels() -> None:
+    """Sum up a little on the current device, and get pinned memory for the sums: the first time takes over 50 ms."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        sums = content_sums([torch.zeros(n, dtype=torch.uint8, device="cuda") for n in (5, 5, 2 * _SMALL_BYTES)])
+        torch.empty(1 << 16, pin_memory=True)[: sums.numel()].copy_(sums.view(-1), non_blocking=True)
 
 
 def _clear_cuda_error() -> None:

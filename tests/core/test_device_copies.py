@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composerlite.devices import MachineDevices, PageableCopier, Pinning
-from composerlite.devices.copier import content_sum, content_sums, cuts, poll
+from composerlite.devices.copier import content_sums, cuts, poll
 from composerlite.storage import HostMemory
 
 GIB = 1 << 30
@@ -98,7 +98,7 @@ def test_chunks_are_all_of_a_copy_and_none_reaches_over_a_slice(size: int, offse
     end = 0
     for cut in cuts(size, offset):
         assert (cut.start, cut.offset) == (end, offset + end)
-        assert 0 < cut.size <= 32 << 20
+        assert 0 < cut.size <= 64 << 20
         assert cut.offset // GIB == (cut.offset + cut.size - 1) // GIB
         end += cut.size
     assert end == size
@@ -159,19 +159,19 @@ def test_this_machines_memory_needs_no_device() -> None:
 def test_a_sum_sees_any_byte_that_differs(size: int, where: int, change: int) -> None:
     """At the end, too, which is no whole word."""
     data = (torch.arange(size) * 31 % 251).to(torch.uint8)
-    before = content_sum(data).tolist()
-    assert content_sum(data.clone()).tolist() == before
+    before = content_sums([data]).tolist()
+    assert content_sums([data.clone()]).tolist() == before
     data[where % size] ^= change
-    assert content_sum(data).tolist() != before
+    assert content_sums([data]).tolist() != before
 
 
 @given(st.integers(0, 49_999), st.integers(0, 49_999))
 def test_a_sum_sees_words_that_changed_places(one: int, other: int) -> None:
     """Such as chunks of two tensors that were written to each other's place."""
     words = torch.arange(50_000, dtype=torch.int64) << 20
-    before = content_sum(words.view(torch.uint8)).tolist()
+    before = content_sums([words.view(torch.uint8)]).tolist()
     words[[one, other]] = words[[other, one]]
-    assert (content_sum(words.view(torch.uint8)).tolist() == before) is (one == other)
+    assert (content_sums([words.view(torch.uint8)]).tolist() == before) is (one == other)
 
 
 def test_small_parts_are_summed_together() -> None:
@@ -182,3 +182,18 @@ def test_small_parts_are_summed_together() -> None:
     assert torch.equal(sums, content_sums([part.clone() for part in parts]))
     parts[1][0] = 8
     assert (sums != content_sums(parts)).any(1).tolist() == [True, False, False]
+
+
+def test_a_large_part_has_sums_for_each_64_mib() -> None:
+    """A byte that differs is seen in each of them, and so are words that changed places between two."""
+    block = 64 << 20
+    data = torch.zeros(block + 13, dtype=torch.uint8)
+    data[5] = 1
+    before = content_sums([data])
+    assert before.shape == (2, 2)
+    for place in (0, block - 1, block, block + 12):
+        data[place] ^= 7
+        assert (content_sums([data]) != before).all(1).tolist() == [place < block, place >= block]
+        data[place] ^= 7
+    data[5], data[block + 5] = 0, 1
+    assert (content_sums([data]) != before).all()

@@ -60,6 +60,7 @@ def build(folder: Path | None = None, *, device: str = DEVICE, **arguments: Any)
         "train_dataloader": data(),
         "max_duration": f"{BATCHES}ba",
         "seed": 3,
+        "precision": "fp32",
         "progress_bar": False,
         "save_folder": None if folder is None else str(folder),
         "save_filename": "ba{batch}.pt",

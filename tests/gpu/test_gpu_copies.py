@@ -115,7 +115,7 @@ def weight() -> nn.Parameter:
 def saved_value(weight: nn.Parameter, wait: str) -> tuple[float, float]:
     """The least and the largest number of a snapshot of ones that is taken while the device is busy."""
     staging = Staging(verify="never", devices=Without(wait))
-    optimizer = torch.optim.SGD([weight], lr=-1.0)
+    optimizer = torch.optim.SGD([weight], lr=1.0, maximize=True)
     image = TorchImage({"weight": weight})
     for _ in range(2):  # the first one copies at once
         assert staging.reserve(image.size_bytes)

@@ -22,6 +22,9 @@ ROWS = 1 << 16  # of each rank, of 64 numbers: 16 MiB
 
 def connect() -> None:
     """Make the group of training, of gloo for both kinds of devices: the trainer takes the one that is there."""
+    if DEVICE == "cuda":
+        torch.cuda.set_device(0)  # else a mesh of torch takes the device of the rank's number
+        torch.cuda.init()
     torch.distributed.init_process_group("gloo")
 
 
@@ -43,8 +46,8 @@ def resume(whole: Path, folder: Path) -> dict[str, torch.Tensor]:
 
 def test_two_ranks_on_one_gpu_resume_exactly(tmp_path: Path) -> None:
     """Bit for bit, on both ranks; the file has what the first of them had, whose statistics of batches are taken."""
-    whole = run_ranks(train, 2, tmp_path / "whole", dist_timeout=None, timeout=120)
-    resumed = run_ranks(resume, 2, tmp_path / "whole", tmp_path / "resumed", dist_timeout=None, timeout=120)
+    whole = run_ranks(train, 2, tmp_path / "whole", dist_timeout=None, timeout=60)
+    resumed = run_ranks(resume, 2, tmp_path / "whole", tmp_path / "resumed", dist_timeout=None, timeout=60)
     for state, again in zip(whole, resumed, strict=True):
         assert (int(state.pop("batches")), int(again.pop("batches"))) == (BATCHES, BATCHES - 3)
         assert differing(state, again) == []
@@ -79,5 +82,5 @@ def save_and_load(folder: Path) -> tuple[list[float], bool]:
 
 def test_two_ranks_on_one_gpu_save_shards_in_the_background(tmp_path: Path) -> None:
     """Each writes and loads its own, in place, and changes its tensors as soon as the save returns."""
-    found = run_ranks(save_and_load, 2, tmp_path, dist_timeout=None, timeout=120)
+    found = run_ranks(save_and_load, 2, tmp_path, dist_timeout=None, timeout=60)
     assert found == [([1.0, 1.0, 1.0, 1.0], True), ([2.0, 2.0, 1.0, 1.0], True)]

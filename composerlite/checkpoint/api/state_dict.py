@@ -258,7 +258,11 @@ class _SaveSettings:
 
 def _plain(state: StateDict) -> StateDict:
     """``state`` with what has a ``state_dict()`` asked for it."""
-    return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
+    # Tensors first: to ask one for a protocol takes 50 us.
+    return {
+        k: v.state_dict() if not isinstance(v, torch.Tensor) and isinstance(v, Stateful) else v
+        for k, v in state.items()
+    }
 
 
 def save_safetensors(

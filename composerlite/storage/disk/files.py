@@ -27,7 +27,7 @@ _ABANDONED_SECONDS = 7 * 24 * 3600.0
 """A temporary without a change for so long has no writer, where no lock can tell."""
 _SMALLEST_CHUNK_BYTES = 1 << 20
 _MOST_CHUNKS = 2048
-_PIECE_BYTES = 256 << 10
+_PIECE_BYTES = 2 << 20  # summed twice while it is in the cache, without the interpreter
 
 
 def temporary_name(name: str) -> str:

@@ -26,7 +26,7 @@ _WINDOW_BYTES = 8 << 20
 _LEAST_WINDOW_BYTES = 1 << 20
 _RING_WINDOWS = 6
 _WRITERS = 4  # fewer leave the disk idle between two writes, and longer where the processors are busy
-_PIECE_BYTES = 512 << 10  # copied, then summed while it is in the cache
+_PIECE_BYTES = 2 << 20  # copied, then summed; training waits for the interpreter each time that this thread gets it
 _FEW_CORES = 2  # training has one, and the one that is left either sums or moves bytes to the disk
 
 RING_BYTES = 48 << 20
