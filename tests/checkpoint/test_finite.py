@@ -24,15 +24,16 @@ class Bytes:
     def __init__(self) -> None:
         self.file = io.BytesIO()
         self.size_bytes = 0
+        self.piece_bytes = PIECE
         self.seconds: dict[str, float] = {}
 
     def write(self, data: bytes) -> None:
         self.size_bytes += self.file.write(data)
 
-    def copy(self, address: int, size: int) -> int:
+    def copy(self, address: int, size: int, crc: int | None = 0) -> int:
         data = ctypes.string_at(address, size)
         self.write(data)
-        return zlib.crc32(data)
+        return zlib.crc32(data, crc or 0)
 
     def finish(self) -> FileDigest:
         raise NotImplementedError
@@ -96,12 +97,10 @@ def test_what_is_not_in_the_file_is_not_looked_at() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # torch 2.11
-def test_no_threads_are_started_for_a_sum() -> None:
-    """Training has them: what is summed at once is less than torch gives to several."""
+def test_torch_is_not_asked() -> None:
+    """Its threads are those of training."""
     check, sink, numbers = FiniteCheck(), Bytes(), torch.ones(1 << 20)
     check.add(0, "x", numbers)
-    with torch.profiler.profile(record_shapes=True) as profile:
+    with torch.profiler.profile() as profile:
         check.copy(0, sink, numbers.data_ptr(), numbers.nbytes)
-    shapes = [event.input_shapes for event in profile.events() if event.name == "aten::sum"]
-    assert len(shapes) >= (1 << 20) // 32768
-    assert all(math.prod(shape[0]) < 32768 for shape in shapes)
+    assert [event.name for event in profile.events() if event.name.startswith("aten::")] == []

@@ -70,11 +70,12 @@ class TarSink:
 
     Attributes:
         size_bytes: taken so far.
-        seconds: those of ``inner``.
+        piece_bytes, seconds: those of ``inner``.
     """
 
     def __init__(self, inner: StreamWriter | PackedSink, members: Sequence[tuple[str, int]]) -> None:
         self.size_bytes = 0
+        self.piece_bytes = inner.piece_bytes
         self.seconds = inner.seconds
         self._inner = inner
         self._sizes = [size for _, size in members]

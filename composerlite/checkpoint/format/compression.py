@@ -279,12 +279,14 @@ class PackedSink:
 
     Attributes:
         size_bytes: taken so far, before compression.
+        piece_bytes: what is summed at once.
         seconds: spent by name: ``hash``: sums and digests; ``compress``: waiting for the encoder; ``write``; ``flush``:
             until everything was durable.
     """
 
     def __init__(self, path: Path, encoder: Encoder, *, most_bytes: int) -> None:
         self.size_bytes = 0
+        self.piece_bytes = _HASHED_BYTES
         self.seconds = {"hash": 0.0, "compress": 0.0, "write": 0.0, "flush": 0.0}
         self._path = path
         self._encoder = encoder

@@ -27,7 +27,6 @@ _ABANDONED_SECONDS = 7 * 24 * 3600.0
 """A temporary without a change for so long has no writer, where no lock can tell."""
 _SMALLEST_CHUNK_BYTES = 1 << 20
 _MOST_CHUNKS = 2048
-_PIECE_BYTES = 2 << 20  # summed twice while it is in the cache, without the interpreter
 
 
 def temporary_name(name: str) -> str:
@@ -399,14 +398,14 @@ class Digester:
         self._size += len(view)
         while view:
             chunk = self._chunk_bytes
-            if self._left == chunk and chunk <= min(len(view), _PIECE_BYTES):  # whole ones are summed at once
-                size = min(len(view), _PIECE_BYTES) // chunk * chunk
+            if self._left == chunk <= len(view):  # whole ones are summed at once
+                size = len(view) // chunk * chunk
                 self._whole.update(view[:size])
                 for at in range(0, size, chunk):
                     self._chunks += xxhash.xxh3_64_digest(view[at : at + chunk])
                 view = view[size:]
                 continue
-            piece = view[: min(self._left, _PIECE_BYTES)]  # both digests of it while it is in the cache
+            piece = view[: self._left]
             self._whole.update(piece)
             self._chunk.update(piece)
             self._left -= len(piece)
@@ -432,10 +431,12 @@ class Sink(Protocol):
 
     Attributes:
         size_bytes: taken so far.
+        piece_bytes: what is best appended at once.
         seconds: spent by name, ``hash``, ``write`` and ``flush`` among them. Complete after :meth:`finish`.
     """
 
     size_bytes: int
+    piece_bytes: int
     seconds: dict[str, float]
 
     def write(self, data: bytes) -> None:

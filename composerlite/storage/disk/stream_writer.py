@@ -26,7 +26,9 @@ _WINDOW_BYTES = 8 << 20
 _LEAST_WINDOW_BYTES = 1 << 20
 _RING_WINDOWS = 6
 _WRITERS = 4  # fewer leave the disk idle between two writes, and longer where the processors are busy
-_PIECE_BYTES = 2 << 20  # copied, then summed; training waits for the interpreter each time that this thread gets it
+_PIECE_BYTES = 2 << 20  # copied, then summed
+_LARGE_WINDOW_BYTES = 32 << 20
+"""Of memory that is not copied again: few calls sum and write it, since training waits for the interpreter at each."""
 _FEW_CORES = 2  # training has one, and the one that is left either sums or moves bytes to the disk
 
 RING_BYTES = 48 << 20
@@ -66,7 +68,7 @@ class WindowRing:
         self, ring_bytes: int = RING_BYTES, *, memory: HostMemory | None = None, writers: int = _WRITERS
     ) -> None:
         self._comes_again = memory is None
-        self._window_bytes = _WINDOW_BYTES if memory is not None else _window_bytes(ring_bytes)
+        self._window_bytes = _LARGE_WINDOW_BYTES if memory is not None else _window_bytes(ring_bytes)
         if memory is None:
             self._memory, self._size = self._borrowed(ring_bytes)
         else:
@@ -189,6 +191,7 @@ class StreamWriter:
 
     Attributes:
         size_bytes: taken so far.
+        piece_bytes: what is taken at once.
         seconds: by name. ``hash``: the caller summed. ``wait``: the caller waited for a window of the ring. ``write``:
             what the threads took to write, together. ``flush``: from the last write until the file was durable.
 
@@ -212,6 +215,7 @@ class StreamWriter:
             raise ValueError(f"memory={memory.size_bytes} bytes for a file of {size_bytes}: expected at least as many")
         self.may_grow = may_grow
         self.size_bytes = 0
+        self.piece_bytes = _PIECE_BYTES if memory is None else _LARGE_WINDOW_BYTES
         self.seconds = {"hash": 0.0, "write": 0.0, "wait": 0.0, "flush": 0.0}
         self._path = path
         self._digester = Digester(chunk_bytes_for(size_bytes) if chunk_bytes is None else chunk_bytes)
@@ -264,7 +268,7 @@ class StreamWriter:
             CRC-32 of the bytes, those before included.
         """
         while size:
-            length = min(size, self._room(), _PIECE_BYTES)
+            length = min(size, self._room(), self.piece_bytes)
             if address != self._window.address + self._filled:
                 move(self._window.address + self._filled, address, length)
             if crc is not None:
@@ -320,7 +324,7 @@ class StreamWriter:
     def _advance(self, size: int) -> None:
         self._filled += size
         self.size_bytes += size
-        if self._filled - self._digested >= _PIECE_BYTES:
+        if self._filled - self._digested >= self.piece_bytes:
             self._digest()
 
     def _digest(self) -> None:
