@@ -24,6 +24,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
+from composerlite._version import VERSION
+
 ROOT = Path(__file__).resolve().parents[2]
 
 PAGES = {
@@ -66,7 +68,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     repository = config.extra.get("repository") or project.get("urls", {}).get("Repository")
     link = f' · <a href="{repository}">Repository</a>' if repository else ""
-    config.copyright = f"{project['name']} {project['version']} · {project['license']} license{link}"
+    config.copyright = f"{project['name']} {VERSION} · {project['license']} license{link}"
     return config
 
 

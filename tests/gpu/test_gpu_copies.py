@@ -113,16 +113,16 @@ def weight() -> nn.Parameter:
 
 
 def saved_value(weight: nn.Parameter, wait: str) -> tuple[float, float]:
-    """The least and the largest number of a snapshot of ones that is taken while the device is busy."""
+    """The least and the largest number of a snapshot of twos that is taken while the device is busy."""
     staging = Staging(verify="never", devices=Without(wait))
     optimizer = torch.optim.SGD([weight], lr=1.0, maximize=True)
     image = TorchImage({"weight": weight})
-    for _ in range(2):  # the first one copies at once
+    for number in range(2):  # the first one copies at once, ones: that is what its memory has at the second
         assert staging.reserve(image.size_bytes)
         image = TorchImage({"weight": weight})
         offset = image.storages()[0].offset
         with torch.no_grad():
-            weight.zero_()
+            weight.fill_(number)
         torch.cuda.synchronize()
         torch.cuda._sleep(200_000_000)  # training is behind
         optimizer.step()
@@ -139,14 +139,14 @@ def saved_value(weight: nn.Parameter, wait: str) -> tuple[float, float]:
 @NEEDS_CUDA
 def test_a_late_copy_has_the_bytes_of_the_save(weight: nn.Parameter) -> None:
     """Training is far behind the host, and the next step is queued before the copy has begun."""
-    assert saved_value(weight, "") == (1.0, 1.0)
+    assert saved_value(weight, "") == (2.0, 2.0)
 
 
 @NEEDS_CUDA
 @pytest.mark.parametrize("wait", ["after_training", "before_training", "wait"])
 def test_without_a_wait_the_bytes_are_wrong(wait: str, weight: nn.Parameter) -> None:
     """Each one is needed on a real device, too; one of ten tries shows it."""
-    assert any(saved_value(weight, wait) != (1.0, 1.0) for _ in range(10))
+    assert any(saved_value(weight, wait) != (2.0, 2.0) for _ in range(10))
 
 
 @NEEDS_CUDA

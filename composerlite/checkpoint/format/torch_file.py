@@ -295,7 +295,7 @@ def _tensor_at(address: int, size_bytes: int, dtype: torch.dtype) -> Tensor:
 
 
 def _are_finite(address: int, size_bytes: int, bits: _Bits) -> bool:
-    memory = (ctypes.c_char * size_bytes).from_address(address)
+    memory = memoryview((ctypes.c_char * size_bytes).from_address(address))
     count = size_bytes // (bits.sign.bit_length() // 8)
     if not count:
         return True
