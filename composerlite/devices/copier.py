@@ -547,9 +547,12 @@ class MachineDevices:
 
 def _load_kernels() -> None:
     """Sum up a little on the current device, and get pinned memory for the sums: the first time takes over 50 ms."""
-    with torch.cuda.stream(torch.cuda.Stream()):
-        sums = content_sums([torch.zeros(n, dtype=torch.uint8, device="cuda") for n in (5, 5, 2 * _SMALL_BYTES)])
-        torch.empty(1 << 16, pin_memory=True)[: sums.numel()].copy_(sums.view(-1), non_blocking=True)
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            sums = content_sums([torch.zeros(n, dtype=torch.uint8, device="cuda") for n in (5, 16 * _COLUMNS)])
+            torch.empty(1 << 16, pin_memory=True)[: sums.numel()].copy_(sums.view(-1), non_blocking=True)
+    except RuntimeError as e:  # no memory: the first save may find some
+        log.debug("kernels are loaded at the first save: %s", e)
 
 
 def _clear_cuda_error() -> None:
