@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
+from composerlite.algorithms.batch.items import image_size
 from composerlite.algorithms.batch.mixing import Mixing, draw_coefficient, draw_permutation
 from composerlite.core import State
 from composerlite.errors import ConfigError, TrainingError, checked_arguments
@@ -62,12 +63,13 @@ def cutmix_batch(
 
     Raises:
         ConfigError: both ``length`` and ``bbox``, or values that mean nothing.
+        TrainingError: ``input`` has no height and width.
     """
     if bbox is not None and length is not None:
         raise ConfigError(f"length={length}, bbox={bbox}: give one of them.")
     if length is not None and not 0 <= length <= 1:
         raise ConfigError(f"length={length}: expected a number from 0 to 1.")
-    height, width = input.shape[-2:]
+    height, width = image_size(input, who="CutMix")
     if indices is None:
         indices = draw_permutation(input)
     if bbox is None:

@@ -7,7 +7,7 @@ from typing import Any, final
 from torch import Tensor
 
 from composerlite.algorithms.batch.cutmix import draw_box
-from composerlite.algorithms.batch.items import BatchItem
+from composerlite.algorithms.batch.items import BatchItem, image_size
 from composerlite.core import Algorithm, Event, Logger, State
 from composerlite.errors import ConfigError, checked_arguments
 
@@ -34,9 +34,10 @@ def cutout_batch(
 
     Raises:
         ConfigError: values that mean nothing.
+        TrainingError: ``input`` has no height and width.
     """
     _check("cutout_batch", num_holes, length)
-    height, width = input.shape[-2:]
+    height, width = image_size(input, who="CutOut")
     side = int(min(height, width) * length)
     cut = input.clone()
     for _ in range(num_holes):
@@ -81,7 +82,7 @@ class CutOut(Algorithm):
         """Cut the holes.
 
         Raises:
-            TrainingError: the inputs are no tensor.
+            TrainingError: the inputs are no images.
         """
         images = self._input.tensor(state, who="CutOut")
         self._input.replace(state, cutout_batch(images, self.num_holes, self.length, self.uniform_sampling))

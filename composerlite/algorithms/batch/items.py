@@ -50,5 +50,19 @@ class BatchItem:
         state.batch_set_item(self._set, value)
 
 
+def image_size(images: Tensor, *, who: str) -> tuple[int, int]:
+    """Return height and width of ``images``, of shape (…, C, H, W) or (N, H, W).
+
+    Raises:
+        TrainingError: they have fewer than three dimensions; ``who`` needs images.
+    """
+    if images.ndim < 3:
+        raise TrainingError(
+            f"{who}: the inputs have the shape {tuple(images.shape)}: expected images, (N, C, H, W). Leave {who} out "
+            "for other inputs, or name the images with input_key."
+        )
+    return images.shape[-2], images.shape[-1]
+
+
 def _is_pair_of_functions(key: Any) -> bool:
     return isinstance(key, tuple | list) and len(key) == 2 and all(callable(part) for part in key)

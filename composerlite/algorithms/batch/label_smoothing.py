@@ -24,13 +24,31 @@ def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Ten
 
     Returns:
         Probabilities of shape (N, C, …).
+
+    Raises:
+        ConfigError: ``smoothing`` is not from 0 to 1.
+        TrainingError: ``logits`` and ``target`` are not of these shapes, or a class number is too large.
     """
     _check(smoothing)
+    if logits.ndim < 2:
+        raise TrainingError(
+            f"Targets of classes: the outputs have the shape {tuple(logits.shape)}: expected (N, C, …), whose second "
+            "dimension is the classes."
+        )
     classes = logits.shape[1]
     if target.shape == logits.shape:
         return target.to(logits.dtype) * (1 - smoothing) + smoothing / classes
+    if target.is_floating_point() or target.shape != logits.shape[:1] + logits.shape[2:]:
+        raise TrainingError(
+            f"Targets of classes: they have the shape {tuple(target.shape)} and the type {target.dtype}, and the "
+            f"outputs the shape {tuple(logits.shape)}: expected class numbers of shape (N, …), or probabilities of the "
+            "outputs' shape."
+        )
     known = (target >= 0).unsqueeze(1)
-    one_hot = F.one_hot(target.clamp(min=0), classes).movedim(-1, 1).to(logits.dtype)
+    try:
+        one_hot = F.one_hot(target.clamp(min=0).long(), classes).movedim(-1, 1).to(logits.dtype)
+    except RuntimeError as error:
+        raise TrainingError(f"Targets of classes: the outputs have {classes} classes: {error}") from error
     return (one_hot * (1 - smoothing) + smoothing / classes) * known
 
 

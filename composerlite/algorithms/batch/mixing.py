@@ -59,10 +59,12 @@ class Mixing(Algorithm):
     def mix_target(self, state: State, target: Tensor) -> Tensor:
         """Return ``target`` mixed as the inputs were."""
         outputs = state.outputs
-        if not isinstance(outputs, Tensor):
+        if not isinstance(outputs, Tensor) or outputs.ndim < 2:
+            shape = f" of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else ""
             raise TrainingError(
                 f"{type(self).__name__} needs outputs that are a tensor, whose second dimension is the classes: the "
-                f"model gives a {type(outputs).__name__}. With interpolate_loss=True the losses are mixed instead."
+                f"model gives a {type(outputs).__name__}{shape}. With interpolate_loss=True the losses are mixed "
+                "instead."
             )
         own = smooth_labels(outputs, target, 0.0)
         return (1 - self._share) * own + self._share * own[self._partners]

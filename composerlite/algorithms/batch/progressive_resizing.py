@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from composerlite.algorithms.batch.items import BatchItem
+from composerlite.algorithms.batch.items import BatchItem, image_size
 from composerlite.core import Algorithm, Event, Logger, State, Time, TimeUnit, span
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 
@@ -37,7 +37,9 @@ def resize_batch(
 
     Raises:
         ConfigError: another mode, or targets without height and width.
+        TrainingError: ``input`` has no height and width.
     """
+    image_size(input, who="ProgressiveResizing")
     if mode not in _MODES:
         raise ConfigError(f"mode={mode!r} does not exist.{did_you_mean(mode, _MODES)}")
     if resize_targets and target.ndim < 3:
@@ -124,12 +126,12 @@ class ProgressiveResizing(Algorithm):
         """Make the images of the batch as small as they are to be now.
 
         Raises:
-            TrainingError: inputs or targets are no tensors.
+            TrainingError: the inputs are no images, or the targets no tensor.
         """
         images = self._input.tensor(state, who="ProgressiveResizing")
         targets = self._target.tensor(state, who="ProgressiveResizing")
         scale = self.scale(span(_TRAINING, state).fraction)
-        width = images.shape[-1]
+        _, width = image_size(images, who="ProgressiveResizing")
         whole = max(1, round(width * scale / self.size_increment)) * self.size_increment
         images, resized = resize_batch(images, targets, whole / width, self.mode, self.resize_targets)
         self._input.replace(state, images)
@@ -156,9 +158,9 @@ class ProgressiveResizing(Algorithm):
 def _shrunk(images: Tensor, scale: float) -> Tensor:
     """Return images or masks of the nearest pixels."""
     size = [max(1, int(side * scale + 1e-6)) for side in images.shape[-2:]]  # 1e-6: 0.7 of 10 is 7
-    with_channels = images if images.ndim > 3 else images.unsqueeze(1)
-    shrunk = F.interpolate(with_channels.float(), size=size, mode="nearest").to(images.dtype)
-    return shrunk if images.ndim > 3 else shrunk.squeeze(1)
+    flat = images if images.ndim == 4 else images.reshape(-1, 1, *images.shape[-2:])
+    shrunk = F.interpolate(flat.float(), size=size, mode="nearest").to(images.dtype)
+    return shrunk.reshape(*images.shape[:-2], *size)
 
 
 def _cropped(images: Tensor, scale: float, places: list[float]) -> Tensor:
