@@ -193,7 +193,15 @@ def test_a_bare_pickle_runs_no_code_either(tmp_path: Path, protocol: int) -> Non
     assert not made.exists()
 
 
-@pytest.mark.parametrize(("what", "name"), [(Mine(3), "test_trust.Mine"), (Color.RED, "test_trust.Color")])
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        (Mine(3), "test_trust.Mine"),
+        (Color.RED, "test_trust.Color"),
+        (range(1, 3), "builtins.range"),  # a file calls it __builtin__.xrange, and the next UserList.UserList
+        (collections.UserList([1, 2]), "collections.UserList"),
+    ],
+)
 def test_a_type_of_the_users_is_refused_by_name_until_allowed(tmp_path: Path, what: Any, name: str) -> None:
     """The message names it, and both calls that it shows make the file load."""
     path = tmp_path / "mine.pt"
@@ -201,7 +209,7 @@ def test_a_type_of_the_users_is_refused_by_name_until_allowed(tmp_path: Path, wh
     with pytest.raises(UntrustedCheckpointError) as e:
         read_checkpoint(path)
     kind = name.split(".")[1]
-    assert f"holds {name}" in str(e.value)
+    assert f"holds {name}," in str(e.value)
     assert f"torch.serialization.add_safe_globals([{kind}])" in str(e.value)
     assert "trust_checkpoint=True" in str(e.value)
     with torch.serialization.safe_globals([type(what), getattr]):

@@ -15,6 +15,7 @@ import math
 import pathlib
 import re
 import sys
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, cast, final
 
@@ -144,6 +145,11 @@ def is_loadable(thing: Any) -> bool:
     return known or _own_enum(full) is not None or storage_kind(module, name) is not None
 
 
+def _name_in_python_3(module: str, name: str) -> tuple[str, str]:
+    """Module and name of what protocol 2, of Python 2, calls ``module.name``, such as ``xrange``."""
+    return NAME_MAPPING.get((module, name)) or (IMPORT_MAPPING.get(module, module), name)
+
+
 @final
 class Described(dict[str, Any]):
     """An object of a class that is not here: its name, what it was called with and its state. It does nothing."""
@@ -191,7 +197,8 @@ class SafeConstructor:
         Raises:
             RefusedError: it is not known to be safe.
         """
-        module = "builtins" if module == "__builtin__" else module  # as protocol 2 calls it
+        if f"{module}.{name}" not in self._user:
+            module, name = _name_in_python_3(module, name)
         full = f"{module}.{name}"
         if module in _BLOCKED or full in _BLOCKED:
             raise RefusedError(full, allowable=False)
