@@ -22,6 +22,9 @@ _STORES = {
 }
 """Module and class of the store of each scheme. The module imports the SDK; it is imported when a store is opened."""
 _DOWNLOADS = ("http", "https")
+_SCHEMES = (*_STORES, *_DOWNLOADS, "file")
+_NEARLY = re.compile(rf"\s*(?P<scheme>{'|'.join(_SCHEMES)}):/+(?P<rest>.*)", re.DOTALL | re.IGNORECASE)
+"""A URI that begins with a space, or has lost a slash, as in a ``pathlib.Path``. No path is meant by it."""
 _PIECE_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 60.0
 
@@ -37,9 +40,14 @@ def parse_uri(uri: str) -> tuple[str, str, str]:
     ('', '', 'runs/ep1.pt')
 
     Raises:
-        ConfigError: the scheme is not known, or there is no bucket.
+        ConfigError: the scheme is not known, or there is no bucket; or it is no URI, but nearly one.
     """
     found = _URI.fullmatch(uri)
+    if found is None and (nearly := _NEARLY.fullmatch(uri)) is not None:
+        meant = f"{nearly['scheme']}://{'/' if nearly['scheme'].lower() == 'file' else ''}{nearly['rest']}"
+        raise ConfigError(
+            f"{uri!r} is no URI: did you mean {meant!r}? Give it as text: a pathlib.Path takes one of the slashes away."
+        )
     if found is None:
         return "", "", uri
     scheme, bucket, path = found["scheme"].lower(), found["bucket"], found["path"]
@@ -48,7 +56,7 @@ def parse_uri(uri: str) -> tuple[str, str, str]:
             raise ConfigError(f"{uri!r}: a file:// URI names a file of this machine, as in 'file:///data/run'.")
         return "", "", unquote(f"/{path}")
     if scheme not in _STORES and scheme not in _DOWNLOADS:
-        raise ConfigError(f"{uri!r}: unknown scheme {scheme!r}.{did_you_mean(scheme, [*_STORES, *_DOWNLOADS, 'file'])}")
+        raise ConfigError(f"{uri!r}: unknown scheme {scheme!r}.{did_you_mean(scheme, _SCHEMES)}")
     if not bucket:
         raise ConfigError(f"{uri!r}: expected a bucket after the scheme, such as '{scheme}://bucket/run'.")
     return scheme, bucket, path

@@ -125,6 +125,66 @@ def test_a_missing_checkpoint_is_named(bucket: str) -> None:
         trainer(load_path=f"{bucket}/run/ep9.pt")
 
 
+@pytest.mark.parametrize("folder", [Path("s3://bucket/run"), "s3:/bucket/run", " s3://bucket/run", "GS:/bucket/run"])
+def test_what_is_nearly_a_uri_is_no_folder(folder: str | Path, tmp_path: Path) -> None:
+    """A URI that went through ``pathlib``, or has a space before it: nothing is saved to a folder named ``s3:``."""
+    for argument in ("save_folder", "load_path"):
+        arguments: dict[str, Any] = {argument: folder}
+        with pytest.raises(ConfigError, match=r"did you mean '(s3|GS)://bucket/run'"):
+            trainer(**arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("folder", ["s3://bucket/x", ""])
+def test_a_staging_folder_is_on_this_machine(bucket: str, folder: str) -> None:
+    """A bucket is no folder to stage in, and an empty text no folder at all."""
+    with pytest.raises(ConfigError, match=f"save_staging_folder='{folder}': expected a folder on this machine"):
+        trainer(save_folder=f"{bucket}/run", save_staging_folder=folder)
+
+
+def test_names_in_a_bucket_that_nothing_is_uploaded_to_are_refused(bucket: str) -> None:
+    """A URI as the name of remote files says which bucket is meant: it is that one, or an error."""
+    name, latest = "s3://elsewhere/run/ep{epoch}.pt", "s3://elsewhere/run/latest"
+    refused = rf"remote_file_name='s3://elsewhere/run.*buckets of this run: {bucket}\)"
+    for folder, loggers in ((f"{bucket}/run", []), ("run", [RemoteUploaderDownloader(bucket)])):
+        with pytest.raises(ConfigError, match=refused):
+            trainer(save_folder=folder, loggers=loggers, save_remote_file_name=name)
+        with pytest.raises(ConfigError, match=refused):
+            trainer(loggers=loggers, callbacks=[CheckpointSaver(folder, latest_remote_file_name=latest)])
+    with pytest.raises(ConfigError, match=r"buckets of this run: none\)"):
+        trainer(save_folder="run", save_remote_file_name=name)
+    of_the_bucket = f"{bucket}/run/ep{{epoch}}.pt"
+    trainer(save_folder="run", loggers=[RemoteUploaderDownloader(bucket)], save_remote_file_name=of_the_bucket).close()
+
+
+def test_slashes_at_the_start_of_a_prefix_lead_nowhere_else(bucket: str, store: ObjectStore, tmp_path: Path) -> None:
+    """``s3://bucket//run`` is staged in ``run``, as ``s3://bucket/run`` is, and not in a folder at the root."""
+    train(save_folder=f"{bucket}//{tmp_path.name}", max_duration="1ep")
+    assert not Path("/", tmp_path.name).exists()
+    assert (tmp_path / tmp_path.name / "ep1-ba4-rank0.pt").exists()
+    assert f"{tmp_path.name}/ep1-ba4-rank0.pt" in names(store)
+
+
+def test_what_is_staged_for_another_bucket_is_not_resumed(s3_server: Any, bucket: str, tmp_path: Path) -> None:
+    """Two projects with the same prefix and run name, in two buckets: neither goes on from the other's weights."""
+    train(save_folder=f"{bucket}/run", run_name="mine", max_duration="1ep")
+    other = f"s3://{s3_server.new_bucket()}"
+    with pytest.raises(
+        ConfigError, match=rf"checkpoints of the run 'mine' that were saved for {bucket}, not for {other}"
+    ):
+        trainer(save_folder=f"{other}/run", run_name="mine", autoresume=True)
+    with open_store(other) as theirs:
+        assert names(theirs) == []
+    trainer(save_folder=f"{other}/run", run_name="theirs", autoresume=True).close()
+    trainer(save_folder=f"{other}/run", run_name="mine", save_staging_folder="stage").close()
+    with trainer(save_folder=f"{bucket}/run", run_name="mine", autoresume=True) as run:
+        assert run.state.timestamp.epoch == 1
+    for note in (tmp_path / "run" / ".manifest").glob(".bucket-*"):  # the run has moved, says who removes it
+        note.unlink()
+    with trainer(save_folder=f"{other}/run", run_name="mine", autoresume=True) as run:
+        assert run.state.timestamp.epoch == 1
+
+
 # ── in training ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_bucket_that_goes_away_ends_training_and_what_was_saved_is_here(
     s3_server: Any, bucket: str, store: ObjectStore, tmp_path: Path
@@ -246,7 +306,7 @@ def test_keeping_none_here_holds_after_a_resume(bucket: str, tmp_path: Path) -> 
     how: dict[str, Any] = {"save_folder": f"{bucket}/run", "save_num_checkpoints_to_keep": 0}
     train(**how, max_duration="2ep")
     train(**how, autoresume=True)
-    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+    assert [path.name for path in tmp_path.rglob("*") if not path.is_dir() and not path.match(".bucket-*")] == []
 
 
 def test_a_logger_that_only_loads_formats_names(bucket: str) -> None:
@@ -266,7 +326,7 @@ def test_the_staging_folder_can_be_chosen(bucket: str, tmp_path: Path) -> None:
     assert run.saved_checkpoints == [f"{tmp_path}/stage/run/ep3-ba12-rank0.pt"]
     torch.load(run.saved_checkpoints[-1], weights_only=True)
     left = sorted(str(path.relative_to(tmp_path / "stage")) for path in (tmp_path / "stage").rglob("*"))
-    assert left == [
+    assert [path for path in left if "/.bucket-" not in path] == [
         "run",
         "run/.manifest",
         "run/.manifest/ep3-ba12-rank0.pt.json",

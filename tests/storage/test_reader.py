@@ -182,7 +182,6 @@ def test_who_waits_for_the_disk_helps_a_caller_who_is_slow(tmp_path: Path, cores
     content = random.Random(4).randbytes(80 * MiB + 5)
     path, memory = tmp_path / "file", bytearray(80 * MiB + 5)
     path.write_bytes(content)
-    forget(path)
     loaders: list[threading.Thread] = []
 
     def progress(_: int) -> None:
@@ -191,11 +190,16 @@ def test_who_waits_for_the_disk_helps_a_caller_who_is_slow(tmp_path: Path, cores
             for loader in loaders:
                 loader.join(30)
 
-    with ParallelReader(path, digest_of(content), threads=1, cores=cores) as reader:
-        reader.read_into([(0, address_of(memory), len(memory))], progress)
+    for _ in range(5):  # on a busy machine they may have done everything before this thread is first called
+        memory[:] = bytes(len(memory))
+        forget(path)
+        with ParallelReader(path, digest_of(content), threads=1, cores=cores) as reader:
+            reader.read_into([(0, address_of(memory), len(memory))], progress)
+        assert memory == content
+        if loaders:
+            break
     assert loaders
     assert not any(loader.is_alive() for loader in loaders)
-    assert memory == content
 
 
 @pytest.mark.parametrize("cores", [2, 64])

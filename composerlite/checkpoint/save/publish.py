@@ -401,11 +401,13 @@ class Publishing:
                 for destination in logger.destinations
                 if destination.uploader is not None
             ]
+            self._options.check_buckets(publisher.bucket.uri() for publisher in self.publishers)
             return
         uploader = storage.Uploader(storage.Transfer(store), num_concurrent=2)  # checkpoints, and the sweep
         self._uploader = uploader
         self.publishers = [self._publisher(uploader, "", state)]
         bucket = self.publishers[0].bucket
+        self._options.check_buckets([bucket.uri()])
         bucket.check_writable()
         if root := bucket.root:  # the whole bucket is not ours to tidy
             what = f"removing unfinished uploads of killed processes in {root!r}"

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, SupportsInt, final
 
+import xxhash
+
 from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.lease import Lease, take_leases
@@ -45,7 +47,7 @@ from composerlite.checkpoint.save.memory_folder import (
     write_mark,
 )
 from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError
-from composerlite.storage import is_uri, parse_uri
+from composerlite.storage import atomic_write, is_uri, make_folder, parse_uri
 from composerlite.types import Lineage, StateDict
 
 __all__ = [
@@ -108,6 +110,7 @@ class SaveOptions:
     bucket: str | None = field(init=False)
     path: str = field(init=False)
     keeps_none: bool = field(init=False)
+    _named: tuple[tuple[str, str], ...] = field(init=False)
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], *, any_ephemeral: bool) -> SaveOptions:
@@ -137,7 +140,7 @@ class SaveOptions:
         _check_number(self.num_concurrent_uploads, argument="num_concurrent_uploads", least=1)
         scheme, bucket, path = parse_uri(self.folder)
         self._set("bucket", f"{scheme}://{bucket}" if scheme else None)
-        self._set("path", path.rstrip("/") if scheme else path)
+        self._set("path", path.strip("/") if scheme else path)
         self._set("keeps_none", self.num_checkpoints_to_keep == 0)
         if scheme in ("http", "https"):
             raise ConfigError(
@@ -148,7 +151,14 @@ class SaveOptions:
                 f"save_staging_folder={str(self.staging_folder)!r}: nothing is staged for save_folder="
                 f"{self.folder!r}, a local folder. Leave it out, or give save_folder a URI."
             )
+        if self.staging_folder is not None and (not str(self.staging_folder) or is_uri(str(self.staging_folder))):
+            raise ConfigError(f"save_staging_folder={str(self.staging_folder)!r}: expected a folder on this machine.")
         check_template(self.filename, argument="save_filename")
+        names = {
+            "save_remote_file_name": str(self.remote_file_name),
+            "save_latest_remote_file_name": str(self.latest_remote_file_name),
+        }
+        self._set("_named", tuple((name, argument) for argument, name in names.items() if is_uri(name)))
         below = self.path.removeprefix("./").strip("/")
         if self.remote_file_name == OWN_REMOTE_NAME:
             self._set("remote_file_name", None if scheme else OWN_REMOTE_NAME.replace("{filename}", self.filename))
@@ -191,6 +201,21 @@ class SaveOptions:
         """True if checkpoints are deleted from the folder when there are newer ones."""
         rules = self.keep_every is not None or self.best_k is not None or self.num_checkpoints_to_keep not in (-1, 0)
         return rules or self.any_ephemeral
+
+    def check_buckets(self, places: Iterable[str]) -> None:
+        """See that the buckets in the names of remote files are among ``places``, the URIs that are saved to.
+
+        Raises:
+            ConfigError: one is not.
+        """
+        buckets = {parse_uri(place)[:2] for place in places}
+        for name, argument in self._named:
+            if parse_uri(name)[:2] not in buckets:
+                have = ", ".join(f"{scheme}://{bucket}" for scheme, bucket in sorted(buckets)) or "none"
+                raise ConfigError(
+                    f"{argument}={name!r}: nothing is uploaded to that bucket (buckets of this run: {have}). Give "
+                    "save_folder its URI, or the Trainer a RemoteUploaderDownloader for it."
+                )
 
     def check(self, held: StateDict) -> None:
         """See that checkpoints can hold what is saved of ``held``; ConfigError."""
@@ -374,17 +399,38 @@ class RunFolder:
                 make_private(folder, levels=len(Path(state.run_name).parts) + 1)
                 warn_of_others(folder, Path(state.run_name).name)
 
-    def prepare(self) -> None:
+    def prepare(self, run_name: str) -> None:
         """Make the folder, and finish or remove what a killed run left in it; on rank 0.
 
         Raises:
-            ConfigError: it cannot be made or written to.
+            ConfigError: it cannot be made or written to, or has checkpoints of ``run_name`` for another bucket.
         """
         try:
             self.own_catalog.place.check_writable()
+            if self._options.bucket is not None:
+                self._stage_for(self._options.bucket, run_name)
         except OSError as e:
             raise ConfigError(f"save_folder={self.folder!r} cannot be written to: {e}. Choose another folder.") from e
         self.catalog.recover()
+
+    def _stage_for(self, bucket: str, run_name: str) -> None:
+        """Note in the folder which bucket the checkpoints of ``run_name`` in it are for: another run may have the name.
+
+        Raises:
+            ConfigError: those that are there are for another bucket.
+        """
+        note = self.root / ".manifest" / f".bucket-{xxhash.xxh3_64_hexdigest(run_name.encode())}"
+        before = note.read_bytes().decode(errors="replace") if note.is_file() else bucket
+        if before != bucket and any(one.run_name == run_name for one in self.catalog.manifests()):
+            raise ConfigError(
+                f"save_folder={self._options.folder!r}: {self.folder!r} on this machine has checkpoints of the run "
+                f"{run_name!r} that were saved for {before}, not for {bucket}. Give this run another run_name or "
+                f"save_staging_folder; or remove {str(note)!r} if they are its own."
+            )
+        if before != bucket or not note.is_file():
+            make_folder(note.parent)
+            with atomic_write(note) as file:
+                file.write(bucket.encode())
 
     def share_files(self, form: Form) -> None:
         """Divide the data files that a node may write by its ranks, those of the node that has the most.

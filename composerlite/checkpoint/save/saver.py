@@ -295,6 +295,8 @@ class Saver:
                 "num_checkpoints_to_keep=0 keeps none in the folder, and there is no bucket to keep them in: give "
                 "save_folder a URI, or the Trainer a RemoteUploaderDownloader, or keep 1 or more."
             )
+        else:
+            self.options.check_buckets(())
         if self.options.in_memory:
             savers = [one for one in others if not one.options.in_memory]
             saver = next((one for one in savers if not one.options.weights_only), savers[0])
@@ -304,7 +306,7 @@ class Saver:
             self.where.keep_in_memory(state, key)
         with group.all_or_none("preparing the folder of checkpoints"):
             if group.is_first:
-                self.where.prepare()
+                self.where.prepare(state.run_name)
                 if self._publishing is not None:
                     self._publishing.open(state, logger)
         self.where.find_disks(form)
