@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import re
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +12,7 @@ import pytest
 import torch
 from tiny_training import Classifier, CrashError, StopAt, saved_batches, train, trainer
 
-from composerlite.callbacks import CheckpointSaver, PreemptionHandler
+from composerlite.callbacks import CheckpointSaver
 from composerlite.core import Callback, Logger, State
 from composerlite.errors import (
     CheckpointExistsError,
@@ -249,21 +246,6 @@ def test_a_crash_loses_no_checkpoint_where_a_logger_uploads(bucket: str, store: 
     ):
         run.fit()
     assert "run/ep1-ba5-rank0.pt" in names(store)
-
-
-def a_run_that_is_preempted(folder: str) -> None:
-    trainer(
-        callbacks=[CrashBehindUpload(30, signals=True), PreemptionHandler("1s")], save_folder=folder, autoresume=True
-    ).fit()
-
-
-def test_a_program_that_is_preempted_does_not_outstay_its_grace_period(bucket: str, tmp_path: Path) -> None:
-    """It waits no longer for an upload than it has, and names what is not there, with the exit code of the signal."""
-    started = time.monotonic()
-    done = run_forked(a_run_that_is_preempted, f"{bucket}/run", cwd=tmp_path)
-    assert time.monotonic() - started < 25
-    assert done.returncode == 128 + signal.SIGTERM
-    assert re.search(r"before this was done: .*/run/ep2-ba8-rank0\.pt", done.stderr)
 
 
 def test_the_end_of_fit_tells_of_the_last_upload(s3_server: Any, bucket: str, store: ObjectStore) -> None:

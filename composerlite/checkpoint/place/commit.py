@@ -29,6 +29,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Container, Generator, Iterable, Iterator, Mapping
@@ -36,8 +37,8 @@ from pathlib import Path
 from typing import Protocol, final
 
 from composerlite.checkpoint.format import INDEX, INDEXES, SUFFIX, WEIGHTS_INDEX
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, record_path
-from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
+from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, record_path
+from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
 from composerlite.storage import (
     abandoned_temporaries,
     fsync_folder,
@@ -56,6 +57,7 @@ __all__ = [
     "TRAIN",
     "Commit",
     "between_names",
+    "check_replaceable",
     "dead_saves",
     "deletion_of",
     "discard",
@@ -90,6 +92,10 @@ _PART = re.compile(
 """A file of a checkpoint that is a directory; all others in it are the user's."""
 GONE = re.compile(r"\.(.+)\.gone\.tmp-[0-9a-f]{16}")
 """The manifest of a checkpoint that is being deleted: as long as that of a commit that has not ended."""
+_WITH_PARTS = re.compile(
+    rf"{MODEL}|{TRAIN}|{re.escape(MANIFESTS)}|\.{MODEL}\.saving-[0-9a-f]{{16}}(?:-old|-failed)?(?:/.*)?"
+)
+"""A folder of a checkpoint that is a directory."""
 _WEIGHTS = re.compile(r"model(?:-\d+-of-\d+)?(?:_[0-9a-f]{8})?\.safetensors(?:\.index\.json)?")
 """The same, where it is a folder of weights."""
 _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
@@ -199,6 +205,8 @@ def take_name(place: Path, path: Path) -> Path | None:
     elif not os.path.lexists(path):
         place.rename(path)
         return None
+    if place.is_dir():
+        place.chmod(stat.S_IMODE(path.stat().st_mode))
     if exchange(place, path):
         return place
     if not place.is_dir():
@@ -285,22 +293,50 @@ def discard(old: Path, path: Path) -> None:
 
 
 def _is_rescued(old: Path, path: Path) -> bool:
-    """Move the user's files in ``old`` to ``path``; return whether none is left."""
-    clear = True
+    """Move the user's files and folders in ``old`` to ``path``, each as a whole; return whether none is left."""
     of_weights = (old / WEIGHTS_INDEX).is_file()
-    for folder, _, names in os.walk(old):
-        for entry in (Path(folder) / name for name in names):
-            relative = entry.relative_to(old)
-            if _PART.fullmatch(str(relative)) or (of_weights and _WEIGHTS.fullmatch(str(relative))):
+    clear = True
+    folders = [Path()]
+    while folders:
+        for entry in sorted((old / folders.pop()).iterdir()):
+            relative, is_folder = entry.relative_to(old), entry.is_dir() and not entry.is_symlink()
+            if is_folder and (_WITH_PARTS.fullmatch(str(relative)) or (path / relative).is_dir()):
+                folders.append(relative)
+            elif not is_folder and (
+                _PART.fullmatch(str(relative)) or (of_weights and _WEIGHTS.fullmatch(str(relative)))
+            ):
                 continue
-            target = path / relative
-            if not path.is_dir():
+            elif os.path.lexists(path / relative) or not path.is_dir():
                 log.warning("%s is left behind: it holds %s, which is not part of a checkpoint", old, relative)
                 clear = False
-            elif not os.path.lexists(target):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                entry.rename(target)
+            else:
+                (path / relative).parent.mkdir(parents=True, exist_ok=True)
+                entry.rename(path / relative)
     return clear
+
+
+def check_replaceable(path: Path) -> None:
+    """See that the directory ``path``, if there is one, can give its name to a new one: see :func:`take_name`.
+
+    Raises:
+        ConfigError: others use it by its name.
+    """
+    real = Path(os.path.realpath(path))
+    reason = ""
+    if real in (home := Path("~").expanduser(), *home.parents):
+        reason = "is, or holds, the home of this user"
+    elif os.path.ismount(real):
+        reason = "is a mount point"
+    elif real.is_dir() and real.stat().st_mode & stat.S_ISVTX:
+        reason = "is a directory that users share"
+    with contextlib.suppress(FileNotFoundError):  # the current directory was removed
+        if real in (here := Path.cwd(), *here.parents):
+            reason = "is, or holds, the current directory"
+    if reason:
+        raise ConfigError(
+            f"checkpoint {str(path)!r}: a new directory takes the place of the one that is there, and {str(real)!r} "
+            f"{reason}. Save to a directory below it."
+        )
 
 
 # ── a checkpoint goes ────────────────────────────────────────────────────────────────────────────────────────────────

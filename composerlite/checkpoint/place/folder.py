@@ -303,6 +303,7 @@ class Folder(Place):
             os.close(self._locks.pop(handle))
 
     def begin(self, name: str, check: Callable[[], bool], *, overwrite: bool) -> SaveHandle:
+        commits.check_replaceable(self.path / name)
         while True:
             number = secrets.token_hex(8)
             suffix = f"_{number[:8]}" if overwrite else ""  # in a bucket they come beside the files that they replace
