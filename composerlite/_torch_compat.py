@@ -8,7 +8,8 @@ torch may change them in any release. Each is here since it has no public name t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,7 @@ __all__ = [
     "storage_id",
     "typed_storage_class",
     "untyped_storage",
+    "with_versions",
     "wrapper_tensor",
 ]
 
@@ -206,3 +208,14 @@ def memory_page(snapshot: Any, view: str) -> str:
 def observe_out_of_memory(observer: Callable[[int, int, int, int], None]) -> None:
     """Call ``observer`` with device and bytes before an allocation on a CUDA GPU fails. It stays for the process."""
     torch._C._cuda_attach_out_of_memory_observer(observer)  # pyright: ignore
+
+
+def with_versions(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """``state`` of ``model`` with the versions of its modules, as ``state_dict()`` has them.
+
+    Without them a module that has changed the form of its state converts what is in the present form already.
+    """
+    versioned: Any = OrderedDict(state)
+    modules = model.named_modules(remove_duplicate=False)
+    vars(versioned).update(_metadata=OrderedDict((name, {"version": module._version}) for name, module in modules))
+    return versioned

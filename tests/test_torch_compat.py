@@ -306,6 +306,14 @@ def test_observe_out_of_memory_is_there_in_builds_for_cuda() -> None:
     assert hasattr(torch._C, "_cuda_attach_out_of_memory_observer") == (torch.version.cuda is not None)
 
 
+@seen_with("with_versions", "2.13")
+def test_with_versions_has_what_state_dict_says_of_modules() -> None:
+    """Of all, by their names."""
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    state = model.state_dict()
+    assert compat.with_versions(dict(state), model)._metadata == state._metadata  # pyright: ignore
+
+
 def test_each_name_has_a_test_that_says_with_which_releases() -> None:
     """A name that is added here gets one."""
     assert sorted(SEEN) == sorted(compat.__all__)

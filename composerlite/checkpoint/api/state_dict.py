@@ -8,10 +8,12 @@ In one process nothing has to be set up. Where ``torch.distributed`` is, all ran
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import functools
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast, final
@@ -31,6 +33,12 @@ from composerlite.checkpoint.api.state_fit import (
 )
 from composerlite.checkpoint.format.sharded_index import leaves_of, nested, with_inner
 from composerlite.checkpoint.load import sharded
+from composerlite.checkpoint.load.optimizers import (
+    flattened,
+    optimizer_state,
+    optimizer_state_to_fill,
+    set_optimizer_state,
+)
 from composerlite.checkpoint.load.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import PathOrUri, ShardedDirectory, directory_at
@@ -316,7 +324,9 @@ def save_safetensors(
 def model_and_optim_state(model: nn.Module, optim: Optimizer | None, *, flatten: bool) -> StateDict:
     state: StateDict = {"model": sharded.model_state(model)}
     if optim is not None:
-        state["optim"] = sharded.optimizer_state(model, optim, flatten=flatten)
+        state["optim"] = optimizer_state(model, optim)
+        if flatten:
+            state["optim"] = flattened(state["optim"])
     return state
 
 
@@ -405,8 +415,8 @@ def load_model_and_optim_state(
     mapping = key_mapping or {}
     group = group_of(process_group)
 
-    def read(reader: sharded.RemoteFileSystemReader) -> tuple[StateDict, bool, Metadata]:
-        state, flatten = group.agree(
+    def read(reader: sharded.RemoteFileSystemReader) -> tuple[StateDict, Metadata]:
+        state = group.agree(
             "looking into a checkpoint",
             lambda: _checked_state(reader, model, optim, mapping, strict, flatten_optimizer_state),
         )
@@ -416,14 +426,14 @@ def load_model_and_optim_state(
             prune_state_dict(state, {key for key in metadata.state_dict_metadata if not is_group_members(key)})
         sharded.load(reader, state, group=group)
         merge_state_dicts(state, complete)
-        return state, flatten, metadata
+        return state, metadata
 
     with _reader(dir, pre_download, work_dir, thread_count) as reader:
-        state, flatten, metadata = sharded.read_whole(reader, group, read)
+        state, metadata = sharded.read_whole(reader, group, read)
     swap_param_keys(state, mapping, metadata, reverse=True, quiet=True)
     sharded.set_model_state(model, state["model"], strict=strict)
     if optim is not None:
-        sharded.set_optimizer_state(model, optim, state["optim"], flatten=flatten, strict=strict)
+        set_optimizer_state(model, optim, state["optim"])
 
 
 def _checked_state(
@@ -433,12 +443,15 @@ def _checked_state(
     mapping: Mapping[str, str],
     strict: bool,
     flatten: bool,
-) -> tuple[StateDict, bool]:
-    """Return the state to fill, by the checkpoint's keys, and true if it has the optimizer's state flattened."""
+) -> StateDict:
+    """Return the state to fill, by the checkpoint's keys."""
     metadata = reader.read_metadata()
+    state: StateDict = {"model": sharded.model_state(model)}
     if optim is not None:
-        flatten = is_flattened(metadata, default=flatten)
-    state = model_and_optim_state(model, optim, flatten=flatten)
+        is_stored = functools.partial(_has_optimizer_state, metadata, mapping, sorted(metadata.state_dict_metadata))
+        state["optim"] = optimizer_state_to_fill(model, optim, is_stored, strict=strict)
+        if flatten := is_flattened(metadata, default=flatten):
+            state["optim"] = flattened(state["optim"])
     swap_param_keys(state, mapping, metadata, quiet=True)
     for name in filter(
         lambda name: name.endswith(EXTRA_STATE), state["model"]
@@ -450,7 +463,15 @@ def _checked_state(
     if optim is not None:
         groups = group_names(model, optim, state["optim"], mapping, metadata)
         check_groups(reader, groups, flatten=flatten, strict=strict)
-    return state, flatten
+    return state
+
+
+def _has_optimizer_state(metadata: Metadata, mapping: Mapping[str, str], keys: Sequence[str], name: str) -> bool:
+    """Check that the checkpoint, whose sorted ``keys`` these are, has something of the optimizer for a parameter."""
+    there = mapping.get(name, name)
+    prefix = f"optim.state.{there if f'model.{there}' in metadata.state_dict_metadata else name}."
+    first = bisect.bisect_left(keys, prefix)
+    return first < len(keys) and keys[first].startswith(prefix)
 
 
 def load_keys(

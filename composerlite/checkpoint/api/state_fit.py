@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from composerlite.checkpoint.format.sharded_index import owner_of
 from composerlite.checkpoint.load import sharded
+from composerlite.checkpoint.load.optimizers import optimizer_state
 from composerlite.checkpoint.load.state_keys import swap_param_keys
 from composerlite.dist import is_dense
 from composerlite.errors import IncompatibleCheckpointError, did_you_mean
@@ -97,7 +98,7 @@ def group_names(
 ) -> list[list[str]]:
     """The names of the parameters of each group of ``optim``, as the checkpoint has them."""
     if "param_groups" not in state:  # flattened: it does not say
-        state = sharded.optimizer_state(model, optim, flatten=False)
+        state = optimizer_state(model, optim)
         swap_param_keys({"optim": state}, mapping, metadata, quiet=True)
     return [group["params"] for group in state["param_groups"]]
 

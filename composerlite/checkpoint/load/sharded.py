@@ -29,15 +29,13 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from composerlite import dist
+from composerlite._torch_compat import with_versions
 from composerlite.checkpoint.format.sharded_index import filled, inner_tensors, key_path, leaves, nested, tensor_at
 from composerlite.checkpoint.format.sharded_layout import narrowed
 from composerlite.checkpoint.format.torch_reader import item_contents
@@ -62,10 +60,8 @@ __all__ = [
     "load_directory",
     "load_flat",
     "model_state",
-    "optimizer_state",
     "read_whole",
     "set_model_state",
-    "set_optimizer_state",
     "unread",
 ]
 
@@ -370,9 +366,9 @@ def flat(state: StateDict) -> dict[str, Any]:
     return leaves(state, as_dcp=True, to_save=False).values
 
 
-# ── models and optimizers ────────────────────────────────────────────────────────────────────────────────────────────
-def _options(*, flatten: bool = False, strict: bool = True) -> StateDictOptions:
-    return StateDictOptions(cpu_offload=True, flatten_optimizer_state_dict=flatten, strict=strict)
+# ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _options(*, strict: bool = True) -> StateDictOptions:
+    return StateDictOptions(cpu_offload=True, strict=strict)
 
 
 def model_state(model: nn.Module) -> StateDict:
@@ -402,19 +398,9 @@ def _is_here(value: Any) -> bool:
     return (type(value) is Tensor or dist.is_distributed_tensor(value)) and value.device.type == "cpu"
 
 
-def optimizer_state(model: nn.Module, optim: Optimizer, *, flatten: bool) -> StateDict:
-    """The state of ``optim`` by the names of the parameters. An optimizer that has none gets one, of zeros."""
-    return get_optimizer_state_dict(model, optim, options=_options(flatten=flatten))
-
-
 def set_model_state(model: nn.Module, state: StateDict, *, strict: bool) -> None:
     """Give ``model`` the state."""
     for name, live in itertools.chain(model.named_parameters(), model.named_buffers()):
         if name in state:
             dist.make_fillable(live)
-    set_model_state_dict(model, state, options=_options(strict=strict))
-
-
-def set_optimizer_state(model: nn.Module, optim: Optimizer, state: StateDict, *, flatten: bool, strict: bool) -> None:
-    """Give ``optim`` the state."""
-    set_optimizer_state_dict(model, optim, state, options=_options(flatten=flatten, strict=strict))
+    set_model_state_dict(model, with_versions(state, model), options=_options(strict=strict))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from composerlite import dist
-from composerlite._torch_compat import EXTRA_STATE, load_hooks
+from composerlite._torch_compat import EXTRA_STATE, load_hooks, with_versions
 from composerlite.core.state.optimizer_state import clean_name, like_live
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
@@ -111,6 +111,8 @@ def load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str)
     for _, value, live in both:
         dist.make_fillable(live, value)
     model.load_state_dict(
-        {own[name][0]: like_live(value, own[name][1]) for name, value in saved.items() if name in own},
+        with_versions(
+            {own[name][0]: like_live(value, own[name][1]) for name, value in saved.items() if name in own}, model
+        ),
         strict=False,
     )
