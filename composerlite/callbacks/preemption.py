@@ -18,6 +18,7 @@ from composerlite import dist
 from composerlite.callbacks.checkpoint_saver import CheckpointSaver
 from composerlite.core import Callback, Logger, State, Time, TimeUnit
 from composerlite.errors import ConfigError, Preempted, checked_arguments, did_you_mean, naming
+from composerlite.storage import leave_by
 
 log = logging.getLogger(__name__)
 GRACE_VARIABLE = "COMPOSERLITE_GRACE_PERIOD"
@@ -138,6 +139,7 @@ class PreemptionHandler(Callback):
         """Listen, if this is the main thread: Python hands signals to no other."""
         self._state, self._logger, self._process = state, logger, os.getpid()
         state.interruption.watch(self._leave, self._numbers)
+        leave_by()
         if self._reason:
             state.interruption.request()
         if threading.current_thread() is not threading.main_thread():
@@ -190,6 +192,7 @@ class PreemptionHandler(Callback):
             )
             if self._slurm_requeue:
                 _requeue()
+        leave_by(self._until)  # the end of the program waits for uploads, too
         raise Preempted(code if self._exit_code is None else self._exit_code, newest)
 
     @property

@@ -26,7 +26,6 @@ from composerlite.storage import (
 log = logging.getLogger(__name__)
 _NAME = "{remote_file_name}"
 _FIRST_DELAY_SECONDS = 2.0  # few attempts have to outlast more
-_WAIT_SECONDS = 3600.0
 
 
 @final
@@ -203,7 +202,7 @@ class RemoteUploaderDownloader(LoggerDestination):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Wait for all files and raise what went wrong with one. Checkpoints are waited for by who saves them."""
-        until = time.monotonic() + _WAIT_SECONDS
+        until = time.monotonic() + self._uploader.timeout
         while self._sent:
             self._uploader.wait(until - time.monotonic(), lane=self._sent.pop())
         self._uploader.raise_failures()
@@ -215,7 +214,7 @@ class RemoteUploaderDownloader(LoggerDestination):
             Exception: what did not arrive.
         """
         try:
-            self._uploader.close(_WAIT_SECONDS)
+            self._uploader.close()
         finally:
             self.object_store.close()
             self._files.remove()

@@ -41,7 +41,14 @@ from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUploa
 from composerlite.storage.retry import RetryPolicy, retry
 from composerlite.storage.sdk import importing_sdk, isolate_sdk_rng
 from composerlite.storage.uri import download_url, is_uri, maybe_create_object_store_from_uri, open_store, parse_uri
-from composerlite.storage.workers import WorkerPool, number_of, start_threads
+from composerlite.storage.workers import (
+    WorkerPool,
+    leave_by,
+    number_of,
+    start_threads,
+    wait_at_exit,
+    wait_no_more,
+)
 
 if TYPE_CHECKING:
     from composerlite.storage.stores.local import LocalObjectStore
@@ -87,6 +94,7 @@ __all__ = [
     "is_abandoned",
     "is_uri",
     "isolate_sdk_rng",
+    "leave_by",
     "make_folder",
     "maybe_create_object_store_from_uri",
     "number_of",
@@ -99,6 +107,8 @@ __all__ = [
     "start_threads",
     "temporary_name",
     "verify_file",
+    "wait_at_exit",
+    "wait_no_more",
     "whole_pages",
 ]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from composerlite.errors import ComposerliteError, raise_all
-from composerlite.storage.workers import WorkerPool
+from composerlite.storage.workers import WorkerPool, wait_at_exit, wait_no_more
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +37,17 @@ class Background:
     """Does jobs in threads of its own; with one thread in the order in which they came.
 
     What fails is kept until :meth:`raise_failures` or :meth:`close` raises it; later jobs are done all the same. The
-    threads end with :meth:`stop`; a program that ends without it does not wait for them.
+    threads end with :meth:`stop`; a program that ends without it waits for what is pending.
 
     Args:
         who: wants them done, for messages: ``'MLFlowLogger'``.
         jobs: what they are, for messages. done: what they are to be.
         num_concurrent: jobs at the same time, of different lanes.
+        timeout: seconds that :meth:`close`, or the end of the program, waits for jobs.
         error: what is raised for a job that cannot be taken. late_error: for some that are not done in the end.
+
+    Attributes:
+        timeout: as given.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Background:
         jobs: str = "things",
         done: str = "done",
         num_concurrent: int = 1,
+        timeout: float = 3600.0,
         error: type[ComposerliteError] = ComposerliteError,
         late_error: type[Exception] = TimeoutError,
     ) -> None:
@@ -60,6 +65,7 @@ class Background:
         self._jobs = jobs
         self._done = done
         self._pool = WorkerPool(num_concurrent, name=f"{who} background")
+        self.timeout = timeout
         self._error = error
         self._late_error = late_error
         self._waiting: deque[_Job] = deque()
@@ -97,6 +103,7 @@ class Background:
                 obsolete = [job for job in self._waiting if job.lane == lane]
                 self._waiting = deque(job for job in self._waiting if job.lane != lane)
             self._waiting.append(_Job(what, work, lane, dropped))
+            wait_at_exit(self, lambda: self.pending, self.timeout)
         for job in obsolete:
             job.dropped()
         self._pool.submit(self._run)
@@ -151,18 +158,23 @@ class Background:
         with self._changed:
             self._closing = True
             left, self._waiting = self._waiting, deque()
+            wait_no_more(self)
         for job in left:
             job.dropped()
         self._pool.close(None if in_time else 0.0)
         return [] if in_time else late
 
-    def close(self, seconds: float = 3600.0) -> None:
+    def close(self, seconds: float | None = None) -> None:
         """Wait until all jobs are done, stop the threads and raise errors of jobs. May be called twice.
+
+        Args:
+            seconds: to wait at most; ``None``: the timeout.
 
         Raises:
             TimeoutError, or ``late_error``: it is not within ``seconds``; the message says what is missing.
             Exception: what failed.
         """
+        seconds = self.timeout if seconds is None else seconds
         if late := self.stop(seconds):
             failed = f" Failed: {self.failed}" if self.failed else ""
             raise self._late_error(f"{self._who}: not {self._done} within {seconds:.0f} s: {', '.join(late)}.{failed}")
@@ -184,6 +196,8 @@ class Background:
                 if failure is not None:
                     self._failures.append(failure)
                 self._running.remove(job)
+                if not self._running and not self._waiting:
+                    wait_no_more(self)
                 self._changed.notify_all()
 
     def _next(self) -> _Job | None:

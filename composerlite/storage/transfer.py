@@ -423,14 +423,16 @@ class Uploader(Background):
     Args:
         transfer: moves the bytes. It is closed with this.
         num_concurrent: uploads at the same time, of different lanes.
+        timeout: as for :class:`Background`.
     """
 
-    def __init__(self, transfer: Transfer, *, num_concurrent: int = 1) -> None:
+    def __init__(self, transfer: Transfer, *, num_concurrent: int = 1, timeout: float = 3600.0) -> None:
         super().__init__(
             "the uploader",
             jobs="uploads",
             done="uploaded",
             num_concurrent=num_concurrent,
+            timeout=timeout,
             error=ObjectStoreError,
             late_error=ObjectStoreError,
         )

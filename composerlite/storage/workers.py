@@ -1,16 +1,22 @@
-"""Threads: one pool for all that is done beside the caller, and work that is done without them where there are none."""
+"""Threads: one pool for all that is done beside the caller, work that is done without them where there are none, and
+the wait for what they do when the program ends.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import importlib
 import logging
+import math
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar, final
+from typing import NamedTuple, TypeVar, final
 
 from composerlite.errors import ConfigError
 
@@ -18,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
+_POLL_SECONDS = 0.05
 _warned = threading.Event()
 _T = TypeVar("_T")
 
@@ -25,8 +32,8 @@ Job = Callable[["Batch"], int]
 """Job of one thread; returns the number of bytes moved, besides those that it has reported."""
 
 
-def start_threads(run: Callable[[], object], count: int, *, name: str, daemon: bool = True) -> list[threading.Thread]:
-    """Start threads that call ``run``: ``count`` of them, or as many as the system lets this process start.
+def start_threads(run: Callable[[], object], count: int, *, name: str) -> list[threading.Thread]:
+    """Start daemon threads that call ``run``: ``count`` of them, or as many as the system lets this process start.
 
     Who calls this does the work by itself, or has it done by those that there are. The first time that some are
     missing a warning says so.
@@ -35,14 +42,13 @@ def start_threads(run: Callable[[], object], count: int, *, name: str, daemon: b
         run: called by each thread.
         count: number of threads.
         name: of each thread.
-        daemon: as in ``threading.Thread``.
 
     Returns:
         The threads that were started.
     """
     threads: list[threading.Thread] = []
     for _ in range(count):
-        thread = threading.Thread(target=run, name=name, daemon=daemon)
+        thread = threading.Thread(target=run, name=name, daemon=True)
         try:
             thread.start()
         except RuntimeError as e:  # "can't start new thread": a limit of the user's or of a container
@@ -308,3 +314,65 @@ class WorkerPool:
 
 def _closed() -> RuntimeError:
     return RuntimeError("the pool of threads is closed")
+
+
+# ── the end of the program ───────────────────────────────────────────────────────────────────────────────────────────
+class _Unfinished(NamedTuple):
+    pending: Callable[[], Sequence[str]]
+    seconds: float
+
+
+_unfinished: dict[int, _Unfinished] = {}
+_leave_by = math.inf
+
+
+def wait_at_exit(work: object, pending: Callable[[], Sequence[str]], seconds: float) -> None:
+    """Wait for ``work`` when this process ends, until :func:`wait_no_more`; a process that it forks does not.
+
+    Args:
+        work: what threads do.
+        pending: returns what of it is not done, for messages.
+        seconds: to wait at most. What is not done then is logged as an error.
+    """
+    _unfinished[id(work)] = _Unfinished(pending, seconds)
+    atexit.unregister(_finish)
+    atexit.register(_finish)  # before all that was registered until now, which the work may need
+
+
+def wait_no_more(work: object) -> None:
+    """``work`` is done, or was given up. May be called twice."""
+    _unfinished.pop(id(work), None)
+
+
+def leave_by(moment: float = math.inf) -> None:
+    """Wait for nothing after ``moment``, as ``time.monotonic`` counts, when this process ends."""
+    global _leave_by
+    _leave_by = moment
+
+
+def _finish() -> None:
+    """Wait for what is not done, as the interpreter ends; Ctrl-C ends the wait. What is missing then is logged."""
+    began, told, why = time.monotonic(), False, ""
+    try:
+        while any(time.monotonic() < min(began + one.seconds, _leave_by) for one in list(_unfinished.values())):
+            if not told and time.monotonic() - began > _LOOK_SECONDS:
+                told = True
+                log.warning("the program ends when this is done; Ctrl-C ends the wait: %s", ", ".join(_missing()))
+            time.sleep(_POLL_SECONDS)
+    except KeyboardInterrupt:
+        why = ", because of Ctrl-C"
+    if missing := _missing():
+        seconds = time.monotonic() - began
+        log.error("the program ends, after %.0f s%s, before this was done: %s", seconds, why, ", ".join(missing))
+    _unfinished.clear()
+
+
+def _missing() -> list[str]:
+    return [what for one in list(_unfinished.values()) for what in one.pending()]
+
+
+os.register_at_fork(after_in_child=_unfinished.clear)
+# Before threads are waited for, which is all that processes of multiprocessing do, and before executors end, which have
+# to be registered earlier for that. ``atexit`` comes after other threads, which may train on when the main one is over.
+importlib.import_module("concurrent.futures.thread")
+getattr(threading, "_register_atexit", atexit.register)(_finish)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,27 @@ def test_a_program_whose_last_save_fails_does_not_exit_well(tmp_path: Path) -> N
     done = run_forked(a_run_whose_last_save_fails, str(tmp_path), cwd=tmp_path)
     assert done.returncode != 0
     assert "ba12.pt" in done.stderr
+
+
+def a_run_that_crashes_as_a_save_fails(where: str) -> None:
+    """The crash comes when the save has failed, and before training looks at it."""
+    folder = Path(where)
+
+    class Crash(Callback):
+        def before_forward(self, state: State, logger: Logger) -> None:
+            for saver in state.callbacks if int(state.timestamp.batch) == 6 else ():
+                if isinstance(saver, CheckpointSaver):
+                    saver.saver.wait_for_previous()
+                    raise RuntimeError("crash")
+
+    trainer(folder, InTheWay(folder, 3, 6), Crash(), save_filename="ba{batch}.pt", save_overwrite=True).fit()
+
+
+def test_a_failed_save_is_named_when_a_crash_comes_before_it(tmp_path: Path) -> None:
+    """Nobody asks for it any more: the end of the program says what is missing, and why."""
+    done = run_forked(a_run_that_crashes_as_a_save_fails, str(tmp_path), cwd=tmp_path)
+    assert "RuntimeError: crash" in done.stderr
+    assert re.search(r"before this was done: checkpoint '.*/ba6\.pt': IsADirectoryError", done.stderr), done.stderr
 
 
 def test_close_waits_when_training_crashes(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_forked
 from tiny_training import Classifier, CrashError, StopAt, saved_batches, train, trainer
 
-from composerlite.callbacks import CheckpointSaver
+from composerlite.callbacks import CheckpointSaver, PreemptionHandler
 from composerlite.core import Callback, Logger, State
 from composerlite.errors import (
     CheckpointExistsError,
@@ -246,6 +250,59 @@ def test_a_crash_loses_no_checkpoint_where_a_logger_uploads(bucket: str, store: 
     ):
         run.fit()
     assert "run/ep1-ba5-rank0.pt" in names(store)
+
+
+class CrashBehindUpload(Callback):
+    """Raises in the third epoch, or asks for the end of the run, as the checkpoint of the second is saved and sent.
+
+    That takes ``seconds``.
+    """
+
+    def __init__(self, seconds: float, *, signals: bool = False) -> None:
+        self.seconds = seconds
+        self.signals = signals
+
+    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.epoch) == 2:
+            for saver in (callback for callback in state.callbacks if isinstance(callback, CheckpointSaver)):
+                for publisher in saver.saver.publishers:
+                    publisher.before_each.append(lambda: time.sleep(self.seconds))
+
+    def epoch_start(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.epoch) == 2:
+            if not self.signals:
+                raise CrashError
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def a_run_that_crashes(folder: str) -> None:
+    """As documented without ``with``: an error leaves out ``close``."""
+    run = trainer(callbacks=[CrashBehindUpload(1.5)], save_folder=folder)
+    run.fit()
+    run.close()
+
+
+def test_a_program_that_crashes_ends_when_its_uploads_have(bucket: str, store: ObjectStore, tmp_path: Path) -> None:
+    """The save and the upload that training left behind are done before the process is gone."""
+    done = run_forked(a_run_that_crashes, f"{bucket}/run", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "CrashError" in done.stderr
+    assert "run/.manifest/ep2-ba8-rank0.pt.json" in [info.name for info in store.list_objects()]
+
+
+def a_run_that_is_preempted(folder: str) -> None:
+    trainer(
+        callbacks=[CrashBehindUpload(30, signals=True), PreemptionHandler("1s")], save_folder=folder, autoresume=True
+    ).fit()
+
+
+def test_a_program_that_is_preempted_does_not_outstay_its_grace_period(bucket: str, tmp_path: Path) -> None:
+    """It waits no longer for an upload than it has, and names what is not there, with the exit code of the signal."""
+    started = time.monotonic()
+    done = run_forked(a_run_that_is_preempted, f"{bucket}/run", cwd=tmp_path)
+    assert time.monotonic() - started < 25
+    assert done.returncode == 128 + signal.SIGTERM
+    assert re.search(r"before this was done: .*/run/ep2-ba8-rank0\.pt", done.stderr)
 
 
 def test_the_end_of_fit_tells_of_the_last_upload(s3_server: Any, bucket: str, store: ObjectStore) -> None:

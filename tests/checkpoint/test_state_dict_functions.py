@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.sharded_parts import same, small_model, states, trained
+from forked import run_forked
 from torch import nn
 from torch.optim import SGD, AdamW
 
@@ -284,12 +287,35 @@ def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path: Path) -> None
     assert same(states(model, optim), before)
 
 
-def test_a_failed_asynchronous_save_leaves_nothing_and_can_be_repeated(mount: Callable[[str], Path]) -> None:
-    """The disk's error comes out of the future, there is no checkpoint, and the same directory is saved to again."""
+def a_program_that_waits_for_nothing(folder: str) -> None:
+    """Start a save, whose commit takes a moment."""
+
+    def wait(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "os.rename" and threading.current_thread() is not threading.main_thread():
+            time.sleep(0.1)
+
+    sys.addaudithook(wait)
+    async_save_state_dict(Path(folder) / "c", {"a": torch.ones(3)})
+
+
+def test_a_program_that_ends_waits_for_its_asynchronous_save(tmp_path: Path) -> None:
+    """Nobody has to ask the future."""
+    done = run_forked(a_program_that_waits_for_nothing, str(tmp_path), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert next(load_keys(tmp_path / "c", ["a"])).tolist() == [1, 1, 1]
+
+
+def test_a_failed_asynchronous_save_leaves_nothing_and_can_be_repeated(
+    mount: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk's error is in the log and comes out of the future, there is no checkpoint, and the same directory is
+    saved to again."""
     disk = mount("size=512k")
     future = async_save_state_dict(disk / "c", {"a": torch.ones(1 << 18)})
     with pytest.raises(OSError, match="No space left"):
         future.result(60)
+    (line,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    assert line.startswith(f"could not save checkpoint '{disk / 'c'}': OSError: ")
     assert [path.name for path in disk.iterdir()] == []
     async_save_state_dict(disk / "c", {"a": torch.ones(2)}).result(60)
     assert next(load_keys(disk / "c", ["a"])).tolist() == [1, 1]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
+import time
 
 import pytest
 
@@ -99,3 +104,99 @@ def test_copies_are_nobody_elses(tmp_path):
     assert list(first.parent.parent.iterdir()) == [second.parent]
     files.remove()
     assert not first.parent.parent.exists()
+
+
+# ── the end of the program ───────────────────────────────────────────────────────────────────────────────────────────
+BEGIN = """
+import logging, multiprocessing, os, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from composerlite.storage import Background, leave_by
+
+logging.basicConfig(format="%(levelname)s %(message)s")
+pool = ThreadPoolExecutor(1)
+
+def upload(what, seconds=0.3):
+    pool.submit(time.sleep, seconds).result()
+    print(what, flush=True)
+
+uploader = Background("MyUploader", timeout=20)
+"""
+
+
+def program(text: str) -> subprocess.Popen[str]:
+    """Start a program with an ``uploader`` that it does not close."""
+    command = [sys.executable, "-c", BEGIN + textwrap.dedent(text)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "done"),
+    [
+        ("uploader.submit('a', lambda: upload('a')); uploader.submit('b', lambda: upload('b')); 1 / 0", 1, "a b"),
+        (
+            """
+            def train():
+                threading.main_thread().join()
+                uploader.submit('late', lambda: print('late'))
+
+            threading.Thread(target=train).start()
+            """,
+            0,
+            "late",
+        ),
+        (
+            """
+            def rank():
+                uploader.submit('of the child', lambda: upload('of-the-child'))
+
+            child = multiprocessing.get_context('fork').Process(target=rank)
+            child.start()
+            child.join()
+            """,
+            0,
+            "of-the-child",
+        ),
+        (
+            """
+            uploader.submit('a', lambda: upload('a', 1))
+            if os.fork() == 0:
+                leave_by(time.monotonic() + 5)  # it would say that it has not uploaded
+                sys.exit()
+            print('child', os.waitstatus_to_exitcode(os.wait()[1]))
+            """,
+            0,
+            "child 0 a",
+        ),
+    ],
+    ids=["an error", "a thread that outlives the main one", "a process of multiprocessing", "a forked child"],
+)
+def test_a_program_that_ends_waits_for_what_is_pending(text: str, code: int, done: str):
+    """However it ends, and with executors that the work needs; a forked child waits for its own work only."""
+    with program(text) as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out.split()) == (code, done.split()), err
+    assert "before this was done" not in err
+
+
+def test_what_is_not_done_as_the_program_ends_is_named():
+    """When the time is over, or less is left of a grace period; what hangs is named, and the exit code stays."""
+    for limit in ("uploader.timeout = 0.3", "leave_by(time.monotonic() + 0.3)"):
+        text = "; uploader.submit('a.pt', lambda: time.sleep(30)); uploader.submit('b.pt', print); sys.exit(7)"
+        started = time.monotonic()
+        with program(limit + text) as process:
+            _, err = process.communicate(timeout=60)
+        assert time.monotonic() - started < 20
+        assert process.returncode == 7
+        assert "ERROR the program ends, after 0 s, before this was done: a.pt, b.pt" in err
+
+
+def test_ctrl_c_ends_the_wait_at_the_end_of_the_program():
+    """Who does not want to wait any longer reads what is missing."""
+    with program("uploader.submit('a.pt', lambda: time.sleep(30)); 1 / 0") as process:
+        assert process.stderr is not None
+        while "the program ends when this is done; Ctrl-C ends the wait: a.pt" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=15)
+    assert process.returncode == 1
+    assert "because of Ctrl-C, before this was done: a.pt" in err

@@ -34,7 +34,7 @@ from composerlite.checkpoint.record.retention import Retention
 from composerlite.checkpoint.save.form import DiskWriter, RankWriter, SaveRequest, first_name, form_of, gathering
 from composerlite.checkpoint.save.staging import Snapshot, Staging, finish_device_work
 from composerlite.errors import CorruptCheckpointError, SaveError
-from composerlite.storage import RING_BYTES, HostMemory, start_threads
+from composerlite.storage import RING_BYTES, HostMemory, start_threads, wait_at_exit, wait_no_more
 from composerlite.types import Lineage, StateDict
 
 __all__ = ["FollowUp", "PendingSave", "Pipeline", "SaveReport", "save", "save_checkpoint"]
@@ -192,7 +192,11 @@ class PendingSave:
         """
         if not self.join(timeout):
             raise TimeoutError(f"checkpoint {self.name!r} is not written after {timeout} s: does the disk hang?")
-        return self.future.result()
+        try:
+            return self.future.result()
+        except BaseException:
+            wait_no_more(self)
+            raise
 
     def join(self, timeout: float | None = PREVIOUS_SECONDS) -> bool:
         """Wait until it has ended, well or not; whether it has."""
@@ -286,6 +290,7 @@ class PendingSave:
             try:
                 result = work()
             except BaseException as e:  # noqa: BLE001 - it is the future's
+                self._failed(e)
                 self.future.set_exception(e)
             else:
                 self.future.set_result(result)
@@ -295,9 +300,12 @@ class PendingSave:
                 self.deletion_error = e
             finally:
                 self._tidied.set()
+                if self.future.exception() is None:
+                    wait_no_more(self)
 
+        wait_at_exit(self, lambda: [f"checkpoint {str(self.path)!r}"], PREVIOUS_SECONDS)
         try:
-            if self.blocking or not start_threads(run, 1, name="checkpoint-save", daemon=False):
+            if self.blocking or not start_threads(run, 1, name="checkpoint-save"):
                 self.blocking = True
                 run()
         except BaseException:
@@ -305,9 +313,20 @@ class PendingSave:
             raise
         return self.future
 
+    def _failed(self, error: BaseException) -> None:
+        """See that ``error`` is in the log where nobody asks for it, at the latest when the program ends."""
+        what = f"checkpoint {str(self.path)!r}: {type(error).__name__}: {error}"
+        if self.follow_up is not None and self.group.is_first and not self.blocking:
+            wait_at_exit(self, lambda: [what], 0.0)
+            return
+        wait_no_more(self)
+        if self.follow_up is None and self.group.is_first:  # who asks its future is not known
+            log.error("could not save %s", what)
+
     def cancel(self) -> None:
         """Cancel the save if its work has not begun, and leave nothing behind. May be called twice."""
         if self.future.cancel():
+            wait_no_more(self)
             self._close(may_be_committed=False)
             self._tidied.set()
 

@@ -214,7 +214,7 @@ class Publisher:
                     log.info("uploaded checkpoint %s (%s in %.2f s)", self.bucket.uri(name), size, seconds)
                     deleted = [old.name for old in self._delete_old(there)]
             except Exception as e:  # noqa: BLE001 - who saves asks for it: see outcomes
-                log.warning("checkpoint %s could not be published: %s", self.bucket.uri(name), e)
+                log.error("checkpoint %s could not be published: %s", self.bucket.uri(name), e)
                 ended, error = time.time(), e
             news = CheckpointNews(
                 what="uploaded" if error is None else "upload failed",
@@ -403,7 +403,9 @@ class Publishing:
             ]
             self._options.check_buckets(publisher.bucket.uri() for publisher in self.publishers)
             return
-        uploader = storage.Uploader(storage.Transfer(store), num_concurrent=2)  # checkpoints, and the sweep
+        timeout = self._options.upload_timeout_in_seconds
+        # Checkpoints, and the sweep.
+        uploader = storage.Uploader(storage.Transfer(store), num_concurrent=2, timeout=timeout)
         self._uploader = uploader
         self.publishers = [self._publisher(uploader, "", state)]
         bucket = self.publishers[0].bucket
@@ -589,7 +591,7 @@ class Publishing:
         """
         uploader, self._uploader = self._uploader, None
         if uploader is not None:
-            uploader.close(self._options.upload_timeout_in_seconds)
+            uploader.close()
 
 
 def _sweep(root: str, transfer: Transfer) -> None:

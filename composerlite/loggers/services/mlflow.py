@@ -251,7 +251,7 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
                 self._send()
                 status = "FINISHED" if code == 0 else "FAILED" if code == 1 else "KILLED"
                 self._background.submit("ending the run", lambda: run.finish(status))
-            self._background.close(self._timeout)
+            self._background.close()
         finally:
             self._client = self._run = None  # the threads of the client end with it
             self._files.remove()

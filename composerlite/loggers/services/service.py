@@ -40,7 +40,7 @@ class ServiceLogger(LoggerDestination, Generic[R]):
         self._early: list[Callable[[R, int], object]] = []
         self._batch = 0
         self._is_training = False
-        self._background = Background(type(self).__name__)
+        self._background = Background(type(self).__name__, timeout=self._timeout)
         self._files = StagedFiles()
         self.run_id: str | None = None
 

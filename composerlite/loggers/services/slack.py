@@ -90,7 +90,7 @@ class SlackLogger(LoggerDestination):
         self._is_silent = dist.get_global_rank() != 0
         self._values: dict[str, Any] = {}
         self._client: Any = None
-        self._background = Background("SlackLogger", jobs="messages")
+        self._background = Background("SlackLogger", jobs="messages", timeout=self._timeout)
 
     @property
     def place(self) -> str | None:
@@ -119,7 +119,7 @@ class SlackLogger(LoggerDestination):
             TimeoutError: not everything was sent in time.
         """
         self._post()
-        self._background.close(self._timeout)
+        self._background.close()
 
     def _keep(self, values: dict[str, Any]) -> None:
         if not self._is_silent:

@@ -274,7 +274,7 @@ class WandBLogger(ServiceLogger["wandb.Run"]):
             if run is not None:
                 stack.callback(self._finish, run, code)
             stack.callback(self._files.remove)
-            stack.callback(self._background.close, self._timeout)
+            stack.callback(self._background.close)
             if not self._is_broken:
                 self._send()
 
