@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -260,6 +261,21 @@ def test_one_of_two_runs_gets_a_name(remote: Catalog, store: FaultyStore, tmp_pa
 
     with ThreadPoolExecutor(2) as pool:
         assert sorted(pool.map(try_it, both)) == [False, True]
+
+
+def test_a_publication_waits_for_one_of_its_own_process(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
+    """A run that is begun again where it failed finds its own upload under way, and takes what comes of it."""
+    store.faults = [Fault(verb="upload_object", error=None, seconds=0.5, times=1)]
+    manifest, path = saved(tmp_path, 1)
+    with ThreadPoolExecutor(1) as pool, Transfer(store) as transfer:
+        again = Catalog(Bucket(transfer, "run"))
+        first = pool.submit(remote.publish, manifest, [path], link=LINK)
+        while not store.calls or store.calls[-1][0] != "upload_object":
+            time.sleep(0.01)
+        again.publish(manifest, [path], link=LINK)
+        first.result()
+    assert [one.name for one in remote.manifests()] == ["ba1.pt"]
+    assert [verb for verb, _ in store.calls].count("upload_object") == 1
 
 
 def test_new_names_take_no_right_to_delete(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:

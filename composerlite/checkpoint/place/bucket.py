@@ -61,10 +61,10 @@ _GONE = ".gone"
 """The end of the name of a manifest whose checkpoint is being deleted."""
 _MOST_LINK_BYTES = 4096
 _DEAD_SECONDS = 30.0
-"""For so long a save waits for another of the same name, whose process may be dead."""
+"""For so long a save waits for another of the same name, in this process or in one that may be dead."""
 _saving: set[str] = set()
 """The checkpoints that this process is saving: a lease tells processes apart, and not the threads of one."""
-_saving_lock = threading.Lock()
+_saving_changed = threading.Condition()
 _READERS = 16
 _MOST_SMALL_BYTES = 1 << 30
 _MOST_MANIFEST_BYTES = 64 << 20
@@ -251,15 +251,20 @@ class Bucket(Place):
         if name in self._held:
             return
         uri = self.uri(name)
-        with _saving_lock:
-            if uri in _saving:
-                raise CheckpointExistsError(f"checkpoint {uri!r} is being saved in this process already.")
+        with _saving_changed:
+            if uri in _saving:  # perhaps by a run before this one, which has failed and whose uploads continue
+                log.info("checkpoint %r is being saved in this process: waiting for the end of that", uri)
+            if not _saving_changed.wait_for(lambda: uri not in _saving, _DEAD_SECONDS):
+                raise CheckpointExistsError(
+                    f"checkpoint {uri!r} is being saved in this process already: waited {_DEAD_SECONDS:.0f} s for the "
+                    "end of that. Save it again when it is there."
+                )
             _saving.add(uri)
         lease = HeartbeatLease(self.transfer, self.name_of(f"{MANIFESTS}/.{name.replace('/', '%2F')}.saving"))
         try:
             take_leases([lease], f"checkpoint {uri!r}", _DEAD_SECONDS, "one of them would replace the other.")
         except BaseException as e:
-            _saving.discard(uri)
+            _is_saved(uri)
             if isinstance(e, RunInUseError):
                 raise CheckpointExistsError(str(e)) from e
             raise
@@ -270,7 +275,7 @@ class Bucket(Place):
         lease = self._held.pop(name, None)
         if lease is not None:
             lease.release()
-            _saving.discard(self.uri(name))
+            _is_saved(self.uri(name))
 
     def begin(self, name: str, check: Callable[[], bool], *, overwrite: bool) -> SaveHandle:
         self.acquire(name)
@@ -487,6 +492,12 @@ class _BucketCommit(Commit):
                 self._bucket.delete(self._record + _NEXT)
         except (OSError, ObjectStoreError) as e:
             log.warning("could not remove the files that %s replaced: %s", self._bucket.uri(self._name), e)
+
+
+def _is_saved(uri: str) -> None:
+    with _saving_changed:
+        _saving.discard(uri)
+        _saving_changed.notify_all()
 
 
 def exists_error(uri: str, there: Manifest) -> CheckpointExistsError:
