@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from forked import run_forked
 from tiny_training import Classifier, CrashError, StopAt, saved_batches, train, trainer
 
 from composerlite.callbacks import CheckpointSaver, PreemptionHandler
-from composerlite.core import Callback, Logger, State
+from composerlite.checkpoint.save import saver as saver_module
+from composerlite.core import Callback, Logger, LoggerDestination, State
 from composerlite.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -26,6 +28,8 @@ from composerlite.errors import (
 )
 from composerlite.loggers import RemoteUploaderDownloader
 from composerlite.storage import ObjectStore, open_store
+from composerlite.testing import Fault, FaultyStore
+from composerlite.types import CheckpointNews
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +49,16 @@ def bucket(s3_server: Any) -> str:
 def store(bucket: str) -> Iterator[ObjectStore]:
     with open_store(bucket) as store:
         yield store
+
+
+class Told(LoggerDestination):
+    """Keeps the news of checkpoints: what, and its name."""
+
+    def __init__(self) -> None:
+        self.news: list[tuple[str, str]] = []
+
+    def log_checkpoint(self, news: CheckpointNews) -> None:
+        self.news.append((news.what, news.name))
 
 
 class Do(Callback):
@@ -332,6 +346,44 @@ def test_a_killed_upload_does_not_end_in_a_broken_checkpoint(bucket: str, store:
     assert manifests
     for name in manifests:
         assert name.replace(".manifest/", "").removesuffix(".json") in listed
+
+
+def without_deletions(bucket: str, monkeypatch: pytest.MonkeyPatch, *, name: str = "*") -> FaultyStore:
+    """A bucket where objects of ``name`` can be written and not deleted."""
+    store = FaultyStore(open_store(bucket))
+    denied = partial(PermissionError, "AccessDenied: not allowed to delete")
+    store.faults = [Fault(verb="delete_object", name=name, error=denied, times=1000)]
+    monkeypatch.setattr(saver_module, "open_store", lambda uri: store)
+    return store
+
+
+def test_who_may_not_delete_hears_of_it_before_training(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where older checkpoints are to go: the error says by which argument, and no checkpoint is begun."""
+    store = without_deletions(bucket, monkeypatch)
+    with pytest.raises(PermissionError, match="AccessDenied") as error:
+        trainer(save_folder=f"{bucket}/run", save_num_remote_checkpoints_to_keep=1)
+    assert error.value.__notes__[0].startswith("save_num_remote_checkpoints_to_keep=1: older checkpoints are to be")
+    assert f"{bucket}/run" in error.value.__notes__[0]
+    assert names(store) == []
+
+
+def test_a_deletion_that_fails_in_a_bucket_is_no_failure_of_the_upload(
+    bucket: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was published counts as that; the deletion is an error of its own, or is tolerated as one on the disk."""
+    without_deletions(bucket, monkeypatch, name="*/ep1-*")
+    told = Told()
+    how: dict[str, Any] = {"save_folder": f"{bucket}/run", "save_num_remote_checkpoints_to_keep": 1}
+    with pytest.raises(PermissionError, match="AccessDenied"), trainer(**how, loggers=[told]) as run:
+        run.fit()
+    assert ("uploaded", "ep2-ba8-rank0.pt") in told.news
+    assert "upload failed" not in [what for what, _ in told.news]
+    assert "could not be published" not in caplog.text
+    assert "could not be deleted" in caplog.text
+
+    how["save_folder"] = f"{bucket}/other"
+    train(**how, save_failure_limit=100)
+    assert re.search(r"could not be deleted from a bucket \(\d in a row, save_failure_limit=100\)", caplog.text)
 
 
 # ── what stays where ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -138,6 +138,12 @@ class Bucket(Place):
     def check_writable(self) -> None:
         self.transfer.check_writable(self.name_of("file"))
 
+    def check_deletable(self) -> None:
+        """See that objects can be deleted. Where they cannot, an empty one of one name is left."""
+        path = f"{MANIFESTS}/.deletable"
+        self.put(path, b"")
+        self.delete(path)
+
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def files(self, below: str = "") -> Mapping[str, StoredFile]:
         prefix = f"{self.name_of(below)}/" if below else self._prefix

@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -65,12 +65,14 @@ class Publication(NamedTuple):
         lag_seconds: from the call of the save until then, by the clock.
         error: what made it fail; ``None``: it is there.
         deleted: names of those that were given up for it.
+        deletion_error: why one of those could not be deleted.
     """
 
     news: CheckpointNews
     lag_seconds: float
     error: Exception | None
     deleted: Sequence[str]
+    deletion_error: Exception | None
 
 
 @final
@@ -192,7 +194,8 @@ class Publisher:
 
         def attempt() -> Publication:
             began = time.time()
-            ended, error, deleted = began, None, list[str]()
+            ended, error = began, None
+            deleted, deletion_error = list[str](), None
             try:
                 for call in self.before_each:
                     call()
@@ -212,10 +215,15 @@ class Publisher:
                 if is_first:
                     size, seconds = bytes_text(manifest.size_bytes), max(0.0, ended - began)
                     log.info("uploaded checkpoint %s (%s in %.2f s)", self.bucket.uri(name), size, seconds)
-                    deleted = [old.name for old in self._delete_old(there)]
             except Exception as e:  # noqa: BLE001 - who saves asks for it: see outcomes
                 log.error("checkpoint %s could not be published: %s", self.bucket.uri(name), e)
                 ended, error = time.time(), e
+            if is_first and error is None:
+                try:
+                    deleted.extend(old.name for old in self._delete_old(there))
+                except Exception as e:  # noqa: BLE001 - who saves asks for it: see outcomes
+                    log.error("a checkpoint before %s could not be deleted: %s", self.bucket.uri(name), e)
+                    deletion_error = e
             news = CheckpointNews(
                 what="uploaded" if error is None else "upload failed",
                 name=name,
@@ -227,7 +235,7 @@ class Publisher:
                 error=None if error is None else f"{type(error).__name__}: {error}",
             )
             lag = ended - datetime.fromisoformat(manifest.saved_at).timestamp()
-            return Publication(news, max(0.0, lag), error, deleted)
+            return Publication(news, max(0.0, lag), error, deleted, deletion_error)
 
         def upload() -> None:
             try:
@@ -274,21 +282,20 @@ class Publisher:
         """Return the name of a checkpoint in the bucket, below its root."""
         return format_name_with_dist_and_time(self.template, run_name, _Moment(manifest), **FIRST_RANK)
 
-    def _delete_old(self, newest: Manifest) -> Sequence[Manifest]:
-        """Delete the checkpoints not to be kept once there is ``newest``; return their manifests."""
+    def _delete_old(self, newest: Manifest) -> Iterator[Manifest]:
+        """Delete the checkpoints not to be kept once there is ``newest``; yields the manifest of each."""
         self._deletes |= newest.ephemeral
         if not self._deletes:
-            return ()
+            return
         if self._known is None:  # from here on we know what comes and goes
             self.remote.recover()
             self._known = [m for m in self.remote.manifests() if m.run_name == newest.run_name]
         self._known = [m for m in self._known if m.name != newest.name] + [newest]
         now = Position(newest.run_name, newest.moment, newest.lineage)
-        given_up = Retention(self._retention, now).given_up(self._known, self.template)
-        for old in given_up:
+        for old in Retention(self._retention, now).given_up(self._known, self.template):
             self.remote.delete(old)
             self._known.remove(old)
-        return given_up
+            yield old
 
 
 @final
@@ -388,10 +395,11 @@ class Publishing:
 
     # ── finding buckets ──────────────────────────────────────────────────────────────────────────────────────────
     def open(self, state: NamedState, logger: Destinations) -> None:
-        """Find the buckets and see that they can be written to; on rank 0, before :meth:`begin`.
+        """Find the buckets and see that what is to be done there can be; on rank 0, before :meth:`begin`.
 
         Raises:
-            PermissionError: one cannot be written to. FileNotFoundError: there is no such bucket.
+            PermissionError: one cannot be written to, or nothing can be deleted where older checkpoints are to go.
+            FileNotFoundError: there is no such bucket.
             ObjectStoreError: it does not answer, or fails.
         """
         store = self._store
@@ -402,6 +410,7 @@ class Publishing:
                 if destination.uploader is not None
             ]
             self._options.check_buckets(publisher.bucket.uri() for publisher in self.publishers)
+            self._check_deletable()
             return
         timeout = self._options.upload_timeout_in_seconds
         # Checkpoints, and the sweep.
@@ -411,9 +420,25 @@ class Publishing:
         bucket = self.publishers[0].bucket
         self._options.check_buckets([bucket.uri()])
         bucket.check_writable()
+        self._check_deletable()
         if root := bucket.root:  # the whole bucket is not ours to tidy
             what = f"removing unfinished uploads of killed processes in {root!r}"
             uploader.submit(what, functools.partial(_sweep, root, uploader.transfer), lane="sweep")
+
+    def _check_deletable(self) -> None:
+        keep = self._options.num_remote_checkpoints_to_keep
+        if keep == -1 and not self._options.any_ephemeral:
+            return
+        argument = "save_ephemeral_interval" if keep == -1 else f"save_num_remote_checkpoints_to_keep={keep}"
+        for publisher in self.publishers:
+            try:
+                publisher.bucket.check_deletable()
+            except (PermissionError, ObjectStoreError) as e:
+                e.add_note(
+                    f"{argument}: older checkpoints are to be deleted from {publisher.bucket.uri()}. Get the right to "
+                    "delete there, or leave the argument out, and all of them stay."
+                )
+                raise
 
     def begin(self, state: NamedState, logger: Destinations) -> None:
         """Prepare to publish. Collective. With a folder per node a rank of each publishes.

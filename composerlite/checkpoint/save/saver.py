@@ -104,6 +104,7 @@ class Outcomes:
         self._saves = _FailuresInARow(failure_limit, "saved")
         self._deletions = _FailuresInARow(failure_limit, "deleted")
         self._uploads = _FailuresInARow(failure_limit, "published")
+        self._remote_deletions = _FailuresInARow(failure_limit, "deleted from a bucket")
         self._logger: RunLogger | None = None
         # One save is in flight at a time.
         self._begun = CheckpointNews(what="begun", name="", where="", batch=0, at=0.0)
@@ -161,10 +162,10 @@ class Outcomes:
         self._deletions.note(error, self._logger)
 
     def published(self, one: Publication) -> None:
-        """An upload has ended, well or not.
+        """An upload has ended, well or not, and so have the deletions after it, which do not affect it.
 
         Raises:
-            Exception: what made it fail, unless it is tolerated.
+            Exception: what made one fail, unless it is tolerated.
         """
         news = one.news
         self._tell(news)
@@ -177,6 +178,8 @@ class Outcomes:
                 upload_lag_seconds=one.lag_seconds,
             )
         self._uploads.note(one.error, self._logger)
+        if one.error is None:
+            self._remote_deletions.note(one.deletion_error, self._logger)
 
     def replicated(self, name: str) -> None:
         """Replicas of the checkpoint ``name`` in memory have arrived on all nodes."""
