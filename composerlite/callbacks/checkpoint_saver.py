@@ -26,6 +26,7 @@ from composerlite.core import (
     interval_of,
     is_never,
     is_of_one_rank,
+    is_once,
     note_unread_losses,
     time_of,
 )
@@ -158,7 +159,8 @@ class CheckpointSaver(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Refuse to start where another process writes, files would be overwritten, or none could hold the model."""
-        self.saver.begin(state, several=not is_never(self.save_interval))
+        several = not is_never(self.save_interval) and not is_once(self.save_interval, state)
+        self.saver.begin(state, several=several)
         if is_never(self.save_interval) and is_never(self.ephemeral_interval) and dist.get_global_rank() == 0:
             log.warning(
                 "save_interval=%s never comes: no checkpoint is saved in %r, not even at the end of training, unless "

@@ -17,6 +17,7 @@ from composerlite.core.interval import (
     interval_of,
     is_never,
     is_of_one_rank,
+    is_once,
     time_of,
 )
 from composerlite.core.parallelism import FSDPConfig, ParallelismConfig, TPConfig, ensure_parallelism
@@ -129,6 +130,7 @@ __all__ = [
     "interval_of",
     "is_never",
     "is_of_one_rank",
+    "is_once",
     "lost_parameters",
     "metric_values",
     "move_to_device",

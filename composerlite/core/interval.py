@@ -309,6 +309,24 @@ def is_never(interval: SchedulePredicate | None) -> bool:
     return interval is None or (isinstance(interval, IntervalScheduler) and interval.never)
 
 
+def is_once(interval: SchedulePredicate, state: Progress) -> bool:
+    """Return true if ``interval``, as far as is known, comes at the end of training alone.
+
+    Args:
+        interval: the interval.
+        state: progress of training.
+
+    Returns:
+        True if it is as long as all of training, or longer.
+    """
+    if not isinstance(interval, IntervalScheduler):
+        return False
+    length, end = interval.interval, state.max_duration
+    if length.unit is TimeUnit.DURATION:
+        return length.value >= 1
+    return end is not None and end.unit is length.unit and length >= end
+
+
 def ends_with_this_batch(interval: SchedulePredicate, state: Progress) -> bool:
     """Return true if ``interval``, if it is one of batches, is over when the batch that is being trained on is done.
 

@@ -53,7 +53,8 @@ class RemoteUploaderDownloader(LoggerDestination):
         uploader: uploads to it, from ``INIT`` on.
 
     Raises:
-        ConfigError: an argument is wrong, or the store's library is not installed.
+        ConfigError: an argument is wrong, or the store's library is not installed; at ``INIT``: files cannot wait in
+            the folder, or this was closed with another Trainer.
         PermissionError: at ``INIT``, if the bucket cannot be written to. FileNotFoundError: there is no such bucket.
     """
 
@@ -72,8 +73,8 @@ class RemoteUploaderDownloader(LoggerDestination):
         if not scheme:
             raise ConfigError(f"bucket_uri={bucket_uri!r}: expected a bucket, such as 's3://bucket'.")
         for name, value in (("num_concurrent_uploads", num_concurrent_uploads), ("num_attempts", num_attempts)):
-            if value < 1:
-                raise ConfigError(f"{name}={value!r}: expected 1 or more.")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ConfigError(f"{name}={value!r}: expected a whole number, 1 or more.")
         if _NAME not in file_path_format_string:
             raise ConfigError(
                 f"file_path_format_string={file_path_format_string!r}: expected {_NAME} in it: else all files "
@@ -83,6 +84,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         self.file_path_format_string = f"{folder.strip('/')}/{file_path_format_string}".lstrip("/")
         self.object_store: ObjectStore = open_store(f"{scheme}://{bucket}", **dict(backend_kwargs or {}))
         self._files = StagedFiles(upload_staging_folder)
+        self._staging = None if upload_staging_folder is None else str(upload_staging_folder)
         retry = RetryPolicy(attempts=num_attempts, first_delay_seconds=_FIRST_DELAY_SECONDS)
         self._uploader = Uploader(Transfer(self.object_store, retry=retry), num_concurrent=num_concurrent_uploads)
         self._prefix = ""
@@ -132,7 +134,16 @@ class RemoteUploaderDownloader(LoggerDestination):
         return self.bucket_uri
 
     def init(self, state: State, logger: Logger) -> None:
-        """See that the bucket can be written to."""
+        """See that the bucket, and the folder where files wait, can be written to."""
+        if self._uploader.closed:
+            raise ConfigError(
+                f"RemoteUploaderDownloader({self.bucket_uri!r}) was closed with the Trainer that it was given to, and "
+                "takes no more files. Give each Trainer one of its own."
+            )
+        try:
+            self._files.prepare()
+        except OSError as e:
+            raise ConfigError(f"upload_staging_folder={self._staging!r} cannot be used: {e}. Choose another.") from e
         self._run_name = state.run_name
         self._uploader.transfer.check_writable(self.object_name("file"))
 

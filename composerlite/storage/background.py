@@ -109,6 +109,11 @@ class Background:
         self._pool.submit(self._run)
 
     @property
+    def closed(self) -> bool:
+        """True after :meth:`stop`."""
+        return self._closing
+
+    @property
     def pending(self) -> list[str]:
         """Jobs that are not done yet, the oldest first."""
         with self._changed:
@@ -226,6 +231,18 @@ class StagedFiles:
         self._folder: Path | None = None
         self._count = 0
 
+    def prepare(self) -> None:
+        """Make the folder, which is made again where something has removed it meanwhile.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        if self._folder is not None and self._folder.is_dir():
+            return
+        if self._parent is not None:
+            self._parent.mkdir(parents=True, exist_ok=True)
+        self._folder = Path(tempfile.mkdtemp(prefix="composerlite-files-", dir=self._parent))
+
     def copy(self, file: Path, name: str) -> Path:
         """Make a copy of ``file`` that is called ``name``.
 
@@ -239,10 +256,8 @@ class StagedFiles:
         Raises:
             FileNotFoundError: there is no such file.
         """
-        if self._folder is None:
-            if self._parent is not None:
-                self._parent.mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix="composerlite-files-", dir=self._parent))
+        self.prepare()
+        assert self._folder is not None
         self._count += 1
         staged = self._folder / str(self._count) / name
         staged.parent.mkdir()

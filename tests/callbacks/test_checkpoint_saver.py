@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -258,7 +259,10 @@ def test_a_saver_follows_the_name_of_each_run(tmp_path: Path) -> None:
         ({"save_interval": "10bananas"}, "10bananas"),
         ({"save_interval": None}, "None"),
         ({"save_num_checkpoints_to_keep": -2}, "num_checkpoints_to_keep=-2"),
-        ({"save_num_checkpoints_to_keep": "3"}, "num_checkpoints_to_keep='3'"),
+        ({"save_num_checkpoints_to_keep": "3"}, "save_num_checkpoints_to_keep='3': expected -1 for all, or a whole"),
+        ({"save_num_checkpoints_to_keep": False}, "save_num_checkpoints_to_keep=False"),
+        ({"save_num_remote_checkpoints_to_keep": 0}, "save_num_remote_checkpoints_to_keep=0: expected -1 for all, or"),
+        ({"save_num_remote_checkpoints_to_keep": True}, "save_num_remote_checkpoints_to_keep=True"),
         ({"save_ignore_keys": "state/model"}, r"save_ignore_keys='state/model'.*list of globs"),
     ],
 )
@@ -269,6 +273,13 @@ def test_what_cannot_be_saved_is_an_error_at_construction(
     with pytest.raises(ConfigError, match=message):
         trainer(samples=16, **{"save_folder": tmp_path / "new", **arguments})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), "10", None, 0, -1, True, 1e300])
+def test_a_timeout_that_cannot_be_waited_for_is_an_error_at_construction(seconds: Any) -> None:
+    """It is needed at the end of training, which is late."""
+    with pytest.raises(ConfigError, match=rf"upload_timeout_in_seconds={re.escape(repr(seconds))}: expected a number"):
+        CheckpointSaver(upload_timeout_in_seconds=seconds)
 
 
 def test_a_misspelt_argument_names_the_right_one() -> None:

@@ -129,6 +129,16 @@ def test_keeping_none_without_a_bucket_is_refused() -> None:
         trainer(save_folder="here", save_num_checkpoints_to_keep=0)
 
 
+def test_one_name_for_all_in_the_bucket_is_refused_before_training(bucket: str, store: ObjectStore) -> None:
+    """The second checkpoint would fail; a single one, or the newest alone, is fine."""
+    how: dict[str, Any] = {"save_folder": f"{bucket}/run", "save_remote_file_name": "best.pt"}
+    with trainer(**how) as run, pytest.raises(ConfigError, match=r"save_remote_file_name='best\.pt' is the same each"):
+        run.fit()
+    train(**how, save_interval="3ep")
+    train(**{**how, "save_folder": f"{bucket}/other"}, save_overwrite=True)
+    assert "best.pt" in names(store)
+
+
 def test_a_run_does_not_start_where_it_would_overwrite_in_the_bucket(bucket: str, tmp_path: Path) -> None:
     """As in a folder: what is ahead of the run is not overwritten, and training does not begin."""
     train(save_folder=f"{bucket}/run", max_duration="2ep")

@@ -169,6 +169,7 @@ def test_a_bucket_that_cannot_be_written_is_an_error_before_training(
         ({"bucket_uri": "folder"}, "bucket_uri='folder'"),
         ({"bucket_uri": "s3://b", "num_concurrent_uploads": 0}, "num_concurrent_uploads=0"),
         ({"bucket_uri": "s3://b", "num_attempts": 0}, "num_attempts=0"),
+        ({"bucket_uri": "s3://b", "num_attempts": "3"}, "num_attempts='3': expected a whole number, 1 or more"),
         ({"bucket_uri": "s3://b", "file_path_format_string": "name"}, "file_path_format_string='name'"),
         ({"bucket_uri": "s9://b"}, "unknown scheme 's9'"),
     ],
@@ -177,3 +178,20 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) ->
     """The error names the argument and its value."""
     with pytest.raises(ConfigError, match=message):
         RemoteUploaderDownloader(**arguments)
+
+
+def test_a_staging_folder_that_cannot_be_is_an_error_before_training(
+    s3_server: Any, bucket: str, state: State, tmp_path: Path
+) -> None:
+    """Not when the first file is to be uploaded."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"upload_staging_folder='.*file/x' cannot be used"):
+        started(bucket, s3_server, state, upload_staging_folder=tmp_path / "file" / "x")
+
+
+def test_a_logger_that_was_closed_is_refused_by_the_next_trainer(s3_server: Any, bucket: str, state: State) -> None:
+    """It takes no more files, which would be found out in the middle of training."""
+    logger = started(bucket, s3_server, state)
+    logger.post_close()
+    with pytest.raises(ConfigError, match=f"RemoteUploaderDownloader\\('{bucket}'\\) was closed.*one of its own"):
+        logger.init(state, Logger(state))

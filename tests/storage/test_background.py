@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,6 +88,18 @@ def test_the_end_does_not_wait_for_ever():
     assert dropped == ["never"]
     with pytest.raises(ComposerliteError, match="MyLogger: more comes too late"):
         background.submit("more", lambda: None)
+
+
+def test_a_folder_of_copies_that_was_removed_is_made_again(tmp_path):
+    """As what tidies temporary files up does, in a training of weeks."""
+    (tmp_path / "a").write_text("text")
+    files = StagedFiles(tmp_path / "staged")
+    files.copy(tmp_path / "a", "b.txt")
+    shutil.rmtree(tmp_path / "staged")
+
+    assert files.copy(tmp_path / "a", "b.txt").read_text() == "text"
+    files.remove()
+    assert list((tmp_path / "staged").iterdir()) == []
 
 
 def test_copies_are_nobody_elses(tmp_path):

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, SupportsInt, final
 
@@ -138,6 +139,10 @@ class SaveOptions:
         check_template(self.folder, argument="save_folder", allow_time=False)
         _check_number(self.failure_limit, argument="save_failure_limit")
         _check_number(self.num_concurrent_uploads, argument="num_concurrent_uploads", least=1)
+        _check_seconds(self.upload_timeout_in_seconds, argument="upload_timeout_in_seconds")
+        _check_number(self.num_checkpoints_to_keep, argument="save_num_checkpoints_to_keep", or_all=True)
+        remote = "save_num_remote_checkpoints_to_keep"
+        _check_number(self.num_remote_checkpoints_to_keep, argument=remote, least=1, or_all=True)
         scheme, bucket, path = parse_uri(self.folder)
         self._set("bucket", f"{scheme}://{bucket}" if scheme else None)
         self._set("path", path.strip("/") if scheme else path)
@@ -230,9 +235,16 @@ def _in_bucket(name: str | Path | None, default: str, argument: str) -> str:
     return check_template(parse_uri(text)[2] if is_uri(text) else text, argument=argument)
 
 
-def _check_number(value: object, *, argument: str, least: int = 0) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{argument}={value!r}: expected a whole number, {least} or more.")
+def _check_number(value: object, *, argument: str, least: int = 0, or_all: bool = False) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or (value < least and not (or_all and value == -1)):
+        rule = "-1 for all, or a whole number" if or_all else "a whole number"
+        raise ConfigError(f"{argument}={value!r}: expected {rule}, {least} or more.")
+
+
+def _check_seconds(value: object, *, argument: str) -> None:
+    most = timedelta.max.total_seconds()
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most:
+        raise ConfigError(f"{argument}={value!r}: expected a number of seconds, more than 0, as 3600 for an hour.")
 
 
 def _check_name(template: str, run_name: str, timestamp: TimestampLike) -> None:
@@ -375,6 +387,16 @@ class RunFolder:
                 )
                 places[argument] = os.path.join(os.path.realpath(place.parent), place.name)  # noqa: PTH118
         return places
+
+    def check_remote_name(self) -> None:
+        """See that what has several names here has not one in the bucket; ConfigError."""
+        remote = PartialFilePath(str(self._options.remote_file_name))
+        if self.filename.varies and not remote.varies and not self._options.overwrite:
+            raise ConfigError(
+                f"save_remote_file_name={remote.filename!r} is the same each time, and save_filename="
+                f"{self.filename.filename!r} is not: the second checkpoint would replace the first in the bucket. Put "
+                "{epoch} or {batch} into it, or pass save_overwrite=True to have the newest alone there."
+            )
 
     def key(self, places: Iterable[str]) -> str:
         """Key of the folder, unlike that of others and of an earlier one at the same path. On rank 0."""

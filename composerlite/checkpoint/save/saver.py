@@ -359,9 +359,12 @@ class Saver:
             several: checkpoints are to be saved one after the other, of which one is left if all have one name.
 
         Raises:
+            ConfigError: what varies here has one name in the bucket.
             RunInUseError: see :meth:`take_leases`.
         """
         group = dist.get_group()
+        if several and self._publishing is not None:
+            self.where.check_remote_name()
         with group.all_or_none("looking at what checkpoints are to hold"):
             self.options.check(state.weights_state_dict())
         with group.all_or_none("taking the lease of the run"):
