@@ -99,7 +99,8 @@ class ObjectStore(ABC):
     may use one store at the same time. No verb tries again what failed: :class:`~composerlite.storage.Transfer` does.
 
     A store of one's own has four verbs at least: upload, download, the size of an object and the listing. The others
-    follow from those, as well as they can.
+    follow from those, as well as they can. That several ranges are of one single upload follows only where
+    :meth:`read_pieces` tells versions.
 
     Every verb raises, with a message that names the object, the operation and the cause:
 
@@ -115,6 +116,9 @@ class ObjectStore(ABC):
         listing = cls.__dict__.get("list_objects")
         if listing is not None and "start_after" not in inspect.signature(listing).parameters:
             cls.list_objects = _listing_of_names(listing)  # pyright: ignore[reportAttributeAccessIssue]
+        reading = cls.__dict__.get("read_pieces")
+        if reading is not None and "version" not in inspect.signature(reading).parameters:
+            cls.read_pieces = _reading_of_any_version(reading)  # pyright: ignore[reportAttributeAccessIssue]
 
     @abstractmethod
     def upload_object(self, name: str, filename: str | Path, callback: Progress | None = None) -> None:
@@ -246,16 +250,20 @@ class ObjectStore(ABC):
         opened: Any = cls  # each store's arguments are its own
         return opened(bucket, **backend_kwargs)
 
-    def read_pieces(self, name: str, offset: int, size: int) -> Generator[bytes]:
+    def read_pieces(
+        self, name: str, offset: int, size: int, *, version: Callable[[str], object] = str
+    ) -> Generator[bytes]:
         """Yield the bytes that :meth:`read_range` returns, piece by piece, so that a long range takes little memory.
 
         What a store raises may come after some of the pieces. Here a piece is a call of :meth:`read_range`; a store
-        that gets its bytes as a stream overrides this.
+        that gets its bytes as a stream overrides this. A subclass may leave ``version`` out.
 
         Args:
             name: of the object.
             offset: in bytes.
             size: in bytes.
+            version: is called before the bytes of each answer with what tells this upload of the object from another,
+                such as its ETag, by stores that know it. What it raises ends the reading.
 
         Yields:
             Consecutive pieces.
@@ -312,6 +320,18 @@ def _listing_of_names(listing: Callable[..., Iterable[str | ObjectInfo]]) -> Cal
         return sorted((one for one in found if one.name > start_after), key=lambda one: one.name)
 
     return list_objects
+
+
+def _reading_of_any_version(reading: Callable[[Any, str, int, int], Generator[bytes]]) -> Callable[..., Any]:
+    """Return ``reading``, which tells no versions, as :meth:`ObjectStore.read_pieces`."""
+
+    @functools.wraps(reading)
+    def read_pieces(
+        self: ObjectStore, name: str, offset: int, size: int, *, version: Callable[[str], object] = str
+    ) -> Generator[bytes]:
+        return reading(self, name, offset, size)
+
+    return read_pieces
 
 
 def check_name(name: str) -> str:

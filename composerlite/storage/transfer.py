@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
@@ -39,6 +40,34 @@ _GAP_BYTES = 512 << 10  # a request costs about as long as reading over such a g
 _CLOSE_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
+
+
+@final
+class ReplacedError(ObjectStoreError):
+    """An object has other bytes than those of which some were read."""
+
+
+@final
+class OneUpload:
+    """Sees that what is read of the object ``name``, by whichever thread, is of one single upload of it.
+
+    The first answer decides which. A store that tells no versions is trusted.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._version: str | None = None
+        self._lock = threading.Lock()
+
+    def check(self, version: str) -> None:
+        """Raise ReplacedError if ``version`` is another than that of the first answer."""
+        with self._lock:
+            if self._version is None:
+                self._version = version
+        if version != self._version:
+            raise ReplacedError(
+                f"object {self._name!r} was replaced while it was read: read it again when nobody writes it."
+            )
 
 
 @final
@@ -184,7 +213,8 @@ class Transfer:
     ) -> None:
         """Make the content of the object ``name`` the file ``path``, whose folder exists.
 
-        The file is there whole and durable or not at all.
+        The file is there whole and durable or not at all. All of it is of one single upload: if the object is replaced
+        meanwhile the download begins anew, as often as the policy tries.
 
         Args:
             name: of the object.
@@ -197,19 +227,25 @@ class Transfer:
         Raises:
             FileExistsError: the file is there already and ``overwrite`` is false.
             CorruptCheckpointError: the object has not ``size_bytes`` bytes.
+            ObjectStoreError: it was replaced again and again.
         """
         target = Path(path)
         check_free(target, overwrite)
-        size = self.size(name) if size_bytes is None else size_bytes
         with StagedFile(target) as staged:
-            self._download_into(staged.file.fileno(), name, size, callback)
+            self._download_into(staged.file.fileno(), name, size_bytes, callback)
             if check is not None:
                 check(staged.temporary)
             staged.flush()
             check_free(target, overwrite)
             staged.publish()
 
-    def read_into(self, name: str, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
+    def read_into(
+        self,
+        name: str,
+        targets: Sequence[Piece],
+        progress: Callable[[int], object] = int,
+        upload: OneUpload | None = None,
+    ) -> None:
         """Fill memory with parts of the object ``name``.
 
         Args:
@@ -217,16 +253,18 @@ class Transfer:
             targets: an offset in the object, an address in memory and a number of bytes each, in any order. The memory
                 must be there until this returns.
             progress: is called in this thread with each number of bytes read. Small gaps are read, too.
+            upload: of which all must be; ``None``: the caller verifies what comes.
 
         Raises:
             CorruptCheckpointError: the object ends before.
+            ReplacedError: it is of another upload.
         """
         for offset, _, size in targets:
             _check_range(name, offset, size)
         for layer in layers(targets):
             units = runs(layer, gap_bytes=_GAP_BYTES, unit_bytes=self._range_bytes(sum(t.size for t in layer)))
             places = ReadTargets(layer)
-            self._pool.run(Batch(partial(self._read_unit, name, unit, places) for unit in units), progress)
+            self._pool.run(Batch(partial(self._read_unit, name, unit, places, upload) for unit in units), progress)
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         """The bytes of the object ``name`` from ``offset`` to ``offset + size``.
@@ -322,15 +360,37 @@ class Transfer:
         most = self._part_bytes or _MOST_RANGE_BYTES
         return min(most, max(_LEAST_RANGE_BYTES, -(-share // _MiB) * _MiB))
 
-    def _download_into(self, descriptor: int, name: str, size: int, callback: Progress | None) -> None:
+    def _download_into(self, descriptor: int, name: str, size_bytes: int | None, callback: Progress | None) -> None:
+        """Write an object to a file, anew if it is replaced meanwhile."""
+        for tries_left in reversed(range(self._retry.attempts)):
+            size = self.size(name) if size_bytes is None else size_bytes
+            try:
+                self._download_upload(descriptor, name, size, callback)
+                return
+            except (ReplacedError, CorruptCheckpointError) as e:
+                has_another_size = size_bytes is None and self.size(name) != size
+                if not tries_left or not (isinstance(e, ReplacedError) or has_another_size):
+                    raise
+                _log.warning("%s was replaced while it was downloaded: once more", self.store.get_uri(name))
+                os.ftruncate(descriptor, 0)
+
+    def _download_upload(self, descriptor: int, name: str, size: int, callback: Progress | None) -> None:
+        """Write an object of ``size`` bytes to a file. ReplacedError: it is another one by now."""
         units = list(cut(0, size, self._range_bytes(size))) or [(0, 0)]
-        job = partial(self._download_unit, descriptor, threading.Lock(), name, size)
+        job = partial(self._download_unit, descriptor, threading.Lock(), name, size, OneUpload(name))
         self._pool.run(Batch(partial(job, unit) for unit in units), summed(callback, size))
         if callback is not None and not size:
             callback(0, 0)
 
     def _download_unit(
-        self, descriptor: int, writing: threading.Lock, name: str, size: int, unit: Unit, batch: Batch
+        self,
+        descriptor: int,
+        writing: threading.Lock,
+        name: str,
+        size: int,
+        upload: OneUpload,
+        unit: Unit,
+        batch: Batch,
     ) -> int:
         """Job of the pool: one range of the object to its place in the file. Reports bytes as they arrive."""
         start, end = unit
@@ -340,10 +400,10 @@ class Transfer:
                 write_all(descriptor, piece, at)
 
         # An object that is longer than it should be is not taken for whole.
-        self._stream(name, start, end, batch, write, beyond=1 if end == size else 0)
+        self._stream(name, start, end, batch, write, upload, beyond=1 if end == size else 0)
         return 0
 
-    def _read_unit(self, name: str, unit: Unit, places: ReadTargets, batch: Batch) -> int:
+    def _read_unit(self, name: str, unit: Unit, places: ReadTargets, upload: OneUpload | None, batch: Batch) -> int:
         """Job of the pool: one range of the object to its places in memory. Reports bytes as they arrive."""
         start, end = unit
 
@@ -354,7 +414,7 @@ class Transfer:
                     memory_at(address, size)[:] = piece[done : done + size]
                 done += size
 
-        self._stream(name, start, end, batch, copy)
+        self._stream(name, start, end, batch, copy, upload)
         return 0
 
     def _stream(
@@ -364,6 +424,7 @@ class Transfer:
         end: int,
         batch: Batch,
         put: Callable[[memoryview, int], object],
+        upload: OneUpload | None,
         *,
         beyond: int = 0,
     ) -> None:
@@ -372,11 +433,12 @@ class Transfer:
         After a failure it resumes where it was.
         """
         at = start
+        version = str if upload is None else upload.check
 
         def read() -> None:
             nonlocal at
             asked = at
-            with contextlib.closing(self.store.read_pieces(name, at, end + beyond - at)) as pieces:
+            with contextlib.closing(self.store.read_pieces(name, at, end + beyond - at, version=version)) as pieces:
                 for piece in pieces:
                     if at + len(piece) > end:
                         self._explain(name, start, end - start, at + len(piece) - start)

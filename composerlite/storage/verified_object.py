@@ -11,13 +11,15 @@ from composerlite.errors import CorruptCheckpointError
 from composerlite.storage.disk.files import FileDigest
 from composerlite.storage.disk.memory import address_of
 from composerlite.storage.disk.read_work import ReadTargets, Unit, cut, layers, put, touched_chunks
-from composerlite.storage.transfer import Transfer
+from composerlite.storage.transfer import OneUpload, Transfer
 from composerlite.types import Piece
 
 
 @final
 class VerifiedObject:
     """An object, whose bytes are compared with its digests chunk by chunk as they are read.
+
+    Without digests all that is read is of one single upload: ObjectStoreError if it is replaced meanwhile.
 
     Args:
         transfer: to the object's bucket.
@@ -31,6 +33,7 @@ class VerifiedObject:
         self._transfer = transfer
         self._name = name
         self._digest = digest
+        self._upload = OneUpload(name)
         try:
             self._chunks = [] if digest is None else digest.chunk_digests()
         except ValueError as e:
@@ -45,7 +48,7 @@ class VerifiedObject:
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
         if self._digest is None:
-            self._transfer.read_into(self._name, targets, progress)
+            self._transfer.read_into(self._name, targets, progress, self._upload)
             return
         step, size_bytes = self._digest.chunk_bytes, self._digest.size_bytes
         for offset, _, size in targets:

@@ -109,6 +109,16 @@ class ObjectStoreContract(ABC):
         assert retried(lambda: store.read_range(name, offset, size), "read") == expected
         assert retried(lambda: b"".join(store.read_pieces(name, offset, size)), "read") == expected
 
+    def test_ranges_tell_of_which_upload_they_are(self, store: ObjectStore, prefix: str) -> None:
+        """Ranges of one upload tell the same, and those of the next another: a store tells always, or never."""
+        name, told = f"{prefix}/a", list[str]()
+        for content in (b"first", b"second"):  # of another size: some stores know no more within a second
+            store.put_bytes(name, content)
+            for offset in (0, 3):
+                assert b"".join(store.read_pieces(name, offset, 2, version=told.append)) == content[offset : offset + 2]
+        assert len(told) in (0, 4)
+        assert told[:1] == told[1:2] != told[2:3] == told[3:] or not told
+
     # ── listing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def test_a_listing_has_names_and_sizes_in_order(self, store: ObjectStore, prefix: str) -> None:
         """Everything below a prefix is listed, at any depth, in the order of the names."""

@@ -93,6 +93,13 @@ class FaultyStore(ObjectStore):
         with self.call("read_range", name):
             return self._store.read_range(name, offset, size)
 
+    def read_pieces(
+        self, name: str, offset: int, size: int, *, version: Callable[[str], object] = str
+    ) -> Generator[bytes]:
+        with self.call("read_range", name):
+            pieces = list(self._store.read_pieces(name, offset, size, version=version))
+        yield from pieces
+
     def get_object_size(self, name: str) -> int:
         with self.call("get_object_size", name):
             return self._store.get_object_size(name)

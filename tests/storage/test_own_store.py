@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -72,6 +72,17 @@ def test_four_verbs_are_enough(shelf: Shelf) -> None:
     assert [(one.name, one.size_bytes) for one in listed] == [("run/b.txt", 9), ("run/c.txt", 5)]
     shelf.check_writable("run/")
     shelf.close()
+
+
+def test_a_stream_of_ones_own_is_read(shelf: Shelf, tmp_path: Path) -> None:
+    """A store may give the pieces of a range itself, and need not tell versions."""
+
+    class Stream(Shelf):
+        def read_pieces(self, name: str, offset: int, size: int) -> Iterator[bytes]:  # type: ignore[override]
+            yield (self.folder / name).read_bytes()[offset : offset + size]
+
+    get_file("run/a.txt", tmp_path / "copy", Stream(shelf.folder))
+    assert (tmp_path / "copy").read_text() == "run/a.txt"
 
 
 def test_what_does_not_follow_from_them_is_said(shelf: Shelf) -> None:

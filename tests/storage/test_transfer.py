@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import dataclasses
 import random
 import signal
 import threading
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStoreError, ObjectStoreTransientError
-from composerlite.storage import RetryPolicy, Transfer
+from composerlite.storage import RetryPolicy, Transfer, VerifiedObject
 from composerlite.storage.disk.memory import address_of
 from composerlite.storage.part_uploads import part_bytes_for
 from composerlite.storage.stores.local import LocalObjectStore
@@ -362,6 +363,45 @@ def test_a_file_is_not_overwritten(store: FaultyStore, transfer: Transfer, quick
     assert copy.read_bytes() == b"old"
     transfer.download("run/a", copy, overwrite=True)
     assert copy.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["", "and the connection is lost"])
+@pytest.mark.parametrize("grown", [0, 1, 2 * MiB, -1, -2 * MiB])
+def test_an_object_that_is_replaced_meanwhile_comes_as_one_upload(
+    store: FaultyStore, transfer: Transfer, quick_folder: Path, data: bytes, grown: int, lost: bool
+) -> None:
+    """The file never has bytes of two uploads: the download begins anew, and the file is the newer one."""
+    store.put_bytes("run/a", b"a" * SIZE)
+    newer = (data + data)[: SIZE + grown]
+    replace = Fault("read_range", first=lambda: store.put_bytes("run/a", newer), after=3)
+    store.faults = [replace if lost else dataclasses.replace(replace, error=None)]
+    told: list[tuple[int, int]] = []
+    transfer.download("run/a", quick_folder / "copy", callback=lambda *moved: told.append(moved))
+    assert (quick_folder / "copy").read_bytes() == newer
+    assert told[-1] == (len(newer), len(newer))
+
+
+def test_an_object_that_is_replaced_all_the_time_is_not_downloaded(
+    store: FaultyStore, transfer: Transfer, quick_folder: Path, data: bytes
+) -> None:
+    """The download ends after as many attempts as the policy has, says why, and leaves nothing."""
+    store.put_bytes("run/a", data)
+    store.faults = [Fault("read_range", first=lambda: store.put_bytes("run/a", data), times=1000, error=None)]
+    with pytest.raises(ObjectStoreError, match="'run/a' was replaced while it was read"):
+        transfer.download("run/a", quick_folder / "copy")
+    assert [path.name for path in quick_folder.iterdir()] == ["bucket"]
+    assert store.count("put_bytes") <= 1 + QUICK.attempts * PARTS
+
+
+def test_what_no_digest_verifies_is_read_of_one_upload(store: FaultyStore, transfer: Transfer, data: bytes) -> None:
+    """Who reads a file of others where it is gets an error if it is replaced between two reads, never a mixture."""
+    store.put_bytes("run/a", data)
+    opened = VerifiedObject(transfer, "run/a", None)
+    assert opened.read(0, 10) == data[:10]
+    assert opened.read(SIZE - 10, 10) == data[-10:]
+    store.put_bytes("run/a", b"a" * SIZE)
+    with pytest.raises(ObjectStoreError, match="'run/a' was replaced while it was read"):
+        opened.read(MiB, 10)
 
 
 @pytest.mark.parametrize(

@@ -476,9 +476,8 @@ def _download(transfer: Transfer, name: str, folder: Path, progress_bar: bool) -
 
 
 def _download_object(transfer: Transfer, name: str, target: Path, progress_bar: bool) -> None:
-    size = transfer.size(name)
     with download_bar(progress_bar) as tell:
-        transfer.download(name, target, overwrite=True, size_bytes=size, callback=tell)
+        transfer.download(name, target, overwrite=True, callback=tell)
 
 
 def _download_url(url: str, target: Path, progress_bar: bool) -> None:

@@ -133,15 +133,25 @@ class BackendStore(ObjectStore):
     def read_range(self, name: str, offset: int, size: int) -> bytes:
         return b"".join(self.read_pieces(name, offset, size))
 
-    def read_pieces(self, name: str, offset: int, size: int) -> Generator[bytes]:
-        yield from self._pieces("read", name, self._key(name), offset, size)
+    def read_pieces(
+        self, name: str, offset: int, size: int, *, version: Callable[[str], object] = str
+    ) -> Generator[bytes]:
+        yield from self._pieces("read", name, self._key(name), offset, size, version)
 
-    def _pieces(self, operation: str, name: str, key: str, offset: int, size: int | None) -> Generator[bytes]:
+    def _pieces(
+        self,
+        operation: str,
+        name: str,
+        key: str,
+        offset: int,
+        size: int | None,
+        version: Callable[[str], object] = str,
+    ) -> Generator[bytes]:
         with self._translated(operation, name):
             if size == 0:
                 self._size(key)  # an object that is missing is missing
             else:
-                yield from self._read(key, offset, size)
+                yield from self._read(key, offset, size, version)
 
     def get_object_size(self, name: str) -> int:
         key = self._key(name)
@@ -186,8 +196,11 @@ class BackendStore(ObjectStore):
         return True
 
     @abstractmethod
-    def _read(self, key: str, offset: int, size: int | None) -> Generator[bytes]:
-        """Yield the bytes from ``offset`` on, at most ``size``, which is not 0; all where it is ``None``, verified."""
+    def _read(self, key: str, offset: int, size: int | None, version: Callable[[str], object]) -> Generator[bytes]:
+        """Yield the bytes from ``offset`` on, at most ``size``, which is not 0; all where it is ``None``, verified.
+
+        ``version`` is called as :meth:`read_pieces` says.
+        """
 
     @abstractmethod
     def _size(self, key: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from composerlite.errors import ObjectStoreError, ObjectStoreTransientError
@@ -87,16 +87,22 @@ class GCSJSONObjectStore(BackendStore):
         with self._translated("download", name):
             self._bucket.blob(key).download_to_file(file, checksum="crc32c", raw_download=True, **self._always)
 
-    def _read(self, key: str, offset: int, size: int | None) -> Generator[bytes]:
+    def _read(self, key: str, offset: int, size: int | None, version: Callable[[str], object]) -> Generator[bytes]:
         assert size is not None, "whole objects are downloaded by the SDK, which verifies them"
+        generations: set[object] = set()
         for start in range(offset, offset + size, _RANGE_BYTES):
             asked = min(_RANGE_BYTES, offset + size - start)
+            blob = self._bucket.blob(key)
             try:
-                piece: bytes = self._bucket.blob(key).download_as_bytes(
+                piece: bytes = blob.download_as_bytes(
                     start=start, end=start + asked - 1, checksum=None, raw_download=True, **self._always
                 )
             except RequestRangeNotSatisfiable:
                 return  # the object ends before the range begins
+            version(str(blob.generation))
+            generations.add(blob.generation)
+            if len(generations) > 1:
+                raise ConnectionError("the object was replaced while it was read")
             if len(piece) > asked:
                 raise ObjectStoreError(f"{self._uri}{key}: read: {len(piece)} bytes came for {asked}.")
             yield piece

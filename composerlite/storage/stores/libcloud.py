@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, final
 
 from composerlite.errors import (
@@ -45,6 +45,10 @@ _LISTS_WHOLE = {"local", "dummy", "atmos", "backblaze_b2"}
 """Providers whose drivers list everything, and warn where they are asked for a prefix."""
 
 
+_TIMES = ("last_modified", "modify_time")
+"""How drivers call the time when an object was written."""
+
+
 @final
 class LibcloudObjectStore(BackendStore):
     """Keeps objects in a container of any provider that Apache Libcloud knows.
@@ -52,7 +56,9 @@ class LibcloudObjectStore(BackendStore):
     What is promised is what the provider's driver does. Those of services make objects appear as a whole; that of
     provider ``local`` writes files in place, so that a reader may see the beginning of one, and reads a whole file for
     each range of it: :class:`~composerlite.storage.LocalObjectStore` is for folders. ``create_only`` is a check
-    followed by a write. Uploads report their progress once, at the end.
+    followed by a write. Uploads report their progress once, at the end. A driver looks at an object before it reads a
+    range of it: one that is replaced by another of its size between the two is noticed at the next range, if there is
+    one.
 
     Args:
         provider: as in ``libcloud.storage.types.Provider``, in upper or lower case.
@@ -128,9 +134,10 @@ class LibcloudObjectStore(BackendStore):
         self._put(key, memoryview(b"check"), create_only=False)
         self._delete(key)
 
-    def _read(self, key: str, offset: int, size: int | None) -> Generator[bytes]:
+    def _read(self, key: str, offset: int, size: int | None, version: Callable[[str], object]) -> Generator[bytes]:
         with self._driver() as driver:
             found = driver.get_object(self.container, key)
+            version(f"{found.size} {found.hash} {[found.extra.get(time) for time in _TIMES]}")
             end = found.size if size is None else min(offset + size, found.size)
             done = offset
             for piece in self._range(driver, found, offset, end):

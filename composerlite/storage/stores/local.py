@@ -10,7 +10,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, final
@@ -75,10 +75,12 @@ class LocalObjectStore(MultipartStore):
             else:
                 staged.publish()
 
-    def _read(self, key: str, offset: int, size: int | None) -> Generator[bytes]:
+    def _read(self, key: str, offset: int, size: int | None, version: Callable[[str], object]) -> Generator[bytes]:
         with self._opened(key) as file:
+            status = os.fstat(file.fileno())
+            version(f"{status.st_ino} {status.st_mtime_ns} {status.st_size}")
             file.seek(offset)
-            left = os.fstat(file.fileno()).st_size if size is None else size
+            left = status.st_size if size is None else size
             while left and (piece := file.read(min(left, PIECE_BYTES))):
                 left -= len(piece)
                 yield piece

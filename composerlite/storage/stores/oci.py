@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -117,12 +117,13 @@ class OCIObjectStore(MultipartStore):
         with _suppressed("ObjectNotFound"):
             self._call("delete_object", key)
 
-    def _read(self, key: str, offset: int, size: int | None) -> Generator[bytes]:
+    def _read(self, key: str, offset: int, size: int | None, version: Callable[[str], object]) -> Generator[bytes]:
         span = {"range": f"bytes={offset}-{offset + size - 1}"} if size is not None else {}
         with _suppressed("InvalidRange"):  # the object ends before the range begins
             answer = self._call("get_object", key, **span)
             digest = hashlib.md5(usedforsecurity=False)
             with contextlib.closing(answer.data):
+                version(answer.headers.get("etag", ""))
                 if size is not None and answer.status != 206:
                     yield answer.data.raw.read(decode_content=False)[offset : offset + size]
                     return

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import logging
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal, final
@@ -218,13 +218,14 @@ class S3ObjectStore(MultipartStore):
         with _suppressed(*_NO_OBJECT):
             self._client.delete_object(**self._at(key))
 
-    def _read(self, key: str, offset: int, size: int | None) -> Generator[bytes]:
+    def _read(self, key: str, offset: int, size: int | None, version: Callable[[str], object]) -> Generator[bytes]:
         # The checksum of a whole object says nothing of a range.
         span = {"Range": f"bytes={offset}-{offset + size - 1}"} if size is not None else {}
         verify = {"ChecksumMode": "ENABLED"} if size is None and self._checksum == "crc32" else {}
         with _suppressed(*_BEYOND):  # the object ends before the range begins
             answer = self._client.get_object(**self._at(key), **span, **verify)
             with contextlib.closing(answer["Body"]) as body:
+                version(answer.get("ETag", ""))
                 if size is None:
                     _field(answer, "ContentLength")
                 elif answer["ResponseMetadata"]["HTTPStatusCode"] != 206:

@@ -51,6 +51,9 @@ class SFTPObjectStore(BackendStore):
     ObjectStoreTransientError, and the next verb connects anew. What uploads that were killed left behind is swept by
     :meth:`check_writable` after a day.
 
+    The protocol tells the times of files in seconds: one that is replaced by another of its size within the second in
+    which it was written is not known from it by who reads it in parts.
+
     Args:
         host: name or address.
         port: of its SSH server.
@@ -160,9 +163,11 @@ class SFTPObjectStore(BackendStore):
             channel.write_file(file, iter(lambda: read(channel.request_bytes), b""))
             publish(channel, temporary, path)
 
-    def _read(self, key: str, offset: int, size: int | None) -> Generator[bytes]:
+    def _read(self, key: str, offset: int, size: int | None, version: Callable[[str], object]) -> Generator[bytes]:
         with self._channel() as channel, channel.opened(self._path(key), "r") as file:
-            left = _size_of(file.stat()) - offset
+            status = file.stat()
+            version(f"{status.st_mtime} {status.st_size}")
+            left = _size_of(status) - offset
             yield from channel.read_file(file, offset, max(0, left if size is None else min(size, left)))
 
     def _size(self, key: str) -> int:

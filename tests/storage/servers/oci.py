@@ -60,6 +60,7 @@ class OCIServer:
         self.lock = threading.Lock()
         self.buckets: dict[str, dict[str, bytes]] = {}
         self.composed: set[tuple[str, str]] = set()  # of parts: of these the service tells no MD5
+        self.etags: dict[tuple[str, str], str] = {}
         self.uploads: dict[str, _Upload] = {}
         self.faults: dict[str, str] = {}
         self.requests: list[str] = []
@@ -253,17 +254,19 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(412, "IfNoneMatchFailed", "The If-None-Match header is '*' and the object exists")
         objects[name] = self.body
         self.state.composed.discard((bucket, name))
-        return 200, b"", {"opc-content-md5": _md5(self.body), "etag": secrets.token_hex(8)}
+        etag = self.state.etags[bucket, name] = secrets.token_hex(8)
+        return 200, b"", {"opc-content-md5": _md5(self.body), "etag": etag}
 
     def _get_object(self, bucket: str, name: str) -> _Answer:
         data = self._object(bucket, name)
+        etag = {"etag": self.state.etags[bucket, name]}
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
         if asked is None:
-            return 200, data, {} if (bucket, name) in self.state.composed else {"content-md5": _md5(data)}
+            return 200, data, etag | ({} if (bucket, name) in self.state.composed else {"content-md5": _md5(data)})
         start, end = int(asked[1]), min(int(asked[2]), len(data) - 1)
         if start >= len(data):
             raise _RefusedError(416, "InvalidRange", f"{asked[0]} of {len(data)} bytes")
-        return 206, data[start : end + 1], {"content-range": f"bytes {start}-{end}/{len(data)}"}
+        return 206, data[start : end + 1], etag | {"content-range": f"bytes {start}-{end}/{len(data)}"}
 
     def _head_object(self, bucket: str, name: str) -> _Answer:
         return 200, self._object(bucket, name), {}
@@ -318,7 +321,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.state.buckets[bucket][name] = b"".join(data for _, data in parts)
         self.state.composed.add((bucket, name))
         del self.state.uploads[self.query["uploadId"]]
-        return 200, b"", {"etag": secrets.token_hex(8)}
+        etag = self.state.etags[bucket, name] = secrets.token_hex(8)
+        return 200, b"", {"etag": etag}
 
     def _delete_upload(self, bucket: str, name: str) -> _Answer:
         self._upload(bucket, name)
