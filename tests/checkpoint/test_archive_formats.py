@@ -755,6 +755,9 @@ def test_files_come_from_stores_and_addresses(tmp_path: Path) -> None:
             get_file("run/ep1.pt", tmp_path / "copy0", store)
         with pytest.raises(CheckpointNotFoundError, match=r"run/ep2\.pt"):
             get_file("run/ep2.pt", tmp_path / "copy9", store)
+        with pytest.raises(FileNotFoundError, match=r"there is no folder '.*missing'") as caught:
+            get_file("run/ep1.pt", tmp_path / "missing/copy", store)
+        assert not isinstance(caught.value, CheckpointNotFoundError)  # the object is there
     handler = functools.partial(SimpleHTTPRequestHandler, directory=tmp_path / "bucket")
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -543,6 +543,24 @@ def test_the_sdk_is_imported_when_a_store_is_opened() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+def test_a_missing_file_of_this_machine_is_no_missing_object(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where the file with the credentials is gone no verb says "not found": a run would take its checkpoint for absent.
+
+    The error names the file.
+    """
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/x")
+    with (
+        S3ObjectStore("b", endpoint_url="http://127.0.0.1:1", region_name="us-east-1") as store,
+        Transfer(store) as transfer,
+    ):
+        for use in (*_uses(store), lambda: transfer.exists("run/a")):
+            with pytest.raises(ObjectStoreError, match=r"s3://b/.*: No such file or directory: '.*/token'"):
+                use()
+
+
 def _uses(store: S3ObjectStore) -> list[Callable[[], object]]:
     return [
         lambda: store.check_writable("run"),

@@ -302,6 +302,7 @@ def get_file(
 
     Raises:
         CheckpointNotFoundError: there is no such file.
+        FileNotFoundError: there is no folder for ``destination``.
         FileExistsError: there is something at ``destination`` and ``overwrite`` is false.
         ConfigError: the URI names no store, or what it takes is not installed.
         PermissionError, ObjectStoreError: the store does not let us read, or fails.
@@ -309,6 +310,8 @@ def get_file(
     target = Path(destination)
     if not overwrite and (target.is_symlink() or target.exists()):
         raise FileExistsError(f"{str(target)!r} exists: give another destination, or overwrite=True.")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{str(target)!r}: there is no folder {str(target.parent)!r}: make it first.")
     if object_store is None and not is_uri(str(path)):
         source = resolved(Path(parse_uri(str(path))[2]))
         if not source.is_file():

@@ -251,13 +251,22 @@ class BackendStore(ObjectStore):
 
 
 def _of_system(error: Exception) -> Meaning | None:
-    """Meaning of an error of the system. One of a file of this machine, which it names, is none of the store's."""
-    if not isinstance(error, OSError) or error.filename is not None:
+    """Meaning of an error of the system.
+
+    It is never that there is no object: a file of this machine may be missing, as one with credentials. Stores whose
+    objects are files say themselves what their errors mean.
+    """
+    if not isinstance(error, OSError):
         return None
     said = error.strerror or str(error) or type(error).__name__
     if isinstance(error, ConnectionError | TimeoutError):
         return ObjectStoreTransientError, said
-    for kind in (FileNotFoundError, FileExistsError, PermissionError):
+    if error.filename is not None:
+        kind = PermissionError if isinstance(error, PermissionError) else ObjectStoreError
+        return kind, f"{said}: {error.filename!r}, a file of this machine."
+    if isinstance(error, FileNotFoundError):
+        return ObjectStoreError, said
+    for kind in (FileExistsError, PermissionError):
         if isinstance(error, kind):
             return kind, said
     return None

@@ -212,7 +212,8 @@ class LibcloudObjectStore(BackendStore):
     def _meaning(self, error: Exception) -> Meaning | None:
         if isinstance(error, ContainerDoesNotExistError):
             return FileNotFoundError, f"container {self.container!r} of {self.provider} does not exist."
-        if isinstance(error, ObjectDoesNotExistError | FileNotFoundError):
+        is_missing_file = isinstance(error, FileNotFoundError) and self.provider == Provider.LOCAL
+        if isinstance(error, ObjectDoesNotExistError) or is_missing_file:
             return FileNotFoundError, f"there is no such object ({self.provider})."
         if isinstance(error, requests.exceptions.SSLError):
             return ObjectStoreError, f"the service cannot be trusted: {error}"

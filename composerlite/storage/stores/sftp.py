@@ -320,7 +320,7 @@ class SFTPObjectStore(BackendStore):
     # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────
     def _meaning(self, error: Exception) -> Meaning | None:
         if isinstance(error, OSError) and error.filename is None:  # else it is of a file of this machine
-            return _of_system(error)
+            return _of_server(error)
         if isinstance(error, paramiko.SSHException | EOFError):
             return _of_connection(error)
         if isinstance(error, UnicodeDecodeError):
@@ -328,11 +328,12 @@ class SFTPObjectStore(BackendStore):
         return None
 
 
-def _of_system(error: OSError) -> Meaning | None:
+def _of_server(error: OSError) -> Meaning:
     """Meaning of an error of the server's files, or of a socket."""
     cause = error.strerror or str(error) or type(error).__name__
-    if isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
-        return None  # as everywhere
+    for kind in (FileNotFoundError, FileExistsError, PermissionError):
+        if isinstance(error, kind):
+            return kind, cause
     if isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN:
         return ObjectStoreError, f"there is no such host: {cause}."
     if error.errno is not None or isinstance(error, _LOST):
