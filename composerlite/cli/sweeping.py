@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ from composerlite.checkpoint.tools.surveying import Found, abandoned, remove, su
 from composerlite.cli import options
 from composerlite.cli.output import print_json
 from composerlite.core import Time, TimeUnit
-from composerlite.errors import ConfigError
+from composerlite.errors import ConfigError, did_you_mean
 
 
 @click.command()
@@ -61,23 +62,36 @@ def prune(
     )
     removed: list[dict[str, Any]] = []
     kept: list[str] = []
-    for text in places:
-        with place_at(text) as place:
-            listed = survey(place)
-            left = abandoned(listed)
-            chosen = [(one, m) for one in listed if (m := one.committed) and run in (None, m.run_name)]
-            groups: dict[tuple[str, str, str], list[Manifest]] = {}
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(place_at(text)) for text in places]
+        listed = [(place, survey(place)) for place in opened]
+        if run is not None:
+            _check_run(run, [one.run_name for _, there in listed for one in there])
+        plans: list[tuple[Place, list[Found], dict[str, str | None]]] = []
+        groups: list[tuple[str, list[Manifest], list[Manifest]]] = []
+        for place, there in listed:
+            left = abandoned(there)
+            chosen = [(one, m) for one in there if (m := one.committed) and run in (None, m.run_name)]
+            counted: dict[tuple[str, str, str], list[Manifest]] = {}
             for found, manifest in chosen:
                 if found.name not in left:
-                    groups.setdefault((found.home, manifest.run_name, manifest.template), []).append(manifest)
-            gone = {manifest.name: None for group in groups.values() for manifest in deletions(group, policy)}
-            why = dict.fromkeys(left, "abandoned: its run was started over") if with_abandoned else {}
-            used = place.in_use() if gone or why else set[str]()
-            for found, _ in chosen:
-                if found.name not in {*gone, *why} or not used.isdisjoint((found.name, *(f.path for f in found.files))):
+                    counted.setdefault((found.home, manifest.run_name, manifest.template), []).append(manifest)
+            gone: dict[str, str | None] = {}
+            for (home, _, _), group in counted.items():
+                groups.append((place.uri(home), group, deletions(group, policy)))
+                gone |= dict.fromkeys((manifest.name for manifest in groups[-1][2]), None)
+            if with_abandoned:
+                gone |= dict.fromkeys(left, "abandoned: its run was started over")
+            plans.append((place, [found for found, _ in chosen], gone))
+        if best_metric is not None:
+            _check_metric(best_metric, groups)
+        for place, chosen, gone in plans:
+            used = place.in_use() if gone else set[str]()
+            for found in chosen:
+                if found.name not in gone or not used.isdisjoint((found.name, *(f.path for f in found.files))):
                     kept.append(place.uri(found.name))
-                    continue
-                removed.append(_removed(place, found, why.get(found.name), dry_run=dry_run))
+                else:
+                    removed.append(_removed(place, found, gone[found.name], dry_run=dry_run))
     _tell(removed, kept, dry_run=dry_run, as_json=as_json)
 
 
@@ -113,6 +127,37 @@ def collect(places: Sequence[str], orphans: bool, older_than: str, dry_run: bool
                 if found.may_be_left_over and not is_vouched(found) and _is_old(found, age):
                     removed.append(_removed(place, found, "data without a manifest", dry_run=dry_run))
     _tell(removed, [], dry_run=dry_run, as_json=as_json)
+
+
+def _check_run(run: str, there: Iterable[str | None]) -> None:
+    """See that a checkpoint is of the run ``run``; raises :class:`ConfigError`."""
+    known = {name for name in there if name}
+    if run not in known:
+        hint = did_you_mean(run, known) if known else " There is no checkpoint of a run."
+        raise ConfigError(f"--run {run}: no checkpoint there is of this run.{hint}")
+
+
+def _check_metric(metric: str, groups: Sequence[tuple[str, Sequence[Manifest], Sequence[Manifest]]]) -> None:
+    """See that what would go was compared with a checkpoint that has ``metric``.
+
+    Args:
+        metric: its name.
+        groups: where each group is, its checkpoints, and those that would go.
+
+    Raises:
+        ConfigError: no checkpoint has it, or none of a group of which some would go.
+    """
+    blind = [one for one in groups if not any(metric in manifest.metrics for manifest in one[1])]
+    at_risk = [one for one in blind if one[2]] or (blind if len(blind) == len(groups) else [])
+    if at_risk:
+        where, group, _ = at_risk[0]
+        known = {name for manifest in group for name in manifest.metrics}
+        hint = did_you_mean(metric, known) if known else " They have no metrics: name another rule."
+        of_run = f" of run {group[0].run_name!r}" if group[0].run_name else ""
+        raise ConfigError(
+            f"--best-metric {metric}: no checkpoint{of_run} in {where} has this metric, and the best of them are not "
+            f"known. Nothing was removed.{hint}"
+        )
 
 
 def _age(text: str) -> timedelta:

@@ -182,6 +182,24 @@ def test_a_wrong_rule_is_one_line_and_status_2(demo: Path) -> None:
     assert everything(demo) == before
 
 
+def test_a_metric_or_a_run_that_no_checkpoint_has_removes_nothing(demo: Path) -> None:
+    """A misspelt name is no rule by which all others go: the message tells what there is, for all places before any."""
+    for step in (1, 2):
+        Checkpointer().save(demo.parent / f"other/step{step}", torch.nn.Linear(4, 2), {"step": step})
+    before = everything(demo.parent)
+    for arguments, words in (
+        (["demo", "--best-k", "1", "--best-metric", "train/MulticlassAcuracy"], "Did you mean 'train/Mu"),
+        (["demo", "other", "--best-k", "1", "--best-metric", "train/MulticlassAccuracy"], "no checkpoint in other has"),
+        (["demo", "--keep-last", "1", "--run", "dmo"], "--run dmo: no checkpoint there is of this run. Did you mean"),
+    ):
+        done = composerlite("checkpoint", "prune", *arguments, cwd=demo.parent)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert words in done.stderr
+    assert everything(demo.parent) == before
+    best = ["--best-k", "1", "--best-metric", "train/MulticlassAccuracy", "--run", "demo"]
+    assert composerlite("checkpoint", "prune", "demo", "other", *best, cwd=demo.parent).returncode == 0
+
+
 # ── gc ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_gc_removes_what_dead_processes_left(demo: Path) -> None:
     """Temporaries and saves whose process has died go; those of a process that lives, and checkpoints, stay."""
