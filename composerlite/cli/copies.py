@@ -122,6 +122,8 @@ def _copy(
     source: Place, chosen: Sequence[Found], target: Place, *, overwrite: bool, link: str | None, as_json: bool
 ) -> None:
     """Copy, one after the other, and tell of each when it is there; then point ``link`` to the last."""
+    if link is not None:
+        target.check_link(link)
     copied: list[dict[str, Any]] = []
     for found in chosen:
         with progress_of(f"copying {found.name}", found.size_bytes, wanted=True) as progress:

@@ -18,6 +18,7 @@ from composerlite.checkpoint import (
     read_checkpoint,
     save_model_and_optim_state,
 )
+from composerlite.errors import ConfigError
 from composerlite.storage import open_store
 
 ONE, TWO, THREE = (f"ep{epoch}-ba{4 * epoch}-rank0.pt" for epoch in (1, 2, 3))
@@ -170,6 +171,36 @@ def test_a_torn_copy_is_mended(demo: Path) -> None:
     os.truncate(demo.parent / "there" / ONE, 10)
     assert states("cp", f"demo/{ONE}", "there", cwd=demo.parent) == [f"copied: there/{ONE}"]
     assert composerlite("checkpoint", "verify", "there", cwd=demo.parent).returncode == 0
+
+
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+def test_a_link_replaces_links_only(where: str, demo: Path, bucket: str) -> None:
+    """A checkpoint's name, a file of the user's and a name outside are refused before anything is copied."""
+    place = f"{bucket}/demo" if where == "bucket" else "there"
+    composerlite("checkpoint", "cp", f"demo/{TWO}", place, cwd=demo.parent)
+    (demo.parent / "mine.txt").write_text("mine")
+    refused = [(TWO, "is a checkpoint"), ("../mine.txt", "expected the path of a file inside the folder")]
+    if where == "folder":
+        (demo.parent / "there/mine.txt").write_text("mine")
+        (demo.parent / "there/out").symlink_to(demo.parent)
+        refused += [("mine.txt", "is no link"), ("out/mine.txt", "is no link")]
+    for link, words in refused:
+        done = composerlite("checkpoint", "cp", f"demo/{ONE}", place, "--link", link, cwd=demo.parent)
+        assert (done.returncode, done.stdout) == (2, ""), link
+        assert words in done.stderr
+    assert composerlite("checkpoint", "cp", f"demo/{ONE}", place, "--link", ONE, cwd=demo.parent).returncode == 2
+    assert (demo.parent / "mine.txt").read_text() == "mine"
+    states = [one["state"] for one in answer("checkpoint", "verify", place, cwd=demo.parent)["checkpoints"]]
+    assert states == ["verified", "verified"]
+
+
+def test_training_replaces_no_file_by_its_link(tmp_path: Path) -> None:
+    """A file of the user's that is called as the link to the newest stays, and the run says so."""
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo/latest-rank0.pt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"is no link.*save_latest_filename"):
+        train(tmp_path / "demo", epochs=1)
+    assert (tmp_path / "demo/latest-rank0.pt").read_text() == "mine"
 
 
 def test_a_manifest_cannot_send_files_elsewhere(demo: Path) -> None:

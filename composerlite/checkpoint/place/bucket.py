@@ -334,6 +334,8 @@ class Bucket(Place):
     # ── links and locks ──────────────────────────────────────────────────────────────────────────────────────────
     def point(self, link: str, name: str | None, *, ahead: bool = False) -> None:
         pointer = self._link(link, ahead=ahead)
+        if name is not None and not link.startswith("/"):
+            self.check_link(link)
         if name is None:
             self.transfer.delete(pointer)
         else:

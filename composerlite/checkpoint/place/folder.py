@@ -36,7 +36,7 @@ from composerlite.checkpoint.place.place import (
     by_total,
 )
 from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, record_path
-from composerlite.errors import CorruptCheckpointError
+from composerlite.errors import ConfigError, CorruptCheckpointError
 from composerlite.storage import (
     FileDigest,
     ParallelReader,
@@ -56,7 +56,7 @@ from composerlite.storage import (
 if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
 
-__all__ = ["Folder", "staged_link"]
+__all__ = ["Folder"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -386,16 +386,32 @@ class Folder(Place):
         if name is None:
             (self.path / link).unlink()
         elif not ahead:  # what is left of a commit that was killed says it on a disk
-            with staged_link(self.path, link, name) as staged:
+            with self._staged_link(link, name) as staged:
                 staged.publish()
 
     @contextlib.contextmanager
     def pointing(self, links: Mapping[str, str]) -> Generator[None]:
         with contextlib.ExitStack() as stack:
-            staged = [stack.enter_context(staged_link(self.path, link, name)) for link, name in links.items()]
+            staged = [stack.enter_context(self._staged_link(link, name)) for link, name in links.items()]
             yield
             for one in staged:
                 one.publish()
+
+    def check_link(self, link: str) -> None:
+        super().check_link(link)
+        path = self.path / link
+        if self._is_behind_a_link(path) or (os.path.lexists(path) and not path.is_symlink()):
+            raise ConfigError(
+                f"{str(path)!r} is no link, and the link of this name does not take its place. Move it away, or give "
+                "another name (save_latest_filename in the Trainer)."
+            )
+
+    def _staged_link(self, link: str, name: str) -> StagedLink:
+        """Return the symbolic link ``link`` to ``name``, which replaces one that is there when it is published."""
+        self.check_link(link)
+        path = self.path / link
+        make_folder(path.parent)
+        return StagedLink(path, "../" * (len(Path(link).parts) - 1) + name)
 
     def target_of(self, link: str, *, ahead: bool = False) -> str:
         path = self.path / link
@@ -538,14 +554,6 @@ class _FolderCommit(Commit):
         intention, self._intention = self._intention, None
         if intention is not None:
             intention.__exit__(None if error is None else type(error), error, None)
-
-
-def staged_link(folder: Path, link: str, name: str) -> StagedLink:
-    """Return the symbolic link ``link`` to ``name``, which replaces the one that is there when it is published."""
-    path = folder / link
-    make_folder(path.parent)
-    up = "../" * (len(Path(link).parts) - 1)
-    return StagedLink(path, up + name)
 
 
 def _is_of_this_user(path: Path) -> bool:

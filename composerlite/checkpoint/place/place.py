@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
 
 from composerlite.checkpoint.place.commit import MARKER, OF_RANKS, STEP_MODEL, TRAIN, Commit, remove_manifest
 from composerlite.checkpoint.place.lease import Lease
-from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, record_path
-from composerlite.errors import CorruptCheckpointError
+from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, record_path, relative_path
+from composerlite.errors import ConfigError, CorruptCheckpointError
 from composerlite.storage import verify_file
 
 if TYPE_CHECKING:
@@ -401,7 +401,23 @@ class Place(ABC):
             link: below the place; in a bucket with a slash before it from the top.
             name: of the checkpoint.
             ahead: say only that it is about to, for who looks for the newest after a kill.
+
+        Raises:
+            ConfigError: see :meth:`check_link`.
         """
+
+    def check_link(self, link: str) -> None:
+        """See that the link ``link``, below the place, can be made: it replaces a link and nothing else.
+
+        Raises:
+            ConfigError: it leads out of the place, or something else has this name.
+        """
+        try:
+            relative_path(link)
+        except ValueError as e:
+            raise ConfigError(f"link {link!r}: {e}. Give a name below {self.uri()}, such as 'latest-rank0.pt'.") from e
+        if self.exists(record_path(link)):
+            raise ConfigError(f"{self.uri(link)!r} is a checkpoint, and no link takes its place. Give another name.")
 
     @contextlib.contextmanager
     def pointing(self, links: Mapping[str, str]) -> Generator[None]:
