@@ -241,6 +241,23 @@ def test_an_optimizer_of_one_group_becomes_the_two_of_transformers(tmp_path: Pat
     assert found == pytest.approx(list(map(float, losses.found[8:])), rel=1e-5)
 
 
+def test_names_that_an_optimizer_has_go_along_with_its_parameters(tmp_path: Path) -> None:
+    """``param_names`` are beside the state that they name, also where groups are divided or names are changed."""
+    model = Classifier()
+    made = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW([(name, made[name]) for name in reversed(made)], lr=0.5)
+    with trainer(OURS, model=model, optimizer=lambda _: optimizer) as run:
+        ours = run.state.get_optim_state_dict()["AdamW"]["state"]
+        source = Path(run.save_checkpoint(str(tmp_path / "now.pt")))
+    halves = converted(source, tmp_path / "checkpoint-8", "--to", "transformers")
+    whole = converted(source, tmp_path / "out.ckpt", "--rename", "=net.")
+    for saved in (torch.load(halves / "optimizer.pt"), torch.load(whole)["optimizer_states"][0]):
+        for group in saved["param_groups"]:
+            for number, name in zip(group["params"], group["param_names"], strict=True):
+                assert same(saved["state"][number], ours[name.removeprefix("net.")])
+    assert saved["param_groups"][0]["param_names"][0].startswith("net.")
+
+
 def test_a_scheduler_of_another_kind_is_left_to_transformers(tmp_path: Path) -> None:
     """Its own rate goes on at the step of the checkpoint; the generators of a rank are those that were saved."""
     target = converted(OURS, tmp_path / "checkpoint-8", "--to", "transformers")

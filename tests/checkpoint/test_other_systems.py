@@ -11,6 +11,7 @@ import os
 import pickle
 import shutil
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +309,63 @@ def test_an_optimizer_that_does_not_fit_is_refused(tmp_path: Path, change: Any, 
         trainer(tmp_path / "other.pt")
     with trainer(tmp_path / "other.pt", load_ignore_keys=["state/optimizers"]) as run:
         check_weights(run.state.model)
+
+
+def stepped(order: Sequence[str], *, named: bool) -> tuple[Classifier, torch.optim.Optimizer]:
+    """A network and its optimizer, which has its parameters in ``order``, after a step."""
+    model = Classifier()
+    parameters = dict(model.named_parameters())
+    given: Any = [(name, parameters[name]) if named else parameters[name] for name in order]
+    optimizer = torch.optim.AdamW(given, lr=0.5)
+    batch = next(iter(data()))
+    model.loss(model(batch), batch).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+REVERSED = ["head.bias", "head.weight", "body.bias", "body.weight"]
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_an_optimizer_that_names_its_parameters_is_taken_by_the_names(tmp_path: Path, prefix: str) -> None:
+    """Their order in the file does not matter, nor does a prefix that all of them have."""
+    model, optimizer = stepped(REVERSED, named=True)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["param_names"] = [prefix + name for name in REVERSED]
+    torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "other.pt")
+    with trainer(tmp_path / "other.pt") as run:
+        own = run.state.get_optim_state_dict()["AdamW"]["state"]
+        for name, parameter in model.named_parameters():
+            assert torch.equal(own[name]["exp_avg"], optimizer.state[parameter]["exp_avg"])
+
+
+def test_names_that_fit_no_parameter_are_said_and_their_order_counts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names of the user's own say nothing here; those of another model are refused, with what differs."""
+    model, optimizer = stepped(REVERSED[::-1], named=True)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["param_names"] = ["w1", "b1", "w2", "b2"]
+    torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "other.pt")
+    with trainer(tmp_path / "other.pt") as run:
+        own = run.state.get_optim_state_dict()["AdamW"]["state"]
+        first = next(iter(model.parameters()))
+        assert torch.equal(own["body.weight"]["exp_avg"], optimizer.state[first]["exp_avg"])
+    assert "'w1'" in caplog.text
+    assert "taken in their order" in caplog.text
+    saved["param_groups"][0]["param_names"] = ["body.weight", "body.bias", "w2", "b2"]
+    torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "other.pt")
+    with pytest.raises(IncompatibleCheckpointError, match=r"no saved state for: head\.bias, head\.weight.*load_ignore"):
+        trainer(tmp_path / "other.pt")
+
+
+def test_an_optimizer_in_another_order_is_refused(tmp_path: Path) -> None:
+    """Without names the shapes tell: the message has the parameter, both shapes and the way out."""
+    model, optimizer = stepped(REVERSED, named=False)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "other.pt")
+    message = r"exp_avg of body\.weight has another shape: \(2,\) in the checkpoint, \(3, 4\) now.*load_ignore_keys"
+    with pytest.raises(IncompatibleCheckpointError, match=message):
+        trainer(tmp_path / "other.pt")
 
 
 @pytest.mark.parametrize("count", [-1, 2.5, "6", None, [6], torch.ones(2), torch.tensor(-3)])

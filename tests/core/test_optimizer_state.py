@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
+from checkpoint.sharded_parts import same
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -108,6 +111,111 @@ def test_another_number_of_groups_is_an_error() -> None:
     again, fresh = trained(NAMES, steps=0)
     with pytest.raises(IncompatibleCheckpointError, match="saved with 2 parameter groups and has 1 now"):
         load_named_optimizer_state(fresh, again, named_optimizer_state(optimizer, model), source="the checkpoint")
+
+
+def test_a_moment_of_another_shape_is_refused_before_the_first_step() -> None:
+    """The optimizer has not stepped: the parameter tells the shape, also where only one of them has changed."""
+    model, optimizer = trained(NAMES)
+    again, fresh = trained(NAMES, steps=0)
+    saved = copy.deepcopy(named_optimizer_state(optimizer, model))
+    saved["state"]["b"]["exp_avg"] = torch.zeros(7)
+    with pytest.raises(IncompatibleCheckpointError, match=r"exp_avg of b has another shape: \(7,\).*, \(3,\) now"):
+        load_named_optimizer_state(fresh, again, saved, source="the checkpoint")
+    assert not fresh.state
+
+
+class OfOthers(torch.optim.Optimizer):
+    """An optimizer of another library, with the state that ``make`` gives a parameter."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], make: Callable[[torch.Tensor], dict[str, Any]]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = make(parameter.detach())
+
+
+FACTORED: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
+    "rows and columns": lambda p: {"row": p.sum(-1), "col": p.sum(0), "step": torch.zeros(1)},
+    "rows of the same rank": lambda p: {"row_var": p.sum(-1, keepdim=True), "col_var": p.sum(0, keepdim=True)},
+    "preconditioners": lambda p: {f"precond_{i}": torch.eye(size) for i, size in enumerate(p.shape)},
+    "8-bit blocks": lambda p: {
+        "state1": p.clone(),
+        "qmap1": torch.zeros(256),
+        "absmax1": torch.zeros(-(-p.numel() // 4)),
+    },
+    "low rank": lambda p: {"exp_avg": torch.zeros(min(2, p.shape[0]), *p.shape[1:]), "step": 3},
+    "flat": lambda p: {"buffer": p.flatten()},
+    "lists": lambda p: {"GG": [torch.zeros(size, size) for size in p.shape]},
+}
+"""State that is not shaped as its parameter is."""
+
+
+@pytest.mark.parametrize("kind", FACTORED)
+def test_state_of_another_form_than_its_parameter_is_restored(kind: str) -> None:
+    """Of optimizers whose state we do not know: factored, flat, in blocks."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3), nn.Linear(3, 1))
+        return model, OfOthers(model.parameters(), FACTORED[kind])
+
+    model, optimizer = build()
+    saved = copy.deepcopy(named_optimizer_state(optimizer, model))
+    again, fresh = build()
+    fresh.state.clear()
+    load_named_optimizer_state(fresh, again, saved, source="the checkpoint")
+    assert same(named_optimizer_state(fresh, again)["state"], saved["state"])
+
+
+def test_the_moments_of_an_unknown_optimizer_in_another_order_are_refused() -> None:
+    """They have the shapes of the parameters, and each has that of another one."""
+    model, again = Model(NAMES), Model(NAMES)
+    saved = named_optimizer_state(OfOthers(model.parameters(), lambda p: {"ema": p.clone()}), model)
+    moments = list(saved["state"].values())
+    swapped = {**saved, "state": dict(zip(NAMES, reversed(moments), strict=True))}
+    fresh = OfOthers(again.parameters(), lambda p: {})
+    fresh.state.clear()
+    with pytest.raises(IncompatibleCheckpointError, match=r"ema of a has another shape: \(5,\).*, \(2,\) now"):
+        load_named_optimizer_state(fresh, again, swapped, source="the checkpoint")
+
+
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    name: functools.partial(kind, lr=0.1)
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and name not in ("Optimizer", "SparseAdam", "Muon")
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_of_each_optimizer_of_torch_is_restored_before_the_first_step(kind: str) -> None:
+    """Whatever it keeps of matrices, vectors and numbers."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
+        model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
+        return model, KINDS[kind](model.parameters())
+
+    def loss() -> torch.Tensor:
+        value = (model(torch.ones(2, 5)) * model.scale).square().sum()
+        optimizer.zero_grad()
+        value.backward()
+        return value
+
+    model, optimizer = build()
+    optimizer.step(loss)
+    saved = copy.deepcopy(named_optimizer_state(optimizer, model))
+    again, fresh = build()
+    load_named_optimizer_state(fresh, again, saved, source="the checkpoint")
+    assert same(named_optimizer_state(fresh, again)["state"], saved["state"])
+
+
+def test_names_that_an_optimizer_keeps_stay_beside_their_parameters() -> None:
+    """``param_names`` of a file in another order do not come with it."""
+    model, again = Model(NAMES), Model(NAMES[::-1])
+    saved = named_optimizer_state(torch.optim.SGD(model.named_parameters(), lr=0.1), model)
+    fresh = torch.optim.SGD(again.named_parameters(), lr=0.2)
+    load_named_optimizer_state(fresh, again, saved, source="the checkpoint")
+    assert named_optimizer_state(fresh, again)["param_groups"][0]["param_names"] == NAMES[::-1]
+    assert fresh.param_groups[0]["lr"] == 0.1
 
 
 def test_a_parameter_that_never_had_a_gradient_has_no_state() -> None:

@@ -42,7 +42,7 @@ def taken_of(contents: Any, source: str, rename: Rename) -> Taken:
     else:
         raise no_model_error(source)
     weights = {rename.of(name): tensor for name, tensor in flat_tensors(found.model).items()}
-    optimizer = None if found.optimizer is None else _numbered(found.optimizer, list(flat_tensors(found.model)), source)
+    optimizer = None if found.optimizer is None else _numbered(found.optimizer, found.model, rename, source)
     counts = None if found.progress is None else Counts(*map(_number, found.progress))
     return Taken(weights, optimizer, found.scheduler, counts, found.rng, found.left)
 
@@ -65,15 +65,26 @@ def _of_ours(state: StateDict, rng: Any) -> Taken:
 
 
 # ── optimizers ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def _numbered(saved: Any, names: Sequence[str], source: str) -> StateDict:
+def _numbered(saved: Any, model: Any, rename: Rename, source: str) -> StateDict:
     """State of an optimizer as ``torch.optim.Optimizer`` gives it, from that or from one by names, nested or flat."""
     state = cast("Mapping[Any, Any]", saved) if isinstance(saved, Mapping) else {}
     if state and "param_groups" not in state:
-        state = unflattened(state, None, names)
+        state = unflattened(state, None, list(flat_tensors(model)))
     groups, values = state.get("param_groups"), state.get("state")
     if not isinstance(groups, list) or not isinstance(values, Mapping):
         raise IncompatibleCheckpointError(f"{source!r}: its optimizer has no 'state' and no 'param_groups'.")
-    return _counted_anew(cast("list[StateDict]", groups), cast("StateDict", values))
+    its = [_with_names(group, rename) for group in cast("list[StateDict]", groups)]
+    return _counted_anew(its, cast("StateDict", values))
+
+
+def _with_names(group: StateDict, rename: Rename) -> StateDict:
+    """``group`` with the ``param_names`` that it has, if it has any, in the order of its parameters."""
+    told: Any = group.get("param_names", [])
+    if told and all(isinstance(name, str) for name in group["params"]):  # which has kept their order
+        told = group["params"]
+    others = {key: value for key, value in group.items() if key != "param_names"}
+    named = isinstance(told, list) and len(told) == len(group["params"]) > 0  # pyright: ignore[reportUnknownArgumentType]
+    return {**others, "param_names": [rename.of(str(name)) for name in cast("list[Any]", told)]} if named else others
 
 
 def _counted_anew(groups: Sequence[StateDict], values: Mapping[Any, Any]) -> StateDict:
@@ -166,10 +177,13 @@ def _in_two_groups(optimizer: StateDict) -> StateDict:
     groups, values = optimizer["param_groups"], optimizer["state"]
     if len(groups) != 1:
         return optimizer
-    names: dict[bool, list[Any]] = {True: [], False: []}
-    for name in groups[0]["params"]:
-        names[_dimensions(values.get(name)) > 1].append(name)
-    return _counted_anew([{**groups[0], "params": members} for members in names.values() if members], values)
+    keys = [key for key in ("params", "param_names") if key in groups[0]]
+    halves: list[StateDict] = [{**groups[0], **{key: [] for key in keys}} for _ in range(2)]
+    for number, name in enumerate(groups[0]["params"]):
+        half = halves[0 if _dimensions(values.get(name)) > 1 else 1]
+        for key in keys:
+            half[key].append(groups[0][key][number])
+    return _counted_anew([half for half in halves if half["params"]], values)
 
 
 def _dimensions(state: Any) -> int:

@@ -200,7 +200,9 @@ def optimizer_by_names(saved: Any, live: StateDict, rename: Rename, source: str)
     if odd := [key for group in cast("list[dict[Any, Any]]", groups) for key in group if not isinstance(key, str)]:
         raise refused(f"a setting of it is called {odd[0]!r}, which is no name")
     its, own = cast("list[StateDict]", groups), cast("list[StateDict]", live["param_groups"])
-    if numbered := any(not isinstance(name, str) for group in its for name in group["params"]):
+    numbered = any(not isinstance(name, str) for group in its for name in group["params"])
+    told = _named(its, own, rename, source) if numbered else None
+    if numbered and told is None:
         have, want = ([len(group["params"]) for group in each] for each in (its, own))
         if have != want:
             raise refused(f"its groups have {have} parameters, and those of this run {want}")
@@ -211,13 +213,41 @@ def optimizer_by_names(saved: Any, live: StateDict, rename: Rename, source: str)
         lacks = [key for key, value in here.items() if key not in group and _is_setting(key, value)]
         if lacks:
             raise refused(f"its groups have no {', '.join(lacks)}: it was another kind of optimizer")
-        names = here["params"] if numbered else [rename.of(name) for name in group["params"]]
+        if told is not None:
+            names = told[number]
+        else:
+            names = here["params"] if numbered else [rename.of(name) for name in group["params"]]
         new_name |= dict(zip(group["params"], names, strict=True))
         made.append({**here, **{key: value for key, value in group.items() if key != "param_names"}, "params": names})
     try:
         return {"state": {new_name[name]: value for name, value in values.items()}, "param_groups": made}
     except KeyError as e:
         raise refused(f"it has state of parameter {e}, which is in no group") from e
+
+
+def _named(its: Sequence[StateDict], own: Sequence[StateDict], rename: Rename, source: str) -> list[list[str]] | None:
+    """Names here of the parameters in each group of an optimizer that has numbers, and names beside them.
+
+    ``None`` where it has not, or where none of them is a name here: then the order of its parameters tells.
+    """
+    told: list[list[str]] = []
+    for group in its:
+        names: Any = group.get("param_names")
+        if not isinstance(names, list) or len(names) != len(group["params"]):  # pyright: ignore[reportUnknownArgumentType]
+            return None
+        told.append([str(name).replace("_orig_mod.", "") for name in cast("list[Any]", names)])
+    every = [name for names in told for name in names]
+    live = {name for group in own for name in group["params"]}
+    for change in (rename, common_rename(every, live, all_must=True)):
+        found = [[change.of(name) for name in names] for names in told]
+        if live & (known := {name for names in found for name in names}) and len(known) == len(every):
+            return found
+    log.warning(
+        "%s: its optimizer calls its parameters %r, …, which are no names here: they are taken in their order",
+        source,
+        every[0],
+    )
+    return None
 
 
 def _is_setting(key: str, value: Any) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from composerlite import dist
 from composerlite._torch_compat import has_load_hooks
@@ -22,6 +24,10 @@ __all__ = [
     "optimizer_places",
     "optimizer_problems",
 ]
+
+
+_FACTORED = ("Adafactor", "LBFGS")
+"""Optimizers of torch whose state is not shaped as the parameters are."""
 
 
 def clean_name(name: str) -> str:
@@ -99,13 +105,49 @@ def optimizer_problems(
     known = {name for group_names in names for name in group_names}
     if not problems and (foreign := sorted(state_dict["state"].keys() - known)):
         problems.append(f"it was saved with state of what is in no group: {', '.join(foreign)}")
-    for name, live in optimizer_places(optimizer, model).items():
-        for key, value in state_dict["state"].get(name, {}).items():
-            own = live.get(key)
-            if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and value.shape != own.shape:
-                shapes = f"{tuple(value.shape)} in the checkpoint, {tuple(own.shape)} now"
-                problems.append(f"{key} of {name} has another shape: {shapes}")
+    problems += _other_shapes(optimizer, model, state_dict["state"])
     return [f"{source}: {kind} does not fit. {'; '.join(problems)}. {way_out}"] if problems else []
+
+
+def _other_shapes(
+    optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Describe the tensors in ``saved`` that are of another shape than what they are to replace.
+
+    Before a parameter was stepped its own shape tells that of its state, where state has the shape of parameters: as in
+    the optimizers of torch, or where all that is saved under a key has their shapes, in whatever order.
+    """
+    if _takes_its_own_way(optimizer):
+        return []
+    kind = type(optimizer)
+    is_known = kind.__module__.startswith(("torch.optim.", "composerlite.optim.")) and kind.__name__ not in _FACTORED
+    parameters = {name: one for name, one in _named_parameters(optimizer, model) if not is_lazy(one)}
+    by_key: dict[str, dict[str, torch.Tensor]] = {}
+    for name in saved.keys() & parameters.keys():
+        for key, value in saved[name].items():
+            if isinstance(value, torch.Tensor):
+                by_key.setdefault(key, {})[name] = value
+    alike = {key for key, ones in by_key.items() if _shapes(ones.values()) == _shapes(parameters[one] for one in ones)}
+    live = optimizer_places(optimizer, model)
+    found: list[str] = []
+    for name, parameter in parameters.items():
+        for key, value in ((key, ones[name]) for key, ones in by_key.items() if name in ones):
+            own = live.get(name, {}).get(key)
+            if not isinstance(own, torch.Tensor):
+                own = parameter if key in alike or (is_known and value.numel() > 1) else value
+            if value.shape != own.shape:
+                shapes = f"{tuple(value.shape)} in the checkpoint, {tuple(own.shape)} now"
+                found.append(f"{key} of {name} has another shape: {shapes}")
+    return found
+
+
+def _shapes(tensors: Iterable[torch.Tensor]) -> Counter[tuple[int, ...]]:
+    return Counter(tuple(tensor.shape) for tensor in tensors)
+
+
+def _takes_its_own_way(optimizer: torch.optim.Optimizer) -> bool:
+    """Return true for an optimizer of which nobody knows what it does with the tensors of a state that it loads."""
+    return type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict or has_load_hooks(optimizer)
 
 
 def optimizer_places(
@@ -121,8 +163,7 @@ def optimizer_places(
         saved: state by parameter name, as a checkpoint has it. Where a parameter was not stepped yet that is
             distributed or on a device, new tensors like it are made: they become the state when they are loaded.
     """
-    own_way = type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
-    if own_way or has_load_hooks(optimizer):
+    if _takes_its_own_way(optimizer):
         return {}
     places: dict[str, dict[str, Any]] = {}
     for name, parameter in _named_parameters(optimizer, model):
@@ -193,7 +234,10 @@ def load_named_optimizer_state(
             **state_dict,
             "state": {number_of[n]: value for n, value in _as_kept(optimizer, model, state_dict["state"]).items()},
             "param_groups": [
-                {**group, "params": [number_of[name] for name in group_names]}
+                {  # the optimizer has the names in its own order
+                    **{key: value for key, value in group.items() if key != "param_names"},
+                    "params": [number_of[name] for name in group_names],
+                }
                 for group, group_names in zip(saved, names, strict=True)
             ],
         }
