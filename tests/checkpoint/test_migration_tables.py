@@ -178,7 +178,7 @@ def _found(run: Any) -> dict[str, Any]:
 # ── what is not restored ─────────────────────────────────────────────────────────────────────────────────────────────
 def _lightning(folder: Path) -> Path:
     contents = torch.load(DATA / "lightning/step6.ckpt", weights_only=False)
-    contents["optimizer_states"].append(contents["optimizer_states"][0])
+    contents["lr_schedulers"].append(contents["lr_schedulers"][0])
     torch.save({**contents, "callbacks": {"ModelCheckpoint{}": {"best": 1.0}}}, folder / "other.ckpt")
     return folder / "other.ckpt"
 
@@ -215,7 +215,7 @@ def _with(name: str, folder: Path, **more: Any) -> Path:
 
 LEFT: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "OLMo-core 3.0 `step…`": (_olmo_core, ("train/callbacks",)),
-    "Lightning": (_lightning, ("callbacks", "loops", "hyper_parameters", "optimizer_states[1:]")),
+    "Lightning": (_lightning, ("callbacks", "loops", "hyper_parameters", "lr_schedulers[1:]")),
     "torch, a dict": (lambda _: DATA / "torch/checkpoint.pt", ("epoch", "step")),
     "transformers": (lambda _: DATA / "transformers/checkpoint-6", ("log_history in trainer_state.json",)),
     "accelerate": (_accelerate, ("scaler.pt",)),

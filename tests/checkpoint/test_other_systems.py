@@ -11,12 +11,13 @@ import os
 import pickle
 import shutil
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from tiny_training import Classifier
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,6 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from composerlite import Callback, Event, Logger, State, Trainer
 from composerlite.checkpoint.format.archive import stand_ins
 from composerlite.checkpoint.format.torch_reader import TorchFile, UnverifiedFile
+from composerlite.checkpoint.tools.pointing import pointed
+from composerlite.checkpoint.tools.whole import whole_contents
 from composerlite.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -71,7 +74,7 @@ def data() -> DataLoader[Any]:
 def trainer(path: Path | str, losses: Losses | None = None, model: nn.Module | None = None, **more: Any) -> Trainer:
     """A run that begins with the checkpoint ``path`` and trains as long as the system itself has."""
     model = model or Classifier()
-    make = more.pop("optimizer", lambda model: torch.optim.AdamW(model.parameters(), lr=0.5))
+    make = more.pop("optimizer", None) or (lambda model: torch.optim.AdamW(model.parameters(), lr=0.5))
     optimizer = make(model)
     falling = more.pop("scheduler", lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9))
     chosen = {
@@ -375,6 +378,104 @@ def test_counts_that_are_none_are_refused(tmp_path: Path, count: Any) -> None:
     torch.save({**contents, "step": count}, tmp_path / "other.pt")
     with pytest.raises(IncompatibleCheckpointError, match="counts of training are none"):
         trainer(tmp_path / "other.pt", load_key_map={"model": "model", "optimizer": "optimizer", "batch": "step"})
+
+
+# ── in part ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _less(name: str, *keys: str) -> Callable[[Path], Path]:
+    """A copy of the file ``name`` without ``keys``, or of the folder without those files."""
+
+    def make(folder: Path) -> Path:
+        target = folder / Path(name).name
+        if (DATA / name).is_dir():
+            shutil.copytree(DATA / name, target, ignore=shutil.ignore_patterns(*keys))
+        else:
+            contents = torch.load(DATA / name, weights_only=False)
+            torch.save({key: value for key, value in contents.items() if key not in keys}, target)
+        return target
+
+    return make
+
+
+def _two(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Path]:
+    """A copy of the file ``name`` with another optimizer in it."""
+
+    def make(folder: Path) -> Path:
+        contents = torch.load(DATA / name, weights_only=False)
+        change(contents)
+        torch.save(contents, folder / Path(name).name)
+        return folder / Path(name).name
+
+    return make
+
+
+def _two_of_accelerate(folder: Path) -> Path:
+    shutil.copytree(DATA / "accelerate/state", folder / "state")
+    shutil.copy(folder / "state/optimizer.bin", folder / "state/optimizer_1.bin")
+    return folder / "state"
+
+
+def _deepspeed_of_fp16(folder: Path) -> Path:
+    shutil.copytree(DATA / "deepspeed/zero0", folder / "run")
+    _changed(MODEL_STATES, lambda saved: saved.update(optimizer={"fp16": saved["optimizer"]}))(
+        folder / "run/global_step6"
+    )
+    return folder / "run"
+
+
+def _torchtitan_alone(folder: Path) -> Path:
+    with pointed(str(DATA / "dcp/torchtitan")) as target:
+        contents = whole_contents(target.place, target.the_one())
+    del contents["optimizer"]
+    dcp.save(contents, checkpoint_id=folder / "titan", no_dist=True)
+    return folder / "titan"
+
+
+IN_PART: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "transformers": (_less("transformers/checkpoint-6", "optimizer.pt"), "how far training was and holds no optimizer"),
+    "accelerate": (_less("accelerate/state", "optimizer.bin"), "a scheduler and holds no optimizer"),
+    "accelerate, two": (_two_of_accelerate, "another optimizer, 'optimizer_1.bin'"),
+    "Lightning": (_less("lightning/step6.ckpt", "optimizer_states"), "how far training was and holds no optimizer"),
+    "Lightning, two": (
+        _two("lightning/step6.ckpt", lambda saved: saved["optimizer_states"].append({**saved["optimizer_states"][0]})),
+        r"another optimizer, 'optimizer_states\.1'",
+    ),
+    "DeepSpeed": (_deepspeed_of_fp16, r"an optimizer, 'optimizer\.fp16'"),
+    "torchtitan": (_torchtitan_alone, "how far training was and holds no optimizer"),
+    "torch, under another name": (
+        _two("torch/checkpoint.pt", lambda saved: saved.update(opts={"net": saved.pop("optimizer")})),
+        r"an optimizer, 'opts\.net'",
+    ),
+    "torch, two": (
+        _two("torch/checkpoint.pt", lambda saved: saved.update(optim={**saved["optimizer"]})),
+        "an optimizer, 'optim",
+    ),
+}
+"""Checkpoints of which a run would get weights and no optimizer, or one of two; and what the message says."""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", IN_PART)
+def test_a_checkpoint_is_not_resumed_without_its_optimizer(tmp_path: Path, kind: str) -> None:
+    """Before anything is loaded; the message has the argument that takes the weights, and that does."""
+    make, message = IN_PART[kind]
+    path = make(tmp_path)
+    with pytest.raises(IncompatibleCheckpointError, match=f"{message}.*load_weights_only=True.*load_key_map"):
+        trainer(path, optimizer=grouped if kind == "transformers" else None)
+    with trainer(path, load_weights_only=True) as run:
+        assert not run.state.optimizers[0].state
+    with trainer(path, load_ignore_keys=["state/optimizers"]) as run:
+        assert not run.state.optimizers[0].state
+
+
+def test_the_optimizer_of_transformers_is_restored_without_its_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder without ``trainer_state.json``: the log says that nothing tells how far training was."""
+    path = _less("transformers/checkpoint-6", "trainer_state.json")(tmp_path)
+    with trainer(path, optimizer=grouped, scheduler=linear) as run:
+        assert run.state.optimizers[0].state
+        assert int(run.state.timestamp.batch) == 0
+    assert "does not say how far training was" in caplog.text
 
 
 # ── DeepSpeed ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 from composerlite.checkpoint.foreign.taken import Counts, Taken, generators
 from composerlite.errors import IncompatibleCheckpointError
@@ -18,24 +18,27 @@ _OF_RANK = re.compile(r"(?:rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
 
 def is_transformers(contents: StateDict) -> bool:
     """Return true for what the Trainer of transformers saves."""
-    return _STATE in contents
+    return _STATE in contents or "optimizer.pt" in contents
 
 
 def taken_from_transformers(contents: StateDict, source: str) -> Taken:
     """Take weights, optimizer, scheduler, step and generators."""
-    told = contents[_STATE]
+    counts = _counts(contents[_STATE], source) if _STATE in contents else None
+    return _taken(contents, source, counts, [f"log_history in {_STATE}"], ("python", "numpy", "cpu", "cuda"))
+
+
+def _counts(told: Any, source: str) -> Counts:
     if not isinstance(told, Mapping) or "global_step" not in told:
         raise IncompatibleCheckpointError(f"{source}: its {_STATE} has no 'global_step'.")
     state = cast("StateDict", told)
     epoch = state.get("epoch")
     whole = int(epoch) if isinstance(epoch, int | float) and 0 <= epoch < 1 << 53 else None
-    counts = Counts(state["global_step"], whole)
-    return _taken(contents, source, counts, [f"log_history in {_STATE}"], ("python", "numpy", "cpu", "cuda"))
+    return Counts(state["global_step"], whole)
 
 
 def is_accelerate(contents: StateDict) -> bool:
     """Return true for what ``Accelerator.save_state`` saves."""
-    return any(str(key).startswith("random_states_") for key in contents)
+    return "optimizer.bin" in contents or any(str(key).startswith("random_states_") for key in contents)
 
 
 def taken_from_accelerate(contents: StateDict, source: str) -> Taken:

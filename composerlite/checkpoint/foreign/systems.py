@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast, final
 
 from composerlite.checkpoint.foreign.deepspeed import is_deepspeed, taken_from_deepspeed
@@ -26,7 +26,7 @@ from composerlite.checkpoint.foreign.torch_dicts import (
     taken_from_torchtitan,
 )
 from composerlite.errors import IncompatibleCheckpointError
-from composerlite.types import StateDict
+from composerlite.types import StateDict, items_of
 
 __all__ = [
     "SYSTEMS",
@@ -77,7 +77,8 @@ def as_of_a_run(contents: Any, run: Callable[[], Run], *, key_map: KeyMap | None
         source: the checkpoint, for messages.
 
     Raises:
-        IncompatibleCheckpointError: they are of none of the systems, or do not fit.
+        IncompatibleCheckpointError: they are of none of the systems, or do not fit; or the run would get how far
+            training was and no optimizer, or one of several.
         ConfigError: there is nothing where ``key_map`` says.
     """
     if key_map is not None:
@@ -91,7 +92,35 @@ def as_of_a_run(contents: Any, run: Callable[[], Run], *, key_map: KeyMap | None
             "load_key_map={'model': 'net.*', 'optimizer': 'optim'}; or load the model with "
             "model.load_state_dict(torch.load(path))."
         )
-    return state_of(system.take(cast("StateDict", contents), source), run(), system.name)
+    taken, live = system.take(cast("StateDict", contents), source), run()
+    if live.optimizers and (lack := _lack_of_optimizer(cast("StateDict", contents), taken)):
+        raise IncompatibleCheckpointError(
+            f"{source} {lack}: a run would continue without its moments. load_weights_only=True takes the model alone, "
+            "load_ignore_keys=['state/optimizers'] all but the optimizer, and load_key_map={'model': …, "
+            "'optimizer': …, 'batch': …} what it names."
+        )
+    return state_of(taken, live, system.name)
+
+
+def _lack_of_optimizer(contents: StateDict, taken: Taken) -> str:
+    """Describe the optimizer that ``taken`` lacks; empty: it lacks none."""
+    others = [key for key, value in _optimizers_in(contents) if value is not taken.optimizer]
+    if others:
+        which = "an" if taken.optimizer is None else "another"
+        return f"holds {which} optimizer, {others[0]!r}, that is not taken over"
+    if taken.optimizer is None and (taken.progress is not None or taken.scheduler is not None):
+        told = "says how far training was" if taken.progress is not None else "holds a scheduler"
+        return f"{told} and holds no optimizer"
+    return ""
+
+
+def _optimizers_in(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """States as ``torch.optim.Optimizer`` gives them, at the top or in what is there, by the path of their keys."""
+    for key, value in items_of(node):
+        if isinstance(value, Mapping) and "state" in value and isinstance(value.get("param_groups"), list):
+            yield f"{prefix}{key}", value
+        elif not prefix:
+            yield from _optimizers_in(value, f"{key}.")
 
 
 def recognised(contents: Any) -> str | None:

@@ -36,7 +36,7 @@ TORCH_SUFFIX = ".bin"
 _OF_TORCH = re.compile(r"(?:diffusion_)?pytorch_model(?:-\d+-of-\d+)?\.bin|.+\.bin\.index\.json")
 """What programs call weights that torch has saved, and their index."""
 _VALUES = re.compile(
-    r"(?:optimizer|scheduler)\.(?:pt|bin)|scaler\.pt|trainer_state\.json|rng_state(?:_\d+)?\.pth|random_states_\d+\.pkl"
+    r"(?:optimizer|scheduler)(?:_\d+)?\.(?:pt|bin)|scaler\.pt|trainer_state\.json|rng_state(?:_\d+)?\.pth|random_states_\d+\.pkl"
 )
 """What the Trainer of transformers and accelerate save beside weights."""
 MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
