@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         ranks_with_same_part,
         shard_box,
         shards_like,
+        tied_names,
         total_norm,
     )
     from composerlite.dist.transfers import Move, NodeBroadcast, TensorTransfer, exchange, move, node_broadcast
@@ -117,6 +118,7 @@ __all__ = [
     "run_local_rank_zero_first",
     "shard_box",
     "shards_like",
+    "tied_names",
     "total_norm",
 ]
 

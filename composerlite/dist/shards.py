@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -192,6 +192,16 @@ def shards_like(saved: Any, live: Any) -> Any:
         return empty_shard_like(live, saved.dtype) if is_like else None
     lives = dict(items_of(live))
     return with_items(saved, lambda key, item: shards_like(item, lives.get(key)))
+
+
+def tied_names(tensors: Mapping[str, Any]) -> list[list[str]]:
+    """Return the names of each tensor that has several in ``tensors``: of one part of memory, seen in the same way."""
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and is_dense(tensor) and (local := local_shard(tensor).local).numel():
+            key = local.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+            found.setdefault(key, []).append(name)
+    return [names for names in found.values() if len(names) > 1]
 
 
 def any_distributed(tensors: Iterable[torch.Tensor]) -> bool:

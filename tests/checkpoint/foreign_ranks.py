@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import dist
+from composerlite.errors import IncompatibleCheckpointError
 
 FSDP = {"fsdp": {}}
 STEPS = 3
@@ -65,3 +66,12 @@ def trained_with_a_tie(path: str, config: Any = None, **more: Any) -> dict[str, 
         found["tied"] = model.head.weight is model.body.weight
         found["trained"] = whole(own.state_dict())
     return found
+
+
+def refusal_of_a_tie(path: str) -> str:
+    """Load two weights into a model that has one of both: the error."""
+    try:
+        trainer(Path(path), None, Tied(), parallelism_config=FSDP, load_weights_only=True)
+    except IncompatibleCheckpointError as e:
+        return str(e)
+    return ""

@@ -82,3 +82,13 @@ def test_one_weight_under_two_names_stays_one_over_ranks(make: Any, tmp_path: Pa
         assert all(map(torch.equal, told["moments"], moments))
         assert all(torch.allclose(told["trained"][name], alone["trained"][name], atol=1e-6) for name in told["trained"])
     assert not torch.equal(alone["trained"]["head.weight"], alone["loaded"]["head.weight"])
+
+
+def test_two_weights_are_not_loaded_into_one_over_ranks(tmp_path: Path) -> None:
+    """All ranks refuse a checkpoint with two that differ, where the difference is in the part of one rank."""
+    model = Tied()
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    saved["head.weight"][-1] += 1
+    torch.save(saved, tmp_path / "saved.pt")
+    for error in run_ranks(foreign_ranks.refusal_of_a_tie, 2, str(tmp_path / "saved.pt")):
+        assert "body.weight, head.weight" in error

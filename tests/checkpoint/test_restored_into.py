@@ -12,6 +12,7 @@ from tiny_training import Classifier, CrashError, StopAt, trainer
 from torch import nn
 
 from composerlite.checkpoint import Checkpointer, load_state_dict, save_state_dict
+from composerlite.errors import IncompatibleCheckpointError
 
 LAID_OUT = ("expanded", "columns", "transposed", "overlapping", "channels last")
 EXTRA: dict[str, Any] = {
@@ -127,3 +128,62 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(other, list | tuple):
         return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
     return type(one) is type(other) and one == other
+
+
+class Kept(Classifier):
+    """Has buffers."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.kept: torch.Tensor
+        self.register_buffer("kept", buffer)
+
+
+# ── one weight under two names ───────────────────────────────────────────────────────────────────────────────────────
+class Tied(Classifier):
+    """A body and a head that may have one weight."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__(4, 4)
+        if tied:
+            self.head.weight = self.body.weight
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own checkpoint", "state dict"])
+def test_two_weights_are_not_loaded_into_one(tmp_path: Path, own: bool) -> None:
+    """Both are named, with the way to leave one out; equal ones are loaded, also with what is no number in them."""
+    path, model = tmp_path / "saved.pt", Tied(tied=False)
+    with torch.no_grad():
+        model.body.weight[0, 0] = float("nan")
+
+    def save() -> None:
+        if own:
+            with trainer(model=model) as run:
+                run.save_checkpoint(str(path), weights_only=True)
+        else:
+            torch.save(model.state_dict(), path)
+
+    save()
+    how: dict[str, Any] = {"load_path": str(path), "load_weights_only": True}
+    with pytest.raises(IncompatibleCheckpointError, match=r"(?s)body\.weight, head\.weight.*load_ignore_keys"):
+        trainer(model=Tied(tied=True), **how)
+    left = {"load_ignore_keys": ["state/model/head.weight"], "load_strict_model_weights": False}
+    with trainer(model=Tied(tied=True), **how, **left) as run:
+        assert equal(run.state.model.state_dict()["head.weight"][1:], model.body.weight[1:].detach())
+    with torch.no_grad():
+        model.head.weight.copy_(model.body.weight)
+    path.unlink()
+    save()
+    with trainer(model=Tied(tied=True), **how) as run:
+        assert equal(run.state.model.state_dict()["head.weight"][1:], model.body.weight[1:].detach())
+
+
+def test_buffers_that_share_memory_and_get_their_own_are_no_pair(tmp_path: Path) -> None:
+    """Two that ``expand`` has made of one number are loaded apart."""
+    model, fresh = Kept(torch.arange(3.0)), Kept(torch.zeros(()).expand(3))
+    model.register_buffer("other", torch.arange(3.0) + 1)
+    fresh.register_buffer("other", fresh.kept.detach())
+    torch.save(model.state_dict(), tmp_path / "saved.pt")
+    with trainer(model=fresh, load_path=str(tmp_path / "saved.pt")):
+        assert equal(fresh.kept, model.kept)
+        assert equal(fresh.get_buffer("other"), model.get_buffer("other"))

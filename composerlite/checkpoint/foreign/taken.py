@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast, final
 
-import torch
 from torch import Tensor
 
 from composerlite import dist
@@ -153,13 +152,7 @@ def generators(python: Any, numpy: Any, cpu: Any, cuda: Any = None) -> StateDict
 # ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _tied(model: Mapping[str, Any]) -> dict[str, str]:
     """Another name of the same live weight, for each that has one: some programs save it once."""
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for name, tensor in model.items():
-        if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.layout is torch.strided and tensor.numel():
-            local = dist.local_shard(tensor).local
-            if local.numel():
-                groups.setdefault((local.data_ptr(), tensor.shape, tensor.stride()), []).append(name)
-    return {name: other for names in groups.values() for name in names for other in names if other != name}
+    return {name: other for names in dist.tied_names(model) for name in names for other in names if other != name}
 
 
 def _lacks(weights: Mapping[str, Tensor], name: str, other: str) -> bool:

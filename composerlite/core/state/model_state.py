@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ from composerlite.types import StateDict
 
 __all__ = ["load_model", "model_places", "model_problems", "model_state"]
 
+_LEAVING_OUT = (
+    "Build the model of that run, or leave keys out with load_ignore_keys=['state/model/<name>'] and "
+    "load_strict_model_weights=False."
+)
 log = logging.getLogger(__name__)
 
 
@@ -64,18 +69,21 @@ def model_problems(model: nn.Module, saved: StateDict, *, strict: bool, source: 
     way_out = (
         "Build the model of that run, or pass load_strict_model_weights=False to load the names that agree."
         if strict and not shapes
-        else "Build the model of that run, or leave keys out with load_ignore_keys=['state/model/<name>'] and "
-        "load_strict_model_weights=False."
+        else _LEAVING_OUT
     )
     return [f"{source} does not fit the model.\n  {chr(10).join(problems)}\n{way_out}"]
 
 
 def model_places(model: nn.Module, saved: StateDict) -> StateDict:
     """The tensors of ``model`` by their names in ``saved``; none where a hook of the model changes what is loaded."""
-    if any(_changes_what_is_loaded(hook) for module in model.modules() for hook in load_hooks(module)):
+    if _changes_what_it_loads(model):
         return {}
     own = model_state(model)
     return {name: own[clean_name(name)] for name in saved if clean_name(name) in own}
+
+
+def _changes_what_it_loads(model: nn.Module) -> bool:
+    return any(_changes_what_is_loaded(hook) for module in model.modules() for hook in load_hooks(module))
 
 
 def _changes_what_is_loaded(hook: Any) -> bool:
@@ -84,7 +92,13 @@ def _changes_what_is_loaded(hook: Any) -> bool:
 
 
 def load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str) -> None:
-    """Load ``saved`` or say everything that does not fit, before a single weight is changed."""
+    """Load ``saved`` or say everything that does not fit.
+
+    Raises:
+        IncompatibleCheckpointError: see :func:`model_problems`, before a single weight is changed; or numbers do not
+            fit, which may have been read into the model: they differ for one weight that has several
+            names.
+    """
     if problems := model_problems(model, saved, strict=strict, source=source):
         raise IncompatibleCheckpointError("\n".join(problems))
     own = {clean_name(name): (name, value) for name, value in model.state_dict().items()}
@@ -110,9 +124,36 @@ def load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str)
         log.warning("%s: saved in another precision and converted (%d): %s", source, len(cast), ", ".join(cast))
     for _, value, live in both:
         dist.make_fillable(live, value)
+    if not _changes_what_it_loads(model) and (problems := _problems_of_numbers(both)):
+        raise IncompatibleCheckpointError(
+            f"{source} does not fit the model.\n  {chr(10).join(problems)}\n{_LEAVING_OUT}"
+        )
     model.load_state_dict(
         with_versions(
             {own[name][0]: like_live(value, own[name][1]) for name, value in saved.items() if name in own}, model
         ),
         strict=False,
     )
+
+
+def _problems_of_numbers(both: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> list[str]:
+    """List the weights whose numbers would be lost. Of each: its name, its value in the checkpoint, the live tensor."""
+    loaded = {name: (value, live) for name, value, live in both}
+    tied = dist.tied_names({name: live for name, (_, live) in loaded.items()})
+    different = [", ".join(names) for names in tied if not _are_equal([loaded[name] for name in names])]
+    problems: list[str] = []
+    if different:
+        told = f"one weight in the model and different ones in the checkpoint ({len(different)})"
+        problems.append(f"{told}: {'; '.join(different)}")
+    return problems
+
+
+def _are_equal(loaded: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Check that all have the same bits in the type of the live tensor: also where those are no numbers."""
+    values = [like_live(value, live) for value, live in loaded if dist.is_dense(value)]
+    bits = [_bits(dist.local_shard(value).local.to("cpu", loaded[0][1].dtype)) for value in values]
+    return all(torch.equal(bits[0], other) for other in bits[1:])
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
