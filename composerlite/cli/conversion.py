@@ -107,7 +107,7 @@ def convert(
     if (target is None) is (output is None):
         given = "neither" if target is None else f"{target} and --output {output}"
         raise ConfigError(f"convert: expected TARGET or --output TARGET, and got {given}.")
-    target = target or str(output)
+    target = str(output) if target is None else target
     if is_uri(target):
         raise ConfigError(f"convert … {target}: expected a path of this machine. 'push' or 'cp' copies it then.")
     path = Path(parse_uri(target)[2])

@@ -40,8 +40,13 @@ def parse_uri(uri: str) -> tuple[str, str, str]:
     ('', '', 'runs/ep1.pt')
 
     Raises:
-        ConfigError: the scheme is not known, or there is no bucket; or it is no URI, but nearly one.
+        ConfigError: it is empty, the scheme is not known, or there is no bucket; or it is no URI, but nearly one.
     """
+    if not uri.strip():
+        raise ConfigError(
+            f"{uri!r}: expected a path or a URI, and got an empty text, as a variable that is not set gives one. The "
+            "current directory is '.'."
+        )
     found = _URI.fullmatch(uri)
     if found is None and (nearly := _NEARLY.fullmatch(uri)) is not None:
         meant = f"{nearly['scheme']}://{'/' if nearly['scheme'].lower() == 'file' else ''}{nearly['rest']}"

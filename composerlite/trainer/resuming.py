@@ -16,8 +16,8 @@ from composerlite.checkpoint.load.resume import Choice, RunBucket, RunPlace, cho
 from composerlite.checkpoint.record.contents import check_ignore_keys
 from composerlite.checkpoint.save.run_folder import begin_attempt
 from composerlite.core import LoggerDestination, State
-from composerlite.errors import ConfigError, IncompatibleCheckpointError
-from composerlite.storage import ObjectStore
+from composerlite.errors import ConfigError, IncompatibleCheckpointError, naming
+from composerlite.storage import ObjectStore, parse_uri
 from composerlite.trainer.checks import Arguments, check_names, check_seconds
 from composerlite.trainer.differences import ChangedSetting, reconcile_optimizer
 from composerlite.trainer.messages import began_with
@@ -85,6 +85,9 @@ def load_or_resume(
         settings: what the user said.
         savers: whose folders and buckets may hold earlier attempts. loggers: one may upload to the bucket.
     """
+    if settings.load_path is not None and settings.load_object_store is None:
+        with naming("load_path", settings.load_path):
+            parse_uri(str(settings.load_path))
     choice = _newest_checkpoint(state, settings, savers) if settings.autoresume else None
     resumed = choice is not None and choice.place is not None
     path = choice.place if choice is not None and choice.place is not None else settings.load_path

@@ -20,11 +20,14 @@ from forked import run_forked
 from storage.servers.seaweedfs import S3Server
 from torch.optim import AdamW
 
+from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import (
     Checkpointer,
     CheckpointerConfig,
     CheckpointMetadata,
+    load_model_and_optim_state,
     save_model_and_optim_state,
+    save_safetensors,
     save_state_dict,
 )
 from composerlite.checkpoint.place.bucket import Bucket
@@ -140,6 +143,31 @@ def test_checkpoints_are_found_by_their_steps(tmp_path: Path) -> None:
         Checkpointer.latest_checkpoint(tmp_path / "nothing")
     checkpointer.save(tmp_path / "step100", model, {})  # no checkpoint: nothing is overwritten
     assert Checkpointer.latest_checkpoint(tmp_path) == str(tmp_path / "step100")
+
+
+def test_an_empty_path_is_not_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a variable that is not set gives is refused wherever a path or a URI is expected, and nothing is written."""
+    run = tmp_path / "run"
+    run.mkdir()
+    monkeypatch.chdir(run)
+    model = small_model()
+    calls: list[Callable[[], object]] = [
+        lambda: Checkpointer().save("", model, {}),
+        lambda: Checkpointer().write_file("", "name", b""),
+        lambda: Checkpointer().load("", model),
+        lambda: Checkpointer.dir_is_checkpoint(""),
+        lambda: Checkpointer.latest_checkpoint(""),
+        lambda: save_model_and_optim_state("", model),
+        lambda: load_model_and_optim_state("", model),
+        lambda: load_model_and_optim_state("step1", model, pre_download=True, work_dir=""),
+        lambda: save_safetensors("", model),
+        lambda: CheckpointSaver(folder=""),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match="expected a path or a URI"):
+            call()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert list(run.iterdir()) == []
 
 
 def test_files_beside_a_checkpoint_belong_to_their_writer(tmp_path: Path) -> None:

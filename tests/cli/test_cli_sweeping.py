@@ -13,6 +13,7 @@ import torch
 from commands import answer, composerlite, published, train
 
 from composerlite.checkpoint import Checkpointer
+from composerlite.errors import ConfigError
 from composerlite.storage import StagedFile, Transfer, open_store
 
 ONE, TWO, THREE = (f"ep{epoch}-ba{4 * epoch}-rank0.pt" for epoch in (1, 2, 3))
@@ -198,6 +199,29 @@ def test_a_metric_or_a_run_that_no_checkpoint_has_removes_nothing(demo: Path) ->
     assert everything(demo.parent) == before
     best = ["--best-k", "1", "--best-metric", "train/MulticlassAccuracy", "--run", "demo"]
     assert composerlite("checkpoint", "prune", "demo", "other", *best, cwd=demo.parent).returncode == 0
+
+
+def test_an_empty_place_is_refused(demo: Path) -> None:
+    """A variable that is not set: ``""`` is no folder, and never the current one."""
+    before = everything(demo.parent)
+    commands = (
+        ["prune", "", "--keep-last", 1],
+        ["gc", "demo", "", "--orphans", "--older-than", "0s"],
+        ["ls", ""],
+        ["latest", " "],
+        ["verify", ""],
+        ["inspect", ""],
+        ["cp", f"demo/{ONE}", ""],
+        ["push", "", "s3://bucket/demo"],
+        ["convert", f"demo/{ONE}", ""],
+    )
+    for arguments in commands:
+        done = composerlite("checkpoint", *arguments, cwd=demo.parent)
+        assert (done.returncode, done.stdout) == (2, ""), arguments
+        assert "expected a path or a URI" in done.stderr
+    with pytest.raises(ConfigError, match="load_path=''"):
+        train(demo, run_name="other", load_path="")
+    assert everything(demo.parent) == before
 
 
 # ── gc ───────────────────────────────────────────────────────────────────────────────────────────────────────────

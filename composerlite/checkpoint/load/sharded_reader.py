@@ -46,8 +46,8 @@ from composerlite.checkpoint.place.lease import turn_at
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.devices import DeviceCopier, DeviceRing, RingSlots, shared_ring
-from composerlite.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
-from composerlite.storage import FileDigest, ObjectStore, WorkerPool, make_folder, number_of
+from composerlite.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, naming
+from composerlite.storage import FileDigest, ObjectStore, WorkerPool, make_folder, number_of, parse_uri
 from composerlite.types import Piece
 
 __all__ = [
@@ -100,6 +100,9 @@ class RemoteFileSystemReader(StorageReader):
         work_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
+        if work_dir is not None:
+            with naming("work_dir", work_dir):
+                parse_uri(os.fspath(work_dir))
         self._threads = number_of(thread_count, min(8, (os.cpu_count() or 1) + 2))
         self._folder = directory_at(path, threads=thread_count)
         self._fetching = pre_download

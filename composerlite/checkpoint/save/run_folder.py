@@ -47,7 +47,7 @@ from composerlite.checkpoint.save.memory_folder import (
     warn_of_others,
     write_mark,
 )
-from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError
+from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError, naming
 from composerlite.storage import atomic_write, is_uri, make_folder, parse_uri
 from composerlite.types import Lineage, StateDict
 
@@ -143,7 +143,8 @@ class SaveOptions:
         _check_number(self.num_checkpoints_to_keep, argument="save_num_checkpoints_to_keep", or_all=True)
         remote = "save_num_remote_checkpoints_to_keep"
         _check_number(self.num_remote_checkpoints_to_keep, argument=remote, least=1, or_all=True)
-        scheme, bucket, path = parse_uri(self.folder)
+        with naming("save_folder", self.folder):
+            scheme, bucket, path = parse_uri(self.folder)
         self._set("bucket", f"{scheme}://{bucket}" if scheme else None)
         self._set("path", path.strip("/") if scheme else path)
         self._set("keeps_none", self.num_checkpoints_to_keep == 0)
