@@ -98,6 +98,31 @@ def test_diff_compares_every_number_of_arrays_in_lists() -> None:
     assert compared(flat([(one,)]), flat([(other,)])).changes[0].key == "0.0"
 
 
+def test_diff_tells_all_numbers_apart() -> None:
+    """Integers that float64 does not tell apart differ, by how much, and so do values in the middle of a long array."""
+    words = np.array(["a"] * 5000)
+    other = words.copy()
+    other[2500] = "b"
+    pairs = {
+        "near": (torch.tensor([2**53, 5]), torch.tensor([2**53 + 1, 5])),
+        "far": (torch.tensor([2**63 - 1]), torch.tensor([-(2**63)])),
+        "unsigned": (torch.tensor([2**64 - 2], dtype=torch.uint64), torch.tensor([2**64 - 1], dtype=torch.uint64)),
+        "complex": (np.array([1 + 1e-12j]), np.array([1 + 2e-12j])),
+        "words": (words, other),
+        "same": (torch.tensor([2**53 + 1]), torch.tensor([2**53 + 1])),
+    }
+    a, b = ({key: pair[side] for key, pair in pairs.items()} for side in (0, 1))
+    told = compared(flat(a), flat(b))
+    assert {change.key: change.max_abs for change in told.changes} == {
+        "far": 2.0**64,
+        "near": 1.0,
+        "unsigned": 1.0,
+        "complex": pytest.approx(1e-12),
+    }
+    assert [key for key, _, _ in told.values] == ["words"]
+    assert told.equal_count == 1
+
+
 def test_diff_compares_places_and_forms(demo: Path, bucket: str) -> None:
     """A file in a bucket, a directory and the weights alone are the same model."""
     published(demo, bucket)

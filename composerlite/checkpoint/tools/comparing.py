@@ -17,6 +17,8 @@ __all__ = ["Change", "Comparison", "compared", "flat"]
 
 _STEP = 1 << 24
 """Numbers that are compared at a time."""
+_EXACT = 2.0**62
+"""Differences of 64-bit integers below it are computed with integers."""
 
 
 class Change(NamedTuple):
@@ -71,7 +73,7 @@ def flat(contents: Any) -> dict[str, Any]:
 
 
 def _is_numeric(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype.kind in "fiub" and value.dtype.isnative  # pyright: ignore
+    return isinstance(value, np.ndarray) and value.dtype.kind in "fiubc" and value.dtype.isnative  # pyright: ignore
 
 
 def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
@@ -92,13 +94,18 @@ def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
                 equal_count += 1
         elif isinstance(one, Tensor) or isinstance(other, Tensor):
             forms.append((key, _form(one), _form(other)))
-        elif repr(one) != repr(other):
+        elif _written(one) != _written(other):
             values.append((key, shortened(one), shortened(other)))
         else:
             equal_count += 1
     changes.sort(key=lambda change: (-math.inf if math.isnan(change.max_abs) else -change.max_abs, change.key))
     only_a, only_b = [key for key in a if key not in b], [key for key in b if key not in a]
     return Comparison(only_a, only_b, forms, changes, values, equal_count)
+
+
+def _written(value: Any) -> str:
+    """Return all of a value as text: that of a long array leaves elements out."""
+    return f"{value.dtype} {value.tolist()!r}" if isinstance(value, np.ndarray) else repr(value)
 
 
 def _form(value: Any) -> str:
@@ -113,9 +120,8 @@ def _change(key: str, a: Tensor, b: Tensor) -> Change | None:
     a, b = _plain(a), _plain(b)
     most, squares, size = 0.0, 0.0, 0.0
     for start in range(0, a.numel(), _STEP):
-        one, other = _wide(a[start : start + _STEP]), _wide(b[start : start + _STEP])
-        same = (one == other) | (one.isnan() & other.isnan())
-        distance = torch.where(same, 0, one - other).abs()
+        distance = _distance(a[start : start + _STEP], b[start : start + _STEP])
+        one = _wide(a[start : start + _STEP])
         largest = float(distance.max())
         most = largest if math.isnan(largest) or largest > most else most
         squares += float((distance * distance).sum())
@@ -134,6 +140,17 @@ def _plain(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     return tensor.reshape(-1)
+
+
+def _distance(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``|a - b|``, which is zero for equal numbers alone: float64 does not tell all integers apart."""
+    one, other = _wide(a), _wide(b)
+    same = (one == other) | (one.isnan() & other.isnan())
+    distance = torch.where(same, 0, one - other).abs()
+    if a.dtype not in (torch.int64, torch.uint64):
+        return distance
+    exact = (a.view(torch.int64) - b.view(torch.int64)).abs().to(torch.float64)  # right where it cannot overflow
+    return torch.where(distance < _EXACT, exact, distance)
 
 
 def _wide(tensor: Tensor) -> Tensor:
