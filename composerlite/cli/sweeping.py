@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -18,6 +19,7 @@ from composerlite.cli import options
 from composerlite.cli.output import print_json
 from composerlite.core import Time, TimeUnit
 from composerlite.errors import ConfigError, did_you_mean
+from composerlite.storage import is_uri
 
 
 @click.command()
@@ -85,9 +87,12 @@ def prune(
             plans.append((place, [found for found, _ in chosen], gone))
         if best_metric is not None:
             _check_metric(best_metric, groups)
+        seen: set[str] = set()
         for place, chosen, gone in plans:
             used = place.in_use() if gone else set[str]()
             for found in chosen:
+                if _is_known(place.uri(found.name), seen):
+                    continue
                 if found.name not in gone or not used.isdisjoint((found.name, *(f.path for f in found.files))):
                     kept.append(place.uri(found.name))
                 else:
@@ -115,16 +120,18 @@ def collect(places: Sequence[str], orphans: bool, older_than: str, dry_run: bool
     """
     age = _age(older_than)
     removed: list[dict[str, Any]] = []
+    seen: set[str] = set()
     for text in places:
         with place_at(text) as place:
-            removed += [_leftover(one) for one in place.leftovers(age)]
+            removed += [_leftover(one) for one in place.leftovers(age) if not _is_known(one.uri, seen)]
             if not dry_run:
                 place.sweep(age)
             if not orphans:
                 continue
             is_vouched = vouched_from_above(place)
             for found in survey(place):
-                if found.may_be_left_over and not is_vouched(found) and _is_old(found, age):
+                is_orphan = found.may_be_left_over and not is_vouched(found) and _is_old(found, age)
+                if is_orphan and not _is_known(place.uri(found.name), seen):
                     removed.append(_removed(place, found, "data without a manifest", dry_run=dry_run))
     _tell(removed, [], dry_run=dry_run, as_json=as_json)
 
@@ -164,13 +171,26 @@ def _age(text: str) -> timedelta:
     time = Time.from_timestring(text)
     if time.unit is not TimeUnit.SECOND or time.value < 0:
         raise ConfigError(f"--older-than {text}: expected a time by the clock, such as '24h', '90m' or '0s'.")
-    return timedelta(seconds=float(time.value))
+    try:
+        age = timedelta(seconds=float(time.value))
+        _ = datetime.now(UTC) - age
+    except OverflowError as e:
+        raise ConfigError(f"--older-than {text}: no file is as old as that. Give less, such as '24h'.") from e
+    return age
 
 
 def _is_old(found: Found, older_than: timedelta) -> bool:
     """Return true if all its files are that old. Without a known age it may be a save in progress, and is not old."""
     latest = datetime.now(UTC) - older_than
     return all(file.modified_at is not None and file.modified_at <= latest for file in found.files)
+
+
+def _is_known(uri: str, seen: set[str]) -> bool:
+    """Return true if ``uri`` has been ``seen`` before, as of places that are the same or one in the other."""
+    key = uri if is_uri(uri) else os.path.realpath(uri)
+    known = key in seen
+    seen.add(key)
+    return known
 
 
 def _removed(place: Place, found: Found, why: str | None, *, dry_run: bool) -> dict[str, Any]:

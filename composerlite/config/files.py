@@ -53,13 +53,15 @@ def _read(file: Path) -> Document:
     """
     import yaml
     from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     try:
         text = file.read_text(encoding="utf-8")
-    except FileNotFoundError as e:
+    except (FileNotFoundError, NotADirectoryError) as e:
         raise ConfigError(f"{file}: there is no such file. Give the path of a YAML file.") from e
-    except (IsADirectoryError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{file} is not a YAML file: {e}.") from e
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{file} is not a YAML file, or cannot be read: {e}.") from e
+    root: yaml.Node | None = None
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         values = OmegaConf.create(text)
@@ -69,6 +71,10 @@ def _read(file: Path) -> Document:
         raise ConfigError(f"{line}: not valid YAML: {e.problem}.{quote}") from e
     except yaml.YAMLError as e:
         raise ConfigError(f"{file}: not valid YAML: {e}") from e
+    except OmegaConfBaseException as e:
+        places = {} if root is None else {path: SourceLine(file, line) for path, line in _lines(root, ())}
+        where = nearest(places, path_of(e.full_key)) or file
+        raise ConfigError(f"{where}: {e.full_key}: not a valid interpolation: {str(e).splitlines()[0]}.") from e
     if not isinstance(root, yaml.MappingNode) or not isinstance(values, DictConfig):
         raise ConfigError(f"{file}: expected 'key: value' lines at the top level, such as 'max_duration: 5ep'.")
     _refuse_package(text, file)

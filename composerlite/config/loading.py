@@ -100,6 +100,7 @@ def _parsed(text: str) -> Override:
     """
     import yaml
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     key, equals, value = text.partition("=")
     if key[:1] in ("+", "~"):
@@ -107,16 +108,19 @@ def _parsed(text: str) -> Override:
             f"override {text!r}: {key[0]!r} of Hydra is not supported. {key.lstrip('+~')}=VALUE sets what is there and "
             "adds what is not, and null stands for nothing."
         )
-    if not path_of(key) or not equals:
+    if not path_of(key) or not equals or "" in key.split("."):
         raise ConfigError(f"override {text!r}: expected KEY=VALUE, such as max_duration=5ep or optimizer.lr=1e-3.")
     if path_of(key)[0] == "defaults":
         raise ConfigError(f"override {text!r}: the list itself stays as it is. GROUP=NAME chooses the file of a group.")
     try:
-        parsed = OmegaConf.from_dotlist([f"value={value}"])
-    except yaml.YAMLError as e:
-        if not value.startswith("{"):
-            raise ConfigError(f"override {text!r}: the value is not valid YAML: {e}") from e
-        parsed = OmegaConf.create({"value": value})  # '{run_name}/x' is a fine name and no YAML
+        try:
+            parsed = OmegaConf.from_dotlist([f"value={value}"])
+        except yaml.YAMLError as e:
+            if not value.startswith("{"):
+                raise ConfigError(f"override {text!r}: the value is not valid YAML: {e}") from e
+            parsed = OmegaConf.create({"value": value})  # '{run_name}/x' is a fine name and no YAML
+    except OmegaConfBaseException as e:
+        raise ConfigError(f"override {text!r}: not a valid interpolation: {str(e).splitlines()[0]}.") from e
     return Override(text, key, unresolved(parsed)["value"])
 
 

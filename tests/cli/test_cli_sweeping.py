@@ -176,6 +176,7 @@ def test_a_wrong_rule_is_one_line_and_status_2(demo: Path) -> None:
         (["--keep-every", "0.5dur"], "does not know how long training will be"),
         (["--best-k", "2", "--best-metric", "x", "--best-mode", "most"], "best_mode='most'"),
         (["--keep-last", "0"], "--keep-last"),
+        (["--keep-last", "1", "--run", ""], "--run : no checkpoint there is of this run"),
     ):
         done = composerlite("checkpoint", "prune", "demo", *arguments, cwd=demo.parent)
         assert (done.returncode, done.stdout) == (2, "")
@@ -222,6 +223,17 @@ def test_an_empty_place_is_refused(demo: Path) -> None:
     with pytest.raises(ConfigError, match="load_path=''"):
         train(demo, run_name="other", load_path="")
     assert everything(demo.parent) == before
+
+
+def test_places_in_one_another_count_once(demo: Path) -> None:
+    """What is found twice is told once, by a dry run, too."""
+    (demo / f".x.{DEAD}").write_bytes(b"left")
+    for rest in (["--dry-run"], []):
+        told = answer("checkpoint", "prune", "demo", ".", "demo/", "--keep-last", 1, *rest, cwd=demo.parent)
+        assert [one["uri"] for one in told["removed"]] == [f"demo/{ONE}", f"demo/{TWO}"]
+        assert told["kept"] == [f"demo/{THREE}"]
+        told = answer("checkpoint", "gc", "demo", "demo", *rest, cwd=demo.parent)
+        assert [one["uri"] for one in told["removed"]] == [f"demo/.x.{DEAD}"]
 
 
 # ── gc ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -278,6 +290,14 @@ def test_gc_ends_old_uploads_of_a_bucket(demo: Path, bucket: str) -> None:
         assert [one["uri"] for one in told["removed"]] == [f"{bucket}/demo/ep9.pt", f"{bucket}/demo/orphan.pt"]
         assert [upload.name for upload in store.unfinished_parts("")] == ["other/ep9.pt"]
     assert len(answer("checkpoint", "ls", f"{bucket}/demo", cwd=demo.parent)["checkpoints"]) == 3
+
+
+def test_an_age_beyond_all_dates_is_refused(demo: Path) -> None:
+    """A time that no date is before."""
+    for age in ("20000000h", "99999999999999h"):
+        done = composerlite("checkpoint", "gc", "demo", "--orphans", "--older-than", age, cwd=demo.parent)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "no file is as old as that" in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["prune", "demo", "--keep-every", "2ep"], ["gc", "demo"]], ids=" ".join)

@@ -247,3 +247,18 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     """The message names the path."""
     assert "absent.yaml: there is no such file" in message_of(tmp_path / "absent.yaml")
     assert "is not a YAML file" in message_of(tmp_path)
+
+
+def test_what_cannot_be_read_is_refused(write: Write) -> None:
+    """A path through a file, and interpolations that do not end, in a file and in an override."""
+    file = write("variables:\n  home: ${oc.env:HOME\n")
+    with pytest.raises(ConfigError, match=r"yaml:2: variables.home: not a valid interpolation"):
+        load_config(file)
+    with pytest.raises(ConfigError, match="there is no such file"):
+        load_config(file / "x")
+    for override in ("run_name=${oc.env:HOME", "run_name={a ${oc.env:HOME"):
+        with pytest.raises(ConfigError, match=r"override 'run_name=.*not a valid interpolation"):
+            load_config(write(GOOD), [override])
+    for override in (".model=1", "model.=1", "model..name=1"):
+        with pytest.raises(ConfigError, match="expected KEY=VALUE"):
+            load_config(write(GOOD), [override])
