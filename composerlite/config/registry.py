@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping
+from importlib.machinery import PathFinder
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_type_hints
 
@@ -28,6 +31,9 @@ _FAMILIES: Mapping[Family, tuple[str, str, str]] = MappingProxyType(
         "logger": ("composerlite.loggers", "composerlite.core:LoggerDestination", "Logger"),
     }
 )
+
+_LIBRARIES = ("composerlite", "torch")
+"""They have names of ours, and are the ones that run already."""
 
 # Spellings that the capitals of a class name would cut in the wrong places, or that nobody would type.
 _SPELLINGS = {
@@ -118,6 +124,7 @@ def import_attribute(name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f"{name!r}: expected 'module:attr', such as 'my_task:MyModel'.")
+    _check_not_another(module_name)
     try:
         value = importlib.import_module(module_name)
     except ModuleNotFoundError as e:
@@ -132,6 +139,25 @@ def import_attribute(name: str) -> Any:
             raise ConfigError(f"{name!r}: {module_name!r} has no {part!r}.{did_you_mean(part, public)}")
         value = getattr(value, part)
     return value
+
+
+def _check_not_another(module_name: str) -> None:
+    """See that a module that is loaded is the one that a new process would load: each YAML file may have its own."""
+    loaded = getattr(sys.modules.get(module_name), "__file__", None)
+    if loaded is None or module_name.partition(".")[0] in _LIBRARIES:
+        return
+    folders, name, file = None, "", None
+    for part in module_name.split("."):
+        name = f"{name}.{part}" if name else part
+        spec = PathFinder.find_spec(name, folders)
+        if spec is None:
+            return
+        folders, file = spec.submodule_search_locations, spec.origin
+    if file is not None and os.path.realpath(file) != os.path.realpath(loaded):
+        raise ConfigError(
+            f"{module_name!r} is {file!r} here, and this process has loaded {loaded!r} under that name, as of another "
+            "run. Give one of the modules another name, or train each run in a process of its own."
+        )
 
 
 def _spelled(name: str, family: Family) -> str:

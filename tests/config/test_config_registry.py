@@ -139,3 +139,17 @@ def test_optimizers_of_torch_have_names(name: str) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.25
     with pytest.raises(ConfigError, match=f"{name!r} has no argument 'learning_rate'"):
         find(Component(name, {"learning_rate": 0.1}, ("optimizer",)), "optimizer", origin, positional=1)
+
+
+def test_a_module_of_another_run_is_not_taken_for_ones_own(write_run: WriteRun, tmp_path: Path) -> None:
+    """Two YAML files in one process, each with a module of the same name beside it: the second is told of the first."""
+    with build_trainer(load_config(write_run())):
+        pass
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("run.yaml", "my_task.py"):
+        (other / name).write_text((tmp_path / name).read_text())
+    with pytest.raises(ConfigError, match=r"my_task' is .*other/my_task.py' here, and this process has loaded"):
+        build_trainer(load_config(other / "run.yaml"))
+    with build_trainer(load_config(tmp_path / "run.yaml")):
+        pass
