@@ -140,6 +140,31 @@ def test_damage_is_not_copied(target: str, demo: Path, bucket: str) -> None:
         assert not list(demo.parent.glob("there/**/ep*"))
 
 
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+def test_damage_replaces_nothing(where: str, demo: Path, bucket: str) -> None:
+    """With ``--overwrite`` a good checkpoint stays, whole, where the other of its name turns out to be damaged."""
+    place = f"{bucket}/there" if where == "bucket" else "there"
+    for folder, weight in (("source", 1.0), ("good", 2.0)):
+        model = torch.nn.Linear(50, 50)
+        torch.nn.init.constant_(model.weight, weight)
+        Checkpointer().save(demo.parent / folder / "step1", model, {"weight": weight})
+        save_model_and_optim_state(demo.parent / folder / "ep1", model)
+    for name in ("step1", "ep1"):
+        assert composerlite("checkpoint", "cp", f"good/{name}", place, cwd=demo.parent).returncode == 0
+        (file,) = (demo.parent / "source" / name).rglob("*.distcp")
+        data = bytearray(file.read_bytes())
+        data[3000] ^= 1
+        file.write_bytes(data)
+        done = composerlite("checkpoint", "cp", f"source/{name}", place, "--overwrite", cwd=demo.parent)
+        assert done.returncode == 1
+        assert "Nothing was copied" in done.stderr
+        assert composerlite("checkpoint", "verify", f"{place}/{name}", cwd=demo.parent).returncode == 0
+    model = torch.nn.Linear(50, 50)
+    uri = place if where == "bucket" else str(demo.parent / place)
+    assert Checkpointer().load(f"{uri}/step1", model) == {"weight": 2.0}
+    assert torch.equal(model.weight, torch.full((50, 50), 2.0))
+
+
 def test_damage_in_a_bucket_is_not_copied(demo: Path, bucket: str) -> None:
     """The same where the damage is in the object."""
     published(demo, bucket)

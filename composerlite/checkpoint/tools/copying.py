@@ -36,8 +36,9 @@ def copy(
         source: has the checkpoint.
         found: the checkpoint.
         target: gets it.
-        overwrite: replace another one of that name, which is deleted first, and files of the same names. An incomplete
-            copy of this very checkpoint is replaced in any case.
+        overwrite: replace another one of that name, and files of the same names, once all bytes of the checkpoint were
+            verified where it is; the other one is deleted first then. An incomplete copy of this very checkpoint is
+            replaced in any case.
         progress: is called with each number of bytes.
 
     Raises:
@@ -58,6 +59,8 @@ def copy(
             "--overwrite to replace it."
         )
     mends = any(data is not None for data in there.values())  # an incomplete copy of this one is there
+    if mends or overwrite:  # nothing of what is there goes for what is damaged
+        _verify(source, found)
     before = _files_of(target, found.name) if others else ()
     for path in reversed(commits):
         remove_manifest(target, path)
@@ -90,6 +93,16 @@ def _check_whole(source: Place, found: Found) -> None:
             f"{uri!r} has parts on the disks of other nodes, which are not here. Copy the files of all nodes to one "
             "folder, or save to a bucket."
         )
+
+
+def _verify(source: Place, found: Found) -> None:
+    for record in found.records:
+        try:
+            source.verify(record)
+        except FileNotFoundError as e:
+            raise CorruptCheckpointError(f"{source.uri(record.path)!r} is gone. Nothing was copied.") from e
+        except CorruptCheckpointError as e:
+            raise CorruptCheckpointError(f"{e} Nothing was copied, and what is in the target stays.") from e
 
 
 def _has(files: dict[str, StoredFile], record: FileRecord) -> bool:
