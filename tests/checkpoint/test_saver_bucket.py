@@ -174,9 +174,10 @@ def test_names_in_a_bucket_that_nothing_is_uploaded_to_are_refused(bucket: str) 
     """A URI as the name of remote files says which bucket is meant: it is that one, or an error."""
     name, latest = "s3://elsewhere/run/ep{epoch}.pt", "s3://elsewhere/run/latest"
     refused = rf"remote_file_name='s3://elsewhere/run.*buckets of this run: {bucket}\)"
-    for folder, loggers in ((f"{bucket}/run", []), ("run", [RemoteUploaderDownloader(bucket)])):
+    for folder, buckets in ((f"{bucket}/run", []), ("run", [bucket])):
         with pytest.raises(ConfigError, match=refused):
-            trainer(save_folder=folder, loggers=loggers, save_remote_file_name=name)
+            trainer(save_folder=folder, loggers=[*map(RemoteUploaderDownloader, buckets)], save_remote_file_name=name)
+        loggers = [*map(RemoteUploaderDownloader, buckets)]
         with pytest.raises(ConfigError, match=refused):
             trainer(loggers=loggers, callbacks=[CheckpointSaver(folder, latest_remote_file_name=latest)])
     with pytest.raises(ConfigError, match=r"buckets of this run: none\)"):
