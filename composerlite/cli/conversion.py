@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,8 @@ def convert(
         )
     if not overwrite and path.exists() and (form not in _FOLDERS or path.is_file()):
         raise CheckpointExistsError(f"{target!r} exists already. Give another name, or --overwrite to replace it.")
+    if os.path.lexists(path) and not (path.is_file() or path.is_dir()):
+        raise CheckpointExistsError(f"{target!r} is neither a file nor a folder, and stays. Give another name.")
     source = _convert(checkpoint, path, form, dtype=dtype, rename=rename, overwrite=overwrite)
     size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
     if as_json:

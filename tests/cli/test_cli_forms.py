@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,22 @@ def test_diff_compares_places_and_forms(demo: Path, bucket: str) -> None:
 
 
 # ── convert ──────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("to", ["state_dict", "lightning", "directory", "file"])
+def test_convert_replaces_files_and_their_manifests_only(to: str, demo: Path) -> None:
+    """A pipe stays even with ``--overwrite``, and a checkpoint that is replaced leaves no manifest of other bytes."""
+    form = ["--to", to] if to in ("state_dict", "lightning") else []
+    pipe = demo / ("pipe.pt" if to == "file" else "pipe")
+    os.mkfifo(pipe)
+    done = composerlite("checkpoint", "convert", f"demo/{ONE}", pipe, *form, "--overwrite", cwd=demo.parent)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "is neither a file nor a folder" in done.stderr
+    assert pipe.is_fifo()
+    if form:
+        composerlite("checkpoint", "convert", f"demo/{ONE}", f"demo/{TWO}", *form, "--overwrite", cwd=demo.parent)
+        (found,) = answer("checkpoint", "verify", f"demo/{TWO}", cwd=demo.parent)["checkpoints"]
+        assert found["state"] == "unverified"
+
+
 @pytest.mark.parametrize("form", ["ep2", "ep2.pt", "ep2.pt.gz", "ep2.tar"])
 def test_a_run_goes_on_from_a_converted_checkpoint(form: str, demo: Path) -> None:
     """Bit for bit as it would have from the original: a directory, a file of a directory, compressed, in an archive."""

@@ -15,8 +15,10 @@ from composerlite.checkpoint.format.archive import STATES
 from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.commit import remove_manifest
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.record.manifest import Manifest, versions
+from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.record.manifest import Manifest, record_path, versions
 from composerlite.checkpoint.save import plain_file
 from composerlite.checkpoint.save.form import FileWriter, RankWriter
 from composerlite.checkpoint.save.job import PendingSave
@@ -96,9 +98,9 @@ def write_safetensors(contents: Any, path: Path, *, overwrite: bool, source: str
     Raises:
         IncompatibleCheckpointError: there is no model.
     """
-    _check_free(path, overwrite=overwrite)
     rename = rename or Rename()
     weights = {rename.of(name): tensor for name, tensor in weights_of(contents, source).items()}
+    _make_free(path, overwrite=overwrite)
     plain_file.write_safetensors(path, weights)
 
 
@@ -116,9 +118,10 @@ def write_state_dict(contents: Any, path: Path, *, overwrite: bool, source: str,
     """Write the model in ``contents`` as a file that ``model.load_state_dict(torch.load(path))`` takes. Raises as
     :func:`write_safetensors`.
     """
-    _check_free(path, overwrite=overwrite)
     rename = rename or Rename()
-    write_torch(path, {rename.of(name): tensor for name, tensor in weights_of(contents, source).items()})
+    weights = {rename.of(name): tensor for name, tensor in weights_of(contents, source).items()}
+    _make_free(path, overwrite=overwrite)
+    write_torch(path, weights)
 
 
 def write_lightning(contents: Any, path: Path, *, overwrite: bool, source: str, rename: Rename | None = None) -> None:
@@ -128,17 +131,19 @@ def write_lightning(contents: Any, path: Path, *, overwrite: bool, source: str, 
         CheckpointExistsError: there is something, and ``overwrite`` is false.
         IncompatibleCheckpointError: there is no model, or an optimizer that is none.
     """
-    _check_free(path, overwrite=overwrite)
     taken = taken_of(contents, source, rename or Rename())
-    write_torch(path, lightning_contents(taken))
+    written = lightning_contents(taken)
+    _make_free(path, overwrite=overwrite)
+    write_torch(path, written)
     if taken.left:
         log.info("%s: not written for Lightning: %s", source, ", ".join(map(str, taken.left)))
 
 
-def _check_free(path: Path, *, overwrite: bool) -> None:
+def _make_free(path: Path, *, overwrite: bool) -> None:
     if not overwrite and path.exists():
         raise CheckpointExistsError(f"{str(path)!r} exists already. Give another name, or --overwrite.")
     make_folder(path.parent)
+    remove_manifest(Folder(path.parent), record_path(path.name))  # what comes is not what it describes
 
 
 def _is_model(contents: Any) -> bool:
