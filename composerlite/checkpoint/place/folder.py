@@ -386,6 +386,7 @@ class Folder(Place):
         if name is None:
             (self.path / link).unlink()
         elif not ahead:  # what is left of a commit that was killed says it on a disk
+            self.check_link(link)
             with self._staged_link(link, name) as staged:
                 staged.publish()
 
@@ -399,7 +400,9 @@ class Folder(Place):
 
     def check_link(self, link: str) -> None:
         super().check_link(link)
-        path = self.path / link
+        self._check_is_link(self.path / link)
+
+    def _check_is_link(self, path: Path) -> None:
         if self._is_behind_a_link(path) or (os.path.lexists(path) and not path.is_symlink()):
             raise ConfigError(
                 f"{str(path)!r} is no link, and the link of this name does not take its place. Move it away, or give "
@@ -408,7 +411,7 @@ class Folder(Place):
 
     def _staged_link(self, link: str, name: str) -> StagedLink:
         """Return the symbolic link ``link`` to ``name``, which replaces one that is there when it is published."""
-        self.check_link(link)
+        self._check_is_link(self.path / link)
         path = self.path / link
         make_folder(path.parent)
         return StagedLink(path, "../" * (len(Path(link).parts) - 1) + name)
