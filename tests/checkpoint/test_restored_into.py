@@ -187,3 +187,65 @@ def test_buffers_that_share_memory_and_get_their_own_are_no_pair(tmp_path: Path)
     with trainer(model=fresh, load_path=str(tmp_path / "saved.pt")):
         assert equal(fresh.kept, model.kept)
         assert equal(fresh.get_buffer("other"), model.get_buffer("other"))
+
+
+# ── other types of numbers ───────────────────────────────────────────────────────────────────────────────────────────
+OTHER_KINDS: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+    "complex to real": (torch.ones(3) + 1j, torch.zeros(3)),
+    "float to integer": (torch.tensor([3.7, float("nan"), 1]), torch.zeros(3, dtype=torch.int64)),
+    "8-bit integer to float": (torch.ones(3, dtype=torch.int8), torch.zeros(3)),
+    "bool to float": (torch.ones(3, dtype=torch.bool), torch.zeros(3)),
+    "integer to bool": (torch.arange(3), torch.zeros(3, dtype=torch.bool)),
+}
+OTHER_VALUES: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+    "too large for fp16": (torch.tensor([1.0, 1e6, float("inf")]), torch.zeros(3, dtype=torch.float16)),
+    "too large for bf16": (torch.tensor([3.4e38, 1.0, 1.0]), torch.zeros(3, dtype=torch.bfloat16)),
+    "too large for fp8": (torch.tensor([1e5, 1.0, 1.0]), torch.zeros(3, dtype=torch.float8_e5m2)),
+    "too large for fp32": (torch.tensor([1e200, 1.0, 1.0], dtype=torch.float64), torch.zeros(3)),
+    "too large for 8 bits": (torch.tensor([300, 1, 1]), torch.zeros(3, dtype=torch.int8)),
+}
+"""Numbers in the checkpoint, and the buffer that they would be converted for."""
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS | OTHER_VALUES)
+@pytest.mark.parametrize("strict", [True, False])
+def test_numbers_that_a_conversion_would_change_are_refused(tmp_path: Path, kind: str, strict: bool) -> None:
+    """With the name, both types and the way out."""
+    saved, live = (OTHER_KINDS | OTHER_VALUES)[kind]
+    torch.save(Kept(saved).state_dict(), tmp_path / "saved.pt")
+    message = rf"kept.*{saved.dtype}.*{live.dtype}.*load_ignore_keys"
+    with pytest.raises(IncompatibleCheckpointError, match=f"(?s){message}"):
+        trainer(model=Kept(live), load_path=str(tmp_path / "saved.pt"), load_strict_model_weights=strict)
+
+
+CONVERTED: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+    "less precise": (torch.tensor([1.001, float("inf"), float("nan")]), torch.zeros(3, dtype=torch.bfloat16)),
+    "more precise": (torch.ones(3, dtype=torch.bfloat16), torch.zeros(3)),
+    "smaller integers": (torch.arange(3), torch.zeros(3, dtype=torch.uint8)),
+    "complex": (torch.ones(3, dtype=torch.complex128), torch.zeros(3, dtype=torch.complex64)),
+}
+
+
+@pytest.mark.parametrize("kind", CONVERTED)
+def test_numbers_of_another_precision_are_converted_and_named(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As torch does it; what was no number stays none."""
+    saved, live = CONVERTED[kind]
+    torch.save(Kept(saved).state_dict(), tmp_path / "saved.pt")
+    with trainer(model=(model := Kept(live)), load_path=str(tmp_path / "saved.pt")):
+        assert torch.allclose(model.kept, saved.to(live.dtype), equal_nan=True)
+    assert f"kept from {saved.dtype} to {live.dtype}" in caplog.text
+
+
+def test_a_model_that_converts_numbers_itself_gets_them(tmp_path: Path) -> None:
+    """Its hook is handed what the checkpoint has, of whatever type."""
+
+    def scaled(_: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        state_dict[f"{prefix}kept"] = state_dict[f"{prefix}kept"] / 2
+
+    torch.save(Kept(torch.ones(3, dtype=torch.int8)).state_dict(), tmp_path / "saved.pt")
+    model = Kept(torch.zeros(3))
+    model.register_load_state_dict_pre_hook(scaled)
+    with trainer(model=model, load_path=str(tmp_path / "saved.pt")):
+        assert model.kept.tolist() == [0.5] * 3

@@ -55,6 +55,13 @@ def model_problems(model: nn.Module, saved: StateDict, *, strict: bool, source: 
         for name, value, tensor in both
         if isinstance(value, torch.Tensor) and not is_lazy(tensor) and value.shape != tensor.shape
     ]
+    kinds = [
+        f"{name}: {value.dtype} in the checkpoint, {tensor.dtype} in the model"
+        for name, value, tensor in both
+        if isinstance(value, torch.Tensor) and _kind(value.dtype) != _kind(tensor.dtype)
+    ]
+    if _changes_what_it_loads(model):
+        kinds = []
     problems: list[str] = []
     if missing and strict:
         problems.append(f"missing in the checkpoint ({len(missing)}): {', '.join(missing)}")
@@ -62,16 +69,24 @@ def model_problems(model: nn.Module, saved: StateDict, *, strict: bool, source: 
         problems.append(f"not in the model ({len(unexpected)}): {', '.join(unexpected)}")
     if shapes:
         problems.append(f"of another shape ({len(shapes)}): {'; '.join(shapes)}")
+    if kinds:
+        problems.append(f"of another kind of numbers ({len(kinds)}): {'; '.join(kinds)}")
     if no_tensors:
         problems.append(f"no tensors ({len(no_tensors)}): {', '.join(no_tensors)}")
     if not problems:
         return []
     way_out = (
         "Build the model of that run, or pass load_strict_model_weights=False to load the names that agree."
-        if strict and not shapes
+        if strict and not shapes and not kinds
         else _LEAVING_OUT
     )
     return [f"{source} does not fit the model.\n  {chr(10).join(problems)}\n{way_out}"]
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Name the kind of numbers, within which a conversion changes their precision alone."""
+    kinds = {"complex": dtype.is_complex, "float": dtype.is_floating_point, "bool": dtype is torch.bool}
+    return next((name for name, is_it in kinds.items() if is_it), "integer")
 
 
 def model_places(model: nn.Module, saved: StateDict) -> StateDict:
@@ -96,8 +111,8 @@ def load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str)
 
     Raises:
         IncompatibleCheckpointError: see :func:`model_problems`, before a single weight is changed; or numbers do not
-            fit, which may have been read into the model: they differ for one weight that has several
-            names.
+            fit, which may have been read into the model: they are out of the range of its type, or differ for one
+            weight that has several names.
     """
     if problems := model_problems(model, saved, strict=strict, source=source):
         raise IncompatibleCheckpointError("\n".join(problems))
@@ -138,14 +153,34 @@ def load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str)
 
 def _problems_of_numbers(both: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> list[str]:
     """List the weights whose numbers would be lost. Of each: its name, its value in the checkpoint, the live tensor."""
+    lost = [
+        f"{name}: {value.dtype} in the checkpoint, {live.dtype} in the model"
+        for name, value, live in both
+        if _is_lossy(value, live)
+    ]
     loaded = {name: (value, live) for name, value, live in both}
     tied = dist.tied_names({name: live for name, (_, live) in loaded.items()})
     different = [", ".join(names) for names in tied if not _are_equal([loaded[name] for name in names])]
-    problems: list[str] = []
+    problems = [f"out of the range of the model's type ({len(lost)}): {'; '.join(lost)}"] if lost else []
     if different:
         told = f"one weight in the model and different ones in the checkpoint ({len(different)})"
         problems.append(f"{told}: {'; '.join(different)}")
     return problems
+
+
+def _is_lossy(value: torch.Tensor, live: torch.Tensor) -> bool:
+    """Check if numbers of ``value`` are none, or others, in the type of ``live``, which is of the same kind."""
+    if value.dtype == live.dtype or not dist.is_dense(value):
+        return False
+    own = dist.local_shard(value).local
+    made = own.to(live.dtype)
+    if not (own.is_floating_point() or own.is_complex()):
+        return not torch.equal(made.to(own.dtype), own)
+    return not bool(_is_finite(made).all()) and bool((_is_finite(own) & ~_is_finite(made)).any())
+
+
+def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.isfinite(tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor)
 
 
 def _are_equal(loaded: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
