@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -250,6 +250,7 @@ class Trainer:
         compile_config = checks.check_compile_config(compile_config)
         load = LoadSettings.of(arguments)
         self._fits = 0
+        self._raised: _Raised | None = None
         self._has_told_start = False
         self._autoresume = autoresume
         self._position: DataPosition | None = None
@@ -359,7 +360,8 @@ class Trainer:
 
         Each call of ``fit`` in a run is known by its number. Where a resumed run calls ``fit`` again, the call ends
         where it would have ended without the interruption: ``duration`` is not added twice, ``reset_time`` does not
-        reset twice, and a call that was finished does nothing.
+        reset twice, and a call that was finished does nothing. A call that raised is not finished: the next one
+        continues it, in the same process as in a resumed run.
 
         Args:
             duration: how much to train from here (an int counts epochs), in place of ``max_duration``.
@@ -388,14 +390,18 @@ class Trainer:
             self._set_precision(new)
         build.check_zero(state, self._train_spec)
 
-        number, self._fits = self._fits, self._fits + 1
+        number = self._fits
         if number + 1 < len(state.fit_starts):
             log.info("call %d of fit was finished before the run was interrupted", number + 1)
+            self._fits += 1
             return
         begun_before = self._begin_fit(number, duration, reset_time)
-        if state.training_is_over and state.interruption.evaluation is None:
-            if begun_before or self._start.resumed:
+        was_over = self._raised is not None and self._raised.was_over  # all but the end of this call has been done
+        if state.training_is_over and state.interruption.evaluation is None and not was_over:
+            if self._start.resumed or (begun_before and self._raised is None):
                 messages.tell_result(state, self._savers, {}, trained=False)
+                self._note_start(number)
+                self._fits, self._raised = number + 1, None
                 return
             raise ConfigError(
                 f"max_duration={state.max_duration} has been reached: the run is at epoch {int(state.timestamp.epoch)}"
@@ -415,7 +421,7 @@ class Trainer:
         state.settings = {**state.settings, "train_data": data_settings(self._train_spec.dataloader)}
         if begun_before:
             tell(state, [*self._start.differences, *differences_of_run(state, seed=self._given_seed)])
-        state.resumed_metadata = {}
+        self._start, state.resumed_metadata = self._start._replace(differences=[]), {}
         loop = Loop(
             state=state,
             engine=self.engine,
@@ -436,6 +442,7 @@ class Trainer:
             spin_dataloaders=self._settings.spin_dataloaders,
             ranks=self._ranks,
         )
+        self._note_start(number)
         try:
             with build.bars_stopped_by_errors(self.logger):
                 run(loop)
@@ -444,10 +451,12 @@ class Trainer:
                 for saver in self._savers:
                     if saver.options.on_exception:
                         saver.saver.save_after_exception(state, e)
+            self._note_failure(number, begun_before=begun_before, reset_time=reset_time)
             self._ranks.parallel.give_up()
             raise
         finally:
             state.interruption.unwatch()
+        self._fits, self._raised = number + 1, None
         messages.tell_result(state, self._savers, state.total_loss_dict, trained=True)
 
     @property
@@ -474,17 +483,24 @@ class Trainer:
         return self._position
 
     def _begin_fit(self, number: int, duration: TimeInput | None, reset_time: bool) -> bool:
-        """Set where call ``number`` of ``fit`` ends; whether it had begun before the run was interrupted."""
+        """Set where call ``number`` of ``fit`` ends; whether it had begun before, in this process or another."""
         state = self.state
         begun_before = number < len(state.fit_starts)
-        if not begun_before:
-            if reset_time:
-                state.timestamp, state.previous_timestamp, state.evaluated_at = Timestamp(), None, {}
-                state.dataset_state = {"train": None, "eval": {}}
-            state.fit_starts = [*state.fit_starts, state.timestamp]
+        if self._raised is not None:
+            if reset_time and not self._raised.did_reset:
+                raise ConfigError(
+                    f"reset_time=True: this call continues call {number + 1} of fit, which raised at batch "
+                    f"{int(state.timestamp.batch)} and counts from where it began. Leave it out; to start over, build "
+                    "another Trainer."
+                )
+            log.info("call %d of fit raised at batch %d: it is continued", number + 1, int(state.timestamp.batch))
+        if not begun_before and reset_time:
+            state.timestamp, state.previous_timestamp, state.evaluated_at = Timestamp(), None, {}
+            state.dataset_state = {"train": None, "eval": {}}
         if duration is not None:
             time = Time.from_input(duration, TimeUnit.EPOCH)
-            state.max_duration = state.fit_starts[number].get(time.unit) + time
+            start = state.fit_starts[number] if begun_before else state.timestamp
+            state.max_duration = start.get(time.unit) + time
         if state.max_duration is None:
             raise ConfigError("no duration to train for: pass max_duration to Trainer or duration to fit.")
         if not begun_before or build.is_later(state.max_duration, state.stopped):
@@ -492,6 +508,20 @@ class Trainer:
         elif state.stopped is not None:
             state.max_duration = state.timestamp.batch
         return begun_before
+
+    def _note_start(self, number: int) -> None:
+        """Note where call ``number`` of ``fit`` begins, if it has not begun before: it is one of the run from here."""
+        if number == len(self.state.fit_starts):
+            self.state.fit_starts = [*self.state.fit_starts, self.state.timestamp]
+
+    def _note_failure(self, number: int, *, begun_before: bool, reset_time: bool) -> None:
+        """Note that call ``number`` of ``fit`` has raised: the next one continues it, if it has trained on anything."""
+        state, before = self.state, self._raised
+        if not begun_before and state.timestamp == state.fit_starts[number]:
+            state.fit_starts = state.fit_starts[:number]
+        else:
+            did_reset = reset_time or (before is not None and before.did_reset)
+            self._raised = _Raised(state.training_is_over, did_reset)
 
     # ── evaluation, prediction ───────────────────────────────────────────────────────────────────────────────────
     @failing_together("evaluation")
@@ -649,8 +679,9 @@ class Trainer:
         before, self._train_spec = self._train_spec, ensure_data_spec(train_dataloader)
         checks.check_data(self._train_spec, argument="train_dataloader")
         if before is None or not is_same_data(before, self._train_spec):
+            is_used = self._position is not None
             self._forget_position()
-            if self._fits >= max(1, len(self.state.fit_starts)):
+            if is_used or self._fits >= max(1, len(self.state.fit_starts)):
                 self.state.dataset_state = {"train": None, "eval": {}}
                 self.state.timestamp = self.state.timestamp.at_start_of_epoch()
         self.state.train_dataloader = self._train_spec.dataloader
@@ -703,6 +734,19 @@ class Trainer:
         if self._settings.step_schedulers_every_batch is not None:
             return self._settings.step_schedulers_every_batch
         return not any(isinstance(s, LRScheduler) and not isinstance(s, ReduceLROnPlateau) for s in self._schedulers)
+
+
+@final
+class _Raised(NamedTuple):
+    """How a call of ``fit`` stood when it raised.
+
+    Attributes:
+        was_over: it had trained as long as it was to.
+        did_reset: it counts from zero.
+    """
+
+    was_over: bool
+    did_reset: bool
 
 
 def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
