@@ -40,7 +40,14 @@ from composerlite.storage.disk.stream_writer import RING_BYTES, StreamWriter, Wi
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name
 from composerlite.storage.retry import RetryPolicy, retry
 from composerlite.storage.sdk import importing_sdk, isolate_sdk_rng
-from composerlite.storage.uri import download_url, is_uri, maybe_create_object_store_from_uri, open_store, parse_uri
+from composerlite.storage.uri import (
+    download_url,
+    is_uri,
+    maybe_create_object_store_from_uri,
+    open_store,
+    parse_uri,
+    without_secrets,
+)
 from composerlite.storage.workers import (
     WorkerPool,
     leave_by,
@@ -110,6 +117,7 @@ __all__ = [
     "wait_at_exit",
     "wait_no_more",
     "whole_pages",
+    "without_secrets",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -6,9 +6,9 @@ import importlib
 import re
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
-from composerlite.errors import ConfigError, ObjectStoreTransientError, did_you_mean
+from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError, did_you_mean
 from composerlite.storage.disk.files import atomic_write
 from composerlite.storage.object_store import ObjectStore, Progress, meaning_of_status
 
@@ -25,6 +25,10 @@ _DOWNLOADS = ("http", "https")
 _SCHEMES = (*_STORES, *_DOWNLOADS, "file")
 _NEARLY = re.compile(rf"\s*(?P<scheme>{'|'.join(_SCHEMES)}):/+(?P<rest>.*)", re.DOTALL | re.IGNORECASE)
 """A URI that begins with a space, or has lost a slash, as in a ``pathlib.Path``. No path is meant by it."""
+_HOST = re.compile(r"(\[[^\]@]+\]|[^\s:@\[\]?#]+)(:(?P<port>\d{1,5}))?")
+"""Host and port of an address that is downloaded from."""
+_IN_ADDRESSES = "%/:=&?~#+!$,;'@()*[]"
+"""Characters that stand for themselves in an address, or mean something there."""
 _PIECE_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 60.0
 
@@ -40,31 +44,65 @@ def parse_uri(uri: str) -> tuple[str, str, str]:
     ('', '', 'runs/ep1.pt')
 
     Raises:
-        ConfigError: it is empty, the scheme is not known, or there is no bucket; or it is no URI, but nearly one.
+        ConfigError: it is empty; the scheme is not known; there is no bucket; it is no URI, but nearly one; or it has a
+            password.
     """
     if not uri.strip():
         raise ConfigError(
             f"{uri!r}: expected a path or a URI, and got an empty text, as a variable that is not set gives one. The "
             "current directory is '.'."
         )
+    shown = without_secrets(uri)
     found = _URI.fullmatch(uri)
     if found is None and (nearly := _NEARLY.fullmatch(uri)) is not None:
-        meant = f"{nearly['scheme']}://{'/' if nearly['scheme'].lower() == 'file' else ''}{nearly['rest']}"
+        rest = shown.partition(":")[2].lstrip("/")
+        meant = f"{nearly['scheme']}://{'/' if nearly['scheme'].lower() == 'file' else ''}{rest}"
         raise ConfigError(
-            f"{uri!r} is no URI: did you mean {meant!r}? Give it as text: a pathlib.Path takes one of the slashes away."
+            f"{shown!r} is no URI: did you mean {meant!r}? "
+            "Give it as text: a pathlib.Path takes one of the slashes away."
         )
     if found is None:
         return "", "", uri
     scheme, bucket, path = found["scheme"].lower(), found["bucket"], found["path"]
     if scheme == "file":
         if bucket not in ("", "localhost"):
-            raise ConfigError(f"{uri!r}: a file:// URI names a file of this machine, as in 'file:///data/run'.")
+            raise ConfigError(f"{shown!r}: a file:// URI names a file of this machine, as in 'file:///data/run'.")
         return "", "", unquote(f"/{path}")
     if scheme not in _STORES and scheme not in _DOWNLOADS:
-        raise ConfigError(f"{uri!r}: unknown scheme {scheme!r}.{did_you_mean(scheme, _SCHEMES)}")
+        raise ConfigError(f"{shown!r}: unknown scheme {scheme!r}.{did_you_mean(scheme, _SCHEMES)}")
     if not bucket:
-        raise ConfigError(f"{uri!r}: expected a bucket after the scheme, such as '{scheme}://bucket/run'.")
+        raise ConfigError(f"{shown!r}: expected a bucket after the scheme, such as '{scheme}://bucket/run'.")
+    user, at, host = bucket.rpartition("@")
+    if scheme in _DOWNLOADS:
+        if at:
+            raise ConfigError(
+                f"{shown!r}: the address has a user in it, or a password. Addresses are logged: download the file with "
+                "a program that takes one, such as curl, and give the path of the file."
+            )
+        found = _HOST.fullmatch(host)
+        if found is None or int(found["port"] or 0) > 65535:
+            raise ConfigError(
+                f"{shown!r}: expected a host and, if any, a port up to 65535, such as '{scheme}://host:80/'."
+            )
+    elif ":" in user:
+        raise ConfigError(
+            f"{shown!r}: the URI has a password in it. URIs are logged: give it as an argument of the store, or as the "
+            "environment or the configuration files of the service have it."
+        )
     return scheme, bucket, path
+
+
+def without_secrets(uri: str) -> str:
+    """Return ``uri`` as it may be shown and logged: without a password, and an address without its user and its query.
+
+    >>> without_secrets("https://user:password@host/ep1.pt?token=1")
+    'https://host/ep1.pt'
+    >>> without_secrets("sftp://user@host/ep1.pt")
+    'sftp://user@host/ep1.pt'
+    """
+    if re.match(r"\s*https?:/", uri, re.IGNORECASE):
+        return re.sub(r"(:/+)[^/]*@", r"\1", uri.partition("?")[0], count=1)
+    return re.sub(r"^(\s*[A-Za-z][A-Za-z0-9+.-]*:/+)[^/]*:[^/]*@", r"\1", uri)
 
 
 def is_uri(path: str) -> bool:
@@ -87,7 +125,7 @@ def open_store(uri: str, **backend_kwargs: Any) -> ObjectStore:
     """
     scheme, bucket, _ = parse_uri(uri)
     if scheme not in _STORES:
-        raise ConfigError(f"{uri!r} is no address in an object store.{did_you_mean(scheme, _STORES)}")
+        raise ConfigError(f"{without_secrets(uri)!r} is no address in an object store.{did_you_mean(scheme, _STORES)}")
     module, name = _STORES[scheme]
     store: ObjectStore = getattr(importlib.import_module(module), name).at(bucket, **backend_kwargs)
     return store
@@ -102,19 +140,27 @@ def download_url(url: str, path: Path, progress: Progress | None = None) -> None
     """Download ``url`` to the file ``path``, replacing what is there; it appears atomically.
 
     Args:
-        url: an ``http`` or ``https`` address.
+        url: an ``http`` or ``https`` address; spaces and the like may be as they are. Its query is not logged.
         path: of the local file.
         progress: called with (bytes received, total).
 
     Raises:
         FileNotFoundError: there is nothing at ``url``. PermissionError: it is not for us.
         ObjectStoreTransientError: it may succeed when it is tried again. ObjectStoreError: it will not.
+        ConfigError: it is no such address, or has a password in it.
     """
     import http.client  # most processes download nothing
+    import socket
+    import ssl
     import urllib.error
     import urllib.request
 
-    request = urllib.request.Request(url, headers={"Accept-Encoding": "identity"})
+    what = f"downloading {without_secrets(url)}"
+    scheme, host, rest = parse_uri(url)
+    if scheme not in _DOWNLOADS:
+        raise ConfigError(f"{without_secrets(url)!r} is no address to download from.{did_you_mean(scheme, _DOWNLOADS)}")
+    rest = quote(re.sub(r"%(?![0-9A-Fa-f]{2})", "%25", rest), safe=_IN_ADDRESSES)
+    request = urllib.request.Request(f"{scheme}://{host}/{rest}", headers={"Accept-Encoding": "identity"})
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer, atomic_write(path) as file:
             announced = answer.headers.get("Content-Length")
@@ -125,9 +171,15 @@ def download_url(url: str, path: Path, progress: Progress | None = None) -> None
                 if progress is not None:
                     progress(done, int(announced or 0))
             if announced is not None and done != int(announced):
-                raise ObjectStoreTransientError(f"downloading {url}: {done} bytes came of {announced}.")
+                raise ObjectStoreTransientError(f"{what}: {done} bytes came of {announced}.")
     except urllib.error.HTTPError as e:
         e.close()
-        raise meaning_of_status(e.code)(f"downloading {url}: the server answers {e.code} {e.reason}.") from e
-    except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as e:
-        raise ObjectStoreTransientError(f"downloading {url}: {e}") from e
+        raise meaning_of_status(e.code)(f"{what}: the server answers {e.code} {e.reason}.") from e
+    except (http.client.InvalidURL, UnicodeError) as e:
+        raise ObjectStoreError(f"{what}: {e}") from e
+    except urllib.error.URLError as e:
+        is_unknown_host = isinstance(e.reason, socket.gaierror) and e.reason.errno != socket.EAI_AGAIN
+        may_pass = not (is_unknown_host or isinstance(e.reason, str | ssl.SSLCertVerificationError))
+        raise (ObjectStoreTransientError if may_pass else ObjectStoreError)(f"{what}: {e.reason}") from e
+    except (http.client.HTTPException, ConnectionError, TimeoutError) as e:
+        raise ObjectStoreTransientError(f"{what}: {e}") from e

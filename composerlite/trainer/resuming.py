@@ -17,7 +17,7 @@ from composerlite.checkpoint.record.contents import check_ignore_keys
 from composerlite.checkpoint.save.run_folder import begin_attempt
 from composerlite.core import LoggerDestination, State
 from composerlite.errors import ConfigError, IncompatibleCheckpointError, naming
-from composerlite.storage import ObjectStore, parse_uri
+from composerlite.storage import ObjectStore, parse_uri, without_secrets
 from composerlite.trainer.checks import Arguments, check_names, check_seconds
 from composerlite.trainer.differences import ChangedSetting, reconcile_optimizer
 from composerlite.trainer.messages import began_with
@@ -92,8 +92,8 @@ def load_or_resume(
     resumed = choice is not None and choice.place is not None
     path = choice.place if choice is not None and choice.place is not None else settings.load_path
     if path is not None:
-        state.load_path = str(path)
-        _load(state, settings, loggers, resumed=resumed)
+        state.load_path = without_secrets(str(path))  # it is logged, and recorded in checkpoints
+        _load(state, str(path), settings, loggers, resumed=resumed)
         began_with(state, resumed=resumed, weights_only=settings.load_weights_only)
     differences = [] if state.deepspeed_enabled else reconcile_optimizer(state, script_holds=resumed)
     if choice is not None:
@@ -106,9 +106,10 @@ def load_or_resume(
     return Start(resumed, differences)
 
 
-def _load(state: State, settings: LoadSettings, loggers: Iterable[LoggerDestination], *, resumed: bool) -> None:
-    assert state.load_path is not None
-    name, store = state.load_path, settings.load_object_store
+def _load(
+    state: State, name: str, settings: LoadSettings, loggers: Iterable[LoggerDestination], *, resumed: bool
+) -> None:
+    store = settings.load_object_store
     if resumed:
         name, store = _in_a_store(name, loggers)
     elif store is not None and not isinstance(store, ObjectStore):

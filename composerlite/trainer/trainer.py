@@ -39,7 +39,7 @@ from composerlite.core import (
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler
-from composerlite.storage import ObjectStore
+from composerlite.storage import ObjectStore, without_secrets
 from composerlite.trainer import build, checks, messages
 from composerlite.trainer.data.dataloading import DataPosition, Share, batches_per_epoch, is_same_data, position_in
 from composerlite.trainer.differences import data_settings, differences_of_run, optimizer_settings, tell
@@ -753,7 +753,7 @@ def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that are plain values: what can be logged."""
     plain = (str, int, float, bool, Path, Time)
     return {
-        name: value if isinstance(value, int | float) else str(value)
+        name: value if isinstance(value, int | float) else without_secrets(str(value))
         for name, value in arguments.items()
         if isinstance(value, plain)
     }

@@ -762,9 +762,51 @@ def test_files_come_from_stores_and_addresses(tmp_path: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        get_file(f"{address}/run/ep1.pt", tmp_path / "copy4")
+        store.put_bytes("run/my 50% ü.pt", b"content")
+        for name in ("ep1.pt", "ep1.pt?token=1#top", "my 50% ü.pt", "my%2050%25%20%C3%BC.pt"):
+            get_file(f"{address}/run/{name}", tmp_path / "copy4", overwrite=True)
         assert (tmp_path / "copy4").read_bytes() == b"content"
         with pytest.raises(CheckpointNotFoundError, match="404"):
             get_file(f"{address}/run/ep2.pt", tmp_path / "copy9")
         server.shutdown()
     assert not (tmp_path / "copy9").exists()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://user:secret@127.0.0.1:1/x.pt",
+        "https://secret@127.0.0.1:1/x.pt",
+        "http:/user:secret@127.0.0.1:1/x.pt",
+        "htp://user:secret@127.0.0.1:1/x.pt",
+        "s3://key:secret@bucket/x.pt",
+        "http://127.0.0.1:99999/x.pt",
+        "http://127.0.0.1:port/x.pt",
+        "http://a host/x.pt",
+    ],
+)
+def test_an_address_that_can_never_work_is_refused_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, address: str
+) -> None:
+    """It is not tried again and again; a password in it is in no message."""
+    with pytest.raises(ConfigError) as caught:
+        get_file(address, tmp_path / "copy")
+    assert caplog.text == ""
+    assert "secret" not in str(caught.value)
+
+
+def test_a_token_in_an_address_is_not_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The query of an address, which may hold a token, is neither in the log of a retry nor in the error."""
+    answers = iter([503, 404])
+
+    class Failing(SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(next(answers))
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Failing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(CheckpointNotFoundError, match=r"/x\.pt: the server answers 404") as caught:
+            get_file(f"http://127.0.0.1:{server.server_port}/x.pt?token=secret", tmp_path / "copy")
+        server.shutdown()
+    assert "503" in caplog.text
+    assert "secret" not in caplog.text + str(caught.value)

@@ -32,7 +32,16 @@ from composerlite.checkpoint.place.place import Place, by_total
 from composerlite.checkpoint.place.step import MODEL, StepFolder, step_folder_of
 from composerlite.checkpoint.record.manifest import Manifest, record_path
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
-from composerlite.storage import ObjectStore, RetryPolicy, StagedFile, is_uri, open_store, parse_uri, replace_symlink
+from composerlite.storage import (
+    ObjectStore,
+    RetryPolicy,
+    StagedFile,
+    is_uri,
+    open_store,
+    parse_uri,
+    replace_symlink,
+    without_secrets,
+)
 
 if TYPE_CHECKING:
     from composerlite.storage import Transfer
@@ -54,6 +63,7 @@ __all__ = [
     "progress_of",
     "resolved",
     "root_of",
+    "source_of",
     "transferring",
     "what_is_there",
 ]
@@ -102,6 +112,11 @@ class Located:
             return step_folder_of(str(self.path or self.uri))
         above, _, name = self.key.rpartition("/")
         return StepFolder(Bucket.of(object_store, above), name)
+
+
+def source_of(name: str) -> str:
+    """Name of the checkpoint ``name`` in messages."""
+    return f"checkpoint {without_secrets(name)!r}"
 
 
 Merge = Callable[[Place, str, Path], Path]
@@ -220,7 +235,7 @@ def _elsewhere(
                     uri = transfer.store.get_uri(key)
                     return Located(name, is_directory=True, uri=uri, key=key, is_file=True)
         path = stack.enter_context(fetched(name, object_store, progress_bar=progress_bar))
-        return Located(name, is_directory=is_read_in_place(path), path=path)
+        return Located(without_secrets(name), is_directory=is_read_in_place(path), path=path)
     except CheckpointNotFoundError:
         if object_store is None and parse_uri(name)[0] in ("http", "https"):
             raise
@@ -486,7 +501,7 @@ def _download_object(transfer: Transfer, name: str, target: Path, progress_bar: 
 def _download_url(url: str, target: Path, progress_bar: bool) -> None:
     try:
         with download_bar(progress_bar) as tell:
-            RetryPolicy().run(lambda: storage.download_url(url, target, tell), f"downloading {url}")
+            RetryPolicy().run(lambda: storage.download_url(url, target, tell), f"downloading {without_secrets(url)}")
     except FileNotFoundError as e:
         raise CheckpointNotFoundError(str(e)) from e
 

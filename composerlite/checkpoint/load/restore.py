@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from composerlite import dist
 from composerlite.checkpoint.format.torch_reader import MapLocation, Sieve, StorageRecord, TorchFile
 from composerlite.checkpoint.load.reader import opened, readable
-from composerlite.checkpoint.load.resolve import BytesRead, Located, located
+from composerlite.checkpoint.load.resolve import BytesRead, Located, located, source_of
 from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.record.contents import (
     IgnoreKeys,
@@ -131,7 +131,7 @@ def load_checkpoint(
         strict=strict_model_weights,
         ignore_keys=ignore_keys,
         exclude_algorithms=tuple(exclude_algorithms or ()),
-        source=f"checkpoint {name!r}",
+        source=source_of(name),
         key_map=key_map,
     )
     if state.deepspeed is not None:
