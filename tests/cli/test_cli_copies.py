@@ -225,7 +225,19 @@ def test_training_replaces_no_file_by_its_link(tmp_path: Path) -> None:
     (tmp_path / "demo/latest-rank0.pt").write_text("mine")
     with pytest.raises(ConfigError, match=r"is no link.*save_latest_filename"):
         train(tmp_path / "demo", epochs=1)
+    assert [path.name for path in (tmp_path / "demo").glob("*.pt")] == ["latest-rank0.pt"], "it is said before training"
     assert (tmp_path / "demo/latest-rank0.pt").read_text() == "mine"
+
+
+def test_a_run_that_was_copied_without_its_links_is_resumed(demo: Path) -> None:
+    """``scp -r`` makes a file of the link to the newest: it is a copy of a checkpoint, and gives way to the link."""
+    copied = demo.parent / "copied"
+    shutil.copytree(demo, copied)
+    newest = (demo / "latest-rank0.pt").readlink()
+    assert not (copied / "latest-rank0.pt").is_symlink()
+    train(copied, epochs=4, autoresume=True)
+    assert str(newest).startswith("ep3-")
+    assert [path.name for path in copied.glob("ep4-*")] == [str((copied / "latest-rank0.pt").readlink())]
 
 
 def test_a_manifest_cannot_send_files_elsewhere(demo: Path) -> None:

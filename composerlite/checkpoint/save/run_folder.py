@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -48,7 +49,7 @@ from composerlite.checkpoint.save.memory_folder import (
     write_mark,
 )
 from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError, naming
-from composerlite.storage import atomic_write, is_uri, make_folder, parse_uri
+from composerlite.storage import atomic_write, is_uri, make_folder, parse_uri, verify_file
 from composerlite.types import Lineage, StateDict
 
 __all__ = [
@@ -422,19 +423,37 @@ class RunFolder:
                 make_private(folder, levels=len(Path(state.run_name).parts) + 1)
                 warn_of_others(folder, Path(state.run_name).name)
 
-    def prepare(self, run_name: str) -> None:
+    def prepare(self, state: SavedState) -> None:
         """Make the folder, and finish or remove what a killed run left in it; on rank 0.
 
         Raises:
-            ConfigError: it cannot be made or written to, or has checkpoints of ``run_name`` for another bucket.
+            ConfigError: it cannot be made or written to, has checkpoints of this run for another bucket, or something
+                else than a link that is called as the link to the newest.
         """
         try:
             self.own_catalog.place.check_writable()
             if self._options.bucket is not None:
-                self._stage_for(self._options.bucket, run_name)
+                self._stage_for(self._options.bucket, state.run_name)
         except OSError as e:
             raise ConfigError(f"save_folder={self.folder!r} cannot be written to: {e}. Choose another folder.") from e
         self.catalog.recover()
+        if self.latest_filename is not None:
+            template = self.latest_filename.filename
+            self._check_link(format_name_with_dist_and_time(template, state.run_name, state.timestamp, **FIRST_RANK))
+
+    def _check_link(self, link: str) -> None:
+        """See that ``link`` can be made. A copy of a checkpoint in its place, as ``scp -r`` leaves one, is removed."""
+        path = self.root / link
+        if path.is_file() and not path.is_symlink():
+            size = path.stat().st_size
+            records = [record for manifest in self.own_catalog.manifests() for record in manifest.files]
+            for record in records:
+                if record.size_bytes == size and record.path != link:
+                    with contextlib.suppress(CorruptCheckpointError):
+                        verify_file(path, record.digest)
+                        path.unlink()
+                        break
+        self.own_catalog.place.check_link(link)
 
     def _stage_for(self, bucket: str, run_name: str) -> None:
         """Note in the folder which bucket the checkpoints of ``run_name`` in it are for: another run may have the name.

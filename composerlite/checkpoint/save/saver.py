@@ -309,7 +309,7 @@ class Saver:
             self.where.keep_in_memory(state, key)
         with group.all_or_none("preparing the folder of checkpoints"):
             if group.is_first:
-                self.where.prepare(state.run_name)
+                self.where.prepare(state)
                 if self._publishing is not None:
                     self._publishing.open(state, logger)
         self.where.find_disks(form)
