@@ -738,7 +738,7 @@ class Trainer:
 
 @final
 class _Raised(NamedTuple):
-    """How a call of ``fit`` stood when it raised.
+    """State of a call of ``fit`` that raised.
 
     Attributes:
         was_over: it had trained as long as it was to.

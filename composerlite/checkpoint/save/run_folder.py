@@ -444,7 +444,9 @@ class RunFolder:
     def _check_link(self, link: str) -> None:
         """See that ``link`` can be made. A copy of a checkpoint in its place, as ``scp -r`` leaves one, is removed."""
         path = self.root / link
-        if path.is_file() and not path.is_symlink():
+        if path.is_symlink() or not path.exists():
+            return
+        if path.is_file():
             size = path.stat().st_size
             records = [record for manifest in self.own_catalog.manifests() for record in manifest.files]
             for record in records:
@@ -452,7 +454,7 @@ class RunFolder:
                     with contextlib.suppress(CorruptCheckpointError):
                         verify_file(path, record.digest)
                         path.unlink()
-                        break
+                        return
         self.own_catalog.place.check_link(link)
 
     def _stage_for(self, bucket: str, run_name: str) -> None:
