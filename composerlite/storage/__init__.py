@@ -37,7 +37,7 @@ from composerlite.storage.disk.memory import (
 )
 from composerlite.storage.disk.reader import ParallelReader, verify_file
 from composerlite.storage.disk.stream_writer import RING_BYTES, StreamWriter, WindowRing, reserve
-from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name
+from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name, is_name
 from composerlite.storage.retry import RetryPolicy, retry
 from composerlite.storage.sdk import importing_sdk, isolate_sdk_rng
 from composerlite.storage.uri import (
@@ -99,6 +99,7 @@ __all__ = [
     "fsync_folder",
     "importing_sdk",
     "is_abandoned",
+    "is_name",
     "is_uri",
     "isolate_sdk_rng",
     "leave_by",

@@ -352,6 +352,15 @@ def check_name(name: str) -> str:
     return name
 
 
+def is_name(name: str) -> bool:
+    """Return true if ``name`` can be that of an object: see :func:`check_name`."""
+    try:
+        check_name(name)
+    except ConfigError:
+        return False
+    return True
+
+
 def meaning_of_status(status: int) -> type[Exception]:
     """Type of the error that an answer of HTTP with this status means."""
     if status in (404, 410):

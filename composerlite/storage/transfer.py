@@ -298,11 +298,11 @@ class Transfer:
             The bytes.
 
         Raises:
-            ObjectStoreError: it has more than ``most_bytes`` bytes.
+            CorruptCheckpointError: it has more than ``most_bytes`` bytes, and is something else than it should be.
         """
         data = self._retry.run(lambda: self.store.read_range(name, 0, most_bytes + 1), f"read of {name!r}")
         if len(data) > most_bytes:
-            raise ObjectStoreError(f"read of {name!r}: it has more than the {most_bytes} bytes that it may have.")
+            raise CorruptCheckpointError(f"read of {name!r}: it has more than the {most_bytes} bytes that it may have.")
         return data
 
     # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────

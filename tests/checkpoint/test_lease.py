@@ -278,6 +278,7 @@ def test_garbage_in_the_place_of_a_lease_is_nobody(bucket: str) -> None:
             b'{"host": 1}',
             b'{"host": [], "pid": "x", "id": {}}',
             b"\xff",
+            b"x" * 5000,
         ):
             transfer.put_bytes("saves/.manifest/.run.lease", data)
             lease = Bucket(transfer, "saves").lock("run", beat_seconds=0.1, dead_seconds=0.3)

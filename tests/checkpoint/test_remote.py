@@ -6,10 +6,13 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from parts import save_batch
+from storage.servers.moto import moto_server  # noqa: F401
+from storage.servers.seaweedfs import S3Server
 
 from composerlite.checkpoint import Catalog, Manifest
 from composerlite.checkpoint.load import resume
@@ -20,7 +23,6 @@ from composerlite.checkpoint.save.publish import Publisher
 from composerlite.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
-    ObjectStoreError,
     ObjectStoreTransientError,
 )
 from composerlite.storage import RetryPolicy, Transfer, Uploader
@@ -316,12 +318,65 @@ def test_the_root_may_be_the_bucket(store: FaultyStore, tmp_path: Path) -> None:
         assert remote.latest("latest.pt") == manifest
 
 
-def test_a_damaged_link_leads_nowhere(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
-    """The next start sees that it is behind, and does not end with an error."""
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"x" * 5000], ids=["no text", "too large"])
+def test_a_damaged_link_leads_nowhere(
+    remote: Catalog, store: FaultyStore, tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    """The next start sees that it is behind, and finds the checkpoint by its manifest."""
     (manifest,) = publish(remote, tmp_path, 1)
     assert remote.leads(LINK, manifest.name)
-    store.put_bytes(f"{LINK}.symlink", b"\xff\xfe")
+    for link in (f"{LINK}.symlink", "run/.manifest/latest.pt.next"):
+        store.put_bytes(link, content)
     assert not remote.leads(LINK, manifest.name)
+    assert remote.latest(LINK) is None
+    assert "latest.pt does not lead to a checkpoint" in caplog.text
+    assert remote.manifests() == [manifest]
+
+
+def test_a_manifest_that_is_too_large_is_left_out(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
+    """An object of others where manifests are does not keep a run from its checkpoints."""
+    (manifest,) = publish(remote, tmp_path, 1)
+    path = tmp_path / "bucket/run/.manifest/notes.json"
+    with path.open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    assert remote.manifests_and_damaged() == ([manifest], ["notes"])
+
+
+def test_objects_whose_names_cannot_be_ours_are_not_seen(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """A bucket has keys of others with ``//`` or ``..`` in them, wherever: nothing stops at them, and they stay."""
+    boto3 = pytest.importorskip("boto3", reason="the package boto3 is not installed: pip install boto3")
+    from composerlite.storage.stores.s3 import S3ObjectStore
+
+    server: S3Server = request.getfixturevalue("moto_server")
+    bucket = server.new_bucket()
+    with S3ObjectStore(bucket, **server.store_kwargs) as store, Bucket.of(store, "run", closes=False) as place:
+        remote = Catalog(place)
+        (manifest,) = publish(remote, tmp_path, 1)
+        record = store.read_range("run/.manifest/ba1.pt.json", 0, 1 << 20)
+        keys = {
+            f"run/{key}"
+            for folder in ("", ".manifest/", "b//.manifest/", ".manifest/a//", ".manifest/../", ".manifest/./")
+            for key in (f"{folder}/x.symlink", f"{folder}/x.json", f"{folder}/x.json.next", f"{folder}/x.json.gone")
+        } | {"run/.manifest/../x.json", "run/.manifest/./x.json", "run/.manifest/folder/"}
+        client = boto3.client(
+            "s3",
+            endpoint_url=server.endpoint_url,
+            aws_access_key_id=server.access_key,
+            aws_secret_access_key=server.secret_key,
+            region_name=server.region,
+        )
+        for key in keys:
+            client.put_object(Bucket=bucket, Key=key, Body=record)
+        assert remote.manifests() == [manifest]
+        assert list(remote.begun()) == []
+        assert remote.names() == ["ba1.pt"]
+        assert place.in_use() == {"ba1.pt"}
+        assert place.leftovers(timedelta()) == []
+        place.sweep(timedelta())
+        remote.recover()
+        remote.delete(manifest)
+        left = {one["Key"] for one in client.list_objects_v2(Bucket=bucket, Prefix="run/")["Contents"]}
+    assert keys <= left
 
 
 def test_a_manifest_is_not_read_whatever_its_size(remote: Catalog, tmp_path: Path) -> None:
@@ -330,5 +385,5 @@ def test_a_manifest_is_not_read_whatever_its_size(remote: Catalog, tmp_path: Pat
     path.parent.mkdir(parents=True)
     with path.open("wb") as file:
         file.truncate((64 << 20) + 1)
-    with pytest.raises(ObjectStoreError, match="it has more than"):
+    with pytest.raises(CorruptCheckpointError, match="it has more than"):
         remote.place.read(".manifest/ba1.pt.json")

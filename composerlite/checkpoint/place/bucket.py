@@ -42,6 +42,7 @@ from composerlite.storage import (
     VerifiedObject,
     WorkerPool,
     check_name,
+    is_name,
     make_folder,
     verify_file,
 )
@@ -150,7 +151,8 @@ class Bucket(Place):
         return {
             path: StoredFile(path, info.size_bytes, info.modified_at)
             for info in self.transfer.list(prefix)
-            if (path := info.name.removeprefix(self._prefix))
+            # Others may have names that no store takes from us, as ``run//file``: they cannot be ours.
+            if is_name(info.name) and (path := info.name.removeprefix(self._prefix))
         }
 
     @property
@@ -362,7 +364,12 @@ class Bucket(Place):
 
     # ── what is left ─────────────────────────────────────────────────────────────────────────────────────────────
     def in_use(self) -> set[str]:
-        paths = [path for path in self.files() if path.endswith((LINK_SUFFIX, _NEXT))]
+        files = self.files().values()
+        paths = [
+            file.path
+            for file in files
+            if file.path.endswith((LINK_SUFFIX, _NEXT)) and file.size_bytes <= _MOST_LINK_BYTES
+        ]
         targets = (data.decode(errors="replace").strip() for data in self.read_all(paths) if data is not None)
         return {target.removeprefix(self._prefix) for target in targets}
 

@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from composerlite.errors import ObjectStoreError, RunInUseError
+from composerlite.errors import CorruptCheckpointError, ObjectStoreError, RunInUseError
 from composerlite.storage import Transfer, make_folder, start_threads
 
 __all__ = ["FileLease", "HeartbeatLease", "Lease", "take_leases", "turn_at", "turn_of_this_node"]
@@ -376,6 +376,8 @@ class HeartbeatLease(Lease):
             return self._transfer.read_all(name, most_bytes=_MOST_BYTES)
         except FileNotFoundError:
             return None
+        except CorruptCheckpointError:
+            return b""  # it is larger than any record, and so is none
 
     def _put(self, name: str, *, create_only: bool) -> None:
         self._transfer.put_bytes(name, json.dumps({**self._own, "beat": self._beats}).encode(), create_only=create_only)
