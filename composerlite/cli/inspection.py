@@ -126,7 +126,7 @@ def _contents(text: str, *, everything: bool) -> Mapping[str, Any]:
 
     with pointed(text) as target:
         contents = whole_contents(target.place, target.the_one(), weights_only=not everything)
-        return flat(contents) if everything else weights_of(contents, text)
+        return flat(contents if everything else weights_of(contents, text))
 
 
 def _told(found: Comparison, a: str, b: str, top: int) -> dict[str, Any]:

@@ -38,7 +38,11 @@ def from_checkpoint(
     contents = model_and_integrations(path)
     record = _ModelRecord(transformers, kept_by_huggingface(contents, path), path, trust_remote_code)
     tokenizer = record.tokenizer()
-    weights = {name.removeprefix(_PREFIX): tensor for name, tensor in weights_of(contents, path).items()}
+    weights = {
+        name.removeprefix(_PREFIX): tensor
+        for name, tensor in weights_of(contents, path).items()
+        if isinstance(tensor, Tensor)
+    }
     adapter = record.kept["model"].get("peft_config")
     if isinstance(adapter, dict):
         weights = _of_base(weights, cast("StateDict", adapter))

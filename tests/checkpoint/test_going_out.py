@@ -258,6 +258,34 @@ def test_names_that_an_optimizer_has_go_along_with_its_parameters(tmp_path: Path
     assert saved["param_groups"][0]["param_names"][0].startswith("net.")
 
 
+def test_extra_state_goes_where_it_can(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """``load_state_dict`` takes what is written for torch; what safetensors cannot hold is named."""
+
+    class Scaled(Classifier):
+        extra: Any = None
+
+        def get_extra_state(self) -> Any:
+            return self.extra
+
+        def set_extra_state(self, state: Any) -> None:
+            self.extra = state
+
+    model = Scaled()
+    model.extra = {"scale": 7.0, "history": [torch.ones(2)]}
+    torch.save({"model": model.state_dict()}, source := tmp_path / "saved.pt")
+    for form in ("state_dict", "lightning"):
+        name, *options = FORMS[form]
+        found = torch.load(converted(source, tmp_path / name, *options))
+        fresh = Scaled()
+        fresh.load_state_dict(found if form == "state_dict" else found["state_dict"])
+        assert same(fresh.extra, model.extra)
+    for form in ("safetensors", "safetensors folder", "transformers", "accelerate"):
+        name, *options = FORMS[form]
+        caplog.clear()
+        converted(source, tmp_path / form.replace(" ", "_") / name, *options)
+        assert "left out what is no tensor: _extra_state" in caplog.text
+
+
 def test_a_scheduler_of_another_kind_is_left_to_transformers(tmp_path: Path) -> None:
     """Its own rate goes on at the step of the checkpoint; the generators of a rank are those that were saved."""
     target = converted(OURS, tmp_path / "checkpoint-8", "--to", "transformers")

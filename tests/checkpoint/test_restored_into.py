@@ -249,3 +249,43 @@ def test_a_model_that_converts_numbers_itself_gets_them(tmp_path: Path) -> None:
     model.register_load_state_dict_pre_hook(scaled)
     with trainer(model=model, load_path=str(tmp_path / "saved.pt")):
         assert model.kept.tolist() == [0.5] * 3
+
+
+# ── what is no tensor, in files of others ────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("nested", [True, False], ids=["in a dict", "a state dict"])
+@pytest.mark.parametrize("name", list(EXTRA))
+def test_extra_state_in_a_file_of_torch_is_restored(tmp_path: Path, name: str, nested: bool) -> None:
+    """Whatever its type; a model that keeps none refuses the file, unless it is loaded without strictness."""
+    saved = With(extra=EXTRA[name]).state_dict()
+    torch.save({"model": saved} if nested else saved, path := tmp_path / "saved.pt")
+    model = With(extra={"of another": "type"})
+    with trainer(model=model, load_path=str(path)):
+        assert equal(model.part.extra, EXTRA[name])
+    with pytest.raises(IncompatibleCheckpointError, match=r"not in the model \(1\): part\._extra_state"):
+        trainer(model=Classifier(), load_path=str(path))
+    with trainer(model=Classifier(), load_path=str(path), load_strict_model_weights=False):
+        pass
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["in a dict", "a state dict"])
+def test_weights_of_numpy_are_loaded(tmp_path: Path, nested: bool) -> None:
+    """With the numbers that they have, in whatever order of bytes."""
+    model = Classifier()
+    saved = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    saved["head.bias"] = saved["head.bias"].astype(">f4")
+    torch.save({"model": saved} if nested else saved, path := tmp_path / "saved.pt")
+    with trainer(model=(fresh := Classifier()), load_path=str(path)):
+        assert equal(fresh.state_dict(), model.state_dict())
+
+
+def test_what_is_no_weight_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What lies between weights and is none is left out with a warning; two of one name are refused."""
+    saved = {**Classifier().state_dict(), "config": {"width": 3}, "version": "2"}
+    torch.save({"model": saved}, tmp_path / "saved.pt")
+    with trainer(load_path=str(tmp_path / "saved.pt")):
+        pass
+    assert "is no weight is left out: config.width, version" in caplog.text
+    saved["body"] = {"weight": torch.ones(3, 4)}
+    torch.save({"model": saved}, tmp_path / "saved.pt")
+    with pytest.raises(IncompatibleCheckpointError, match=r"two weights.*'body\.weight'"):
+        trainer(load_path=str(tmp_path / "saved.pt"))

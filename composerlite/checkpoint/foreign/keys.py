@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from composerlite.errors import ConfigError, did_you_mean
+from composerlite._torch_compat import EXTRA_STATE
+from composerlite.errors import ConfigError, IncompatibleCheckpointError, did_you_mean
 from composerlite.types import StateDict
 
-__all__ = ["PARTS", "KeyMap", "Rename", "check_key_map", "common_rename", "flat_tensors", "picked"]
+__all__ = [
+    "PARTS",
+    "KeyMap",
+    "Rename",
+    "as_tensor",
+    "check_key_map",
+    "common_rename",
+    "flat_weights",
+    "is_weight",
+    "picked",
+    "tensors_of",
+]
 
 KeyMap = Mapping[str, str]
 """The key of a part here, by which a checkpoint of another program is asked for its own key."""
 PARTS = ("model", "optimizer", "scheduler", "epoch", "batch")
 _NOTHING = object()
+log = logging.getLogger(__name__)
 
 
 def check_key_map(key_map: Any) -> KeyMap | None:
@@ -58,7 +74,7 @@ def picked(contents: Any, key_map: KeyMap, source: str) -> dict[str, Any]:
             found[part] = value
             continue
         prefix = inner.removesuffix("*")
-        weights = flat_tensors(value) if not isinstance(value, Tensor) else {"": value}
+        weights = flat_weights(value, source)
         found.setdefault("model", {}).update({prefix + name: tensor for name, tensor in weights.items()})
     return found
 
@@ -92,14 +108,57 @@ def _found_at(node: Any, path: str) -> Any:
     return flat or _NOTHING
 
 
-def flat_tensors(node: Any, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors in nested dicts, by their keys with dots between. What is no tensor is left out."""
-    if isinstance(node, Tensor):
-        return {prefix: node}
-    found: dict[str, Tensor] = {}
-    for key, value in cast("Mapping[Any, Any]", node).items() if isinstance(node, Mapping) else ():
-        found |= flat_tensors(value, f"{prefix}.{key}" if prefix else str(key))
+def flat_weights(node: Any, source: str) -> StateDict:
+    """The weights in nested dicts, by their keys with dots between: tensors, arrays as tensors, extra state as it is.
+
+    What is none of them is left out with a warning.
+
+    Args:
+        node: the dicts, or one weight, whose name is empty.
+        source: the checkpoint, for messages.
+
+    Raises:
+        IncompatibleCheckpointError: two weights have one name.
+    """
+    found: StateDict = {}
+    left: list[str] = []
+    for name, value in _leaves(node):
+        if not is_weight(name, weight := as_tensor(value)):
+            left.append(name)
+        elif name in found:
+            raise IncompatibleCheckpointError(f"{source} has two weights of one name, {name!r}: nested and with dots.")
+        else:
+            found[name] = weight
+    if left:
+        log.warning("%s: what is among its weights and is no weight is left out: %s", source, ", ".join(left[:20]))
     return found
+
+
+def is_weight(name: str, value: Any) -> bool:
+    """Return true for what a model has in its state: a tensor, and any value as extra state."""
+    return isinstance(value, Tensor) or name.endswith(EXTRA_STATE)
+
+
+def as_tensor(value: Any) -> Any:
+    """An array of numbers as a tensor with memory of its own; other values as they are."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biufc" or value.dtype.char in "gG":
+        return value  # of which the last are longer than any number of torch
+    return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
+
+
+def tensors_of(weights: StateDict, target: str) -> dict[str, Tensor]:
+    """Select the tensors; the rest, which ``target`` cannot hold, is named in a warning."""
+    if left := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
+        log.warning("%s: left out what is no tensor: %s", target, ", ".join(left[:20]))
+    return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(node, Mapping) or prefix.endswith(EXTRA_STATE):
+        yield prefix, node
+        return
+    for key, value in cast("Mapping[Any, Any]", node).items():
+        yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 # ── the same weights under another prefix ────────────────────────────────────────────────────────────────────────────

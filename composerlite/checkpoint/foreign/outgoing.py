@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor
 
-from composerlite.checkpoint.foreign.keys import Rename, flat_tensors
+from composerlite.checkpoint.foreign.keys import Rename, flat_weights
 from composerlite.checkpoint.foreign.systems import no_model_error, system_of
 from composerlite.checkpoint.foreign.taken import Counts, Taken, unflattened
 from composerlite.errors import IncompatibleCheckpointError
@@ -41,8 +41,9 @@ def taken_of(contents: Any, source: str, rename: Rename) -> Taken:
         found = system.take(cast("StateDict", contents), source)
     else:
         raise no_model_error(source)
-    weights = {rename.of(name): tensor for name, tensor in flat_tensors(found.model).items()}
-    optimizer = None if found.optimizer is None else _numbered(found.optimizer, found.model, rename, source)
+    saved = flat_weights(found.model, source)
+    weights = {rename.of(name): value for name, value in saved.items()}
+    optimizer = None if found.optimizer is None else _numbered(found.optimizer, list(saved), rename, source)
     counts = None if found.progress is None else Counts(*map(_number, found.progress))
     return Taken(weights, optimizer, found.scheduler, counts, found.rng, found.left)
 
@@ -65,11 +66,11 @@ def _of_ours(state: StateDict, rng: Any) -> Taken:
 
 
 # ── optimizers ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def _numbered(saved: Any, model: Any, rename: Rename, source: str) -> StateDict:
+def _numbered(saved: Any, names: Sequence[str], rename: Rename, source: str) -> StateDict:
     """State of an optimizer as ``torch.optim.Optimizer`` gives it, from that or from one by names, nested or flat."""
     state = cast("Mapping[Any, Any]", saved) if isinstance(saved, Mapping) else {}
     if state and "param_groups" not in state:
-        state = unflattened(state, None, list(flat_tensors(model)))
+        state = unflattened(state, None, names)
     groups, values = state.get("param_groups"), state.get("state")
     if not isinstance(groups, list) or not isinstance(values, Mapping):
         raise IncompatibleCheckpointError(f"{source!r}: its optimizer has no 'state' and no 'param_groups'.")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast, final
 from torch import Tensor
 
 from composerlite import dist
-from composerlite.checkpoint.foreign.keys import Rename, common_rename, flat_tensors
+from composerlite.checkpoint.foreign.keys import Rename, common_rename, flat_weights
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
 
@@ -83,7 +83,9 @@ def state_of(taken: Taken, run: Run, system: str) -> StateDict:
     Raises:
         IncompatibleCheckpointError: the optimizer was another one, or had other groups.
     """
-    weights = {name.replace("_orig_mod.", ""): tensor for name, tensor in flat_tensors(taken.model).items()}
+    weights: StateDict = {
+        name.replace("_orig_mod.", ""): value for name, value in flat_weights(taken.model, run.source).items()
+    }
     tied = _tied(run.model)
     rename = common_rename(weights, run.model, all_must=run.strict)
     if rename != Rename():
@@ -155,7 +157,7 @@ def _tied(model: Mapping[str, Any]) -> dict[str, str]:
     return {name: other for names in dist.tied_names(model) for name in names for other in names if other != name}
 
 
-def _lacks(weights: Mapping[str, Tensor], name: str, other: str) -> bool:
+def _lacks(weights: Mapping[str, Any], name: str, other: str) -> bool:
     return name not in weights and other in weights
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from composerlite.checkpoint.foreign.keys import KeyMap, picked
+from composerlite.checkpoint.foreign.keys import KeyMap, as_tensor, is_weight, picked
 from composerlite.checkpoint.foreign.taken import Counts, Taken
 from composerlite.types import StateDict
 
@@ -58,12 +58,11 @@ def taken_from_torchtitan(contents: StateDict, source: str) -> Taken:
 
 
 def is_state_dict(contents: StateDict) -> bool:
-    """Return true for a dict of tensors by name and nothing else."""
-    return bool(contents) and all(map(_is_tensor, contents.values()))
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
+    """Return true for a dict of tensors by name, or arrays of numpy, and nothing else but extra state."""
+    values = {str(name): as_tensor(value) for name, value in contents.items()}
+    return any(isinstance(value, Tensor) for value in values.values()) and all(
+        is_weight(name, value) for name, value in values.items()
+    )
 
 
 def taken_from_state_dict(contents: StateDict, source: str) -> Taken:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from composerlite.checkpoint.api.state_dict import save_safetensors, save_state_dict
-from composerlite.checkpoint.foreign.keys import Rename
+from composerlite.checkpoint.foreign.keys import Rename, tensors_of
 from composerlite.checkpoint.foreign.outgoing import lightning_contents, taken_of
 from composerlite.checkpoint.format.archive import STATES
 from composerlite.checkpoint.format.packing import format_of
@@ -111,7 +111,7 @@ def write_safetensors_folder(
     make_folder(path.parent)
     rename = rename or Rename()
     weights = {rename.of(name): tensor for name, tensor in weights_of(contents, source).items()}
-    save_safetensors(path, weights, save_overwrite=overwrite)
+    save_safetensors(path, tensors_of(weights, str(path)), save_overwrite=overwrite)
 
 
 def write_state_dict(contents: Any, path: Path, *, overwrite: bool, source: str, rename: Rename | None = None) -> None:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from composerlite.checkpoint.foreign.keys import Rename
+from composerlite.checkpoint.foreign.keys import Rename, tensors_of
 from composerlite.checkpoint.foreign.outgoing import accelerate_files, taken_of, transformers_files
 from composerlite.checkpoint.save.plain_file import write_safetensors, write_torch
 from composerlite.checkpoint.save.safetensors_writer import LARGEST_FILE_BYTES
@@ -127,7 +127,7 @@ def write_huggingface(
     kept = kept_by_huggingface(contents, source)
     model = cast("StateDict", kept["model"])
     tokenizer = _files_of_tokenizer(kept.get("tokenizer"), source)
-    weights = _without_prefix(weights_of(contents, source))
+    weights = _without_prefix(tensors_of(weights_of(contents, source), str(folder)))
     peft = model.get("peft_config")
     if isinstance(peft, dict):
         adapter = cast("StateDict", peft)
@@ -181,7 +181,7 @@ def write_trainer_folder(
         write_huggingface(contents, folder, source=source, overwrite=True)
     else:
         _clear(folder)
-        _write_weights(folder, _MODEL, list(_cut(taken.model, None, LARGEST_FILE_BYTES)), None)
+        _write_weights(folder, _MODEL, list(_cut(tensors_of(taken.model, str(folder)), None, LARGEST_FILE_BYTES)), None)
     for name, saved in files.items():
         write_torch(folder / name, saved)
     _put(folder / TRAINER_STATE, _json(state, source))
@@ -202,7 +202,7 @@ def write_accelerate_folder(
     for path in [path for pattern in _ACCELERATE_FILES for path in folder.glob(pattern)]:
         path.unlink()
     _clear(folder)
-    _write_weights(folder, _MODEL, [dict(taken.model)], None)  # it loads one file alone
+    _write_weights(folder, _MODEL, [tensors_of(taken.model, str(folder))], None)  # it loads one file alone
     for name, saved in accelerate_files(taken).items():
         write_torch(folder / name, saved)
     counts = taken.progress

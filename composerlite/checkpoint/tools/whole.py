@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from composerlite.checkpoint.foreign.keys import flat_tensors
+from composerlite.checkpoint.foreign.keys import flat_weights
 from composerlite.checkpoint.foreign.systems import model_in, no_model_error
 from composerlite.checkpoint.load.deepspeed_folder import deepspeed_contents
 from composerlite.checkpoint.load.reader import opened
@@ -130,12 +130,12 @@ def _model_and_integrations_in(contents: Any) -> StateDict:
     return {"state": {"model": model_in(contents), **integrations}}
 
 
-def weights_of(contents: Any, source: str) -> dict[str, Tensor]:
-    """The tensors of the model in ``contents``, by name.
+def weights_of(contents: Any, source: str) -> StateDict:
+    """The tensors and the extra state of the model in ``contents``, by name.
 
     Raises:
         IncompatibleCheckpointError: there are none. ``source`` is named in the message.
     """
-    if found := flat_tensors(model_in(contents)):
+    if found := flat_weights(model_in(contents), source):
         return found
     raise no_model_error(source)
