@@ -47,6 +47,7 @@ from composerlite.trainer.evaluate import EvaluationLoop
 from composerlite.trainer.loop import Loop, run
 from composerlite.trainer.ranks.communicator import Communicator, Membership, Ranks, connected, failing_together
 from composerlite.trainer.ranks.parallel import check_sync_strategy, copy_model, shard_model
+from composerlite.trainer.run_settings import RunSettings
 from composerlite.trainer.step import TrainStep
 from composerlite.types import Batch
 
@@ -329,6 +330,7 @@ class Trainer:
             if compile_config is not None:
                 self.state.model.compile(**compile_config)
             self._replays_graphs = checks.uses_cuda_graphs(compile_config)
+            self._run_settings = RunSettings(self.state)
         except BaseException:
             self.engine.close()
             if self.state.deepspeed is not None:
@@ -391,11 +393,17 @@ class Trainer:
         build.check_zero(state, self._train_spec)
 
         number = self._fits
+        self._set_end(number, duration, reset_time)
+        self._run_settings.take(
+            max_duration=duration, device_train_microbatch_size=device_train_microbatch_size, precision=precision
+        )
         if number + 1 < len(state.fit_starts):
             log.info("call %d of fit was finished before the run was interrupted", number + 1)
             self._fits += 1
             return
-        begun_before = self._begin_fit(number, duration, reset_time)
+        begun_before = number < len(state.fit_starts)
+        differences = self._run_settings.resume() if begun_before else []
+        self._begin_fit(number, begun_before, reset_time)
         was_over = self._raised is not None and self._raised.was_over  # all but the end of this call has been done
         if state.training_is_over and state.interruption.evaluation is None and not was_over:
             if self._start.resumed or (begun_before and self._raised is None):
@@ -420,7 +428,8 @@ class Trainer:
             self._has_told_start = True
         state.settings = {**state.settings, "train_data": data_settings(self._train_spec.dataloader)}
         if begun_before:
-            tell(state, [*self._start.differences, *differences_of_run(state, seed=self._given_seed)])
+            differences = [*self._start.differences, *differences, *differences_of_run(state, seed=self._given_seed)]
+            tell(state, differences)
         self._start, state.resumed_metadata = self._start._replace(differences=[]), {}
         loop = Loop(
             state=state,
@@ -456,6 +465,7 @@ class Trainer:
             raise
         finally:
             state.interruption.unwatch()
+            self._run_settings.leave()
         self._fits, self._raised = number + 1, None
         messages.tell_result(state, self._savers, state.total_loss_dict, trained=True)
 
@@ -482,10 +492,18 @@ class Trainer:
             state.data_position = self._position
         return self._position
 
-    def _begin_fit(self, number: int, duration: TimeInput | None, reset_time: bool) -> bool:
-        """Set where call ``number`` of ``fit`` ends; whether it had begun before, in this process or another."""
+    def _set_end(self, number: int, duration: TimeInput | None, reset_time: bool) -> None:
+        """Set where call ``number`` of ``fit`` ends, or ended, if it is given a ``duration``."""
         state = self.state
-        begun_before = number < len(state.fit_starts)
+        if duration is not None:
+            time, start = Time.from_input(duration, TimeUnit.EPOCH), Timestamp() if reset_time else state.timestamp
+            if number < len(state.fit_starts):
+                start = state.fit_starts[number]
+            state.max_duration = start.get(time.unit) + time
+
+    def _begin_fit(self, number: int, begun_before: bool, reset_time: bool) -> None:
+        """Begin call ``number`` of ``fit``, or continue it: in this process, where it raised, or after another one."""
+        state = self.state
         if self._raised is not None:
             if reset_time and not self._raised.did_reset:
                 raise ConfigError(
@@ -497,17 +515,12 @@ class Trainer:
         if not begun_before and reset_time:
             state.timestamp, state.previous_timestamp, state.evaluated_at = Timestamp(), None, {}
             state.dataset_state = {"train": None, "eval": {}}
-        if duration is not None:
-            time = Time.from_input(duration, TimeUnit.EPOCH)
-            start = state.fit_starts[number] if begun_before else state.timestamp
-            state.max_duration = start.get(time.unit) + time
         if state.max_duration is None:
             raise ConfigError("no duration to train for: pass max_duration to Trainer or duration to fit.")
         if not begun_before or build.is_later(state.max_duration, state.stopped):
             state.stopped = None
         elif state.stopped is not None:
             state.max_duration = state.timestamp.batch
-        return begun_before
 
     def _note_start(self, number: int) -> None:
         """Note where call ``number`` of ``fit`` begins, if it has not begun before: it is one of the run from here."""

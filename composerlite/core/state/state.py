@@ -99,6 +99,7 @@ class State(ComposerNames):
             "precision": self.precision.value,
             "world_size": self.world_size,
             "device_train_microbatch_size": self.device_train_microbatch_size,
+            "iteration_length": str(self.iteration_length),
             "fit_starts": [start.plain() for start in self.fit_starts],
             "evaluated_at": dict(self.evaluated_at),
             "learning_rates": list(self.learning_rates),
