@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.utils.data import SequentialSampler
 
 from composerlite import Trainer
 from composerlite.cli.conversion import convert
+from composerlite.errors import ConfigError
 
 accelerate: Any = pytest.importorskip("accelerate", reason="the extra huggingface is not installed")
 transformers: Any = pytest.importorskip("transformers", reason="the extra huggingface is not installed")
@@ -313,3 +315,39 @@ def test_a_rename_that_is_none_is_refused(tmp_path: Path) -> None:
     for target, rename in (("out.ckpt", "net."), ("out.pt", "=net."), ("out", "a=b")):
         done = CliRunner().invoke(convert, [str(OURS), str(tmp_path / target), "--rename", rename])
         assert "expected FROM=TO" in str(done.exception)
+
+
+RENAMING = ["safetensors", "safetensors folder", "state_dict", "lightning", "transformers", "accelerate"]
+
+
+@pytest.mark.parametrize("form", RENAMING)
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        ("net.=", r"'net\.w' and 'w' would both be 'w'"),
+        ("nett.=x.", r"no weight begins with 'nett\.'.*Did you mean 'net\.'"),
+    ],
+)
+def test_a_rename_that_loses_a_weight_or_does_nothing_is_refused(
+    tmp_path: Path, form: str, rename: str, message: str
+) -> None:
+    """Before what is there is replaced."""
+    torch.save({"net.w": torch.zeros(2), "w": torch.ones(2)}, source := tmp_path / "saved.pt")
+    name, *options = FORMS[form]
+    target = converted(source, tmp_path / "out" / name, *options)
+    before = {path: path.read_bytes() for path in [target, *target.rglob("*")] if path.is_file()}
+    done = CliRunner().invoke(convert, [str(source), str(target), *options, "--rename", rename, "--overwrite"])
+    assert isinstance(done.exception, ConfigError)
+    assert re.search(message, str(done.exception))
+    assert {path: path.read_bytes() for path in [target, *target.rglob("*")] if path.is_file()} == before
+
+
+def test_a_rename_of_a_hugging_face_model_is_refused(tmp_path: Path) -> None:
+    """Its config goes along, and needs the names that transformers gives."""
+    kept = {"model": {"config": {"file_extension": ".json", "content": {"model_type": "bert"}}}}
+    state = {"model": {"model.w": torch.ones(2)}, "integrations": {"huggingface": kept}}
+    torch.save({"state": state, "rng": []}, source := tmp_path / "saved.pt")
+    options = ["--to", "transformers", "--rename", "model.=x."]
+    done = CliRunner().invoke(convert, [str(source), str(tmp_path / "checkpoint-6"), *options])
+    assert "keep the names that transformers gives them" in str(done.exception)
+    assert not (tmp_path / "checkpoint-6").exists()

@@ -272,6 +272,23 @@ def test_a_key_map_that_cannot_be_followed_is_refused(key_map: Any, message: str
         trainer(DATA / "torch/nested.pt", load_key_map=key_map)
 
 
+@pytest.mark.parametrize(
+    ("key_map", "message"),
+    [
+        ({"model.*": "one.*", "model.body.*": "two"}, r"'two' has 'body\.weight', which 'one\.\*' has too"),
+        ({"model.*": "one.*", "model.head.*": "settings"}, r"'settings' holds no weight"),
+    ],
+)
+def test_a_key_map_that_loses_a_weight_or_adds_none_is_refused(tmp_path: Path, key_map: Any, message: str) -> None:
+    """It names both places."""
+    saved = weights()
+    one = {f"one.{name}": tensor for name, tensor in saved.items()}
+    two = {"weight": saved["body.weight"] + 1, "bias": saved["body.bias"]}
+    torch.save({**one, "two": two, "settings": {"width": 3}}, tmp_path / "parts.pt")
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path / "parts.pt", load_key_map=key_map)
+
+
 def test_a_key_map_renames_parts_of_the_model(tmp_path: Path) -> None:
     """Weights from several places of the file, under other names."""
     saved = weights()

@@ -61,9 +61,10 @@ def picked(contents: Any, key_map: KeyMap, source: str) -> dict[str, Any]:
     """Parts of a run by their names here, each from where ``key_map`` says that it is in ``contents``.
 
     Raises:
-        ConfigError: there is nothing.
+        ConfigError: there is nothing, no weight where weights are to be, or a weight in two of the places.
     """
     found: dict[str, Any] = {}
+    origin: dict[str, str] = {}
     for ours, theirs in key_map.items():
         value = _found_at(contents, theirs)
         if value is _NOTHING:
@@ -74,8 +75,14 @@ def picked(contents: Any, key_map: KeyMap, source: str) -> dict[str, Any]:
             found[part] = value
             continue
         prefix = inner.removesuffix("*")
-        weights = flat_weights(value, source)
-        found.setdefault("model", {}).update({prefix + name: tensor for name, tensor in weights.items()})
+        weights = {prefix + name: weight for name, weight in flat_weights(value, source).items()}
+        if not weights:
+            raise ConfigError(f"load_key_map: {source}: {theirs!r} holds no weight for {ours!r}.")
+        for name in weights:
+            if name in origin:
+                raise ConfigError(f"load_key_map: {source}: {theirs!r} has {name!r}, which {origin[name]!r} has too.")
+            origin[name] = theirs
+        found["model"] = {**found.get("model", {}), **weights}
     return found
 
 
@@ -177,6 +184,25 @@ class Rename(NamedTuple):
     def of(self, name: str) -> str:
         """Return the name here."""
         return self.add + name[len(self.strip) :] if name.startswith(self.strip) else name
+
+
+def renamed(weights: Mapping[str, Any], rename: Rename) -> StateDict:
+    """``weights`` under the names that the user has asked for with ``rename``.
+
+    Raises:
+        ConfigError: two weights would have one name, or none begins as ``rename`` says.
+    """
+    asked = f"--rename {rename.strip}={rename.add}"
+    if rename.strip and not any(name.startswith(rename.strip) for name in weights):
+        known = {name[: at + 1] for name in weights for at, char in enumerate(name) if char == "."}
+        raise ConfigError(
+            f"{asked}: no weight begins with {rename.strip!r}.{did_you_mean(rename.strip, sorted(known))}"
+        )
+    origin: dict[str, str] = {}
+    for name in weights:
+        if (other := origin.setdefault(new := rename.of(name), name)) != name:
+            raise ConfigError(f"{asked}: {other!r} and {name!r} would both be {new!r}. Expected names that differ.")
+    return {new: weights[name] for new, name in origin.items()}
 
 
 def common_rename(saved: Collection[str], live: Collection[str], *, all_must: bool) -> Rename:

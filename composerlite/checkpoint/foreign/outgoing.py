@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor
 
-from composerlite.checkpoint.foreign.keys import Rename, flat_weights
+from composerlite.checkpoint.foreign.keys import Rename, flat_weights, renamed
 from composerlite.checkpoint.foreign.systems import no_model_error, system_of
 from composerlite.checkpoint.foreign.taken import Counts, Taken, unflattened
 from composerlite.errors import IncompatibleCheckpointError
@@ -32,6 +32,7 @@ def taken_of(contents: Any, source: str, rename: Rename) -> Taken:
 
     Raises:
         IncompatibleCheckpointError: it holds no model, or an optimizer that is none.
+        ConfigError: ``rename`` gives two weights one name, or changes none.
     """
     state: Any = contents.get("state") if isinstance(contents, Mapping) else None
     ours = cast("StateDict", state) if isinstance(state, Mapping) else {}
@@ -42,7 +43,7 @@ def taken_of(contents: Any, source: str, rename: Rename) -> Taken:
     else:
         raise no_model_error(source)
     saved = flat_weights(found.model, source)
-    weights = {rename.of(name): value for name, value in saved.items()}
+    weights = renamed(saved, rename)
     optimizer = None if found.optimizer is None else _numbered(found.optimizer, list(saved), rename, source)
     counts = None if found.progress is None else Counts(*map(_number, found.progress))
     return Taken(weights, optimizer, found.scheduler, counts, found.rng, found.left)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from composerlite.checkpoint.api.state_dict import save_safetensors, save_state_dict
-from composerlite.checkpoint.foreign.keys import Rename, tensors_of
+from composerlite.checkpoint.foreign.keys import Rename, renamed, tensors_of
 from composerlite.checkpoint.foreign.outgoing import lightning_contents, taken_of
 from composerlite.checkpoint.format.archive import STATES
 from composerlite.checkpoint.format.packing import format_of
@@ -97,9 +97,9 @@ def write_safetensors(contents: Any, path: Path, *, overwrite: bool, source: str
 
     Raises:
         IncompatibleCheckpointError: there is no model.
+        ConfigError: ``rename`` gives two weights one name, or changes none.
     """
-    rename = rename or Rename()
-    weights = {rename.of(name): tensor for name, tensor in weights_of(contents, source).items()}
+    weights = renamed(weights_of(contents, source), rename or Rename())
     _make_free(path, overwrite=overwrite)
     plain_file.write_safetensors(path, weights)
 
@@ -109,8 +109,7 @@ def write_safetensors_folder(
 ) -> None:
     """Write the model in ``contents`` as a folder of safetensors with an index. Raises as :func:`write_safetensors`."""
     make_folder(path.parent)
-    rename = rename or Rename()
-    weights = {rename.of(name): tensor for name, tensor in weights_of(contents, source).items()}
+    weights = renamed(weights_of(contents, source), rename or Rename())
     save_safetensors(path, tensors_of(weights, str(path)), save_overwrite=overwrite)
 
 
@@ -118,8 +117,7 @@ def write_state_dict(contents: Any, path: Path, *, overwrite: bool, source: str,
     """Write the model in ``contents`` as a file that ``model.load_state_dict(torch.load(path))`` takes. Raises as
     :func:`write_safetensors`.
     """
-    rename = rename or Rename()
-    weights = {rename.of(name): tensor for name, tensor in weights_of(contents, source).items()}
+    weights = renamed(weights_of(contents, source), rename or Rename())
     _make_free(path, overwrite=overwrite)
     write_torch(path, weights)
 

@@ -169,8 +169,15 @@ def write_trainer_folder(
     Raises:
         CheckpointExistsError: the folder is not empty, and ``overwrite`` is false.
         IncompatibleCheckpointError: the checkpoint has no model.
+        ConfigError: ``rename`` gives two weights one name or changes none, or the weights are of a
+            ``HuggingFaceModel``, whose names its config needs.
         UntrustedCheckpointError: as :func:`write_huggingface`.
     """
+    if rename not in (None, Rename()) and has_config(contents):
+        raise ConfigError(
+            f"--rename {rename.strip}={rename.add}: {source!r} is of a HuggingFaceModel, whose weights keep the "
+            "names that transformers gives them. Leave --rename out."
+        )
     taken = taken_of(contents, source, rename or Rename())
     files, state = transformers_files(taken, contents)
     _check_empty(folder, overwrite=overwrite)
