@@ -195,13 +195,13 @@ OTHER_KINDS: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
     "float to integer": (torch.tensor([3.7, float("nan"), 1]), torch.zeros(3, dtype=torch.int64)),
     "8-bit integer to float": (torch.ones(3, dtype=torch.int8), torch.zeros(3)),
     "bool to float": (torch.ones(3, dtype=torch.bool), torch.zeros(3)),
-    "integer to bool": (torch.arange(3), torch.zeros(3, dtype=torch.bool)),
 }
 OTHER_VALUES: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
     "too large for fp16": (torch.tensor([1.0, 1e6, float("inf")]), torch.zeros(3, dtype=torch.float16)),
     "too large for bf16": (torch.tensor([3.4e38, 1.0, 1.0]), torch.zeros(3, dtype=torch.bfloat16)),
     "too large for fp8": (torch.tensor([1e5, 1.0, 1.0]), torch.zeros(3, dtype=torch.float8_e5m2)),
     "too large for fp32": (torch.tensor([1e200, 1.0, 1.0], dtype=torch.float64), torch.zeros(3)),
+    "no mask": (torch.arange(3), torch.zeros(3, dtype=torch.bool)),
     "too large for 8 bits": (torch.tensor([300, 1, 1]), torch.zeros(3, dtype=torch.int8)),
 }
 """Numbers in the checkpoint, and the buffer that they would be converted for."""
@@ -221,6 +221,7 @@ def test_numbers_that_a_conversion_would_change_are_refused(tmp_path: Path, kind
 CONVERTED: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
     "less precise": (torch.tensor([1.001, float("inf"), float("nan")]), torch.zeros(3, dtype=torch.bfloat16)),
     "more precise": (torch.ones(3, dtype=torch.bfloat16), torch.zeros(3)),
+    "a mask of bytes": (torch.tensor([0, 1, 1], dtype=torch.uint8), torch.zeros(3, dtype=torch.bool)),
     "smaller integers": (torch.arange(3), torch.zeros(3, dtype=torch.uint8)),
     "complex": (torch.ones(3, dtype=torch.complex128), torch.zeros(3, dtype=torch.complex64)),
 }

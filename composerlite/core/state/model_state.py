@@ -84,9 +84,8 @@ def model_problems(model: nn.Module, saved: StateDict, *, strict: bool, source: 
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """Name the kind of numbers, within which a conversion changes their precision alone."""
-    kinds = {"complex": dtype.is_complex, "float": dtype.is_floating_point, "bool": dtype is torch.bool}
-    return next((name for name, is_it in kinds.items() if is_it), "integer")
+    """Name the kind of numbers, within which a conversion changes their precision alone. Masks are of 0 and 1."""
+    return "complex" if dtype.is_complex else "float" if dtype.is_floating_point else "integer"
 
 
 def model_places(model: nn.Module, saved: StateDict) -> StateDict:
