@@ -20,7 +20,7 @@ _SIZE = "device_train_microbatch_size"
 
 @final
 class RunSettings:
-    """What the script gives: to the constructor, to ``fit``, or on the state between two calls.
+    """Settings as the script gives them: to the constructor, to ``fit``, or on the state between two calls.
 
     Args:
         state: of the run, as the constructor of the trainer leaves it.
@@ -32,7 +32,7 @@ class RunSettings:
         state.settings = {**state.settings, "run": self._left}
 
     def take(self, **arguments: object) -> None:
-        """Note what the script gave since the end of the last call of ``fit``.
+        """Record what the script gave since the end of the last call of ``fit``.
 
         Args:
             arguments: those of the call by the names of the settings; ``None`` is none. They are on the state.
@@ -45,11 +45,11 @@ class RunSettings:
         self._left = now
 
     def leave(self) -> None:
-        """Note that a call of ``fit`` ends: what is changed from here on is the script's."""
+        """Record that a call of ``fit`` ends: what is changed from here on is the script's."""
         self._left = _now(self._state)
 
     def resume(self) -> list[ChangedSetting]:
-        """Have hold what held when the call of ``fit`` was interrupted, where the script gives what it gave then.
+        """Restore what held when the call of ``fit`` was interrupted, where the script gives what it gave then.
 
         Returns:
             Where it gives something else: what held is lost.
@@ -91,7 +91,7 @@ def _now(state: State) -> StateDict:
 
 
 def _held(metadata: StateDict) -> StateDict:
-    """What held when the checkpoint was saved; before the run was stopped, if it was."""
+    """Return what held when the checkpoint was saved; before the run was stopped, if it was."""
     names = ("max_duration", _SIZE, "precision", "iteration_length")
     held = {name: metadata[name] for name in names if name in metadata}
     return {**held, "max_duration": metadata["stopped"]} if "stopped" in metadata else held
