@@ -32,7 +32,7 @@ class RunSettings:
         state.settings = {**state.settings, "run": self._left}
 
     def take(self, **arguments: object) -> None:
-        """Record what the script gave since the end of the last call of ``fit``.
+        """Record the settings that the script gave since the end of the last call of ``fit``.
 
         Args:
             arguments: those of the call by the names of the settings; ``None`` is none. They are on the state.
@@ -49,7 +49,7 @@ class RunSettings:
         self._left = _now(self._state)
 
     def resume(self) -> list[ChangedSetting]:
-        """Restore what held when the call of ``fit`` was interrupted, where the script gives what it gave then.
+        """Restore the settings that held when ``fit`` was interrupted, where the script gives what it gave then.
 
         Returns:
             Where it gives something else: what held is lost.
@@ -91,7 +91,7 @@ def _now(state: State) -> StateDict:
 
 
 def _held(metadata: StateDict) -> StateDict:
-    """Return what held when the checkpoint was saved; before the run was stopped, if it was."""
+    """Return the settings that held when the checkpoint was saved; before the run was stopped, if it was."""
     names = ("max_duration", _SIZE, "precision", "iteration_length")
     held = {name: metadata[name] for name in names if name in metadata}
     return {**held, "max_duration": metadata["stopped"]} if "stopped" in metadata else held

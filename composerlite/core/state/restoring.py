@@ -212,7 +212,7 @@ class StateLoader:
                 state.interruption.evaluation = Event(evaluation["event"]), tuple(map(str, evaluation["labels"]))
         if "rank_zero_seed" in contents:
             state.rank_zero_seed = int(contents["rank_zero_seed"])
-        if "dataset_state" in contents:
+        if "dataset_state" in contents and "timestamp" in contents:  # the epoch of a new count is a whole one
             state.dataset_state = contents["dataset_state"]
         if state.auto_microbatching and (size := metadata.get("device_train_microbatch_size")):
             state.device_train_microbatch_size = size
@@ -220,13 +220,16 @@ class StateLoader:
     def _continues(self) -> bool:
         """Return true if the run is that of the checkpoint: by its name or, where nobody has named it, by its training.
 
-        A call of ``fit`` that was interrupted is continued; one that was finished is followed by others.
+        A call of ``fit`` that was interrupted is continued; one that was finished is followed by others. What is loaded
+        without its timestamp is another run, which counts from zero.
         """
         state, contents = self.state, self.contents
+        if "timestamp" not in contents:
+            return False
         if contents.get("run_name") == state.run_name:
             return True
         metadata = contents.get("metadata", {})
-        if state.is_named or "timestamp" not in contents or "stopped" in metadata:
+        if state.is_named or "stopped" in metadata:
             return False
         if metadata.get("interrupted_evaluation"):
             return True
