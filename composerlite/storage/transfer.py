@@ -56,15 +56,15 @@ class OneUpload:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._version: str | None = None
+        self._seen: str | None = None
         self._lock = threading.Lock()
 
     def check(self, version: str) -> None:
         """Raise ReplacedError if ``version`` is another than that of the first answer."""
         with self._lock:
-            if self._version is None:
-                self._version = version
-        if version != self._version:
+            if self._seen is None:
+                self._seen = version
+        if version != self._seen:
             raise ReplacedError(
                 f"object {self._name!r} was replaced while it was read: read it again when nobody writes it."
             )

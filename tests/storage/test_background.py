@@ -121,10 +121,11 @@ def test_copies_are_nobody_elses(tmp_path):
 
 # ── the end of the program ───────────────────────────────────────────────────────────────────────────────────────────
 BEGIN = """
-import logging, multiprocessing, os, sys, threading, time
+import logging, multiprocessing, os, signal, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from composerlite.storage import Background, leave_by
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background ignores it
 logging.basicConfig(format="%(levelname)s %(message)s")
 pool = ThreadPoolExecutor(1)
 

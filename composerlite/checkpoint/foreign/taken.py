@@ -185,7 +185,7 @@ def optimizer_by_names(saved: Any, live: StateDict, rename: Rename, source: str)
     if "param_groups" not in state:
         back = Rename(rename.add, rename.strip)
         state = unflattened(state, [[back.of(name) for name in group["params"]] for group in live["param_groups"]])
-    groups, values = state.get("param_groups"), state.get("state")
+    groups, values = state.get("param_groups"), state.get("state", {})  # none before the first step
     if not isinstance(groups, list) or not isinstance(values, Mapping):
         raise refused("it has no 'state' and no 'param_groups'")
     if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):  # pyright: ignore

@@ -305,6 +305,7 @@ class RunFolder:
         self.is_leader = False
         self._started_in = Path() if Path(self.folder).is_absolute() else Path.cwd()
         self._leases: list[Lease] = []
+        self._note: Path | None = None
 
     # ── where ────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -463,7 +464,7 @@ class RunFolder:
         Raises:
             ConfigError: those that are there are for another bucket.
         """
-        note = self.root / ".manifest" / f".bucket-{xxhash.xxh3_64_hexdigest(run_name.encode())}"
+        note = self._note = self.root / ".manifest" / f".bucket-{xxhash.xxh3_64_hexdigest(run_name.encode())}"
         before = note.read_bytes().decode(errors="replace") if note.is_file() else bucket
         if before != bucket and any(one.run_name == run_name for one in self.catalog.manifests()):
             raise ConfigError(
@@ -623,7 +624,10 @@ class RunFolder:
         return gone
 
     def release(self) -> None:
-        """Release the leases of the run."""
+        """Release the leases of the run. Where no checkpoints stay, no note stays either."""
+        if self._note is not None and self._options.keeps_none and not self.own_catalog.manifests():
+            with contextlib.suppress(OSError):
+                self._note.unlink(missing_ok=True)
         leases, self._leases = self._leases, []
         for lease in leases:
             lease.release()
