@@ -19,14 +19,13 @@ from torch.utils.data import Subset, TensorDataset
 
 from composerlite.core import State
 from composerlite.core.data import length_of
+from composerlite.trainer.data.digests import sampled, spread
 
 __all__ = ["ChangedSetting", "data_settings", "differences_of_run", "optimizer_settings", "reconcile_optimizer", "tell"]
 
 log = logging.getLogger(__name__)
 
 _APART = ("params", "param_names", "lr", "initial_lr")
-_SAMPLED = 16
-_SAMPLED_VALUES = 1024
 _LONGEST = 60
 
 
@@ -82,32 +81,18 @@ def data_settings(loader: object) -> dict[str, Any]:
     while isinstance(dataset, Subset):
         kinds.append("Subset of a ")
         indices: Sequence[int] = dataset.indices
-        digest.update(repr([int(indices[at]) for at in _spread(len(indices))]).encode())
+        digest.update(repr([int(indices[at]) for at in spread(len(indices))]).encode())
         dataset = cast("Any", dataset.dataset)
     record["kind"] = "".join(kinds) + type(dataset).__qualname__
     own = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
     if isinstance(dataset, TensorDataset):
         for tensor in dataset.tensors:
-            digest.update(_sampled(tensor))
+            digest.update(sampled(tensor))
     elif isinstance(own, str):
         digest.update(own.encode())
     elif not kinds:
         return record
     return {**record, "digest": digest.hexdigest()}
-
-
-def _sampled(tensor: torch.Tensor) -> bytes:
-    """Shape, type and some values of ``tensor``."""
-    head = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-        return head
-    rows = [tensor[at].reshape(-1)[:_SAMPLED_VALUES] for at in _spread(len(tensor))]
-    values = [row.detach().cpu().resolve_conj().resolve_neg().contiguous().view(torch.uint8) for row in rows]
-    return b"".join([head, *(value.numpy().tobytes() for value in values)])
-
-
-def _spread(length: int) -> list[int]:
-    return sorted({at * (length - 1) // (_SAMPLED - 1) for at in range(_SAMPLED)}) if length else []
 
 
 class _Unknown:

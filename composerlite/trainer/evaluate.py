@@ -30,7 +30,7 @@ from composerlite.devices import rng
 from composerlite.errors import ConfigError, TrainingError
 from composerlite.trainer.checks import check_loss
 from composerlite.trainer.data.dataloading import EvaluationBatches, batches_per_epoch
-from composerlite.trainer.data.position import put_back
+from composerlite.trainer.data.held import put_back
 from composerlite.trainer.ranks.communicator import Ranks
 from composerlite.trainer.step import total_loss
 from composerlite.types import Batch

@@ -22,10 +22,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from composerlite import dist
 from composerlite.core import DataSpec, Timestamp
 from composerlite.errors import ConfigError
+from composerlite.trainer.data.held import is_streaming
 from composerlite.trainer.data.map_style import DealtPosition, IndexedPosition
 from composerlite.trainer.data.position import DataPosition
 from composerlite.trainer.data.samplers import GlobalSampler, Share, deals_by_itself
-from composerlite.trainer.data.streams import ReplayPosition, StatefulPosition, is_streaming
+from composerlite.trainer.data.streams import ReplayPosition, StatefulPosition
 from composerlite.types import Batch, StateDict, Stateful
 
 __all__ = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -17,8 +18,16 @@ from composerlite._torch_compat import forget_workers, is_iterated_by_torch
 from composerlite.core import Timestamp
 from composerlite.devices import rng
 from composerlite.errors import IncompatibleCheckpointError
+from composerlite.trainer.data.held import (
+    Pairs,
+    draws_from_generators_alone,
+    held_by_data,
+    held_by_order,
+)
+from composerlite.trainer.data.order import PastOrder, other_order
 from composerlite.trainer.data.position import DataPosition, RewindingPosition
 from composerlite.trainer.data.samplers import GlobalSampler, IndexSampler, ReseedingDataset, SavedBatches, Share
+from composerlite.trainer.data.states import set_generator_state
 from composerlite.types import Batch, StateDict
 
 __all__ = ["DealtPosition", "IndexedPosition"]
@@ -42,10 +51,14 @@ class IndexedPosition(RewindingPosition):
         seed: int,
         share: Share = Share(),  # noqa: B008 - frozen
     ) -> None:
-        super().__init__(loader, share)
+        held = held_by_order(loader)
+        super().__init__(loader, held, share)
         self._loader: DataLoader[Any] = loader
         self._timestamp = timestamp
+        self._data = held_by_data(loader, held)
+        self._past = None if draws_from_generators_alone(loader) else PastOrder(held)
         self._sampler = IndexSampler(loader)
+        self._drawn: StateDict = {}
         self._own = _with_sampler(loader, self._sampler, seed)
         if loader.persistent_workers:
             self._own.generator = torch.Generator()  # draws the workers' seed, which says nothing: see _start
@@ -54,36 +67,92 @@ class IndexedPosition(RewindingPosition):
         """See :meth:`DataPosition.close`."""
         forget_workers(self._own)
 
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """See :meth:`DataPosition.load_state_dict`. The data set stands where it stood, not where the epoch began."""
+        super().load_state_dict(state_dict)
+        assert self._restored is not None
+        data: StateDict = self._restored.get("data", {})
+        if len(states := data.get("generators", [])) == len(self._data.generators):
+            for generator, state in zip(self._data.generators, states, strict=True):
+                set_generator_state(generator, state)
+        self._data.load(data.get("states", []))
+        if self._past is not None:
+            self._past.load_state_dict(self._restored)
+
+    def finish_epoch(self, *, exhausted: bool) -> None:
+        """See :meth:`DataPosition.finish_epoch`."""
+        if self._past is not None and self._epoch_rng is not None:
+            order = {"drawn": self._sampler.drawn, "indices": self._sampler.digest, "batch_size": self._batch_size}
+            start = {"rng": _on_cpu(self._epoch_rng), "states": self._epoch_held.get("states", [])}
+            self._past.note({**order, "ended": exhausted}, generators=self._epoch_generators, **start)
+        super().finish_epoch(exhausted=exhausted)
+
+    @property
+    def _batch_size(self) -> int | None:
+        batch_sampler = self._loader.batch_sampler
+        return batch_sampler.batch_size if type(batch_sampler) is BatchSampler else None
+
     def _depends_on_workers(self, before: int, now: int) -> bool:
         return (before == 0) != (now == 0)  # workers seed each batch, whichever of them loads it
 
-    def _start(self, skip: int) -> Iterator[Batch]:
+    def _rejoin(self, saved: StateDict) -> None:
+        self._data.tell_of_counts(saved.get("data", {}))
+        if self._past is not None and self._number:
+            self._past.rejoin(self._number - 1, saved.get("held", {}), self._fresh, self._draw_last)
+        super()._rejoin(saved)
+
+    def _draw_last(self, last: StateDict, states: Pairs) -> tuple[StateDict, bool] | None:
+        """See :meth:`PastOrder.rejoin`."""
+        number, noted = self._number - 1, last["order"]
+        if noted["batch_size"] != self._batch_size:
+            return None
+        self._held.load(states)
+        self._set_epoch(number)
+        rng.restore([last["rng"]])
+        self._set_generators(last["generators"])
+        self._draw_seed_of_workers(number)
+        self._sampler.begin(number, 0)
+        drawing = itertools.islice(self._sampler, noted["drawn"] + 1 if noted["ended"] else noted["drawn"])
+        deque(itertools.islice(drawing, 1), maxlen=0)
+        before = rng.packed(_on_cpu(rng.capture()))
+        deque(drawing, maxlen=0)
+        order = {"drawn": self._sampler.drawn, "indices": self._sampler.digest}
+        is_shared = not torch.equal(before, rng.packed(_on_cpu(rng.capture())))
+        return {**noted, **order}, is_shared
+
+    def _draw_seed_of_workers(self, number: int) -> None:
+        """Draw the seed that a loader draws when it starts its workers: each epoch, or in the first if they persist."""
+        if not self._own.persistent_workers or number == 0:
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+
+    def _resume(self, skip: int, saved: StateDict | None) -> Iterator[Batch]:
+        self._drawn = self._own_state() if saved is None else saved
+        return super()._resume(skip, saved)
+
+    def _start(self, skip: int, saved: StateDict | None) -> Iterator[Batch]:
         """Begin the epoch. The order of indices is compared with that of the interrupted run."""
-        drawn = self._own_state() if self._restored is None else self._restored
-        self._restored = None
-        self._sampler.begin(self._number, skip, drawn.get("drawn", 0) if skip else 0)
-        if self._own.persistent_workers and self._number == 0:
+        self._sampler.begin(self._number, skip, self._drawn.get("drawn", 0) if skip else 0)
+        if self._own.persistent_workers:
             # A loader draws a seed when it starts its workers. Those that persist start in the first epoch, or wherever
             # a resume finds itself; what training sees must not depend on it.
-            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+            self._draw_seed_of_workers(self._number)
         batches = _fetched(self._own)
         if skip:
             digest = self._sampler.draw_again()
-            if digest != drawn.get("indices", digest):
-                raise IncompatibleCheckpointError(
-                    "the data loader gives another order of samples than in the interrupted run (epoch "
-                    f"{self._number}, first {skip} batches). The data set, batch size or sampler has changed, or it "
-                    "draws from a generator that is shared with training: give it a generator of its own. To continue "
-                    "regardless, pass spin_dataloaders=False."
-                )
+            if digest != self._drawn.get("indices", digest):
+                raise other_order(f"epoch {self._number}, first {skip} batches", self._suspects)
         return batches
 
     def _own_state(self) -> StateDict:
-        if int(self._timestamp().batch_in_epoch) == 0 or self._sampler.drawn == 0:
-            return {}
-        batch_sampler = self._loader.batch_sampler
-        batch_size = batch_sampler.batch_size if type(batch_sampler) is BatchSampler else None
-        return {"drawn": self._sampler.drawn, "indices": self._sampler.digest, "batch_size": batch_size}
+        is_between = int(self._timestamp().batch_in_epoch) == 0
+        past = {} if self._past is None else self._past.state_dict(between=is_between)
+        data = {**self._data.state_dict(), "generators": self._data.generator_states()}
+        if not self._data.generators:
+            del data["generators"]
+        own = {**past, "data": data} if data else past
+        if is_between or self._sampler.drawn == 0:
+            return own
+        return {**own, "drawn": self._sampler.drawn, "indices": self._sampler.digest, "batch_size": self._batch_size}
 
 
 _REMEMBERED = 64  # batches that were given and are perhaps not yet trained on
@@ -105,9 +174,11 @@ class DealtPosition(DataPosition):
         self, loader: DataLoader[Any], timestamp: Callable[[], Timestamp], *, seed: int | None, share: Share
     ) -> None:
         """``seed`` is that of the run; ``None`` leaves workers as they are, and they end with each epoch."""
-        super().__init__(loader, share)
+        held = held_by_order(loader)
+        super().__init__(loader, held, share)
         self._loader: DataLoader[Any] = loader
         self._timestamp = timestamp
+        self._past = None if draws_from_generators_alone(loader) else PastOrder(held)
         self._sampler = GlobalSampler(loader, share, self._drawing)
         self._own = _with_sampler(loader, self._sampler, seed)
         self._own.generator = torch.Generator()
@@ -123,35 +194,99 @@ class DealtPosition(DataPosition):
     def epoch(self, number: int, skip: int) -> Iterator[Batch]:
         """See :meth:`DataPosition.epoch`. The order is compared with that of the interrupted run."""
         self._number = number
-        self._sampler.set_epoch(number)
-        self._set_epoch(number)
         self._agree()
-        done, digest, saved = self._where(skip) if skip else (0, 0, None)
-        self._restored = None
-        if skip and self._epoch_rng is not None:
-            self._stream = self._epoch_rng
-            self._set_generators(self._epoch_generators)
-        elif skip:
+        restored = self._restored
+        if skip and self._epoch_rng is None:
             log.warning("the checkpoint has no start of epoch %d: the order of samples may differ from here on", number)
-        self._epoch_rng = self._stream
-        self._epoch_generators = self._generator_states()
-        with self._drawing():
-            if not self._own.persistent_workers or number == 0:  # as the loader itself does
-                seed = torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
-                assert self._own.generator is not None
-                self._own.generator.manual_seed(int(seed))
-            found = self._sampler.begin(done, saved)
-        if found is None or (digest is not None and (self._sampler.done, found) != (done, digest)):
-            raise IncompatibleCheckpointError(
-                "the data loader gives another order of samples than in the interrupted run (epoch "
-                f"{number}, first {done} {self._unit}). The data set or sampler has changed, or it draws from "
-                "something that is not in the checkpoint. To continue regardless, pass spin_dataloaders=False."
-            )
+        if restored is not None and not skip:
+            self._rejoin(restored)
+        states, others = self._states_of_epoch(skip)
+        where = self._where(skip) if skip else (0, 0, None)
+        try:
+            found = self._begin(skip, where, states)
+        except IncompatibleCheckpointError:
+            if others is None:
+                raise
+            found = self._begin(skip, where, others)  # the state was one of a pass that was over
+        if restored is not None:
+            self._held.tell_of_counts(self._epoch_held)
+        self._restored = None
         self._begun_at = int(self._timestamp().batch_in_epoch)
         self._given = 0
         self._reached.clear()
         self._reached.append((self._begun_at, self._sampler.done, found))
         return self._counted(_fetched(self._own))
+
+    def _states_of_epoch(self, skip: int) -> tuple[Pairs, Pairs | None]:
+        """States with which the epoch begins, and others to try; none are loaded where it does not begin again."""
+        states = self._epoch_held.get("states") if skip else None
+        if not states:
+            return [], None
+        return states, self._held.states() if self._restored is None else self._fresh
+
+    def _begin(self, skip: int, where: tuple[int, int | None, SavedBatches | None], states: Pairs) -> int:
+        """Begin the epoch after what is done of it; the digest of that. The order is compared."""
+        done, digest, saved = where
+        self._held.load(states)
+        self._set_epoch(self._number)
+        if skip and self._epoch_rng is not None:
+            self._stream = self._epoch_rng
+            self._set_generators(self._epoch_generators)
+        self._epoch_rng = self._stream
+        if not skip:
+            self._note_start()
+        self._in_epoch = True
+        suspects = self._held.suspects(self._epoch_held)
+        with self._drawing():
+            self._draw_seed_of_workers(self._number)
+            found = self._sampler.begin(done, saved)
+        if found is None or (digest is not None and (self._sampler.done, found) != (done, digest)):
+            raise other_order(f"epoch {self._number}, first {done} {self._unit}", suspects)
+        return found
+
+    def _rejoin(self, restored: StateDict) -> None:
+        """The next epoch follows on one that is over: have the samplers stand as they stood then."""
+        stream, generators = self._stream, self._held.generator_states()
+        if self._number:
+            if self._past is not None:
+                self._past.rejoin(self._number - 1, restored.get("held", {}), self._fresh, self._draw_last)
+            self._set_epoch(self._number - 1)
+        self._held.tell_of_counts(restored.get("held", {}))
+        self._stream = stream
+        self._set_generators(generators)
+
+    def _draw_last(self, last: StateDict, states: Pairs) -> tuple[StateDict, bool] | None:
+        """See :meth:`PastOrder.rejoin`. That of a run of one process is drawn as well."""
+        noted = last["order"]
+        of_one = "drawn" in noted
+        assert self._past is not None
+        if not of_one and noted["unit"] != self._unit:
+            return None
+        self._held.load(states)
+        self._set_epoch(self._number - 1)
+        self._stream = last["rng"]
+        self._set_generators(last["generators"])
+        with self._drawing():
+            self._draw_seed_of_workers(self._number - 1)
+            self._sampler.begin(0 if of_one else noted["done"])
+            known = [one for one in (noted, self._past.first) if of_one and one is not None and "drawn" in one]
+            found = [one for one in known if self._sampler.begins_with(_batches_in(one))]
+            if noted["ended"]:
+                self._sampler.draw_rest()
+        if of_one:
+            return found[0] if found else {}, not found  # training may have drawn from the same generators then
+        return {**noted, "done": self._sampler.done, "order": self._sampler.digest}, False
+
+    def _draw_seed_of_workers(self, number: int) -> None:
+        """Draw the seed that a loader draws when it starts its workers: each epoch, or in the first if they persist."""
+        if not self._own.persistent_workers or number == 0:
+            seed = torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+            assert self._own.generator is not None
+            self._own.generator.manual_seed(int(seed))
+
+    def _set_epoch(self, number: int) -> None:
+        self._sampler.set_epoch(number)
+        super()._set_epoch(number)
 
     def batches_in_epoch(self) -> int | None:
         """See :meth:`DataPosition.batches_in_epoch`. Those done may have been of another size."""
@@ -172,6 +307,10 @@ class DealtPosition(DataPosition):
 
     def finish_epoch(self, *, exhausted: bool) -> None:
         """See :meth:`DataPosition.finish_epoch`."""
+        if self._past is not None and self._epoch_rng is not None:
+            order = {"done": self._sampler.done, "order": self._sampler.digest, "unit": self._unit, "ended": exhausted}
+            start = {"rng": self._epoch_rng, "states": self._epoch_held.get("states", [])}
+            self._past.note(order, generators=self._epoch_generators, **start)
         super().finish_epoch(exhausted=exhausted)
         self._epoch_rng = self._stream
         self._reached.clear()
@@ -180,6 +319,8 @@ class DealtPosition(DataPosition):
         """See :meth:`DataPosition.load_state_dict`. The state of a run of one process is understood as well."""
         super().load_state_dict(state_dict)
         self._stream = self._epoch_rng
+        if self._past is not None:
+            self._past.load_state_dict(state_dict)
 
     def close(self) -> None:
         """See :meth:`DataPosition.close`."""
@@ -200,10 +341,11 @@ class DealtPosition(DataPosition):
 
     def _own_state(self) -> StateDict:
         trained = int(self._timestamp().batch_in_epoch)
+        past = {} if self._past is None else self._past.state_dict(between=trained == 0)
         for batches, done, digest in self._reached:
             if batches == trained and done:
-                return {"unit": self._unit, "done": done, "order": digest}
-        return {}
+                return {**past, "unit": self._unit, "done": done, "order": digest}
+        return past
 
     def _where(self, skip: int) -> tuple[int, int | None, SavedBatches | None]:
         """Return the position in the order after ``skip`` batches; its digest; or else what one process noted."""
@@ -222,7 +364,7 @@ class DealtPosition(DataPosition):
                 )
             return saved["done"], saved["order"], None
         batch_size = saved.get("batch_size", self._sampler.batch_size)
-        noted = SavedBatches(saved["drawn"], batch_size, saved["indices"]) if "drawn" in saved else None
+        noted = _batches_in({**saved, "batch_size": batch_size}) if "drawn" in saved else None
         if noted is None:
             return skip * self._sampler.global_batch, None, None
         return skip * (batch_size or 1), None, noted
@@ -233,7 +375,7 @@ class DealtPosition(DataPosition):
             return
         self._agreed = True
         stream = _on_cpu(rng.capture() if self._stream is None else self._stream)
-        packed = rng.packed({"stream": stream, "generators": self._generator_states()}).numpy().tobytes()
+        packed = rng.packed({"stream": stream, "generators": self._held.generator_states()}).numpy().tobytes()
         agreed = rng.unpacked(torch.frombuffer(bytearray(dist.get_group().broadcast(packed)), dtype=torch.uint8))
         self._stream = agreed["stream"]
         self._set_generators(agreed["generators"])
@@ -258,6 +400,10 @@ class DealtPosition(DataPosition):
             self.samples = part.end - self._reached[-1][1]
             self._reached.append((self._begun_at + self._given, part.end, part.digest))
             yield batch
+
+
+def _batches_in(order: StateDict) -> SavedBatches:
+    return SavedBatches(order["drawn"], order["batch_size"], order["indices"])
 
 
 def _on_cpu(states: dict[str, Any]) -> dict[str, Any]:

@@ -1,84 +1,22 @@
-"""The position of training in its data, whatever the loader, and the generators that the loader holds itself."""
+"""The position of training in its data, whatever the loader."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import random
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-
-import numpy as np
-import torch
 
 from composerlite.devices import rng
 from composerlite.errors import IncompatibleCheckpointError
+from composerlite.trainer.data.held import Held, Pairs
 from composerlite.trainer.data.samplers import Share
+from composerlite.trainer.data.states import set_generator_state
 from composerlite.types import Batch, StateDict
 
-__all__ = ["DataPosition", "RewindingPosition", "generator_state", "generators_of", "put_back", "set_generator_state"]
+__all__ = ["DataPosition", "RewindingPosition"]
 
 log = logging.getLogger(__name__)
-
-
-def generators_of(loader: Any) -> list[Any]:
-    """The generators that ``loader`` and its samplers hold as attributes, each once."""
-    found: dict[int, Any] = {}
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    for holder in holders:
-        attributes: Mapping[str, Any] = getattr(holder, "__dict__", {})
-        for value in attributes.values():
-            if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
-                found[id(value)] = value
-    return list(found.values())
-
-
-@contextlib.contextmanager
-def put_back(loader: Any) -> Generator[None]:
-    """Within it anybody may iterate over ``loader``: its generators stand afterwards as before."""
-    before = [(generator, generator_state(generator)) for generator in generators_of(loader)]
-    try:
-        yield
-    finally:
-        for generator, state in before:
-            set_generator_state(generator, state)
-
-
-def generator_state(generator: Any) -> Any:
-    """Return the state of ``generator``, as tensors and plain values."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return _with_tensors(dict(generator.bit_generator.state))
-    return _with_tensors(dict(generator.get_state(legacy=False)))
-
-
-def set_generator_state(generator: Any, state: Any) -> None:
-    """Put ``generator`` where :func:`generator_state` found it."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        version, internal, gauss = state
-        generator.setstate((version, tuple(internal), gauss))
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = _with_arrays(state)
-    else:
-        generator.set_state(_with_arrays(state))
-
-
-def _with_tensors(state: dict[str, Any]) -> dict[str, Any]:
-    """numpy's arrays as tensors: arrays are not among the types that torch.load opens by itself."""
-    swap = {np.ndarray: lambda array: torch.from_numpy(array.copy()), dict: _with_tensors}
-    return {name: swap.get(type(value), lambda same: same)(value) for name, value in state.items()}
-
-
-def _with_arrays(state: dict[str, Any]) -> dict[str, Any]:
-    swap = {torch.Tensor: lambda tensor: tensor.numpy(), dict: _with_arrays}
-    return {name: swap.get(type(value), lambda same: same)(value) for name, value in state.items()}
 
 
 class DataPosition(ABC):
@@ -99,12 +37,15 @@ class DataPosition(ABC):
     is_padding = False
     samples = 0
 
-    def __init__(self, loader: Iterable[Batch], share: Share = Share()) -> None:  # noqa: B008 - frozen
+    def __init__(self, loader: Iterable[Batch], held: Held, share: Share = Share()) -> None:  # noqa: B008 - frozen
         self._loader = loader
         self._share = share
-        self._generators = generators_of(loader)
+        self._held = held
+        self._in_epoch = False
         self._epoch_rng: dict[str, Any] | None = None
-        self._epoch_generators = self._generator_states()
+        self._epoch_generators = held.generator_states()
+        self._epoch_held: StateDict = {}
+        self._fresh: list[list[Any]] = []
         self._restored: StateDict | None = None
 
     @abstractmethod
@@ -125,8 +66,9 @@ class DataPosition(ABC):
         Args:
             exhausted: the loader itself said so; else training had enough of it.
         """
+        self._in_epoch = False
         self._epoch_rng = None
-        self._epoch_generators = self._generator_states()
+        self._epoch_generators = self._held.generator_states()
 
     def state_dict(self) -> StateDict:
         """State at the start of the current epoch, and the state of this kind of loader. No rank waits for another."""
@@ -153,6 +95,10 @@ class DataPosition(ABC):
         self._epoch_rng = state_dict.get("epoch_rng")
         self._epoch_generators = state_dict["generators"]
         self._set_generators(self._epoch_generators)
+        self._epoch_held = state_dict.get("held", {})
+        self._fresh = self._held.states()
+        self._held.load(self._states_to_load(state_dict))
+        self._tell_of_lacking()
         self._restored = state_dict
 
     def batches_in_epoch(self) -> int | None:
@@ -173,6 +119,22 @@ class DataPosition(ABC):
     def _own_state(self) -> StateDict:
         """State of this kind of position besides generators."""
 
+    def _tell_of_lacking(self) -> None:
+        """Warn of states that the checkpoint does not have."""
+        lacking = self._held.lacking(self._epoch_held)
+        if generators := len(self._held.generators) - len(self._epoch_generators):
+            lacking.append(f"{generators} generators that are not held by the loader and its samplers themselves")
+        if lacking:
+            log.warning(
+                "the checkpoint has no state of %s: it is an older one, or that was not there then. The "
+                "data may be others from here on.",
+                ", ".join(lacking),
+            )
+
+    def _states_to_load(self, state_dict: StateDict) -> Pairs:
+        """States among ``state_dict`` of what the loader holds, for the epoch that begins next."""
+        return state_dict.get("held", {}).get("states", [])
+
     def _accepts(self, kind: object) -> bool:
         """Return true if a state of such a kind can be taken back."""
         return kind == type(self).__name__
@@ -186,10 +148,13 @@ class DataPosition(ABC):
             return self._restored  # loaded and not used yet
         epoch_rng = {} if self._epoch_rng is None else {"epoch_rng": self._epoch_rng}
         share = {} if self._is_for_all() else {"share": [self._share.rank, self._share.world_size]}
+        found = self._epoch_held if self._in_epoch else self._held.state_dict()
+        held = {"held": found} if found else {}
         own = self._own_state()
         workers: int | None = getattr(self._loader, "num_workers", None)
         noted = {} if workers is None else {"num_workers": workers}
-        return {"kind": type(self).__name__, **share, **epoch_rng, **noted, "generators": self._epoch_generators, **own}
+        generators = {"generators": self._epoch_generators}
+        return {"kind": type(self).__name__, **share, **epoch_rng, **noted, **generators, **held, **own}
 
     def _depends_on_workers(self, before: int, now: int) -> bool:
         """Return true if random numbers that are drawn where data are loaded are others with ``now`` workers."""
@@ -234,16 +199,20 @@ class DataPosition(ABC):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(number)
 
-    def _generator_states(self) -> list[Any]:
-        return [generator_state(generator) for generator in self._generators]
+    def _note_start(self) -> None:
+        """An epoch begins: note how all stands that the loader holds."""
+        self._in_epoch = True
+        self._epoch_generators = self._held.generator_states()
+        self._epoch_held = self._held.state_dict()
 
     def _set_generators(self, states: Sequence[Any]) -> None:
-        if len(states) != len(self._generators):
+        generators = self._held.generators
+        if len(states) not in (len(generators), self._held.first):
             raise IncompatibleCheckpointError(
                 f"the checkpoint's data loader had {len(states)} generators of its own and this one has "
-                f"{len(self._generators)}: build the loader as in that run."
+                f"{len(generators)}: build the loader as in that run."
             )
-        for generator, state in zip(self._generators, states, strict=True):
+        for generator, state in zip(generators, states, strict=False):
             set_generator_state(generator, state)
 
 
@@ -251,28 +220,64 @@ class RewindingPosition(DataPosition):
     """The loader draws from training's generators: they are put where they stood when the epoch began, and back."""
 
     _number = 0
+    _suspects = ""
 
     def epoch(self, number: int, skip: int) -> Iterator[Batch]:
         """See :meth:`DataPosition.epoch`."""
         self._number = number
-        self._set_epoch(number)
+        saved, now = self._restored, rng.capture()
         if not skip:
+            if saved is not None:
+                generators = self._held.generator_states()
+                self._rejoin(saved)
+                rng.restore([now])
+                self._set_generators(generators)
+            self._set_epoch(number)
             self._epoch_rng = rng.capture()
-            self._epoch_generators = self._generator_states()
-            return self._start(0)
-        now = rng.capture()
-        if self._epoch_rng is None:
-            log.warning(
-                "the checkpoint has no start of epoch %d: a shuffled loader gives another order from here on",
-                number,
-            )
-            self._epoch_rng = now
-        rng.restore([self._epoch_rng])
-        self._set_generators(self._epoch_generators)
-        batches = self._start(skip)
-        rng.restore([now])
+            self._note_start()
+            batches = self._start(0, saved)
+        else:
+            if self._epoch_rng is None:
+                log.warning(
+                    "the checkpoint has no start of epoch %d: a shuffled loader gives another order from here on",
+                    number,
+                )
+                self._epoch_rng = now
+            batches = self._resume(skip, saved)
+            rng.restore([now])
+        self._restored = None
         return batches
 
+    def _rejoin(self, saved: StateDict) -> None:
+        """The next epoch follows on one that is over: have all stand as it stood then. Generators are put back."""
+        held = saved.get("held", {})
+        if self._number and held.get("counts"):
+            self._set_epoch(self._number - 1)
+        self._held.tell_of_counts(held)
+
+    def _resume(self, skip: int, saved: StateDict | None) -> Iterator[Batch]:
+        """Begin the epoch again, ``saved`` being what a checkpoint has; ``None`` within one process."""
+        states, own = self._epoch_held.get("states", []), self._fresh if saved is not None else self._held.states()
+        try:
+            batches = self._again(skip, saved, states)
+        except IncompatibleCheckpointError:
+            if not states:
+                raise
+            batches = self._again(skip, saved, own)  # the state was one of a pass that was over
+        self._in_epoch = True
+        if saved is not None:
+            self._held.tell_of_counts(self._epoch_held)
+        return batches
+
+    def _again(self, skip: int, saved: StateDict | None, states: Pairs) -> Iterator[Batch]:
+        assert self._epoch_rng is not None
+        self._held.load(states)
+        self._set_epoch(self._number)
+        rng.restore([self._epoch_rng])
+        self._set_generators(self._epoch_generators)
+        self._suspects = self._held.suspects(self._epoch_held)  # as long as they have counted nothing
+        return self._start(skip, saved)
+
     @abstractmethod
-    def _start(self, skip: int) -> Iterator[Batch]:
+    def _start(self, skip: int, saved: StateDict | None) -> Iterator[Batch]:
         """Begin the epoch at batch ``skip``. The generators are where they were when it began the first time."""

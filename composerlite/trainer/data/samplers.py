@@ -242,7 +242,7 @@ class GlobalSampler:
     Attributes:
         counts_samples: else batches of the user's.
         batch_size: samples a rank takes at a time; ``None`` where the user's sampler makes the batches.
-        done: how much of the order was drawn.
+        done: how much of the order was drawn. digest: of that.
         parts: batches requested from the loader that training has not received yet.
     """
 
@@ -273,7 +273,7 @@ class GlobalSampler:
         self._epoch = 0
         self._order: Iterator[Any] = iter(())
         self.done = 0
-        self._digest = 0
+        self.digest = 0
         self.parts: deque[RankBatch] = deque()
 
     @property
@@ -307,16 +307,21 @@ class GlobalSampler:
         Called where the sampler may draw. ``None`` if ``saved`` is given and is not of this order.
         """
         self._order = itertools.islice(self._sampler, self._limit)
-        self.done = self._digest = 0
+        self.done = self.digest = 0
         self.parts.clear()
-        if saved is not None and not self._begins_with(saved):
+        if saved is not None and not self.begins_with(saved):
             return None
         while self.done < done and self._take(min(_PIECE, done - self.done)):
             pass
         if self._draws_at_once:  # now, where it may draw from what the ranks share
             first = list(itertools.islice(self._order, 1))
             self._order = itertools.chain(first, self._order)
-        return self._digest
+        return self.digest
+
+    def draw_rest(self) -> None:
+        """Draw the order to its end."""
+        while self._take(_PIECE):
+            pass
 
     def __iter__(self) -> Iterator[Any]:
         """Return the samples that this rank loads, from the position set by :meth:`begin`."""
@@ -327,7 +332,7 @@ class GlobalSampler:
             is_padding = indices is None
             if indices is None:
                 indices = _one_of(batch[0]) if not self.counts_samples else batch[:1]
-            self.parts.append(RankBatch(indices, self.done, self._digest, is_padding))
+            self.parts.append(RankBatch(indices, self.done, self.digest, is_padding))
             if not self._numbered:
                 yield indices
             else:
@@ -342,11 +347,11 @@ class GlobalSampler:
     def _take(self, count: int) -> list[Any]:
         taken = list(itertools.islice(self._order, count))
         self.done += len(taken)
-        self._digest = _digest(self._digest, taken, self.counts_samples)
+        self.digest = _digest(self.digest, taken, self.counts_samples)
         return taken
 
-    def _begins_with(self, saved: SavedBatches) -> bool:
-        """Return true if a run of one process would have drawn the same; nothing is taken."""
+    def begins_with(self, saved: SavedBatches) -> bool:
+        """Return true if a run of one process would draw ``saved`` next; nothing is taken."""
         size = saved.size if self.counts_samples else 1
         if size is None or (saved.size is None) == self.counts_samples:
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import itertools
 import logging
@@ -17,11 +18,13 @@ from composerlite._torch_compat import forget_workers
 from composerlite.core import Timestamp
 from composerlite.devices import rng
 from composerlite.errors import IncompatibleCheckpointError
+from composerlite.trainer.data.digests import digest_of
+from composerlite.trainer.data.held import Held, Pairs, held_by, is_streaming
 from composerlite.trainer.data.position import RewindingPosition
 from composerlite.trainer.data.samplers import Share, seed_generators
 from composerlite.types import Batch, StateDict
 
-__all__ = ["PersistentWorkers", "ReplayPosition", "StatefulPosition", "has_persistent_workers", "is_streaming"]
+__all__ = ["PersistentWorkers", "ReplayPosition", "StatefulPosition", "has_persistent_workers"]
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +104,8 @@ class _ReseedingStream(IterableDataset[Any]):
 class _StreamPosition(RewindingPosition):
     """The position in a loader that is iterated as it is, with the workers ``persistent`` if they persist."""
 
-    def __init__(self, loader: Iterable[Batch], persistent: PersistentWorkers | None, share: Share) -> None:
-        super().__init__(loader, share)
+    def __init__(self, loader: Iterable[Batch], held: Held, persistent: PersistentWorkers | None, share: Share) -> None:
+        super().__init__(loader, held, share)
         self._iterated = loader
         self._persistent = persistent
 
@@ -113,6 +116,16 @@ class _StreamPosition(RewindingPosition):
 
     def _begin(self) -> Iterator[Batch]:
         return iter(self._iterated) if self._persistent is None else self._persistent.begin(self._number)
+
+    def _not_empty(self, batches: Iterator[Batch], before: dict[str, Any], own: list[Any]) -> Iterator[Batch]:
+        """``batches``; those of the next pass if there are none: some loaders end the restored epoch once more."""
+        first = list(itertools.islice(batches, 1))
+        if not first:
+            self._held.load(self._fresh)
+            rng.restore([before])
+            self._set_generators(own)
+            batches = self._begin()
+        yield from itertools.chain(first, batches)
 
 
 @final
@@ -127,23 +140,76 @@ class ReplayPosition(_StreamPosition):
         own: Any = loader
         persists = has_persistent_workers(loader)
         plain = persists and type(own).__iter__ is DataLoader.__iter__ and not isinstance(own.dataset, IterableDataset)
-        super().__init__(loader, PersistentWorkers(own, seed) if persists and not plain else None, share)
+        workers = PersistentWorkers(own, seed) if persists and not plain else None
+        super().__init__(loader, held_by(loader), workers, share)
+        self._first: str | None = None
+        self._expected: str | None = None
+        self._was_left = False
         if plain:
             self._iterated = own = copy.copy(own)  # the user's is left as it is
             forget_workers(own)
             vars(own)["persistent_workers"] = False
 
-    def _start(self, skip: int) -> Iterator[Batch]:
-        batches = self._begin()
-        self._restored = None
+    def finish_epoch(self, *, exhausted: bool) -> None:
+        """See :meth:`DataPosition.finish_epoch`."""
+        super().finish_epoch(exhausted=exhausted)
+        self._first, self._was_left = None, not exhausted
+
+    def _states_to_load(self, state_dict: StateDict) -> Pairs:
+        """None after an epoch that was left in its middle: they may say where in it, and the next one is another."""
+        return [] if state_dict.get("was_left") else super()._states_to_load(state_dict)
+
+    def _rejoin(self, saved: StateDict) -> None:
+        if saved.get("was_left") and self._held.differs_from(saved.get("held", {}).get("states", [])):
+            log.warning(
+                "the last epoch of the interrupted run ended before its data: the state_dict() of %s may say where, "
+                "and is not restored. If it says more than that, this is not the run that was interrupted.",
+                ", ".join(self._held.kinds),
+            )
+        super()._rejoin(saved)
+
+    def _start(self, skip: int, saved: StateDict | None) -> Iterator[Batch]:
         if isinstance(self._loader, Sequence):
-            return itertools.islice(batches, skip, None)
+            return itertools.islice(self._begin(), skip, None)
         if skip:
+            batches = self._begin(None if saved is not None and self._has_other_workers(saved) else self._expected)
             _replay(batches, skip, type(self._loader).__name__)
-        return batches
+            return batches
+        if saved is None or not saved.get("held", {}).get("states"):
+            return self._begin()
+        before, own = rng.capture(), self._held.generator_states()
+        return self._not_empty(self._begin(), before, own)
+
+    def _resume(self, skip: int, saved: StateDict | None) -> Iterator[Batch]:
+        importlib.import_module("rich.progress")  # draws from Python's generator when it is imported: not in a replay
+        self._expected = self._first if saved is None else saved.get("first")
+        return super()._resume(skip, saved)
+
+    def _begin(self, expected: str | None = None) -> Iterator[Batch]:
+        batches = super()._begin()
+        if isinstance(self._loader, Sequence):
+            return batches
+        return itertools.chain(self._noted(batches, expected), batches)
+
+    def _noted(self, batches: Iterator[Batch], expected: str | None) -> Iterator[Batch]:
+        """The first of ``batches``, of which the digest is noted, and compared with an ``expected`` one."""
+        for batch in itertools.islice(batches, 1):
+            self._first = digest_of(batch)
+            if expected not in (None, self._first):
+                raise IncompatibleCheckpointError(
+                    f"the data loader gives other batches than in the interrupted run: the first one of epoch "
+                    f"{self._number}, replayed, is not what it was. The data, the batch size or the loader has "
+                    f"changed.{self._suspects} To continue regardless, pass spin_dataloaders=False."
+                )
+            yield batch
+
+    def _has_other_workers(self, saved: StateDict) -> bool:
+        """Return true where another number of workers gives another order, which was said."""
+        return saved.get("num_workers") != getattr(self._loader, "num_workers", None)
 
     def _own_state(self) -> StateDict:
-        return {}
+        first = {} if self._first is None else {"first": self._first}
+        return {**first, "was_left": True} if self._was_left and not self._in_epoch else first
 
 
 def _replay(batches: Iterator[Batch], count: int, kind: str) -> None:
@@ -177,7 +243,8 @@ class StatefulPosition(_StreamPosition):
         share: Share = Share(),  # noqa: B008 - frozen
     ) -> None:
         persists: Any = loader if has_persistent_workers(loader) else None
-        super().__init__(loader, None if persists is None else PersistentWorkers(persists, seed), share)
+        held = held_by(loader, asks=False)
+        super().__init__(loader, held, None if persists is None else PersistentWorkers(persists, seed), share)
         self._stateful = stateful
         self._timestamp = timestamp
         self._has_state = False
@@ -208,17 +275,16 @@ class StatefulPosition(_StreamPosition):
             or is_streaming(getattr(self._loader, "dataset", None))
         )
 
-    def _start(self, skip: int) -> Iterator[Batch]:
-        restored, self._restored = self._restored, None
+    def _start(self, skip: int, saved: StateDict | None) -> Iterator[Batch]:
         self._has_state = True
-        if restored is None or restored["loader"] is None:
+        if saved is None or saved["loader"] is None:
             return self._begin()
-        before, own = rng.capture(), self._generator_states()
-        self._stateful.load_state_dict(restored["loader"])
+        before, own = rng.capture(), self._held.generator_states()
+        self._stateful.load_state_dict(saved["loader"])
         if skip:
             batches = self._begin()
             # It may draw from a generator of the user's again or not; the next epoch resumes from where that stood.
-            self._set_generators(restored.get("generators_now", restored["generators"]))
+            self._set_generators(saved.get("generators_now", saved["generators"]))
             return _without_drawing_a_seed(self._loader, batches)
         # Some loaders restore the epoch that is over when they are asked for their state, and draw for it once more.
         # The new epoch then begins with the generators as they were, as it does in a process that lived on.
@@ -226,15 +292,6 @@ class StatefulPosition(_StreamPosition):
         rng.restore([before])
         self._set_generators(own)
         return self._not_empty(self._begin(), before, own)
-
-    def _not_empty(self, batches: Iterator[Batch], before: dict[str, Any], own: list[Any]) -> Iterator[Batch]:
-        """``batches``; those of the next pass if there are none: some loaders end the restored epoch once more."""
-        first = list(itertools.islice(batches, 1))
-        if not first:
-            rng.restore([before])
-            self._set_generators(own)
-            batches = self._begin()
-        yield from itertools.chain(first, batches)
 
     def finish_epoch(self, *, exhausted: bool) -> None:
         """See :meth:`DataPosition.finish_epoch`."""
@@ -253,7 +310,7 @@ class StatefulPosition(_StreamPosition):
                 saved = {**saved, "epoch": saved["epoch"] + 1}  # it names the one it gave last, which is over
         else:
             saved = self._stateful.state_dict()
-        return {"loader": saved, "generators_now": self._generator_states()}
+        return {"loader": saved, "generators_now": self._held.generator_states()}
 
 
 @final
@@ -299,11 +356,3 @@ def _without_drawing_a_seed(loader: Any, batches: Iterator[Batch]) -> Iterator[B
         yield from itertools.chain(first, batches)
 
     return without()
-
-
-def is_streaming(dataset: Any) -> bool:
-    """Return true if ``dataset`` restores itself by sample count, as MosaicML's StreamingDataset does."""
-    state_dict = getattr(dataset, "state_dict", None)
-    if not callable(state_dict) or not callable(getattr(dataset, "load_state_dict", None)):
-        return False
-    return {"num_samples", "from_beginning"} <= inspect.signature(state_dict).parameters.keys()

@@ -1,0 +1,527 @@
+"""What samplers and data sets keep themselves is saved where it can be, and its loss is found out where it cannot."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from data_kinds import COUNT, FromSharedGenerator, OwnGenerator, seeded
+from test_data_over_ranks import Numbers, Ranks, flat
+from test_data_position import checkpoints, run
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+from trainer_parts import Points, Seen, build, same, weights
+
+from composerlite import Callback, DataSpec, Event, Logger, State
+from composerlite.core import seed_all
+from composerlite.errors import IncompatibleCheckpointError
+from composerlite.trainer.data.held import held_by
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+def shuffled_by(number: int) -> list[int]:
+    """An order that is a function of ``number``."""
+    return torch.randperm(COUNT, generator=seeded(number)).tolist()
+
+
+class Counting(Sampler[int]):
+    """Shuffles by how often it was iterated over, and tells nobody."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(shuffled_by(self.passes))
+
+
+class CountingAtTheEnd(Counting):
+    """Counts a pass when it is over."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from shuffled_by(self.passes)
+        self.passes += 1
+
+
+class InAnIterator(Counting):
+    """Counts where nobody can look."""
+
+    def __init__(self) -> None:
+        self.counter = itertools.count()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(shuffled_by(next(self.counter)))
+
+
+class Stateful(Counting):
+    """Tells, and is told."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": np.array([self.passes]), "name": "n"}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert isinstance(state_dict["passes"], np.ndarray)
+        self.passes = int(state_dict["passes"][0])
+
+
+class Around(Sampler[Any]):
+    """A sampler around another, which it keeps as it is told."""
+
+    def __init__(self, inner: Any, keep: Callable[[Any], Any] = lambda inner: inner) -> None:
+        self.inner, self.kept = inner, keep(inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.inner)
+
+
+class Wrapper:
+    """An iterable around a loader, as those are that prefetch to a device."""
+
+    __slots__ = ("loader",)
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
+class CountingStream(IterableDataset[Any]):
+    """Points in an order that depends on how often it was iterated over."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return (Points(COUNT)[index] for index in shuffled_by(self.passes))
+
+
+class StatefulStream(CountingStream):
+    """Tells how often."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.passes = state_dict["passes"]
+
+
+class PositionedStream(IterableDataset[Any]):
+    """Says where in a pass it is, and nothing before the first one; as Hugging Face's does, it ends a restored pass."""
+
+    def __init__(self) -> None:
+        self.position: int | None = None
+        self.begin = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for position in range(self.begin, COUNT):
+            self.position = position
+            yield Points(COUNT)[position]
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return None if self.position is None else {"position": self.position + 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.begin = state_dict["position"]
+
+
+class PositionedFromZero(PositionedStream):
+    """Says so before the first pass, too."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() or {"position": 0}
+
+
+class Distorted(Points):
+    """Points distorted by a generator of the data set's own."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__(COUNT)
+        self.transforms = [{"noise": generator}]
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target, number = super().__getitem__(index)
+        return inputs + self.transforms[0]["noise"].random(), target, number
+
+
+class Fading(Points):
+    """Points that fade with each that was loaded, as their state says."""
+
+    loaded = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.loaded += 1
+        inputs, target, number = super().__getitem__(index)
+        return inputs / self.loaded, target, number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loaded": self.loaded}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = state_dict["loaded"]
+
+
+def by(sampler: Any, dataset: Any = None) -> DataLoader[Any]:
+    """Batches of four points in the order of ``sampler``."""
+    return DataLoader(Points(COUNT) if dataset is None else dataset, batch_size=4, sampler=sampler)
+
+
+def batches_of(sampler: Any) -> BatchSampler:
+    """Batches of four indices."""
+    return BatchSampler(sampler, 4, drop_last=False)
+
+
+def drawn() -> RandomSampler:
+    """An order drawn from a generator of the sampler's own."""
+    return RandomSampler(range(COUNT), generator=seeded())
+
+
+EXACT: dict[str, Callable[[], Any]] = {
+    "sampler with a state": lambda: by(Stateful()),
+    "sampler with a state, 2 workers": lambda: DataLoader(
+        Points(COUNT), batch_size=4, sampler=Stateful(), num_workers=2, persistent_workers=True
+    ),
+    "sampler with a state, in a batch sampler": lambda: DataLoader(
+        Points(COUNT), batch_sampler=Around(batches_of(Stateful()))
+    ),
+    "batch sampler around a batch sampler": lambda: DataLoader(
+        Points(COUNT), batch_sampler=Around(batches_of(drawn()))
+    ),
+    "generator in a dict in a list": lambda: by(
+        Around(OwnGenerator(seeded()), lambda inner: [{"rng": inner.rng, "others": (1, 2)}])
+    ),
+    "sampler that says where in a pass it is": lambda: by(
+        StatefulDistributedSampler(Points(COUNT), num_replicas=1, rank=0)
+    ),
+    "wrapper of a loader": lambda: Wrapper(DataLoader(Points(COUNT), batch_size=4, shuffle=True, generator=seeded())),
+    "wrapper of a sampler with a state": lambda: Wrapper(by(Stateful())),
+    "replayed sampler with a state": lambda: DataSpec(by(Stateful()), replay_on_resume=True),
+    "stream with a state": lambda: DataLoader(StatefulStream(), batch_size=4),
+    "stream that says where in a pass it is": lambda: DataLoader(PositionedStream(), batch_size=4),
+    "the same from zero": lambda: DataLoader(PositionedFromZero(), batch_size=4),
+    "data set with a generator": lambda: DataLoader(Distorted(random.Random(3)), batch_size=4, shuffle=True),
+    "data set with numpy's generator, wrapped": lambda: DataLoader(
+        Subset(Distorted(np.random.default_rng(3)), range(COUNT)), batch_size=4
+    ),
+    "data set with a state": lambda: DataLoader(Fading(COUNT), batch_size=4, shuffle=True),
+}
+
+
+def between_and_in(state: State, event: Event) -> bool:
+    """When to save: between epochs, and in the middle of the second and the third."""
+    now = state.timestamp
+    return event is Event.EPOCH_CHECKPOINT or (
+        event is Event.BATCH_CHECKPOINT and (int(now.epoch), int(now.batch_in_epoch)) in ((1, 2), (2, 3))
+    )
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_what_is_kept_is_restored(kind: str, tmp_path: Path) -> None:
+    """Between epochs, in the middle of later ones, and again in a run that was resumed."""
+    steps, end = run(EXACT[kind](), save_folder=tmp_path / "0", save_interval=between_and_in)
+    folder = tmp_path / "0"
+    for number, (batch, checkpoint) in enumerate(checkpoints(folder)[:-1]):
+        torch.load(checkpoint, weights_only=True)  # plain torch opens it
+        again: dict[str, Any] = {"save_folder": tmp_path / "1", "save_interval": between_and_in} if not number else {}
+        rest, end_of_rest = run(EXACT[kind](), load_path=checkpoint, **again)
+        assert rest == steps[batch:], f"the batches differ after a resume at batch {batch}"
+        assert same(end_of_rest, end)
+    for batch, checkpoint in checkpoints(tmp_path / "1")[:-1]:
+        rest, end_of_rest = run(EXACT[kind](), load_path=checkpoint)
+        assert rest == steps[batch:], f"the batches differ after a second resume at batch {batch}"
+        assert same(end_of_rest, end)
+
+
+@pytest.mark.parametrize("kind", ["sampler with a state", "replayed sampler with a state", "stream with a state"])
+def test_a_second_call_of_fit_within_an_epoch(kind: str) -> None:
+    """It begins the epoch again where the loader allows no other way: with the state that it began with."""
+    steps, end = run(EXACT[kind]())
+    seen = Seen()
+    with build(train_dataloader=EXACT[kind](), callbacks=seen, max_duration="3ep", dropout=0.5) as trainer:
+        trainer.fit(duration="7ba")
+        trainer.fit(duration="8ba")
+        assert seen.steps == steps
+        assert same(weights(trainer), end)
+
+
+# ── what is not kept ─────────────────────────────────────────────────────────────────────────────────────────────────
+LOST: dict[str, Callable[[], Any]] = {
+    "counts": lambda: by(Counting()),
+    "counts at the end": lambda: by(CountingAtTheEnd()),
+    "counts in an iterator": lambda: by(InAnIterator()),
+    "counts in a batch sampler": lambda: DataLoader(Points(COUNT), batch_sampler=Around(batches_of(Counting()))),
+}
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_a_sampler_that_starts_over_is_found_out(kind: str, tmp_path: Path) -> None:
+    """After the first epoch its order can be drawn again, and the run goes on exactly; later it is an error."""
+    steps, end = run(LOST[kind](), save_folder=tmp_path, save_interval=between_and_in, max_duration="4ep")
+    (first, after_first), *later = checkpoints(tmp_path)[:-1]
+    rest, end_of_rest = run(LOST[kind](), load_path=after_first, max_duration="4ep")
+    assert rest == steps[first:]
+    assert same(end_of_rest, end)
+    for _, checkpoint in later:
+        with pytest.raises(IncompatibleCheckpointError, match=r"another order.*state_dict\(\) and load_state_dict\(\)"):
+            run(LOST[kind](), load_path=checkpoint, max_duration="4ep")
+        run(LOST[kind](), load_path=checkpoint, max_duration="4ep", spin_dataloaders=False)
+
+
+def test_the_error_says_what_was_counted(tmp_path: Path) -> None:
+    """The class, the attribute and its value then and now."""
+    run(by(Counting()), save_folder=tmp_path, save_interval=between_and_in)
+    for (_, checkpoint), was in zip(checkpoints(tmp_path)[1:3], (1, 2), strict=True):
+        with pytest.raises(IncompatibleCheckpointError, match=rf"\(Counting.passes was {was} and is 0\)"):
+            run(by(Counting()), load_path=checkpoint)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda: DataLoader(CountingStream(), batch_size=4),
+        lambda: Wrapper(DataLoader(CountingStream(), batch_size=4)),
+        lambda: DataLoader(CountingStream(), batch_size=4, num_workers=1, persistent_workers=True),
+        lambda: Wrapper(by(InAnIterator())),
+    ],
+)
+def test_a_replay_of_other_batches_is_found_out(kind: Callable[[], Any], tmp_path: Path) -> None:
+    """The first batch of the epoch is not what it was: an error. In the first epoch it is."""
+    steps, _ = run(kind(), save_folder=tmp_path, save_interval="2ba", max_duration="2ep")
+    (batch, in_first), *_, (_, in_second) = checkpoints(tmp_path)[:-1]
+    rest, _ = run(kind(), load_path=in_first, max_duration="2ep")
+    assert rest == steps[batch:]
+    with pytest.raises(IncompatibleCheckpointError, match=r"other batches.*the first one of epoch 1, replayed"):
+        run(kind(), load_path=in_second, max_duration="2ep")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda: DataLoader(CountingStream(), batch_size=4),
+        lambda: Wrapper(by(Counting())),
+        lambda: StatefulDataLoader(Points(COUNT), batch_size=4, sampler=Counting()),
+    ],
+)
+def test_what_counts_in_a_stream_is_said(
+    kind: Callable[[], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between two epochs there is no batch to compare: a warning names what was counted and is not restored."""
+    run(kind(), save_folder=tmp_path, save_interval=between_and_in)
+    run(kind(), load_path=checkpoints(tmp_path)[0][1])
+    [text] = [text for text in caplog.messages if "nothing restores that" in text]
+    assert ".passes was 1 and is 0" in text
+
+
+def test_an_epoch_that_was_cut_short_leaves_a_stream_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its state may say where in the pass it was, and the next epoch is another pass: it is not restored, and said."""
+    kind = lambda: DataLoader(PositionedFromZero(), batch_size=4)
+    steps, _ = run(kind(), save_folder=tmp_path, save_interval="1ep", train_subset_num_batches=3)
+    batch, checkpoint = checkpoints(tmp_path)[0]
+    rest, _ = run(kind(), load_path=checkpoint, train_subset_num_batches=3)
+    assert rest == steps[batch:]
+    assert "the state_dict() of PositionedFromZero may say where" in caplog.text
+
+
+class NotPlain(Counting):
+    """Its state is of a type of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError("it is not saved")
+
+
+def test_a_state_that_no_checkpoint_holds_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once. The checkpoint can be loaded, and the loss is found out."""
+    run(by(NotPlain()), save_folder=tmp_path, save_interval="1ep")
+    assert sum("has a NotPlain in it" in text for text in caplog.messages) == 1
+    with pytest.raises(IncompatibleCheckpointError, match="NotPlain keeps something"):
+        run(by(NotPlain()), load_path=checkpoints(tmp_path)[1][1])
+
+
+# ── several ranks ────────────────────────────────────────────────────────────────────────────────────────────────────
+def over_ranks(sampler: Callable[[], Any]) -> Callable[[Any], Any]:
+    """What builds the loader of a rank."""
+    return lambda share: DataLoader(Numbers(COUNT), batch_size=2, sampler=sampler())
+
+
+@pytest.mark.parametrize("kind", [Stateful, lambda: Around(OwnGenerator(seeded())), drawn])
+@pytest.mark.parametrize("before", [1, 2])
+def test_another_number_of_ranks_gets_what_is_kept(kind: Callable[[], Any], before: int) -> None:
+    """Between epochs and within one, twice: the order is that of ranks that were not interrupted."""
+    whole = Ranks(over_ranks(kind), 2)
+    expected = [flat(whole.epoch()) for _ in range(4)]
+    ranks = Ranks(over_ranks(kind), before)
+    assert [flat(ranks.epoch()), flat(ranks.epoch())] == expected[:2]
+    ranks = Ranks(over_ranks(kind), 3, ranks.saved())
+    ranks.begin()
+    seen = [*flat([ranks.step() or []]), *flat([ranks.step() or []])]
+    ranks = Ranks(over_ranks(kind), 2, ranks.saved())
+    ranks.begin()
+    assert [*seen, *flat(ranks.rest())] == expected[2]
+    ranks = Ranks(over_ranks(kind), 4, ranks.saved())
+    assert flat(ranks.epoch()) == expected[3]
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingAtTheEnd, InAnIterator])
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_sampler_that_starts_over_is_found_out_on_all_ranks(kind: type[Counting], before: int) -> None:
+    """As in one process, which may have saved what several load."""
+    whole = Ranks(over_ranks(kind), 2)
+    expected = [flat(whole.epoch()) for _ in range(2)]
+    ranks = Ranks(over_ranks(kind), before)
+    ranks.epoch()
+    assert flat(Ranks(over_ranks(kind), 3, ranks.saved()).epoch()) == expected[1]
+    ranks.epoch()
+    saved = ranks.saved()
+    for rank in range(3):
+        one = Ranks(over_ranks(kind), 3, saved)
+        one.positions, one.generators = one.positions[rank : rank + 1], one.generators[rank : rank + 1]
+        with pytest.raises(IncompatibleCheckpointError, match="it is the order of the first epoch"):
+            one.begin()
+    ranks.begin()
+    ranks.step()
+    with pytest.raises(IncompatibleCheckpointError, match="another order"):
+        Ranks(over_ranks(kind), 3, ranks.saved()).begin()
+
+
+# ── what somebody else sets ──────────────────────────────────────────────────────────────────────────────────────────
+class ByEpoch(Counting):
+    """Shuffles by a number that it is told."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(shuffled_by(self.passes))
+
+
+class Telling(Callback):
+    """Tells a sampler the number of the epoch when it begins."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def epoch_start(self, state: State, logger: Logger) -> None:
+        self.sampler.passes = int(state.timestamp.epoch)
+
+
+class Keeping(Callback):
+    """Keeps what a sampler has counted, in the place of the sampler."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self.sampler.passes}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.sampler.passes = state_dict["passes"]
+
+
+@pytest.mark.parametrize(("kind", "callback"), [(ByEpoch, Telling), (Counting, Keeping)])
+def test_what_a_callback_sets_is_left_to_it(
+    kind: type[Counting], callback: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between epochs, as before: neither an error nor a warning, and the same order."""
+
+    def orders(**arguments: Any) -> list[Any]:
+        sampler = kind()
+        numbers: list[Any] = []
+
+        class Numbers(Callback):
+            def batch_end(self, state: State, logger: Logger) -> None:
+                numbers.append(state.batch[2].tolist())
+
+        data = DataLoader(Points(COUNT), batch_sampler=Around(batches_of(sampler)))
+        with build(train_dataloader=data, callbacks=[callback(sampler), Numbers()], **arguments) as trainer:
+            trainer.fit()
+        return numbers
+
+    whole = orders(max_duration="4ep", save_folder=tmp_path, save_interval="1ep")
+    for batch, checkpoint in checkpoints(tmp_path)[:-1]:
+        assert orders(max_duration="4ep", load_path=checkpoint) == whole[batch:]
+    assert not [text for text in caplog.messages if "restore" in text]
+
+
+def test_draws_from_the_shared_generator_between_epochs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They cannot be drawn again, in between those of training, and need not be: the resume is exact."""
+    kind = lambda: by(FromSharedGenerator(COUNT))
+    steps, end = run(kind(), save_folder=tmp_path, save_interval="1ep")
+    for batch, checkpoint in checkpoints(tmp_path)[:-1]:
+        rest, end_of_rest = run(kind(), load_path=checkpoint)
+        assert rest == steps[batch:]
+        assert same(end_of_rest, end)
+    assert "could not be drawn again" not in caplog.text
+
+
+@pytest.mark.parametrize(("batch_size", "is_said"), [(3, False), (4, True)])
+def test_other_data_between_epochs_are_trained_on(
+    batch_size: int, is_said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As before, and said: the order of the last epoch is not that of these data."""
+    run(by(Around(SequentialSampler(range(COUNT)))), save_folder=tmp_path, save_interval="1ep")
+    other = DataLoader(Points(8), batch_size=batch_size, sampler=Around(SequentialSampler(range(8))))
+    run(other, load_path=checkpoints(tmp_path)[1][1])
+    assert ("could not be drawn again" in caplog.text) is is_said
+
+
+# ── looking ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Strict(Points):
+    """Points that no one may ask for what they do not have; with everything around that may be held."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.many = [[random.Random(1)] for _ in range(10_000)]
+        self.model = torch.nn.Dropout()
+        self.itself = self
+        self.shared = [np.random.random.__self__, torch.default_generator, random.SystemRandom()]  # type: ignore[attr-defined]
+        self.own = {"a": [(seeded(),)]}
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was asked for")
+
+    @property
+    def late(self) -> Any:
+        raise AssertionError("a property was read")
+
+
+def test_looking_runs_no_code_of_the_users_and_ends() -> None:
+    """What is found are the generators of the data set, not those of everybody, and none of thousands of items."""
+    dataset = Strict()
+    assert held_by(Wrapper(dataset)).generators == [dataset.own["a"][0][0]]
+
+
+def test_evaluating_puts_back_generators_wherever_they_are() -> None:
+    """A wrapper in two roles: evaluation draws from its generator, and training gets the order it would have had."""
+    seed_all(1)
+    steps, end = run(EXACT["wrapper of a loader"]())
+    seed_all(1)
+    data = EXACT["wrapper of a loader"]()
+    evaluated, end_evaluated = run(data, eval_dataloader=data, eval_interval="2ba")
+    assert evaluated == steps
+    assert same(end_evaluated, end)
