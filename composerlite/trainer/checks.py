@@ -31,11 +31,13 @@ from composerlite.core.data import length_of
 from composerlite.errors import ConfigError, TrainingError, UnknownArgumentError, did_you_mean, naming
 from composerlite.models import ComposerModel
 from composerlite.other_trainers import way_here
+from composerlite.trainer.data.held import shared_states
 
 __all__ = [
     "Arguments",
     "FitSettings",
     "as_list",
+    "check_apart",
     "check_callbacks",
     "check_compile_config",
     "check_data",
@@ -164,6 +166,20 @@ def check_data(spec: DataSpec, *, argument: str) -> None:
         raise ConfigError(
             f"{argument}: {length_of(loader.dataset)} samples make no batch of {loader.batch_size}, and drop_last=True "
             "leaves out smaller ones. Pass a smaller batch_size, or drop_last=False."
+        )
+
+
+def check_apart(spec: DataSpec, train: DataSpec | None, *, argument: str) -> None:
+    """Check that iterating over ``spec`` leaves the position in the training data as it is.
+
+    Raises:
+        ConfigError: both have a loader, sampler or iterable data set that says where it is.
+    """
+    if train is not None and (shared := shared_states(train.dataloader, spec.dataloader)):
+        name = type(shared[0]).__name__
+        raise ConfigError(
+            f"{argument}: its {name} is also that of the train_dataloader and keeps one position for both: with each "
+            f"evaluation training would lose its place, and so would a resume. Give it a {name} of its own."
         )
 
 

@@ -282,7 +282,7 @@ class EvaluationLoop:
         """
         state, ranks = self._state, self._ranks
         with state.interruption.shielding_workers(spec.dataloader):
-            own = EvaluationBatches(spec, ranks.share)
+            own = EvaluationBatches(spec, ranks.share, is_trained_on=spec.dataloader is state.train_dataloader)
         batches = iter(own) if limit < 0 else itertools.islice(own, limit)
         batch: Batch = None
         began = False

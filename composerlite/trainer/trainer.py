@@ -555,6 +555,8 @@ class Trainer:
             for evaluator in evaluators:
                 metrics = build.eval_metrics(self._model, evaluator, self.state.device)
                 self.state.eval_metrics[evaluator.label] = metrics
+            if self._position is not None and self._position.is_in_epoch:
+                self._check_evaluators(evaluators)
         elif subset != -1:
             evaluators = [build.limited(evaluator, subset) for evaluator in evaluators]
         if not evaluators:
@@ -580,6 +582,8 @@ class Trainer:
         """
         subset = checks.check_subset(subset_num_batches, argument="subset_num_batches")
         spec = ensure_data_spec(dataloader)
+        if self._position is not None and self._position.is_in_epoch:
+            checks.check_apart(spec, self._train_spec, argument="dataloader")
         with build.bars_stopped_by_errors(self.logger):
             return self._evaluation.predict(spec, subset_num_batches=subset, return_outputs=return_outputs)
 
@@ -697,6 +701,7 @@ class Trainer:
             if is_used or self._fits >= max(1, len(self.state.fit_starts)):
                 self.state.dataset_state = {"train": None, "eval": {}}
                 self.state.timestamp = self.state.timestamp.at_start_of_epoch()
+        self._check_evaluators(self.state.evaluators)
         self.state.train_dataloader = self._train_spec.dataloader
         self._use_train_data(self._train_spec)
 
@@ -722,6 +727,12 @@ class Trainer:
             eval_interval=self._settings.eval_interval,
             subset_num_batches=self._settings.eval_subset_num_batches,
         )
+        self._check_evaluators(self.state.evaluators)
+
+    def _check_evaluators(self, evaluators: Iterable[Evaluator]) -> None:
+        for evaluator in evaluators:
+            argument = f"eval_dataloader {evaluator.label!r}"
+            checks.check_apart(evaluator.dataloader, self._train_spec, argument=argument)
 
     def _add_metrics(self) -> None:
         state = self.state

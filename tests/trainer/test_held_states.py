@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import data_kinds
 import numpy as np
 import pytest
 import torch
-from data_kinds import COUNT, FromSharedGenerator, OwnGenerator, seeded
+from data_kinds import COUNT, KINDS, FromSharedGenerator, OwnGenerator, seeded
 from test_data_over_ranks import Numbers, Ranks, flat
 from test_data_position import checkpoints, run
 from torch.utils.data import (
@@ -27,9 +28,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from trainer_parts import Points, Seen, build, same, weights
 
-from composerlite import Callback, DataSpec, Event, Logger, State
+from composerlite import Callback, DataSpec, Evaluator, Event, Logger, State
 from composerlite.core import seed_all
-from composerlite.errors import IncompatibleCheckpointError
+from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.trainer.data.held import held_by
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -525,3 +526,127 @@ def test_evaluating_puts_back_generators_wherever_they_are() -> None:
     evaluated, end_evaluated = run(data, eval_dataloader=data, eval_interval="2ba")
     assert evaluated == steps
     assert same(end_evaluated, end)
+
+
+# ── one loader in two roles ──────────────────────────────────────────────────────────────────────────────────────────
+ONE_FOR_BOTH: dict[str, Callable[[], Any]] = {
+    "StatefulDataLoader": lambda: StatefulDataLoader(Points(COUNT), batch_size=4, shuffle=True),
+    "StatefulDataLoader, generator": lambda: StatefulDataLoader(
+        Points(COUNT), batch_size=4, shuffle=True, generator=seeded()
+    ),
+    "StatefulDataLoader, 2 workers that persist": lambda: StatefulDataLoader(
+        Points(COUNT), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True
+    ),
+    "StatefulDataLoader, a stream in a worker": lambda: StatefulDataLoader(
+        data_kinds.StatefulStream(Points(COUNT)), batch_size=4, num_workers=1
+    ),
+    "DataLoader": lambda: DataLoader(Points(COUNT), batch_size=4, shuffle=True, generator=seeded()),
+    "data set with a state": lambda: DataLoader(Fading(COUNT), batch_size=4, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("kind", ONE_FOR_BOTH)
+def test_evaluating_on_the_training_loader_leaves_its_position(kind: str, tmp_path: Path) -> None:
+    """A resume is exact, from saves after an evaluation and between two, and between epochs."""
+
+    def trained(**arguments: Any) -> tuple[Any, Any]:
+        seed_all(1)  # torchdata draws when a loader is built
+        data = ONE_FOR_BOTH[kind]()
+        evaluator = Evaluator(label="train_set", dataloader=data, subset_num_batches=2)
+        return run(data, eval_dataloader=evaluator, eval_interval="2ba", **arguments)
+
+    steps, end = trained(save_folder=tmp_path, save_interval="1ba")
+    for batch, checkpoint in checkpoints(tmp_path)[1:11:3]:
+        rest, end_of_rest = trained(load_path=checkpoint)
+        assert rest == steps[batch:], f"the batches differ after a resume at batch {batch}"
+        assert same(end_of_rest, end)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluating_or_predicting_between_two_calls_of_fit(workers: int) -> None:
+    """On the loader whose epoch has begun: training goes on with the batch that comes next."""
+    kind = lambda: StatefulDataLoader(Points(COUNT), batch_size=4, shuffle=True, num_workers=workers)
+    seed_all(1)
+    steps, _ = run(kind(), max_duration="10ba", save_folder=None)
+    seed_all(1)
+    data, seen = kind(), Seen()
+    with build(train_dataloader=data, callbacks=seen, dropout=0.0) as trainer:
+        trainer.fit(duration="7ba")
+        before = trainer.state.state_dict()["dataset_state"]
+        trainer.eval(data)
+        trainer.predict(data, subset_num_batches=1)
+        assert repr(trainer.state.state_dict()["dataset_state"]) == repr(before)
+        trainer.fit(duration="3ba")
+    assert [batch for _, batch in seen.steps] == [batch for _, batch in steps]
+
+
+class Itself(Wrapper):
+    """A loader that says how far it is."""
+
+    __slots__ = ("done",)
+
+    def __iter__(self) -> Iterator[Any]:
+        for done, batch in enumerate(self.loader):
+            self.done = done
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.done = state_dict["done"]
+
+
+def both(kind: Callable[[], Any]) -> tuple[Any, Any]:
+    """One loader, twice."""
+    data = kind()
+    return data, data
+
+
+def two_over(stream: Any) -> tuple[Any, Any]:
+    """Two loaders over one data set."""
+    return DataLoader(stream, batch_size=4), DataLoader(stream, batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: both(lambda: Itself(DataLoader(Points(COUNT), batch_size=4))), "Itself"),
+        (lambda: both(KINDS["streaming"]), "Streaming"),
+        (lambda: both(KINDS["streaming loader"]), "StreamingLoader"),
+        (lambda: two_over(StatefulStream()), "StatefulStream"),
+        (lambda: both(lambda: by(Stateful())), "Stateful"),
+        (
+            lambda: both(lambda: StatefulDataLoader(Points(COUNT), batch_size=4, sampler=Stateful())),
+            "Stateful",
+        ),
+    ],
+)
+def test_a_loader_that_keeps_one_position_has_one_role(make: Callable[[], Any], name: str) -> None:
+    """Refused before training, in the constructor and in fit; between calls of fit where an epoch has begun."""
+    train, other = make()
+    words = f"its {name} is also that of the train_dataloader"
+    with pytest.raises(ConfigError, match=f"eval_dataloader 'eval': {words}"):
+        build(train_dataloader=train, eval_dataloader=other)
+    train, other = make()
+    with build(train_dataloader=train) as trainer, pytest.raises(ConfigError, match=words):
+        trainer.fit(eval_dataloader=other)
+    train, other = make()
+    with build(train_dataloader=train, max_duration="2ep") as trainer:
+        trainer.fit(duration="2ba")
+        with pytest.raises(ConfigError, match=words):
+            trainer.eval(other)
+        with pytest.raises(ConfigError, match=f"dataloader: {words}"):
+            trainer.predict(other)
+
+
+def test_a_data_set_of_two_loaders_is_no_position() -> None:
+    """One that says what it is like, as a stage of a curriculum, may be trained and evaluated on; so may workers'."""
+    dataset, stream = Fading(COUNT), StatefulStream()
+    with build(
+        train_dataloader=DataLoader(dataset, batch_size=4), eval_dataloader=DataLoader(dataset, batch_size=4)
+    ) as trainer:
+        trainer.fit(duration="1ep")
+    in_worker = DataLoader(stream, batch_size=4, num_workers=1)
+    with build(train_dataloader=DataLoader(stream, batch_size=4), eval_dataloader=in_worker) as trainer:
+        trainer.fit(duration="1ep")

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from composerlite import dist
 from composerlite.core import DataSpec, Timestamp
 from composerlite.errors import ConfigError
-from composerlite.trainer.data.held import is_streaming
+from composerlite.trainer.data.held import apart, is_streaming
 from composerlite.trainer.data.map_style import DealtPosition, IndexedPosition
 from composerlite.trainer.data.position import DataPosition
 from composerlite.trainer.data.samplers import GlobalSampler, Share, deals_by_itself
@@ -98,17 +98,18 @@ def batches_per_epoch(spec: DataSpec, share: Share, *, subset: int) -> int:
 class EvaluationBatches:
     """This rank's batches of the data to evaluate on; over all ranks each sample is given once.
 
-    Every rank is given as many batches. A loader that the trainer cannot partition is iterated over as it is.
+    Every rank is given as many batches. A loader that the trainer cannot partition is iterated over as it is: apart
+    from training, where that is torchdata's and trained on as well.
 
     Attributes:
         is_padding: see :class:`DataPosition`; such a batch is for no metric.
     """
 
-    def __init__(self, spec: DataSpec, share: Share) -> None:
+    def __init__(self, spec: DataSpec, share: Share, *, is_trained_on: bool = False) -> None:
         self._position: DataPosition | None = None
         loader: Any = spec.dataloader
         if not _is_shared_out(share) or not _is_partitioned(spec):
-            self._batches: Iterator[Batch] = iter(loader)
+            self._batches: Iterator[Batch] = iter(apart(loader) if is_trained_on else loader)
         else:
             self._position = DealtPosition(loader, Timestamp, seed=None, share=share)
             self._batches = self._position.epoch(0, 0)

@@ -7,6 +7,7 @@ for that; to save and load, what has ``state_dict`` and ``load_state_dict`` is a
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import logging
 import random
@@ -24,6 +25,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     IterDataPipe,
     MapDataPipe,
     RandomSampler,
@@ -33,6 +35,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from composerlite._torch_compat import forget_workers
 from composerlite.trainer.data.states import (
     NotPlainError,
     generator_state,
@@ -41,16 +44,18 @@ from composerlite.trainer.data.states import (
     same,
     set_generator_state,
 )
-from composerlite.types import StateDict, items_of
+from composerlite.types import StateDict, Stateful, items_of
 
 __all__ = [
     "Held",
+    "apart",
     "draws_from_generators_alone",
     "held_by",
     "held_by_data",
     "held_by_order",
     "is_streaming",
     "put_back",
+    "shared_states",
 ]
 
 log = logging.getLogger(__name__)
@@ -246,6 +251,40 @@ def is_streaming(dataset: Any) -> bool:
     if not callable(state_dict) or not callable(getattr(dataset, "load_state_dict", None)):
         return False
     return {"num_samples", "from_beginning"} <= inspect.signature(state_dict).parameters.keys()
+
+
+def shared_states(loader: Any, other: Any) -> list[Any]:
+    """Loaders, samplers and iterable data sets of both, whose state changes when either is iterated over.
+
+    A data set that workers of ``other`` copy is none, nor is a map-style one, which is no place in a pass; nor is a
+    loader that can be iterated over :func:`apart`.
+    """
+    kept: list[list[Any]] = []
+    for one in (loader, other):
+        found = [part.value for part in _walk([("", one)], set()) if part.is_part]
+        parts = [part for part in found if isinstance(part, DataLoader) or _has_state(part)]
+        kept.append([part for part in parts if isinstance(part, Stateful) and not _is_restartable(part)])
+    copied = not is_streaming(getattr(other, "dataset", None)) and getattr(other, "num_workers", 0) > 0
+    return [
+        part
+        for part in kept[0]
+        if any(part is same_one for same_one in kept[1])
+        and not (isinstance(part, Dataset) and (copied or not isinstance(part, IterableDataset)))
+    ]
+
+
+def apart(loader: Any) -> Any:
+    """``loader``; of torchdata's a copy, since the original tells the state of the iterator that it has made last."""
+    if not _is_restartable(loader):
+        return loader
+    own = copy.copy(loader)  # without workers that live on, which are the original's
+    forget_workers(own)
+    vars(own).update(next_iter_state=None, _initial_iter_for_state_dict=False, persistent_workers=False)
+    return own
+
+
+def _is_restartable(part: Any) -> bool:
+    return isinstance(part, DataLoader) and "next_iter_state" in vars(part)
 
 
 # ── looking for it ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -48,6 +48,11 @@ class DataPosition(ABC):
         self._fresh: list[list[Any]] = []
         self._restored: StateDict | None = None
 
+    @property
+    def is_in_epoch(self) -> bool:
+        """True from the beginning of an epoch to its end."""
+        return self._in_epoch
+
     @abstractmethod
     def epoch(self, number: int, skip: int) -> Iterator[Batch]:
         """The batches of epoch ``number`` from batch ``skip`` on. Training's generators stand afterwards as before.
