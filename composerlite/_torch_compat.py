@@ -8,6 +8,7 @@ torch may change them in any release. Each is here since it has no public name t
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXTRA_STATE",
+    "OWN_OF_LOADERS",
     "change_count",
     "dcp_memory_format_class",
     "dcp_storage_info_class",
@@ -42,6 +44,8 @@ __all__ = [
     "rebuild_tensor",
     "record_memory_history",
     "savable_dtypes",
+    "scheduler_in_charge",
+    "scheduler_parts",
     "storage_id",
     "typed_storage_class",
     "untyped_storage",
@@ -125,6 +129,23 @@ def load_hooks(module: nn.Module) -> Iterable[Any]:
 def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return true if a hook runs before ``optimizer`` loads a state."""
     return bool(optimizer._optimizer_load_state_dict_pre_hooks)
+
+
+OWN_OF_LOADERS = frozenset({"_iterator", "_IterableDataset_len_called", "_DataLoader__initialized"})
+"""Attributes that a loader keeps for itself while it is iterated over."""
+
+
+def scheduler_parts(scheduler: Any) -> Sequence[Any]:
+    """Return the schedulers that a ``SequentialLR`` or ``ChainedScheduler`` is made of; none of any other."""
+    kept = [value for value in vars(scheduler).values() if isinstance(value, list | tuple)]
+    return [one for value in kept for one in value if isinstance(one, torch.optim.lr_scheduler.LRScheduler)]
+
+
+def scheduler_in_charge(scheduler: Any) -> Any:
+    """Return the part of a ``SequentialLR`` whose turn it is; any other scheduler itself."""
+    if not isinstance(scheduler, torch.optim.lr_scheduler.SequentialLR):
+        return scheduler
+    return scheduler_in_charge(scheduler_parts(scheduler)[bisect_right(scheduler._milestones, scheduler.last_epoch)])
 
 
 def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:

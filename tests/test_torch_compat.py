@@ -182,6 +182,45 @@ def test_mark_as_stepped_keeps_schedulers_quiet() -> None:
         assert bool(caught) is not marked
 
 
+@seen_with("OWN_OF_LOADERS", "2.13")
+def test_own_of_loaders_is_all_that_an_iteration_changes() -> None:
+    """With workers that persist, and where the length of an iterable data set is asked for."""
+
+    class Sized(torch.utils.data.IterableDataset[int]):
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self) -> Any:
+            return iter(range(4))
+
+    for loader in (DataLoader(Sized()), DataLoader(range(4), num_workers=1, persistent_workers=True)):  # type: ignore[arg-type]
+        before = dict(vars(loader))
+        assert len(list(loader)) == len(loader)
+        changed = {name for name, value in vars(loader).items() if value is not before.get(name, loader)}
+        assert changed
+        assert changed <= compat.OWN_OF_LOADERS
+        compat.forget_workers(loader)
+
+
+@seen_with("scheduler_parts", "2.13")
+@seen_with("scheduler_in_charge", "2.13")
+def test_the_parts_of_schedulers_and_the_one_in_charge() -> None:
+    """Whose rates are those that ``SequentialLR`` and ``ChainedScheduler`` give."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    parts: list[Any] = [torch.optim.lr_scheduler.StepLR(optimizer, step) for step in (2, 3)]
+    assert list(compat.scheduler_parts(torch.optim.lr_scheduler.ChainedScheduler(parts))) == parts
+    sequence = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [1])
+    assert list(compat.scheduler_parts(sequence)) == parts
+    assert not compat.scheduler_parts(parts[0])
+    for part in parts:
+        assert compat.scheduler_in_charge(sequence) is part
+        optimizer.step()
+        sequence.step()
+    assert compat.scheduler_in_charge(parts[0]) is parts[0]
+    around = torch.optim.lr_scheduler.SequentialLR(optimizer, [sequence], [])
+    assert compat.scheduler_in_charge(around) is compat.scheduler_in_charge(sequence)
+
+
 @seen_with("multiply_each", "2.11", "2.12", "2.13", "2.15")
 def test_multiply_each_is_in_place() -> None:
     """On every tensor."""

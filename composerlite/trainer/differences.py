@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, final
 
@@ -17,6 +18,7 @@ import torch
 import xxhash
 from torch.utils.data import Subset, TensorDataset
 
+from composerlite._torch_compat import scheduler_in_charge, scheduler_parts
 from composerlite.core import State
 from composerlite.core.data import length_of
 from composerlite.trainer.data.digests import sampled, spread
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _APART = ("params", "param_names", "lr", "initial_lr")
 _LONGEST = 60
+_NO_RATE = re.compile("base|last|min|final|end")
 
 
 @final
@@ -134,15 +137,48 @@ def _reconcile_rates(state: State, script_holds: bool) -> Iterator[ChangedSettin
         state.learning_rates = tuple(before)
         yield ChangedSetting("learning rate", tuple(before), tuple(now), _OLD_HOLDS)
         return
-    for group, old, new in zip(state.optimizers[0].param_groups, before, now, strict=True):
-        group["lr"] = group["lr"] * new / old if old else new
+    groups, schedulers = state.optimizers[0].param_groups, list(_flat(state.schedulers))
+    apart = [type(one).__name__ for one in schedulers if _keeps_rates(one)]
+    if apart:
+        state.learning_rates = tuple(before)
+        verdict = _SCHEDULE_HOLDS.format(name=apart[0], path=state.load_path, rate=_one(before))
+        yield ChangedSetting("learning rate", tuple(before), tuple(now), verdict)
+        return
+    floor = _floor(state.schedulers[0]) if len(state.schedulers) == 1 else 0.0
+    for group, old, new in zip(groups, before, now, strict=True):
+        group["lr"] = floor + (group["lr"] - floor) * (new - floor) / (old - floor) if old != floor else new
         if "initial_lr" in group:
             group["initial_lr"] = new
-    for scheduler in state.schedulers:
+    for scheduler in schedulers:
         if len(getattr(scheduler, "base_lrs", ())) == len(now):
             scheduler.base_lrs = list(now)
     verdict = f"it holds from here on, scaled by the schedule; to continue as before give lr={_one(before)!r}"
     yield ChangedSetting("learning rate", tuple(before), tuple(now), verdict)
+
+
+def _flat(schedulers: Iterable[Any]) -> Iterator[Any]:
+    """``schedulers``, and those that they are made of."""
+    for scheduler in schedulers:
+        yield scheduler
+        yield from _flat(scheduler_parts(scheduler))
+
+
+def _keeps_rates(scheduler: Any) -> bool:
+    """Return true if ``scheduler`` has numbers that are rates, apart from those that it scales and from lowest ones."""
+    named = {name: value for name, value in vars(scheduler).items() if "lr" in name and not _NO_RATE.search(name)}
+    return any(_are_numbers(value) for value in named.values())
+
+
+def _are_numbers(value: Any) -> bool:
+    values: list[Any] = list(cast("Any", value)) if isinstance(value, list | tuple) else [value]
+    return bool(values) and all(
+        isinstance(one, int | float | torch.Tensor) and not isinstance(one, bool) for one in values
+    )
+
+
+def _floor(scheduler: Any) -> float:
+    """The rate from which ``scheduler`` scales where it stands: of the difference to that, and not of the whole."""
+    return float(getattr(scheduler_in_charge(scheduler), "eta_min", 0.0))
 
 
 def _reconcile_hyperparameters(state: State, script_holds: bool) -> Iterator[ChangedSetting]:
@@ -212,6 +248,11 @@ def differences_of_run(state: State, *, seed: int | None) -> list[ChangedSetting
 
 _NEW_HOLDS = "it holds from here on; to continue as before "
 _OLD_HOLDS = "the checkpoint's holds; autoresume=True takes that of the script"
+_SCHEDULE_HOLDS = (
+    "the checkpoint's holds, since {name} keeps rates of its own, which are restored with it; to continue as before "
+    "give lr={rate!r}, to begin with the other, start another run_name with load_path={path!r} and "
+    "load_ignore_keys=['state/optimizers', 'state/schedulers']"
+)
 _STATE_HOLDS = (
     "the checkpoint's holds, with which the optimizer's state was made; to begin with the other, start another "
     "run_name with load_path={path!r} and load_ignore_keys=['state/optimizers', 'state/schedulers']"

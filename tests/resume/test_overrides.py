@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.tiny_training import Classifier, trainer
+from torch.optim import lr_scheduler as L
 from torch.utils.data import DataLoader, TensorDataset
 
+from composerlite import Callback, Logger, State
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.optim import LinearScheduler
 
@@ -56,6 +58,76 @@ def test_another_learning_rate_holds_from_there_on(
     again = launch(tmp_path, 6, 0.02, scheduler=scheduler)
     assert again.state.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.02 * (0.4 if scheduler else 1))
     assert "learning rate was" not in caplog.text
+
+
+class Peak(L.LRScheduler):
+    """A user's, that keeps a rate of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, peak_lr: float) -> None:
+        self.peak_lr = peak_lr
+        super().__init__(optimizer)
+
+    def get_lr(self) -> Any:
+        return [self.peak_lr / (1 + self.last_epoch)]
+
+
+def parts(optimizer: Any) -> list[Any]:
+    """Two schedulers, one of which goes to a lowest rate."""
+    return [L.LinearLR(optimizer, total_iters=3), L.CosineAnnealingLR(optimizer, 20, eta_min=0.01)]
+
+
+@pytest.mark.parametrize(
+    ("make", "holds"),
+    [
+        (lambda o: L.SequentialLR(o, parts(o), [3]), True),
+        (lambda o: L.SequentialLR(o, [L.ConstantLR(o, 0.5, 3), L.CosineAnnealingWarmRestarts(o, 8)], [3]), True),
+        (lambda o: L.SequentialLR(o, [L.SequentialLR(o, parts(o), [2]), L.ExponentialLR(o, 0.9)], [6]), True),
+        (lambda o: L.ChainedScheduler([L.ConstantLR(o, 0.5, 6), L.CosineAnnealingWarmRestarts(o, 8)]), True),
+        (lambda o: L.CosineAnnealingLR(o, 10, eta_min=0.01), True),
+        (lambda o: L.PolynomialLR(o, 10), True),
+        (lambda o: L.OneCycleLR(o, o.param_groups[0]["lr"], 20), True),
+        (lambda o: L.CyclicLR(o, o.param_groups[0]["lr"], o.param_groups[0]["lr"] * 2, 4, cycle_momentum=False), False),
+        (lambda o: Peak(o, o.param_groups[0]["lr"]), False),
+        (lambda o: L.SequentialLR(o, [L.ConstantLR(o, 0.5, 3), Peak(o, o.param_groups[0]["lr"])], [3]), False),
+    ],
+)
+@pytest.mark.parametrize("batch", [2, 5])
+@pytest.mark.filterwarnings("ignore:Detected call of")  # torch's own, about a SequentialLR in another
+def test_the_rate_that_the_log_says_holds_does(
+    make: Any, holds: bool, batch: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With every kind of schedule, and those made of others: for all batches that follow, as if it had been so."""
+
+    def rates(folder: str, rate: float, until: int) -> list[float]:
+        found: list[float] = []
+
+        class Rates(Callback):
+            def batch_start(self, state: State, logger: Logger) -> None:
+                found.append(float(state.optimizers[0].param_groups[0]["lr"]))
+
+        model = Classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        with trainer(
+            model=model,
+            optimizers=optimizer,
+            schedulers=make(optimizer),
+            step_schedulers_every_batch=True,
+            max_duration=f"{until}ba",
+            save_folder=tmp_path / folder,
+            save_interval="1ba",
+            autoresume=True,
+            callbacks=[Rates()],
+        ) as run:
+            run.fit()
+        return found
+
+    expected = rates("whole", 0.2 if holds else 0.1, 12)
+    rates("cut", 0.1, batch)
+    with caplog.at_level(logging.WARNING):
+        found = rates("cut", 0.2, 12)
+    assert found == pytest.approx(expected[batch:])
+    assert ("it holds from here on, scaled by the schedule" in caplog.text) is holds
+    assert ("the checkpoint's holds, since" in caplog.text) is not holds
 
 
 def test_the_same_learning_rate_changes_nothing(tmp_path: Path) -> None:

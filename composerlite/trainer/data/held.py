@@ -35,7 +35,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from composerlite._torch_compat import forget_workers
+from composerlite._torch_compat import OWN_OF_LOADERS, forget_workers
 from composerlite.trainer.data.states import (
     NotPlainError,
     generator_state,
@@ -69,7 +69,7 @@ _PARTS = ("sampler", "batch_sampler", "dataset", "datasets")
 _PLAIN = (bool, int, float, str)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _CLOSED = (torch.Tensor, np.ndarray, nn.Module, torch.optim.Optimizer, type, types.ModuleType, *_GENERATORS)
-_OF_LOADERS = {*inspect.signature(DataLoader).parameters, "_IterableDataset_len_called", "_DataLoader__initialized"}
+_OF_LOADERS = frozenset(inspect.signature(DataLoader).parameters)
 
 Pairs = Sequence[Sequence[Any]]
 """Values by place, as a checkpoint holds them: ``[place, value]`` each."""
@@ -323,7 +323,8 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
         own: Any = object.__getattribute__(value, "__dict__")
     except AttributeError:
         own = {}
-    found = [(name, own[name]) for name in list(own) if name != "_iterator"] if isinstance(own, dict) else []
+    apart = OWN_OF_LOADERS if isinstance(value, DataLoader) else ()
+    found = [(name, own[name]) for name in list(own) if name not in apart] if isinstance(own, dict) else []
     for kind in type(value).__mro__:
         for name, member in vars(kind).items() if "__slots__" in vars(kind) else ():
             if isinstance(member, types.MemberDescriptorType):
