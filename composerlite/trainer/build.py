@@ -37,7 +37,7 @@ from composerlite.errors import ConfigError, naming
 from composerlite.loggers import ConsoleLogger, ProgressBarLogger
 from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler, DecoupledSGDW, compile_composer_scheduler
-from composerlite.trainer.checks import as_list, check_callbacks, check_data, is_several
+from composerlite.trainer.checks import as_list, check_callbacks, check_data, check_restored, is_several
 from composerlite.types import Batch
 
 if TYPE_CHECKING:
@@ -266,6 +266,8 @@ def build_parts(
     callbacks: list[Callback] = as_list(arguments["callbacks"], Callback, argument="callbacks")
     loggers: list[LoggerDestination] = as_list(arguments["loggers"], LoggerDestination, argument="loggers")
     check_callbacks([*callbacks, *loggers])
+    for algorithm in algorithms:
+        check_restored(algorithm, Algorithm)
     loggers += _output_loggers(arguments)
     if (profiler := arguments["profiler"]) is not None:
         callbacks[:0] = _profiling(profiler)  # first: it sees what the other callbacks do

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from composerlite.core import (
     MAX_SEED,
+    Algorithm,
     AlgorithmPass,
     Callback,
     DataSpec,
@@ -51,6 +52,7 @@ __all__ = [
     "check_passes",
     "check_plateau",
     "check_ratio",
+    "check_restored",
     "check_seed",
     "check_subset",
     "is_several",
@@ -125,15 +127,17 @@ def is_several(eval_dataloader: Any) -> bool:
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> None:
-    """Check that ``callbacks`` have no method of another trainer's, which nothing would call.
+    """Check that ``callbacks`` have no method of another trainer's, which nothing would call, and no half of a state.
 
     One that also has the method of this trainer may be meant for both.
 
     Raises:
-        ConfigError: one has such a method; the message says what it is called here.
+        ConfigError: one has such a method; the message says what it is called here. Or its state would be saved and
+            not restored.
     """
     for callback in callbacks:
         kind = type(callback)
+        check_restored(callback, Callback)
         for name in (name for name in dir(kind) if name.startswith("on_")):
             way = way_here("Callback", name)
             if way is None or getattr(kind, way) is not getattr(Callback, way):
@@ -143,6 +147,20 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
                 raise ConfigError(
                     f"{kind.__name__} has a method {name!r}, which nothing calls: here it is {way}({arguments})."
                 )
+
+
+def check_restored(one: Callback | Algorithm, base: type[Callback | Algorithm]) -> None:
+    """Check that ``one`` takes back the state that it gives.
+
+    Raises:
+        ConfigError: it has ``state_dict`` of its own, and ``load_state_dict`` of ``base``, which does nothing.
+    """
+    kind = type(one)
+    if kind.state_dict is not base.state_dict and kind.load_state_dict is base.load_state_dict:
+        raise ConfigError(
+            f"{kind.__name__} has state_dict() and no load_state_dict(state_dict): what it saves is never restored. "
+            "Add the other, or leave out both."
+        )
 
 
 _ARGUMENTS = {"state_dict": "self", "load_state_dict": "self, state_dict"}

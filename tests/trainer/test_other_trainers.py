@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 from trainer_parts import Net, Points, build, loader
 
-from composerlite import Callback, Logger, State
+from composerlite import Algorithm, Callback, Event, Logger, State
+from composerlite.core import LoggerDestination
 from composerlite.errors import ConfigError, TrainingError, UnknownArgumentError
 from composerlite.loggers import CSVLogger, FileLogger, JSONLLogger
 
@@ -339,3 +340,45 @@ def test_reduce_lr_on_plateau_without_evaluation_is_told_before_training() -> No
             "schedulers: ReduceLROnPlateau follows the loss of the first evaluator, and there is none. Pass "
             "eval_dataloader."
         )
+
+
+# ── half of a state ──────────────────────────────────────────────────────────────────────────────────────────────────
+class SavesOnly(Callback):
+    """Forgets to take back what it gives."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": 1}
+
+
+class SavesAndLoads(SavesOnly):
+    """Does not."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict == {"n": 1}
+
+
+class LogsOnly(SavesOnly, LoggerDestination):
+    """A logger is a callback."""
+
+
+class AppliesOnly(Algorithm):
+    """Algorithms have a state, too."""
+
+    def match(self, event: Event, state: State) -> bool:
+        return False
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        raise AssertionError("it matches nothing")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": 1}
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"callbacks": SavesOnly()}, {"loggers": LogsOnly()}, {"algorithms": AppliesOnly()}]
+)
+def test_a_state_that_would_be_saved_and_not_restored_is_an_error(arguments: dict[str, Any]) -> None:
+    """Before training: a resume would begin it anew, and say nothing."""
+    with pytest.raises(ConfigError, match=r"Only has state_dict\(\) and no load_state_dict\(state_dict\)"):
+        build(**arguments)
+    build(callbacks=[SavesAndLoads(), Callback()]).close()
