@@ -174,6 +174,8 @@ def check_data(spec: DataSpec, *, argument: str) -> None:
     """
     loader: Any = spec.dataloader
     if not isinstance(loader, DataLoader):
+        if length_of(loader) == 0:
+            raise ConfigError(f"{argument}: this {type(loader).__name__} has no batch: its length is 0.")
         return
     if length_of(loader.dataset) == 0:
         raise ConfigError(

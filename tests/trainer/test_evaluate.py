@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 from trainer_parts import At, Events, Net, Points, build, loader, same, weights
@@ -423,3 +423,49 @@ def test_eval_needs_data() -> None:
             trainer.eval(held_out(), subset_num_batches=0)
         with pytest.raises(ConfigError, match="subset_num_batches=0"):
             trainer.predict(held_out(), subset_num_batches=0)
+
+
+# ── nothing to evaluate on ───────────────────────────────────────────────────────────────────────────────────────────
+class Nothing(IterableDataset[Any]):
+    """No points, which nobody knows before asking for one."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def once() -> Any:
+    """Batches that are there once."""
+    yield from loader()
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(lambda: DataLoader(Nothing(), batch_size=4), "DataLoader"), (once, "generator")]
+)
+def test_an_evaluation_of_nothing_is_an_error(make: Any, name: str) -> None:
+    """Where it turns out, as with the training data: the metrics would be made up, or those of the last time."""
+    with build(eval_dataloader=make(), eval_interval="1ba") as trainer:
+        with pytest.raises(ConfigError, match=rf"eval_dataloader 'eval': its {name} gave no batch.*iterated once only"):
+            trainer.fit()
+        assert trainer.state.timestamp.batch == ("1ba" if name == "DataLoader" else "2ba")
+        with pytest.raises(ConfigError, match="gave no batch"):
+            trainer.eval(DataLoader(Nothing(), batch_size=4))
+        assert trainer.predict(DataLoader(Nothing(), batch_size=4)) == []
+
+
+class Empty:
+    """An iterable that knows that it has nothing."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+@pytest.mark.parametrize("data", [Empty(), []])
+def test_a_loader_of_no_length_is_an_error_before_training(data: Any) -> None:
+    """For evaluation and for training."""
+    with pytest.raises(ConfigError, match=rf"'eval': this {type(data).__name__} has no batch: its length is 0"):
+        build(eval_dataloader=Evaluator(label="eval", dataloader=data))
+    with pytest.raises(ConfigError, match=rf"train_dataloader: this {type(data).__name__} has no batch"):
+        build(train_dataloader=data)
