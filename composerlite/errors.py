@@ -55,6 +55,7 @@ __all__ = [
     "TrainingError",
     "UnknownArgumentError",
     "UntrustedCheckpointError",
+    "check_takes",
     "checked_arguments",
     "did_you_mean",
     "naming",
@@ -184,6 +185,27 @@ def naming(argument: str, value: object) -> Generator[None]:
         yield
     except ConfigError as e:
         raise ConfigError(f"{argument}={value!r}: {e}") from e
+
+
+def check_takes(function: Callable[..., object], *names: str) -> None:
+    """Check that ``function`` can be called with as many arguments as there are ``names``, where it says so.
+
+    Args:
+        function: of a user.
+        names: what it is called with.
+
+    Raises:
+        ConfigError: it takes fewer, or needs more.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as e:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ConfigError(f"{name}{signature}: expected a function ({', '.join(names)}).") from e
 
 
 def raise_all(errors: Sequence[Exception], message: str) -> None:

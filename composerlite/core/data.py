@@ -282,6 +282,11 @@ class DataSpec:
         get_num_tokens_in_batch: Callable[[Batch], int] | None = None,
         replay_on_resume: bool = False,
     ) -> None:
+        if isinstance(dataloader, type):
+            raise ConfigError(
+                f"{dataloader.__name__} is a class, not a data loader. Did you pass the class instead of an object of "
+                "it?"
+            )
         if not hasattr(dataloader, "__iter__"):
             raise ConfigError(
                 f"a data loader of type {type(dataloader).__name__} cannot be iterated. Pass a DataLoader or any "

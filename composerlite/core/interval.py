@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, final
 from composerlite.core.event import Event
 from composerlite.core.progress import Progress, span
 from composerlite.core.time import Time, TimeInput, Timestamp, TimeUnit
-from composerlite.errors import ConfigError
+from composerlite.errors import ConfigError, check_takes
 
 __all__ = [
     "AutoInterval",
@@ -271,9 +271,10 @@ def create_interval_scheduler(
         A function ``(state, event) -> bool``.
 
     Raises:
-        ConfigError: the interval cannot be read.
+        ConfigError: the interval cannot be read, or the function cannot be called so.
     """
     if callable(interval):
+        check_takes(interval, "state", "event")
         return interval
     if isinstance(interval, str) and interval.strip().lower().startswith("auto"):
         if not allow_auto:

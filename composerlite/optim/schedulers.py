@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
 
+import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from composerlite.core import Time, read_time, span
-from composerlite.errors import ConfigError, checked_arguments
+from composerlite.errors import ConfigError, check_takes, checked_arguments, naming
 
 if TYPE_CHECKING:
     from composerlite.core import State
@@ -50,8 +52,8 @@ def compile_composer_scheduler(scheduler: ComposerScheduler, state: State, ssr: 
         The scheduler.
 
     Raises:
-        ConfigError: ``state`` has not exactly one optimizer, ``ssr`` is not positive, or the schedule is in ``dur``
-            and ``state`` has no ``max_duration``.
+        ConfigError: ``state`` has not exactly one optimizer, ``ssr`` is not positive, the schedule is in ``dur`` and
+            ``state`` has no ``max_duration``, or it is a function that cannot be called so or returns no number.
     """
     if len(state.optimizers) != 1:
         raise ConfigError(f"a scheduler needs exactly one optimizer, and there are {len(state.optimizers)}.")
@@ -60,9 +62,17 @@ def compile_composer_scheduler(scheduler: ComposerScheduler, state: State, ssr: 
             f"scale_schedule_ratio={ssr}: expected a number above zero; 1.0 leaves the schedule as it is."
         )
 
+    with naming("schedulers", scheduler):
+        check_takes(scheduler, *(("state",) if ssr == 1.0 else ("state", "ssr")))
+
     def factor(_steps: int) -> float:
         # A function of the state alone is a schedule, too, as long as nothing is scaled.
-        return scheduler(state) if ssr == 1.0 else scheduler(state, ssr)
+        found = scheduler(state) if ssr == 1.0 else scheduler(state, ssr)
+        if not isinstance(found, float | numbers.Real | torch.Tensor):
+            raise ConfigError(
+                f"schedulers={scheduler!r} returned {found!r}: expected a number, the factor of the learning rate."
+            )
+        return found
 
     return LambdaLR(state.optimizers[0], factor)
 

@@ -77,7 +77,8 @@ def resolve_run_name(run_name: str | None, *, autoresume: bool) -> tuple[str, bo
     scheduler gives one that stays the same when the job is started again.
 
     Raises:
-        ConfigError: with ``autoresume`` and no name, a relaunch could not find its run again; or a name with a slash.
+        ConfigError: with ``autoresume`` and no name, a relaunch could not find its run again; or a name with a slash or
+            a null character.
     """
     if run_name is not None and not (isinstance(run_name, str) and run_name):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"run_name={run_name!r}: expected a name, or None for that of the environment or a new one.")
@@ -93,6 +94,8 @@ def resolve_run_name(run_name: str | None, *, autoresume: bool) -> tuple[str, bo
         return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}", False
     if "/" in name or name in (".", ".."):
         raise ConfigError(f"run_name={name!r} names folders: it cannot contain '/'.")
+    if "\0" in name:
+        raise ConfigError(f"run_name={name!r} has a null character in it, which no file can have in its name.")
     return name, True
 
 

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -382,3 +383,53 @@ def test_a_state_that_would_be_saved_and_not_restored_is_an_error(arguments: dic
     with pytest.raises(ConfigError, match=r"Only has state_dict\(\) and no load_state_dict\(state_dict\)"):
         build(**arguments)
     build(callbacks=[SavesAndLoads(), Callback()]).close()
+
+
+# ── what cannot be called, or is no object ───────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"schedulers": lambda a, b, c: 1.0}, r"schedulers=.*<lambda>\(a, b, c\): expected a function \(state\)"),
+        (
+            {"schedulers": lambda state: 1.0, "scale_schedule_ratio": 0.5},
+            r"schedulers=.*<lambda>\(state\): expected a function \(state, ssr\)",
+        ),
+        ({"schedulers": lambda state: "x"}, "returned 'x': expected a number, the factor of the learning rate"),
+        ({"schedulers": lambda state: None}, "returned None: expected a number"),
+        ({"save_interval": lambda state: True}, r"save_interval=.*expected a function \(state, event\)"),
+        ({"eval_interval": lambda state: True}, r"eval_interval=.*expected a function \(state, event\)"),
+        ({"console_log_interval": lambda: True}, "console_log_interval=.*expected a function"),
+        ({"train_dataloader": DataLoader}, "DataLoader is a class, not a data loader. Did you pass the class"),
+        ({"eval_dataloader": DataLoader}, "DataLoader is a class, not a data loader. Did you pass the class"),
+        ({"run_name": "nul\0"}, r"run_name='nul\\x00' has a null character in it"),
+        ({"save_latest_filename": "ep1-ba7-rank0.pt"}, "save_latest_filename='ep1-ba7-rank0.pt' is a name that"),
+        ({"save_latest_filename": "ep7-ba7-rank{rank}.pt"}, "save_latest_filename='ep7-ba7-rank{rank}.pt' is a name"),
+        ({"save_latest_filename": "newest", "save_filename": "{run_name}"}, None),
+        ({"save_latest_filename": "ba{batch}.pt", "save_filename": "ba{batch}.pt"}, None),
+    ],
+)
+def test_what_could_only_fail_in_training_is_said_before(
+    arguments: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    """With the argument, its value and what is expected; what works is left as it is."""
+    given = {"save_folder": tmp_path, **arguments}
+    if message is None:
+        build(**given).close()
+        return
+    with pytest.raises(ConfigError, match=message):
+        build(**given)
+
+
+def test_a_function_of_another_length_of_arguments_in_python_or_c_works() -> None:
+    """With defaults, as a bound method, or where it does not say what it takes."""
+    seen: list[Any] = []
+
+    class Due:
+        def __call__(self, state: State, event: Event, *rest: Any, verbose: bool = False) -> bool:
+            seen.append(event)
+            return False
+
+    schedule = lambda state, ssr=1.0, *more: np.float32(0.5)
+    with build(schedulers=schedule, eval_dataloader=loader(), eval_interval=Due(), max_duration="1ba") as trainer:
+        trainer.fit()
+    assert seen

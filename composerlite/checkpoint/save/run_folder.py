@@ -36,6 +36,7 @@ from composerlite.checkpoint.record.naming import (
     ensure_no_conflict,
     format_name_with_dist,
     format_name_with_dist_and_time,
+    name_pattern,
     names_of_ranks,
 )
 from composerlite.checkpoint.record.retention import Interval
@@ -365,7 +366,17 @@ class RunFolder:
         if self.latest_filename is not None:
             latest = form.template(self.latest_filename.filename, "save_latest_filename")
             self.latest_filename = PartialFilePath(latest, self._template)
+            self._check_latest_is_no_checkpoint(template, latest, state)
         return form
+
+    def _check_latest_is_no_checkpoint(self, template: str, latest: str, state: SavedState) -> None:
+        """Refuse a name of the link that a checkpoint will have; where all have it, the link is left out."""
+        name = format_name_with_dist_and_time(latest, state.run_name, state.timestamp, **FIRST_RANK)
+        if template != latest and name_pattern(template, state.run_name).fullmatch(name):
+            raise ConfigError(
+                f"save_latest_filename={latest!r} is a name that checkpoints have with save_filename={template!r}, and "
+                "the link to the newest would be in the way of one. Choose another."
+            )
 
     def _check_names_are_its_own(self, state: SavedState, others: Iterable[RunFolder]) -> None:
         """Refuse names whose files, or whose link, another saver of this run would replace by its own."""
