@@ -413,6 +413,30 @@ def test_a_sampler_that_starts_over_is_found_out_on_all_ranks(kind: type[Countin
         Ranks(over_ranks(kind), 3, ranks.saved()).begin()
 
 
+def test_a_checkpoint_that_knows_nothing_of_it_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One of an earlier version: a warning says what it has no state of. In the first epoch nothing is lost."""
+
+    def as_it_was(contents: dict[str, Any]) -> None:
+        position = contents["state"]["dataset_state"]["train"]
+        for name in ("held", "last", "first_order", "data", "first"):
+            position.pop(name, None)
+        position["generators"] = []
+
+    kinds: dict[str, Callable[[], Any]] = {
+        "no state of Stateful:": lambda: by(Stateful()),
+        "no state of StatefulStream:": lambda: DataLoader(StatefulStream(), batch_size=4),
+        "no state of Fading:": lambda: DataLoader(Fading(COUNT), batch_size=4),
+        "no state of 1 generators that": EXACT["wrapper of a loader"],
+    }
+    for number, (words, kind) in enumerate(kinds.items()):
+        steps, _ = run(kind(), save_folder=tmp_path / str(number), save_interval="2ba", max_duration="1ep")
+        caplog.clear()
+        checkpoint = checkpoints(tmp_path / str(number))[0][1]
+        rest, _ = run(kind(), load_path=checkpoint, load_ignore_keys=as_it_was, max_duration="1ep")
+        assert "Fading" in words or rest == steps[2:]
+        assert caplog.text.count(words) == 1
+
+
 # ── what somebody else sets ──────────────────────────────────────────────────────────────────────────────────────────
 class ByEpoch(Counting):
     """Shuffles by a number that it is told."""

@@ -56,6 +56,7 @@ __all__ = [
     "is_streaming",
     "put_back",
     "shared_states",
+    "tell_of_lacking",
 ]
 
 log = logging.getLogger(__name__)
@@ -155,11 +156,6 @@ class Held:
                 one.load_state_dict(native(given[place]))
         self._loaded = self.states()
 
-    def lacking(self, saved: StateDict) -> list[str]:
-        """The classes of what has a state, of which none was ``saved``."""
-        places = _by_place(saved.get("states", ()))
-        return list(dict.fromkeys(type(one).__name__ for place, one in self._stateful if place not in places))
-
     def differs_from(self, states: Pairs) -> bool:
         """Return true if what has a state has another one."""
         return not same(self.states(), list(states))
@@ -179,6 +175,14 @@ class Held:
         counts, now = _by_place(saved.get("counts", ())), dict(self._counters())
         were_restored = bool(counts) and all(now.get(place) == value for place, value in counts.items())
         return were_restored or now != self._counts or not same(self.states(), self._loaded)
+
+    def lacking(self, saved: StateDict, generators: Sequence[Any]) -> list[str]:
+        """What has a state, or is a generator, and of which none was ``saved``, in words."""
+        places = _by_place(saved.get("states", ()))
+        lacking = [type(one).__name__ for place, one in self._stateful if place not in places]
+        if count := max(0, len(self.generators) - len(generators)):
+            lacking.append(f"{count} generators that are not held by the loader and its samplers themselves")
+        return list(dict.fromkeys(lacking))
 
     def not_restored(self, saved: Pairs) -> list[str]:
         """The ``saved`` counts that nobody has restored: they are here as they were when this was built."""
@@ -219,6 +223,16 @@ class Held:
                     and not (type(value) is str and len(value) > _LONGEST)
                 ):
                     yield f"{place}.{name}", value
+
+
+def tell_of_lacking(held: Held, saved: StateDict, generators: Sequence[Any]) -> None:
+    """Warn of what is ``held`` and is neither among what a checkpoint has ``saved`` nor among its ``generators``."""
+    if lacking := held.lacking(saved, generators):
+        log.warning(
+            "the checkpoint has no state of %s: it is an older one, or that was not there then. The data may be others "
+            "from here on.",
+            ", ".join(lacking),
+        )
 
 
 def held_by(loader: Any, *, asks: bool = True) -> Held:

@@ -23,6 +23,7 @@ from composerlite.trainer.data.held import (
     draws_from_generators_alone,
     held_by_data,
     held_by_order,
+    tell_of_lacking,
 )
 from composerlite.trainer.data.order import PastOrder, other_order
 from composerlite.trainer.data.position import DataPosition, RewindingPosition
@@ -76,6 +77,7 @@ class IndexedPosition(RewindingPosition):
             for generator, state in zip(self._data.generators, states, strict=True):
                 set_generator_state(generator, state)
         self._data.load(data.get("states", []))
+        tell_of_lacking(self._data, data, data.get("generators", []))
         if self._past is not None:
             self._past.load_state_dict(self._restored)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from composerlite.devices import rng
 from composerlite.errors import IncompatibleCheckpointError
-from composerlite.trainer.data.held import Held, Pairs
+from composerlite.trainer.data.held import Held, Pairs, tell_of_lacking
 from composerlite.trainer.data.samplers import Share
 from composerlite.trainer.data.states import set_generator_state
 from composerlite.types import Batch, StateDict
@@ -103,7 +103,7 @@ class DataPosition(ABC):
         self._epoch_held = state_dict.get("held", {})
         self._fresh = self._held.states()
         self._held.load(self._states_to_load(state_dict))
-        self._tell_of_lacking()
+        tell_of_lacking(self._held, self._epoch_held, self._epoch_generators)
         self._restored = state_dict
 
     def batches_in_epoch(self) -> int | None:
@@ -123,18 +123,6 @@ class DataPosition(ABC):
     @abstractmethod
     def _own_state(self) -> StateDict:
         """State of this kind of position besides generators."""
-
-    def _tell_of_lacking(self) -> None:
-        """Warn of states that the checkpoint does not have."""
-        lacking = self._held.lacking(self._epoch_held)
-        if generators := len(self._held.generators) - len(self._epoch_generators):
-            lacking.append(f"{generators} generators that are not held by the loader and its samplers themselves")
-        if lacking:
-            log.warning(
-                "the checkpoint has no state of %s: it is an older one, or that was not there then. The "
-                "data may be others from here on.",
-                ", ".join(lacking),
-            )
 
     def _states_to_load(self, state_dict: StateDict) -> Pairs:
         """States among ``state_dict`` of what the loader holds, for the epoch that begins next."""
