@@ -16,6 +16,7 @@ from typing import Any, cast, final
 
 import torch
 import xxhash
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Subset, TensorDataset
 
 from composerlite._torch_compat import scheduler_in_charge, scheduler_parts
@@ -23,7 +24,15 @@ from composerlite.core import State
 from composerlite.core.data import length_of
 from composerlite.trainer.data.digests import sampled, spread
 
-__all__ = ["ChangedSetting", "data_settings", "differences_of_run", "optimizer_settings", "reconcile_optimizer", "tell"]
+__all__ = [
+    "ChangedSetting",
+    "data_settings",
+    "differences_of_run",
+    "optimizer_settings",
+    "rebase",
+    "reconcile_optimizer",
+    "tell",
+]
 
 log = logging.getLogger(__name__)
 
@@ -149,9 +158,7 @@ def _reconcile_rates(state: State, script_holds: bool) -> Iterator[ChangedSettin
         group["lr"] = floor + (group["lr"] - floor) * (new - floor) / (old - floor) if old != floor else new
         if "initial_lr" in group:
             group["initial_lr"] = new
-    for scheduler in schedulers:
-        if len(getattr(scheduler, "base_lrs", ())) == len(now):
-            scheduler.base_lrs = list(now)
+    rebase(state.schedulers, now)
     verdict = f"it holds from here on, scaled by the schedule; to continue as before give lr={_one(before)!r}"
     yield ChangedSetting("learning rate", tuple(before), tuple(now), verdict)
 
@@ -179,6 +186,13 @@ def _are_numbers(value: Any) -> bool:
 def _floor(scheduler: Any) -> float:
     """The rate from which ``scheduler`` scales where it stands: of the difference to that, and not of the whole."""
     return float(getattr(scheduler_in_charge(scheduler), "eta_min", 0.0))
+
+
+def rebase(schedulers: Iterable[LRScheduler], rates: Sequence[float]) -> None:
+    """Make ``rates``, one for each group, those that ``schedulers`` scale, and those that they are made of."""
+    for scheduler in _flat(schedulers):
+        if len(getattr(scheduler, "base_lrs", ())) == len(rates):
+            scheduler.base_lrs = list(rates)
 
 
 def _reconcile_hyperparameters(state: State, script_holds: bool) -> Iterator[ChangedSetting]:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from composerlite import dist
-from composerlite._torch_compat import mark_as_stepped
 from composerlite.core import (
     Algorithm,
     AlgorithmPass,
@@ -41,13 +40,14 @@ from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler
 from composerlite.storage import ObjectStore, without_secrets
 from composerlite.trainer import build, checks, messages
+from composerlite.trainer.calls.schedules import Schedules
+from composerlite.trainer.calls.settings import RunSettings
 from composerlite.trainer.data.dataloading import DataPosition, Share, batches_per_epoch, is_same_data, position_in
 from composerlite.trainer.differences import data_settings, differences_of_run, optimizer_settings, tell
 from composerlite.trainer.evaluate import EvaluationLoop
 from composerlite.trainer.loop import Loop, run
 from composerlite.trainer.ranks.communicator import Communicator, Membership, Ranks, connected, failing_together
 from composerlite.trainer.ranks.parallel import check_sync_strategy, copy_model, shard_model
-from composerlite.trainer.run_settings import RunSettings
 from composerlite.trainer.step import TrainStep
 from composerlite.types import Batch
 
@@ -307,9 +307,9 @@ class Trainer:
                 self._set_train_data(train_dataloader)
             self._evaluators(eval_dataloader)
             self._add_metrics()
-            self._schedulers = checks.as_list(schedulers, LRScheduler, ComposerScheduler, argument="schedulers")
-            if self.state.max_duration is not None or all(isinstance(s, LRScheduler) for s in self._schedulers):
-                self._build_schedulers(keep_rates=False)
+            self._schedules = Schedules(self.state, schedulers)
+            if self.state.max_duration is not None or self._schedules.need_no_end:
+                self._schedules.build(scale_schedule_ratio, keep_rates=False)
 
             sharded = build.zero(self.state, self._train_spec) or shard_model(self.state)
             if sharded is not None and zero_config is None:
@@ -321,6 +321,7 @@ class Trainer:
             # Loading comes last: everything that has a state is there to take it.
             self.engine.run_event(Event.BEFORE_LOAD)
             self._start = load_or_resume(self.state, load, self._savers, self.logger.destinations)
+            self._schedules.note_loaded()
             self.engine.run_event(Event.AFTER_LOAD)
             parallel = copy_model(self.state, ddp_sync_strategy) if sharded is None else sharded
             communicator = Communicator(dist.get_group(), counts=parallel.counts)
@@ -392,6 +393,7 @@ class Trainer:
             self._set_precision(new)
         build.check_zero(state, self._train_spec)
 
+        self._schedules.give(schedulers, scale_schedule_ratio)
         number = self._fits
         self._set_end(number, duration, reset_time)
         self._run_settings.take(
@@ -404,6 +406,8 @@ class Trainer:
         begun_before = number < len(state.fit_starts)
         differences = self._run_settings.resume() if begun_before else []
         self._begin_fit(number, begun_before, reset_time)
+        if begun_before:
+            self._begin_schedules(schedulers, begun_before=True)
         was_over = self._raised is not None and self._raised.was_over  # all but the end of this call has been done
         if state.training_is_over and state.interruption.evaluation is None and not was_over:
             if self._start.resumed or (begun_before and self._raised is None):
@@ -416,10 +420,8 @@ class Trainer:
                 f", batch {int(state.timestamp.batch)}. Give a later max_duration, a duration to fit, or "
                 "reset_time=True."
             )
-        if schedulers is not None:
-            self._schedulers = checks.as_list(schedulers, LRScheduler, ComposerScheduler, argument="schedulers")
-        if schedulers is not None or scale_schedule_ratio is not None or len(state.schedulers) < len(self._schedulers):
-            self._build_schedulers(keep_rates=begun_before)
+        if not begun_before:
+            self._begin_schedules(schedulers, begun_before=False)
 
         checks.check_plateau(state)
         self._use_train_data(self._train_spec)
@@ -742,22 +744,14 @@ class Trainer:
         for evaluator in state.evaluators:
             state.eval_metrics[evaluator.label] = build.eval_metrics(self._model, evaluator, state.device)
 
-    def _build_schedulers(self, *, keep_rates: bool) -> None:
-        """Build the schedulers. ``keep_rates``: keep the loaded learning rates, in the middle of an epoch too."""
-        groups = self.state.optimizers[0].param_groups
-        rates = [group["lr"] for group in groups]
-        self.state.schedulers = build.build_schedulers(
-            self._schedulers, self.state, scale_schedule_ratio=self._settings.scale_schedule_ratio
-        )
-        if keep_rates:
-            mark_as_stepped(self.state.optimizers[0])
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
+    def _begin_schedules(self, given: Schedulers | None, *, begun_before: bool) -> None:
+        ratio = self._settings.scale_schedule_ratio
+        self._schedules.begin(ratio, begun_before=begun_before, are_given=given is not None)
 
     def _schedulers_step_every_batch(self) -> bool:
         if self._settings.step_schedulers_every_batch is not None:
             return self._settings.step_schedulers_every_batch
-        return not any(isinstance(s, LRScheduler) and not isinstance(s, ReduceLROnPlateau) for s in self._schedulers)
+        return self._schedules.step_every_batch()
 
 
 @final

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, final, runtime_checkable
 
 from composerlite import dist
 from composerlite.core.event import Event
+from composerlite.core.state.loaded_schedulers import LoadedSchedulers, restoring
 from composerlite.core.state.metric_states import load_metric_states
 from composerlite.core.state.model_state import load_model, model_places, model_problems
 from composerlite.core.state.optimizer_state import load_named_optimizer_state, optimizer_places, optimizer_problems
 from composerlite.core.state.run_state import KeptAlgorithm, RunState, by_class, by_key
 from composerlite.core.time import Time, Timestamp
-from composerlite.errors import CheckpointError, IncompatibleCheckpointError, did_you_mean
+from composerlite.errors import IncompatibleCheckpointError, did_you_mean
 from composerlite.on_demand import ALGORITHM_PACKAGES, ALGORITHMS
 from composerlite.types import StateDict
 
@@ -175,9 +176,14 @@ class StateLoader:
     def _load_parts(self) -> None:
         """Schedulers, algorithms, callbacks, scaler: whatever keeps a state of its own."""
         state, contents = self.state, self.contents
-        for saved, scheduler in self._matching(by_class(state.schedulers), contents, "schedulers"):
-            with self._restoring(f"schedulers/{type(scheduler).__qualname__}"):
-                scheduler.load_state_dict(saved)
+        if state.brings_schedulers and "schedulers" in contents:
+            with self._restoring("schedulers"):
+                state.loaded_schedulers = LoadedSchedulers(dict(contents["schedulers"]), self.source)
+            state.loaded_schedulers.restore(by_class(state.schedulers))
+        else:
+            for saved, scheduler in self._matching(by_class(state.schedulers), contents, "schedulers"):
+                with self._restoring(f"schedulers/{type(scheduler).__qualname__}"):
+                    scheduler.load_state_dict(saved)
         algorithms = {
             name: saved
             for name, saved in contents.get("algorithms", ())
@@ -270,18 +276,9 @@ class StateLoader:
                 log.info("the checkpoint's model was changed by %r: applied before loading", algorithm)
 
     # ── what fits ────────────────────────────────────────────────────────────────────────────────────────────────
-    @contextlib.contextmanager
-    def _restoring(self, part: str) -> Generator[None]:
+    def _restoring(self, part: str) -> AbstractContextManager[None]:
         """Within it, an error that the saved ``part`` leads to names the part."""
-        try:
-            yield
-        except (CheckpointError, OSError, MemoryError):
-            raise
-        except Exception as e:
-            raise IncompatibleCheckpointError(
-                f"{self.source}: its {part!r} cannot be restored: {type(e).__name__}: {e} It is damaged or of another "
-                f"version; load_ignore_keys=['state/{part}'] leaves it out."
-            ) from e
+        return restoring(part, source=self.source)
 
     def _kind_problems(self) -> list[str]:
         """An optimizer of another kind has nothing to take from the checkpoint's: say so rather than train without."""

@@ -23,6 +23,7 @@ from composerlite.types import Batch, Lineage, StateDict, Stateful
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
+    from composerlite.core.state.loaded_schedulers import LoadedSchedulers
     from composerlite.core.state.loss_reading import LossReading
 
 __all__ = ["KeptAlgorithm", "KeptCallback", "RunState", "by_class", "by_key"]
@@ -103,6 +104,8 @@ class RunState:
         stop_requested: with several ranks, :meth:`stop_training` was called on this one and the others do not know yet.
         profiler: the :class:`Profiler` that the trainer was given; else ``None``.
         is_named: somebody gave the run its name. Where nobody has, that in a checkpoint does not tell whose it is.
+        brings_schedulers: a call of ``fit`` may bring other schedulers than there are when a checkpoint is loaded.
+        loaded_schedulers: what the checkpoint holds of schedulers, until it has; else ``None``.
         loaded_generators: states of the random generators, one for each rank, that the next ``fit`` begins with;
             ``None``: as they are.
         stopped: the ``max_duration`` that the run had when it was stopped; ``None`` if it was not. In checkpoints.
@@ -152,6 +155,8 @@ class RunState:
         self.rank_zero_seed = rank_zero_seed
         self.run_name = run_name
         self.is_named = True
+        self.brings_schedulers = False
+        self.loaded_schedulers: LoadedSchedulers | None = None
         self.loaded_generators: list[dict[str, Any]] | None = None
         self.device = Device(device)
         self.precision = Precision(precision)

@@ -42,7 +42,7 @@ class State(ComposerNames):
             metrics["eval_metrics"] = {label: metric_states(of_label) for label, of_label in self.eval_metrics.items()}
         return {
             **self._trained(),
-            "schedulers": {name: scheduler.state_dict() for name, scheduler in by_class(self.schedulers).items()},
+            "schedulers": self._of_schedulers(),
             "algorithms": [(name, self._of_algorithm(a)) for name, a in by_key(self.algorithms).items()],
             "callbacks": {name: self._own_state(callback) for name, callback in by_key(self.callbacks).items()},
             "scaler": {} if self.scaler is None else {type(self.scaler).__qualname__: self.scaler.state_dict()},
@@ -83,6 +83,10 @@ class State(ComposerNames):
                 )
         named = {name: named_optimizer_state(one, self.model) for name, one in by_class(self.optimizers).items()}
         return {"model": model_state(self.model), "optimizers": named}
+
+    def _of_schedulers(self) -> StateDict:
+        kept = {} if self.loaded_schedulers is None else self.loaded_schedulers.saved
+        return {**kept, **{name: scheduler.state_dict() for name, scheduler in by_class(self.schedulers).items()}}
 
     def _own_state(self, part: KeptCallback) -> StateDict:
         noted = self.noted_states.get(id(part))
