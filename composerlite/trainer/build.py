@@ -54,6 +54,7 @@ __all__ = [
     "check_zero",
     "deepspeed_config",
     "eval_metrics",
+    "given_duration",
     "given_rates",
     "is_later",
     "limited",
@@ -245,20 +246,31 @@ def is_later(end: Time, stopped: Time | None) -> bool:
     return stopped is not None and (end.unit is not stopped.unit or end > stopped)
 
 
-def scaled_duration(max_duration: TimeInput | None, ratio: float) -> TimeInput | None:
-    """``max_duration`` times ``scale_schedule_ratio``."""
+def scaled_duration(time: Time, ratio: float, *, argument: str = "max_duration") -> Time:
+    """``time`` times ``scale_schedule_ratio``.
+
+    Raises:
+        ConfigError: it would be zero.
+    """
+    scaled = time if ratio == 1.0 else time * ratio
+    if ratio != 1.0 and int(scaled) == 0:
+        raise ConfigError(f"scale_schedule_ratio={ratio} makes {argument}={time} zero.")
+    return scaled
+
+
+def given_duration(max_duration: TimeInput | None, ratio: float) -> Time | None:
+    """``max_duration`` of the constructor, times ``scale_schedule_ratio``.
+
+    Raises:
+        ConfigError: it cannot be read, or is zero or less.
+    """
     if max_duration is None:
         return None
     with naming("max_duration", max_duration):
         time = Time.from_input(max_duration, TimeUnit.EPOCH)
     if time.value <= 0:
         raise ConfigError(f"max_duration={max_duration!r}: expected more than zero.")
-    if ratio == 1.0:
-        return time
-    scaled = time * ratio
-    if int(scaled) == 0:
-        raise ConfigError(f"scale_schedule_ratio={ratio} makes max_duration={time} zero.")
-    return scaled
+    return scaled_duration(time, ratio)
 
 
 def build_parts(

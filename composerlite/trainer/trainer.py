@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,8 +26,6 @@ from composerlite.core import (
     State,
     Time,
     TimeInput,
-    Timestamp,
-    TimeUnit,
     configure_deterministic_mode,
     ensure_data_spec,
     ensure_precision,
@@ -40,6 +38,7 @@ from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler
 from composerlite.storage import ObjectStore, without_secrets
 from composerlite.trainer import build, checks, messages
+from composerlite.trainer.calls.numbered import Calls
 from composerlite.trainer.calls.schedules import Schedules
 from composerlite.trainer.calls.settings import RunSettings
 from composerlite.trainer.data.dataloading import DataPosition, Share, batches_per_epoch, is_same_data, position_in
@@ -250,8 +249,6 @@ class Trainer:
         checks.check_interval(console_log_interval, argument="console_log_interval")
         compile_config = checks.check_compile_config(compile_config)
         load = LoadSettings.of(arguments)
-        self._fits = 0
-        self._raised: _Raised | None = None
         self._has_told_start = False
         self._autoresume = autoresume
         self._position: DataPosition | None = None
@@ -278,7 +275,7 @@ class Trainer:
             rank_zero_seed=seed,
             run_name=name,
             device=chosen_device,
-            max_duration=build.scaled_duration(max_duration, scale_schedule_ratio),
+            max_duration=build.given_duration(max_duration, scale_schedule_ratio),
             optimizers=build.build_optimizer(optimizers, model),
             algorithms=user_algorithms,
             device_train_microbatch_size=size,
@@ -299,6 +296,7 @@ class Trainer:
         if auto_log_hparams:
             self.logger.log_hyperparameters(_plain(arguments))
 
+        self._calls = Calls(self.state)
         self._train_spec: DataSpec | None = None
         try:
             self.engine.run_event(Event.INIT)
@@ -359,7 +357,10 @@ class Trainer:
         device_train_microbatch_size: int | str | None = None,
         precision: str | Precision | None = None,
     ) -> None:
-        """Train until ``max_duration``, or for ``duration`` more. What is not given is as in the constructor.
+        """Train until ``max_duration``, or for ``duration`` more.
+
+        What is not given is as in the call before, and as in the constructor at first: ``train_subset_num_batches`` of
+        one call holds in the next ones, too.
 
         Each call of ``fit`` in a run is known by its number. Where a resumed run calls ``fit`` again, the call ends
         where it would have ended without the interruption: ``duration`` is not added twice, ``reset_time`` does not
@@ -369,9 +370,12 @@ class Trainer:
         Args:
             duration: how much to train from here (an int counts epochs), in place of ``max_duration``.
             reset_time: start counting from zero.
+            scale_schedule_ratio: scales ``duration`` or, without one, ``max_duration``, and Composer schedules.
+            eval_subset_num_batches, eval_interval: of ``eval_dataloader``, here or in the constructor; an
+                :class:`Evaluator` keeps what it has been given itself.
             train_dataloader, train_dataloader_label, train_subset_num_batches, spin_dataloaders, schedulers,
-                scale_schedule_ratio, step_schedulers_every_batch, eval_dataloader, eval_subset_num_batches,
-                eval_interval, device_train_microbatch_size, precision: see the constructor.
+                step_schedulers_every_batch, eval_dataloader, device_train_microbatch_size, precision: see the
+                constructor.
 
         Raises:
             ConfigError: there is nothing to train on, or no end, or the end is behind.
@@ -386,6 +390,8 @@ class Trainer:
         if eval_dataloader is not None:
             self._evaluators(eval_dataloader)
             self._add_metrics()
+        elif eval_interval is not None or eval_subset_num_batches is not None:
+            self._set_evaluators()
         if device_train_microbatch_size is not None:
             size, auto = checks.microbatch_size(device_train_microbatch_size)
             state.device_train_microbatch_size, state.auto_microbatching = size, auto
@@ -394,26 +400,27 @@ class Trainer:
         build.check_zero(state, self._train_spec)
 
         self._schedules.give(schedulers, scale_schedule_ratio)
-        number = self._fits
-        self._set_end(number, duration, reset_time)
+        calls = self._calls
+        has_end = calls.set_end(duration, scale_schedule_ratio, reset_time=reset_time)
         self._run_settings.take(
-            max_duration=duration, device_train_microbatch_size=device_train_microbatch_size, precision=precision
+            max_duration=True if has_end else None,
+            device_train_microbatch_size=device_train_microbatch_size,
+            precision=precision,
         )
-        if number + 1 < len(state.fit_starts):
-            log.info("call %d of fit was finished before the run was interrupted", number + 1)
-            self._fits += 1
+        if calls.is_finished:
+            log.info("call %d of fit was finished before the run was interrupted", calls.number + 1)
+            calls.finish()
             return
-        begun_before = number < len(state.fit_starts)
+        begun_before = calls.has_begun
         differences = self._run_settings.resume() if begun_before else []
-        self._begin_fit(number, begun_before, reset_time)
+        calls.begin(reset_time=reset_time)
         if begun_before:
             self._begin_schedules(schedulers, begun_before=True)
-        was_over = self._raised is not None and self._raised.was_over  # all but the end of this call has been done
-        if state.training_is_over and state.interruption.evaluation is None and not was_over:
-            if self._start.resumed or (begun_before and self._raised is None):
+        if state.training_is_over and state.interruption.evaluation is None and not calls.only_ends:
+            if self._start.resumed or (begun_before and not calls.is_retried):
                 messages.tell_result(state, self._savers, {}, trained=False)
-                self._note_start(number)
-                self._fits, self._raised = number + 1, None
+                calls.note_start()
+                calls.finish()
                 return
             raise ConfigError(
                 f"max_duration={state.max_duration} has been reached: the run is at epoch {int(state.timestamp.epoch)}"
@@ -453,7 +460,7 @@ class Trainer:
             spin_dataloaders=self._settings.spin_dataloaders,
             ranks=self._ranks,
         )
-        self._note_start(number)
+        calls.note_start()
         try:
             with build.bars_stopped_by_errors(self.logger):
                 run(loop)
@@ -462,13 +469,13 @@ class Trainer:
                 for saver in self._savers:
                     if saver.options.on_exception:
                         saver.saver.save_after_exception(state, e)
-            self._note_failure(number, begun_before=begun_before, reset_time=reset_time)
+            calls.fail(begun_before=begun_before, reset_time=reset_time)
             self._ranks.parallel.give_up()
             raise
         finally:
             state.interruption.unwatch()
             self._run_settings.leave()
-        self._fits, self._raised = number + 1, None
+        calls.finish()
         messages.tell_result(state, self._savers, state.total_loss_dict, trained=True)
 
     @property
@@ -493,50 +500,6 @@ class Trainer:
             state.dataset_state = {"train": None, "eval": {}}
             state.data_position = self._position
         return self._position
-
-    def _set_end(self, number: int, duration: TimeInput | None, reset_time: bool) -> None:
-        """Set where call ``number`` of ``fit`` ends, or ended, if it is given a ``duration``."""
-        state = self.state
-        if duration is not None:
-            time, start = Time.from_input(duration, TimeUnit.EPOCH), Timestamp() if reset_time else state.timestamp
-            if number < len(state.fit_starts):
-                start = state.fit_starts[number]
-            state.max_duration = start.get(time.unit) + time
-
-    def _begin_fit(self, number: int, begun_before: bool, reset_time: bool) -> None:
-        """Begin call ``number`` of ``fit``, or continue it: in this process, where it raised, or after another one."""
-        state = self.state
-        if self._raised is not None:
-            if reset_time and not self._raised.did_reset:
-                raise ConfigError(
-                    f"reset_time=True: this call continues call {number + 1} of fit, which raised at batch "
-                    f"{int(state.timestamp.batch)} and counts from where it began. Leave it out; to start over, build "
-                    "another Trainer."
-                )
-            log.info("call %d of fit raised at batch %d: it is continued", number + 1, int(state.timestamp.batch))
-        if not begun_before and reset_time:
-            state.timestamp, state.previous_timestamp, state.evaluated_at = Timestamp(), None, {}
-            state.dataset_state = {"train": None, "eval": {}}
-        if state.max_duration is None:
-            raise ConfigError("no duration to train for: pass max_duration to Trainer or duration to fit.")
-        if not begun_before or build.is_later(state.max_duration, state.stopped):
-            state.stopped = None
-        elif state.stopped is not None:
-            state.max_duration = state.timestamp.batch
-
-    def _note_start(self, number: int) -> None:
-        """Note where call ``number`` of ``fit`` begins, if it has not begun before: it is one of the run from here."""
-        if number == len(self.state.fit_starts):
-            self.state.fit_starts = [*self.state.fit_starts, self.state.timestamp]
-
-    def _note_failure(self, number: int, *, begun_before: bool, reset_time: bool) -> None:
-        """Note that call ``number`` of ``fit`` has raised: the next one continues it, if it has trained on anything."""
-        state, before = self.state, self._raised
-        if not begun_before and state.timestamp == state.fit_starts[number]:
-            state.fit_starts = state.fit_starts[:number]
-        else:
-            did_reset = reset_time or (before is not None and before.did_reset)
-            self._raised = _Raised(state.training_is_over, did_reset)
 
     # ── evaluation, prediction ───────────────────────────────────────────────────────────────────────────────────
     @failing_together("evaluation")
@@ -700,7 +663,7 @@ class Trainer:
         if before is None or not is_same_data(before, self._train_spec):
             is_used = self._position is not None
             self._forget_position()
-            if is_used or self._fits >= max(1, len(self.state.fit_starts)):
+            if is_used or self._calls.number >= max(1, len(self.state.fit_starts)):
                 self.state.dataset_state = {"train": None, "eval": {}}
                 self.state.timestamp = self.state.timestamp.at_start_of_epoch()
         self._check_evaluators(self.state.evaluators)
@@ -724,8 +687,19 @@ class Trainer:
         self._position = None
 
     def _evaluators(self, eval_dataloader: EvalLoader | None) -> None:
-        self.state.evaluators = build.build_evaluators(
-            eval_dataloader,
+        self._eval_given = eval_dataloader
+        self.state.evaluators = self._built_evaluators()
+
+    def _set_evaluators(self) -> None:
+        """Apply the settings of now to the evaluators that there are, where they have none of their own."""
+        built = {evaluator.label: evaluator for evaluator in self._built_evaluators()}
+        for evaluator in self.state.evaluators:
+            if (like := built.get(evaluator.label)) is not None:
+                evaluator.eval_interval, evaluator.subset_num_batches = like.eval_interval, like.subset_num_batches
+
+    def _built_evaluators(self) -> list[Evaluator]:
+        return build.build_evaluators(
+            self._eval_given,
             eval_interval=self._settings.eval_interval,
             subset_num_batches=self._settings.eval_subset_num_batches,
         )
@@ -752,19 +726,6 @@ class Trainer:
         if self._settings.step_schedulers_every_batch is not None:
             return self._settings.step_schedulers_every_batch
         return self._schedules.step_every_batch()
-
-
-@final
-class _Raised(NamedTuple):
-    """State of a call of ``fit`` that raised.
-
-    Attributes:
-        was_over: it had trained as long as it was to.
-        did_reset: it counts from zero.
-    """
-
-    was_over: bool
-    did_reset: bool
 
 
 def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:

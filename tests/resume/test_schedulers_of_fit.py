@@ -147,7 +147,7 @@ def test_the_schedule_of_the_constructor_takes_no_other_ones_state(tmp_path: Pat
 
 
 def by_ratio(trainer: Trainer, make: Make) -> None:
-    trainer.fit(duration="3ba", scale_schedule_ratio=0.5)
+    trainer.fit(duration="6ba", scale_schedule_ratio=0.5)
     trainer.fit(duration="5ba")
 
 

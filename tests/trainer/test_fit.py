@@ -135,7 +135,7 @@ def test_fit_takes_settings_of_the_constructor() -> None:
     with build(callbacks=callbacks, max_duration="1ep", train_dataloader=loader(8)) as trainer:
         trainer.fit(precision="amp_bf16", device_train_microbatch_size=3, schedulers=LinearScheduler())
         trainer.fit(duration="1ep", step_schedulers_every_batch=False, scale_schedule_ratio=2.0, precision="fp32")
-    assert kinds == [(3, torch.bfloat16), (1, torch.bfloat16)] * 2 + [(3, torch.float32), (1, torch.float32)] * 2
+    assert kinds == [(3, torch.bfloat16), (1, torch.bfloat16)] * 2 + [(3, torch.float32), (1, torch.float32)] * 4
     assert rates[:2] == [0.1, 0.05]
     assert rates[2] == rates[3]
 
