@@ -689,6 +689,7 @@ class Trainer:
     def _evaluators(self, eval_dataloader: EvalLoader | None) -> None:
         self._eval_given = eval_dataloader
         self.state.evaluators = self._built_evaluators()
+        self._check_evaluators(self.state.evaluators)
 
     def _set_evaluators(self) -> None:
         """Apply the settings of now to the evaluators that there are, where they have none of their own."""
@@ -703,7 +704,6 @@ class Trainer:
             eval_interval=self._settings.eval_interval,
             subset_num_batches=self._settings.eval_subset_num_batches,
         )
-        self._check_evaluators(self.state.evaluators)
 
     def _check_evaluators(self, evaluators: Iterable[Evaluator]) -> None:
         for evaluator in evaluators:
