@@ -223,7 +223,7 @@ class EvaluationLoop:
             state.eval_timestamp = state.eval_timestamp.to_next_batch(*counted, elapsed)
             engine.run_event(Event.EVAL_BATCH_END)
         ranks.parallel.after_evaluation(state.model)
-        if int(state.eval_timestamp.batch) == 0:
+        if ranks.communicator.max(int(state.eval_timestamp.batch)) == 0:
             raise ConfigError(
                 f"eval_dataloader {evaluator.label!r}: its {type(spec.dataloader).__name__} gave no batch, and without "
                 "one there is no metric. A generator can be iterated once only; pass something that starts anew each "

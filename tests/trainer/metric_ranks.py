@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MaxMetric, MeanMetric, Metric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassAveragePrecision
 from trainer_parts import At, Points
@@ -80,9 +81,19 @@ def _trainer(folder: Path | None = None, **arguments: Any) -> Trainer:
     )
 
 
-def evaluate(samples: int, fsdp: bool = False) -> dict[str, float]:
+class OnTheFirst(IterableDataset[Any]):
+    """A stream that gives all samples to the first rank."""
+
+    def __init__(self, samples: int) -> None:
+        self.points = Points(samples)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.points[at] for at in range(len(self.points) if dist.get_global_rank() == 0 else 0))
+
+
+def evaluate(samples: int, fsdp: bool = False, stream: bool = False) -> dict[str, float]:
     """The metrics of so many samples."""
-    loader = DataLoader(Points(samples), batch_size=2)
+    loader = DataLoader(OnTheFirst(samples) if stream else Points(samples), batch_size=2)
     parallelism = {"fsdp": {}} if fsdp else None
     with _trainer(eval_dataloader=loader, parallelism_config=parallelism) as trainer:
         trainer.eval()

@@ -29,6 +29,16 @@ def test_a_rank_without_a_sample_does_not_end_the_evaluation(ranks: int, samples
         assert values == pytest.approx(expected, nan_ok=True)
 
 
+def test_a_stream_that_gives_a_rank_nothing_is_evaluated() -> None:
+    """A rank without a batch of its own waits for the others; none at all, on any rank, is an error."""
+    expected = metric_ranks.evaluate(5)
+    for values in run_ranks(metric_ranks.evaluate, 2, 5, False, True, dist_timeout=None):
+        assert values == pytest.approx(expected, nan_ok=True)
+    with pytest.raises(ExceptionGroup) as failed:
+        run_ranks(metric_ranks.evaluate, 2, 0, False, True, dist_timeout=None)
+    assert ["gave no batch" in str(one) for one in failed.value.exceptions] == [True, True]
+
+
 def test_the_loss_of_evaluation_is_the_mean_over_the_samples_of_all_ranks() -> None:
     """Each sample counts once, where one rank has a batch of two at last and the other a batch of one."""
     torch.manual_seed(3)

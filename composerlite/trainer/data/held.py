@@ -177,7 +177,7 @@ class Held:
         return were_restored or now != self._counts or not same(self.states(), self._loaded)
 
     def lacking(self, saved: StateDict, generators: Sequence[Any]) -> list[str]:
-        """Describe what has a state, or is a generator, of which none was ``saved``."""
+        """Names of classes with a state of which none was ``saved``, and a count of such generators."""
         places = _by_place(saved.get("states", ()))
         lacking = [type(one).__name__ for place, one in self._stateful if place not in places]
         if count := max(0, len(self.generators) - len(generators)):

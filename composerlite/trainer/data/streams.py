@@ -283,6 +283,8 @@ class StatefulPosition(_StreamPosition):
         self._stateful.load_state_dict(saved["loader"])
         if skip:
             batches = self._begin()
+            if _is_over(saved["loader"]):
+                batches = iter(())
             # It may draw from a generator of the user's again or not; the next epoch resumes from where that stood.
             self._set_generators(saved.get("generators_now", saved["generators"]))
             return _without_drawing_a_seed(self._loader, batches)
@@ -356,3 +358,14 @@ def _without_drawing_a_seed(loader: Any, batches: Iterator[Batch]) -> Iterator[B
         yield from itertools.chain(first, batches)
 
     return without()
+
+
+def _is_over(state: Any) -> bool:
+    """Return true if ``state`` of torchdata's loader says that all of its workers have given their last batch.
+
+    torchdata asks them for another one in any case, and a data set that starts anew after its end would give it.
+    """
+    snapshot = state.get("_snapshot") if isinstance(state, dict) else None
+    workers = snapshot.get("_worker_snapshots") if isinstance(snapshot, dict) else None
+    found = list(workers.values()) if isinstance(workers, dict) else []
+    return bool(found) and all((worker.get("fetcher_state") or {}).get("fetcher_ended") is True for worker in found)
