@@ -68,13 +68,19 @@ class Replicated(Callback):
         self.waits = waits
         self.meanwhile = 0
 
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        for saver in self._savers(state):
+            if self.waits:  # before ranks tell each other in this batch what is replicated: it begins the next one
+                saver.wait_for_previous()
+                saver.replication.join()
+
     def batch_start(self, state: State, logger: Logger) -> None:
-        for saver in state.callbacks:
-            if isinstance(saver, CheckpointSaver) and saver.saver.replication is not None:
-                if self.waits:  # then each batch begins the replication of the save of the one before
-                    saver.saver.wait_for_previous()
-                    saver.saver.replication.join()
-                self.meanwhile += saver.saver.replication.is_busy
+        self.meanwhile += sum(saver.replication.is_busy for saver in self._savers(state))
+
+    @staticmethod
+    def _savers(state: State) -> list[Any]:
+        savers = [one.saver for one in state.callbacks if isinstance(one, CheckpointSaver)]
+        return [saver for saver in savers if saver.replication is not None]
 
 
 def train(
