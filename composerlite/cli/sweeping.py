@@ -120,20 +120,35 @@ def collect(places: Sequence[str], orphans: bool, older_than: str, dry_run: bool
     """
     age = _age(older_than)
     removed: list[dict[str, Any]] = []
+    completed: list[dict[str, Any]] = []
     seen: set[str] = set()
     for text in places:
         with place_at(text) as place:
-            removed += [_leftover(one) for one in place.leftovers(age) if not _is_known(one.uri, seen)]
+            left = place.leftovers(age)
+            doomed = _orphans(place, left, age) if orphans else []  # before the sweep, which a dry run has not
+            for one in left:
+                if not _is_known(one.uri, seen):
+                    (completed if one.is_completed else removed).append(_leftover(one))
             if not dry_run:
                 place.sweep(age)
-            if not orphans:
-                continue
-            is_vouched = vouched_from_above(place)
-            for found in survey(place):
-                is_orphan = found.may_be_left_over and not is_vouched(found) and _is_old(found, age)
-                if is_orphan and not _is_known(place.uri(found.name), seen):
+            for found in doomed:
+                if not _is_known(place.uri(found.name), seen):
                     removed.append(_removed(place, found, "data without a manifest", dry_run=dry_run))
-    _tell(removed, [], dry_run=dry_run, as_json=as_json)
+    _tell(removed, [], dry_run=dry_run, as_json=as_json, completed=completed)
+
+
+def _orphans(place: Place, left: Iterable[Leftover], age: timedelta) -> list[Found]:
+    """Data without a manifest that go, but for what a sweep of what is ``left`` completes or removes."""
+    decided = {path for one in left for path in one.paths}
+    is_vouched = vouched_from_above(place)
+    return [
+        found
+        for found in survey(place)
+        if found.may_be_left_over
+        and decided.isdisjoint(file.path for file in found.files)
+        and not is_vouched(found)
+        and _is_old(found, age)
+    ]
 
 
 def _check_run(run: str, there: Iterable[str | None]) -> None:
@@ -203,15 +218,25 @@ def _leftover(one: Leftover) -> dict[str, Any]:
     return {"uri": one.uri, "size_bytes": one.size_bytes, "why": one.what}
 
 
-def _tell(removed: Sequence[dict[str, Any]], kept: Sequence[str], *, dry_run: bool, as_json: bool) -> None:
-    """Print the files that were removed, or would be."""
+def _tell(
+    removed: Sequence[dict[str, Any]],
+    kept: Sequence[str],
+    *,
+    dry_run: bool,
+    as_json: bool,
+    completed: Sequence[dict[str, Any]] | None = None,
+) -> None:
+    """Print the files that were removed and the checkpoints that were ``completed``, or would be."""
     freed = sum(one["size_bytes"] for one in removed)
     if as_json:
-        print_json({"dry_run": dry_run, "removed": removed, "kept": kept, "freed_bytes": freed})
+        more = {} if completed is None else {"completed": completed}
+        print_json({"dry_run": dry_run, "removed": removed, "kept": kept, "freed_bytes": freed, **more})
         return
     verb = "would remove" if dry_run else "removed"
-    for one in removed:
-        why = "" if one["why"] is None else f": {one['why']}"
-        click.echo(f"{verb} {one['uri']} ({bytes_text(one['size_bytes'])}){why}")
+    verbs = [(verb, removed), ("would complete" if dry_run else "completed", completed or ())]
+    for did, ones in verbs:
+        for one in ones:
+            why = "" if one["why"] is None else f": {one['why']}"
+            click.echo(f"{did} {one['uri']} ({bytes_text(one['size_bytes'])}){why}")
     rest = f", {len(kept)} stay" if kept else ""
     click.echo(f"{verb} {len(removed)}, {bytes_text(freed)}{rest}")

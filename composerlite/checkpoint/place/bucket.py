@@ -377,11 +377,10 @@ class Bucket(Place):
         if everywhere:
             self._complete_deletions(MANIFESTS)
 
-    def _complete_deletions(self, below: str) -> None:
-        """Complete the deletions in ``below`` that dead processes have left unfinished."""
+    def _deletions(self, below: str) -> Iterator[tuple[str, Bucket, Manifest]]:
+        """Yield the announced deletions in ``below``: the object, the place that it is in, what is deleted."""
         for path in [path for path in self.files(below) if path.endswith(f".json{_GONE}")]:
             home, _, name = path.rpartition(f"{MANIFESTS}/")
-            place = self.inside(home.strip("/"))
             try:
                 manifest = Manifest.from_json(self.read(path), self.uri(path))
             except FileNotFoundError:
@@ -390,16 +389,24 @@ class Bucket(Place):
                 log.warning("left out: %s", e)
                 continue
             if name == f"{manifest.name}.json{_GONE}":
-                place.complete_deletion(manifest)
-                self.delete(path)
-                log.info("completed the deletion of %s, whose process had died", place.uri(manifest.name))
+                yield path, self.inside(home.strip("/")), manifest
+
+    def _complete_deletions(self, below: str) -> None:
+        """Complete the deletions in ``below`` that dead processes have left unfinished."""
+        for path, place, manifest in self._deletions(below):
+            place.complete_deletion(manifest, place.left_of(manifest))
+            self.delete(path)
+            log.info("completed the deletion of %s, whose process had died", place.uri(manifest.name))
+
+    def _told(self, path: str, place: Bucket, manifest: Manifest) -> Leftover:
+        left = place.left_of(manifest)
+        size = self.size(path) + sum(place.size(one) for one in left)
+        home = place.root.removeprefix(self.root).strip("/")
+        paths = frozenset(f"{home}/{one}".strip("/") for one in left)
+        return Leftover(place.uri(manifest.name), DELETION, size, paths)
 
     def leftovers(self, older_than: timedelta) -> list[Leftover]:
-        return [
-            Leftover(self.uri(path), DELETION, file.size_bytes)
-            for path, file in self.files().items()
-            if path.endswith(f".json{_GONE}")
-        ] + [
+        return [self._told(*one) for one in self._deletions("")] + [
             Leftover(
                 self.transfer.store.get_uri(upload.name),
                 f"the parts of an upload that was started {upload.started_at}",

@@ -32,8 +32,10 @@ import shutil
 import stat
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Container, Generator, Iterable, Iterator, Mapping
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol, final
 
 from composerlite.checkpoint.format import INDEX, INDEXES, SUFFIX, WEIGHTS_INDEX
@@ -56,6 +58,7 @@ __all__ = [
     "STEP_MODEL",
     "TRAIN",
     "Commit",
+    "Settlement",
     "between_names",
     "check_replaceable",
     "dead_saves",
@@ -65,10 +68,12 @@ __all__ = [
     "exchange",
     "folders",
     "held",
+    "named_instead",
     "remove_manifest",
     "settle_dead_saves",
     "settle_record",
     "settle_save",
+    "settlement",
     "take_name",
     "take_new_name",
     "write_manifest",
@@ -106,7 +111,8 @@ class Records(Protocol):
 
     def put(self, path: str, data: bytes | Path, *, create_only: bool = False) -> None: ...
     def delete(self, path: str, *, kept_as: str | None = None) -> None: ...
-    def complete_deletion(self, manifest: Manifest) -> None: ...
+    def left_of(self, manifest: Manifest) -> Sequence[str]: ...
+    def complete_deletion(self, manifest: Manifest, left: Sequence[str]) -> None: ...
 
 
 def write_manifest(place: Records, path: str, data: bytes | Path, *, create_only: bool = False) -> None:
@@ -374,19 +380,81 @@ def settle_dead_saves(place: Records, root: Path, name: str) -> None:
         settle_save(staged, kept)
 
 
-def settle_record(place: Records, root: Path, temporary: Path, committed: Mapping[str, str] | None) -> Iterable[Path]:
-    """Complete or forget the commit, or the deletion, that ``temporary`` announces in ``place``, the folder ``root``.
+@final
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """Fate of a commit or deletion that a dead process has announced, decided before anything is touched.
+
+    Attributes:
+        temporary: announces it, and goes.
+        manifest: what is announced; ``None``: nothing that can be read.
+        parts: of a commit that is completed, the current paths by those to be; ``None``: nothing is completed.
+        gone: paths below the folder that go, in that order: the rest of a deletion, or of a commit that is forgotten.
+        is_left: it is left for another to decide.
+    """
+
+    temporary: Path
+    manifest: Manifest | None = None
+    parts: Mapping[Path, Path] | None = None
+    gone: Sequence[str] = ()
+    is_left: bool = False
+
+    @property
+    def is_deletion(self) -> bool:
+        """Return true if a deletion was announced."""
+        return GONE.fullmatch(self.temporary.name) is not None
+
+
+def settlement(
+    place: Records, root: Path, temporary: Path, committed: Mapping[str, str] | None = MappingProxyType({})
+) -> Settlement:
+    """Decide about the commit, or the deletion, that ``temporary`` announces in ``place``; change nothing.
 
     Args:
         place: that it is in.
         root: the folder of it.
         temporary: left by a process that died.
         committed: see :meth:`~composerlite.checkpoint.place.place.Place.recover`.
+    """
+    manifest = _announced(temporary)
+    if manifest is None:
+        return Settlement(temporary)
+    if GONE.fullmatch(temporary.name) is not None:
+        return Settlement(temporary, manifest, gone=place.left_of(manifest))
+    record = root / record_path(manifest.name)
+    parts = _parts_of(root, manifest)
+    if parts is not None and (not _has_begun(parts) or _is_whole(root, _announced(record))):
+        if manifest.node is not None and committed is None:
+            return Settlement(temporary, manifest, parts, is_left=True)
+        if manifest.node is None or (committed or {}).get(manifest.name) != manifest.identity:
+            parts = None  # nothing of it has a name: what was there is, and it is not known to have been wanted
+    return Settlement(temporary, manifest, parts, _forgotten(root, manifest) if parts is None else ())
+
+
+def settle_record(place: Records, root: Path, temporary: Path, committed: Mapping[str, str] | None) -> Iterable[Path]:
+    """Execute the decision of :func:`settlement`.
 
     Returns:
         What of it is left for another to decide: under temporary names and under those that are to be.
     """
-    return () if _settle_deletion(place, root, temporary) else _settle_commit(place, root, temporary, committed)
+    decided = settlement(place, root, temporary, committed)
+    manifest = decided.manifest
+    if decided.is_left:
+        return temporary, *(decided.parts or ())
+    if manifest is not None and decided.is_deletion:
+        place.complete_deletion(manifest, decided.gone)
+        end_deletion(root, manifest, temporary)
+        log.info("completed the deletion of %s, whose process had died", root / manifest.name)
+        if manifest.template == STEP_MODEL:  # the step is gone
+            with contextlib.suppress(OSError):  # it holds files of the user
+                temporary.parent.rmdir()
+                root.rmdir()
+    elif manifest is not None and decided.parts is not None:
+        _complete_commit(place, root, decided.parts, manifest, temporary)
+    for path in () if decided.is_deletion else decided.gone:
+        (root / path).unlink(missing_ok=True)
+    temporary.unlink(missing_ok=True)
+    return ()
 
 
 def dead_saves(folder: Path, name: str = "*") -> Iterator[Path]:
@@ -399,6 +467,17 @@ def dead_saves(folder: Path, name: str = "*") -> Iterator[Path]:
                 yield place
 
 
+def named_instead(place: Path) -> Path | None:
+    """Return the directory that gets the name of the save at ``place``, of a dead process, if nothing has it.
+
+    That is the directory itself, or the old one; ``None``: nothing.
+    """
+    old = place.with_name(f"{place.name}-old")
+    if place.name.endswith("-old") or (old.is_dir() and (place / MARKER).is_file()):
+        return place
+    return old if old.is_dir() else None
+
+
 def settle_save(place: Path, kept: Container[Path]) -> None:
     """End the save of a directory at ``place``, whose process is dead, unless it is to stay: ``kept``.
 
@@ -406,18 +485,15 @@ def settle_save(place: Path, kept: Container[Path]) -> None:
     """
     match = SAVING.fullmatch(place.name)
     assert match is not None
-    path, old = place.with_name(match[1]), place.with_name(f"{place.name}-old")
+    path = place.with_name(match[1])
     if path in kept:
         return
-    if not os.path.lexists(path):
-        if (old.is_dir() and (place / MARKER).is_file()) or place.name.endswith("-old"):
-            place.rename(path)
-        if not place.exists():
+    if not os.path.lexists(path) and (named := named_instead(place)) is not None:
+        named.rename(path)
+        if named == place:
             fsync_folder(path.parent)
             log.info("completed %s, whose process had died", path)
             return
-        if old.is_dir():
-            old.rename(path)
     discard(place, path)
     log.info("removed %s, left by a process that died while it saved", place)
 
@@ -429,38 +505,9 @@ def _announced(temporary: Path) -> Manifest | None:
         return None
 
 
-def _settle_deletion(place: Records, root: Path, temporary: Path) -> bool:
-    """Complete the deletion that ``temporary`` announces; false if it announces none."""
-    if GONE.fullmatch(temporary.name) is None:
-        return False
-    if (manifest := _announced(temporary)) is not None:
-        place.complete_deletion(manifest)
-        end_deletion(root, manifest, temporary)
-        log.info("completed the deletion of %s, whose process had died", root / manifest.name)
-        if manifest.template == STEP_MODEL:  # the step is gone
-            with contextlib.suppress(OSError):  # it holds files of the user
-                temporary.parent.rmdir()
-                root.rmdir()
-    temporary.unlink(missing_ok=True)
-    return True
-
-
-def _settle_commit(place: Records, root: Path, temporary: Path, committed: Mapping[str, str] | None) -> Iterable[Path]:
-    """Complete the commit that ``temporary`` announces, or forget it; what of it is left for another to decide."""
-    manifest = _announced(temporary)
-    if manifest is None:
-        temporary.unlink(missing_ok=True)
-        return ()
-    record = root / record_path(manifest.name)
-    parts = _parts_of(root, manifest)
-    if parts is not None and (not _has_begun(parts) or _is_whole(root, _announced(record))):
-        if manifest.node is not None and committed is None:
-            return temporary, *parts
-        if manifest.node is None or (committed or {}).get(manifest.name) != manifest.identity:
-            parts = None  # nothing of it has a name: what was there is, and it is not known to have been wanted
-    if parts is None:
-        _forget(root, manifest, temporary)
-        return ()
+def _complete_commit(
+    place: Records, root: Path, parts: Mapping[Path, Path], manifest: Manifest, temporary: Path
+) -> None:
     for path, staged in parts.items():
         if path != staged and (old := take_name(staged, path)) is not None:
             discard(old, path)
@@ -468,7 +515,6 @@ def _settle_commit(place: Records, root: Path, temporary: Path, committed: Mappi
         fsync_folder(folder)
     write_manifest(place, record_path(manifest.name), temporary)
     log.info("completed the commit of %s, whose process had died", root / manifest.name)
-    return ()
 
 
 def _has_begun(parts: Mapping[Path, Path]) -> bool:
@@ -487,13 +533,11 @@ def _is_whole(root: Path, there: Manifest | None) -> bool:
     return there is not None and all(_holds(root, root / one.path, one) for one in there.here)
 
 
-def _forget(root: Path, manifest: Manifest, temporary: Path) -> None:
-    """Remove an intention that cannot be completed, and files that it alone speaks of: they would be in the way."""
-    if not manifest.is_directory and len(manifest.files) > 1 and not (root / record_path(manifest.name)).exists():
-        for record in manifest.files:
-            if _holds(root, root / record.path, record):
-                (root / record.path).unlink()
-    temporary.unlink(missing_ok=True)
+def _forgotten(root: Path, manifest: Manifest) -> Sequence[str]:
+    """Return the files that a commit which cannot be completed alone speaks of: they would be in the way."""
+    if manifest.is_directory or len(manifest.files) < 2 or (root / record_path(manifest.name)).exists():
+        return ()
+    return [record.path for record in manifest.files if _holds(root, root / record.path, record)]
 
 
 def _parts_of(root: Path, manifest: Manifest) -> dict[Path, Path] | None:

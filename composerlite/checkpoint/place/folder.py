@@ -373,7 +373,8 @@ class Folder(Place):
 
     def announced(self, name: str | None) -> Iterator[bytes]:
         record = self.path / record_path(name or "*")
-        for path in record.parent.glob(f".{glob.escape(record.name) if name else record.name}.tmp-*"):
+        find = record.parent.glob if name else record.parent.rglob
+        for path in find(f".{glob.escape(record.name) if name else record.name}.tmp-*"):
             with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
                 yield read_small_file(path)
 
@@ -447,33 +448,72 @@ class Folder(Place):
 
     def leftovers(self, older_than: timedelta) -> list[Leftover]:
         found: list[Leftover] = []
-        for folder, subfolders, _ in os.walk(self.path):
-            path = Path(folder)
-            if (saving := SAVING.fullmatch(path.name)) is not None:
-                subfolders.clear()
-                if path in commits.dead_saves(path.parent, saving[1]):
-                    found.append(Leftover(str(path), "a save that did not end", _size_bytes(path)))
-                continue
-            what = "a file that was not written to its end"
-            if MANIFESTS in path.relative_to(self.path).parts:
-                what = "a commit that did not end: completed if its data are whole"
-            for one in abandoned_temporaries(path):
-                is_gone = commits.GONE.fullmatch(one.name) is not None
-                found.append(Leftover(str(one), DELETION if is_gone else what, _size_bytes(one)))
+        handled: set[Path] = set()  # what is told as something else
+        named: set[Path] = set()
+        seen = self._swept(everywhere=True)
+        for folder, temporary in self._records(seen, everywhere=True):
+            one = commits.settlement(Folder(folder), folder, temporary)
+            found.append(self._told(folder, one))
+            handled |= {temporary, *(folder / path for path in one.gone), *(one.parts or {}).values()}
+            named |= {*(one.parts or ())}
+        for folder in seen:
+            for place in commits.dead_saves(folder):
+                match = SAVING.fullmatch(place.name)
+                path = place.with_name(match[1] if match else "")
+                if not os.path.lexists(path) and path not in named and (new := commits.named_instead(place)):
+                    named.add(path)
+                    handled.add(new)
+                    found.append(
+                        Leftover(str(path), "its name was being given to another", _size_bytes(new), is_completed=True)
+                    )
+                if place not in handled:
+                    found.append(Leftover(str(place), "a save that did not end", _size_bytes(place)))
+            found += [
+                Leftover(str(one), "a file that was not written to its end", _size_bytes(one))
+                for one in abandoned_temporaries(folder)
+                if one not in handled
+            ]
         return found
 
-    def recover(self, committed: Mapping[str, str] | None, *, everywhere: bool = True) -> None:
-        is_touched = (lambda _: True) if everywhere else _is_of_this_user
-        seen = [self.path]
+    def _told(self, folder: Path, one: commits.Settlement) -> Leftover:
+        """Return the leftover that ``one`` is, announced in ``folder``: one in this one, or it itself."""
+        parts = [] if one.manifest is None or one.parts is None else [record.path for record in one.manifest.here]
+        paths = frozenset(str((folder / path).relative_to(self.path)) for path in (*one.gone, *parts))
+        if one.manifest is not None and one.parts is not None:
+            return Leftover(
+                str(folder / one.manifest.name),
+                "a commit that did not end",
+                sum(record.size_bytes for record in one.manifest.here),
+                paths,
+                is_completed=True,
+            )
+        size = _size_bytes(one.temporary) + sum(_size_bytes(folder / path) for path in one.gone)
+        if one.manifest is not None and one.is_deletion:
+            return Leftover(str(folder / one.manifest.name), DELETION, size, paths)
+        return Leftover(str(one.temporary), "a commit that did not end", size, paths)
+
+    def _swept(self, *, everywhere: bool) -> list[Path]:
+        """Return the folders to look for leftovers in."""
         if everywhere or not self.path.is_dir():
-            seen = [one for one in commits.folders(self.path) if not any(map(SAVING.fullmatch, one.parts))]
-        kept: set[Path] = set()
-        for folder in reversed(seen):  # a run's own folder first
+            return [one for one in commits.folders(self.path) if not any(map(SAVING.fullmatch, one.parts))]
+        return [self.path]
+
+    def _records(self, seen: list[Path], *, everywhere: bool) -> Iterator[tuple[Path, Path]]:
+        """Yield the announcements of dead processes, each after the folder of it: a run's own folder first."""
+        for folder in reversed(seen):
             records = folder / MANIFESTS
             if records.is_dir() and not records.is_symlink():
                 for inner in list(commits.folders(records)) if everywhere else [records]:
-                    for temporary in filter(is_touched, abandoned_temporaries(inner)):
-                        kept.update(commits.settle_record(Folder(folder), folder, temporary, committed))
+                    for temporary in abandoned_temporaries(inner):
+                        yield folder, temporary
+
+    def recover(self, committed: Mapping[str, str] | None, *, everywhere: bool = True) -> None:
+        is_touched = (lambda _: True) if everywhere else _is_of_this_user
+        seen = self._swept(everywhere=everywhere)
+        kept: set[Path] = set()
+        for folder, temporary in self._records(seen, everywhere=everywhere):
+            if is_touched(temporary):
+                kept.update(commits.settle_record(Folder(folder), folder, temporary, committed))
         for folder in seen:
             for place in filter(is_touched, commits.dead_saves(folder)):
                 commits.settle_save(place, kept)

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
@@ -70,12 +70,16 @@ class Leftover:
     Attributes:
         uri: where it is.
         what: that it is, in words.
-        size_bytes: of it, 0 where that is not known.
+        size_bytes: of all that goes with it, 0 where that is not known.
+        paths: the files of a checkpoint that it decides about, below the place.
+        is_completed: it does not go: a checkpoint becomes of it, at ``uri``.
     """
 
     uri: str
     what: str
     size_bytes: int
+    paths: frozenset[str] = frozenset()
+    is_completed: bool = False
 
 
 class SaveHandle(NamedTuple):
@@ -280,8 +284,11 @@ class Place(ABC):
         A kill in it, or an error, leaves what :meth:`recover` completes the deletion with.
         """
 
-    def complete_deletion(self, manifest: Manifest) -> None:
-        """Complete the deletion of a checkpoint. What one of its name has that was saved since stays."""
+    def left_of(self, manifest: Manifest) -> Sequence[str]:
+        """Return the files that a deletion which did not end has left of a checkpoint, in the order in which they go.
+
+        What one of its name has that was saved since stays.
+        """
         kept, is_step = set[str](), False
         try:
             there = Manifest.from_json(self.read(record_path(manifest.name)), self.uri(record_path(manifest.name)))
@@ -290,15 +297,23 @@ class Place(ABC):
             is_step = manifest.template == STEP_MODEL  # what makes it one goes first, and its files of ranks
         except CorruptCheckpointError as e:
             log.warning("%s: not deleted, since there is another of its name: %s", self.uri(manifest.name), e)
-            return
+            return ()
+        left: list[str] = []
         if is_step:
-            remove_manifest(self, MARKER)
+            left += [MARKER] if self.exists(MARKER) else []
             for path in self.files(TRAIN):
                 if (match := OF_RANKS.fullmatch(path)) is not None and int(match[1]) < manifest.world_size:
-                    self.delete(path)
-        for record in manifest.here:
-            if record.path not in kept and self.has(record):
-                self.delete(record.path)
+                    left.append(path)
+        return left + [one.path for one in manifest.here if one.path not in kept and self.has(one)]
+
+    def complete_deletion(self, manifest: Manifest, left: Sequence[str]) -> None:
+        """Complete the deletion of a checkpoint: of what is ``left`` of it, and of folders in which nothing is."""
+        is_step = manifest.template == STEP_MODEL and not self.exists(record_path(manifest.name))
+        for path in left:
+            if path == MARKER:
+                remove_manifest(self, path)
+            else:
+                self.delete(path)
         for folder in (manifest.name, TRAIN) if is_step else (manifest.name,):
             self.remove_empty(folder)
 
@@ -458,7 +473,7 @@ class Place(ABC):
 
     @abstractmethod
     def leftovers(self, older_than: timedelta) -> list[Leftover]:
-        """List leftovers of processes that were killed during a write.
+        """List leftovers of processes that were killed during a write: just what :meth:`sweep` removes or completes.
 
         On a disk a lock tells which are dead; in a store the parts of uploads that were started ``older_than`` ago are
         taken for theirs.

@@ -133,6 +133,8 @@ def abandoned(listed: Iterable[Found]) -> set[str]:
 def vouched_from_above(place: Place) -> Callable[[Found], bool]:
     """Return true if what is found in ``place`` is of a checkpoint whose record lies in a place that this one is in.
 
+    So is the record of a commit that has begun, which the next start may complete.
+
     Raises:
         OSError, ObjectStoreError: that cannot be seen. What is not seen is not absent.
     """
@@ -142,7 +144,8 @@ def vouched_from_above(place: Place) -> Callable[[Found], bool]:
     for up, prefix in place.above():
         records = up.inside(MANIFESTS)
         paths = [path for path in records.files() if path.endswith(".json")]
-        for path, data in zip(paths, records.read_all(paths), strict=True):
+        begun = [(MANIFESTS, data) for data in up.announced(None)]
+        for path, data in (*zip(paths, records.read_all(paths), strict=True), *begun):
             try:
                 files = () if data is None else Manifest.from_json(data, records.uri(path)).files
             except CheckpointError:
@@ -177,7 +180,7 @@ def survey(place: Place) -> list[Found]:
         found.append(_torn(name, "step", files, commits, f"{MARKER} is missing: its save did not end"))
     taken = {file.path for one in found for file in one.files} | {path for one in found for path in one.commits}
     found.sort(key=_age)
-    return found + _unlisted(files, taken)
+    return found + _unlisted(files, taken, {one.name for one in found})
 
 
 def remove(place: Place, found: Found) -> None:
@@ -289,16 +292,22 @@ def _unfinished_step(path: str, files: Mapping[str, StoredFile]) -> str | None:
 
 
 # ── files without a manifest ─────────────────────────────────────────────────────────────────────────────────────────
-def _unlisted(files: Mapping[str, StoredFile], taken: set[str]) -> list[Found]:
-    """Directories with the files of sharded checkpoints or with weights, and files that are called as checkpoints."""
+def _unlisted(everything: Mapping[str, StoredFile], taken: set[str], known: set[str]) -> list[Found]:
+    """Directories with the files of sharded checkpoints or with weights, and files that are called as checkpoints.
+
+    None of them has a file that is ``taken``. What a save that did not end has left in the directory of one that is
+    ``known`` is none: the next save of that name removes it.
+    """
+    files = {path: file for path, file in everything.items() if path not in taken}
     directories: dict[str, str] = {}
     alone: list[str] = []
     for path in files:
         folder, _, last = path.rpartition("/")
-        if path in taken or any(part.startswith(".") for part in folder.split("/")):
+        if any(part.startswith(".") for part in folder.split("/")):
             continue
         if folder and (last == _INDEX or last.endswith(".distcp")):
-            directories[folder.removesuffix(f"/{MODEL}")] = "sharded"
+            if (name := folder.removesuffix(f"/{MODEL}")) not in known:
+                directories[name] = "sharded"
         elif folder and (holds_weights([last]) or holds_model_states([last])):
             directories.setdefault(folder, "weights")
         elif not last.startswith(".") and _LOOKS_SAVED.search(path):
