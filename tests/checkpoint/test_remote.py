@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from storage.servers.seaweedfs import S3Server
 from composerlite.checkpoint import Catalog, Manifest
 from composerlite.checkpoint.load import resume
 from composerlite.checkpoint.load.resume import choose
+from composerlite.checkpoint.place import bucket
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.record.retention import retention_policy
 from composerlite.checkpoint.save.publish import Publisher
@@ -128,6 +130,36 @@ def test_another_checkpoint_of_that_name_is_not_replaced(remote: Catalog, tmp_pa
     assert [manifest.run_name for manifest in remote.manifests()] == ["other"]
     again, path = saved(tmp_path / "again", 1, run_name="other")
     remote.publish(again, [path], link=LINK)
+
+
+def test_a_retry_in_the_same_process_waits_for_the_upload_as_long_as_it_goes(
+    remote: Catalog,
+    store: FaultyStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A run that failed and is built again saves the name that is still being sent: it waits, and says so."""
+    monkeypatch.setattr(bucket, "_DEAD_SECONDS", 0.1)  # not half a minute, for a process that may be dead
+    begun, go = threading.Event(), threading.Event()
+
+    def stall() -> None:
+        begun.set()
+        assert go.wait(60)
+
+    manifest, path = saved(tmp_path, 1)
+    store.faults = [Fault(verb="upload_object", error=None, first=stall)]
+    with ThreadPoolExecutor(2) as pool, Transfer(store) as other:
+        sending = pool.submit(remote.publish, manifest, [path], link=LINK)
+        assert begun.wait(60)
+        again = pool.submit(Catalog(Bucket(other, "run")).publish, manifest, [path], link=LINK)
+        time.sleep(1)
+        assert not again.done(), again.exception()
+        go.set()
+        sending.result(60)
+        again.result(60)
+    assert len([one for one in caplog.records if "is being saved in this process: waiting" in one.message]) > 1
+    assert [one.batch for one in remote.manifests()] == [1]
 
 
 def test_what_is_deleted_is_gone(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:

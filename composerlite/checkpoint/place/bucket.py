@@ -12,6 +12,7 @@ import logging
 import secrets
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
@@ -62,7 +63,9 @@ _GONE = ".gone"
 """The end of the name of a manifest whose checkpoint is being deleted."""
 _MOST_LINK_BYTES = 4096
 _DEAD_SECONDS = 30.0
-"""For so long a save waits for another of the same name, in this process or in one that may be dead."""
+"""For so long a save waits for another of the same name in a process that may be dead."""
+_LONGEST_SECONDS = 3600.0
+"""For so long it waits for one in this process, which is alive: as long as a run waits for an upload by default."""
 _saving: set[str] = set()
 """The checkpoints that this process is saving: a lease tells processes apart, and not the threads of one."""
 _saving_changed = threading.Condition()
@@ -260,13 +263,22 @@ class Bucket(Place):
             return
         uri = self.uri(name)
         with _saving_changed:
-            if uri in _saving:  # perhaps by a run before this one, which has failed and whose uploads continue
-                log.info("checkpoint %r is being saved in this process: waiting for the end of that", uri)
-            if not _saving_changed.wait_for(lambda: uri not in _saving, _DEAD_SECONDS):
-                raise CheckpointExistsError(
-                    f"checkpoint {uri!r} is being saved in this process already: waited {_DEAD_SECONDS:.0f} s for the "
-                    "end of that. Save it again when it is there."
+            began = time.monotonic()
+            while uri in _saving:  # perhaps by a run before this one, which has failed and whose uploads continue
+                seconds = time.monotonic() - began
+                if seconds >= _LONGEST_SECONDS:
+                    raise CheckpointExistsError(
+                        f"checkpoint {uri!r} is being saved in this process already: waited {seconds:.0f} s for the "
+                        "end of that. Save it again when it is there."
+                    )
+                log.warning(
+                    "checkpoint %r is being saved in this process: waiting for the end of that, for %.0f s now and "
+                    "%.0f s at most",
+                    uri,
+                    seconds,
+                    _LONGEST_SECONDS,
                 )
+                _saving_changed.wait_for(lambda: uri not in _saving, _DEAD_SECONDS)
             _saving.add(uri)
         lease = HeartbeatLease(self.transfer, self.name_of(f"{MANIFESTS}/.{name.replace('/', '%2F')}.saving"))
         try:
