@@ -162,6 +162,43 @@ def test_a_retry_in_the_same_process_waits_for_the_upload_as_long_as_it_goes(
     assert [one.batch for one in remote.manifests()] == [1]
 
 
+def test_a_checkpoint_whose_deletion_is_refused_is_there_as_before(
+    remote: Catalog, store: FaultyStore, tmp_path: Path
+) -> None:
+    """Without the right to delete nothing says that it is being deleted, so nothing deletes it when there is the right.
+
+    Not even where its manifest is lost then: its data are left for ``gc --orphans``, as those of others are.
+    """
+    first, _ = publish(remote, tmp_path, 1, 2)
+    refused = Fault(verb="delete_object", error=lambda: PermissionError("AccessDenied"), times=99)
+    store.faults = [refused]
+    with pytest.raises(PermissionError, match="AccessDenied"):
+        remote.delete(first)
+    assert [one.batch for one in remote.manifests()] == [1, 2]
+    assert remote.place.leftovers(timedelta()) == []
+    remote.recover()
+    store.faults = []
+    store.delete_object("run/.manifest/ba1.pt.json")
+    remote.recover()
+    remote.place.sweep(timedelta())
+    assert store.get_object_size("run/ba1.pt") == first.size_bytes
+    remote.publish(first, [tmp_path / "local" / "ba1.pt"], link=LINK)
+    remote.delete(first)
+    assert [info.name for info in store.list_objects("run/") if "ba1.pt" in info.name] == []
+
+
+def test_a_deletion_whose_answer_is_lost_is_completed(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
+    """The manifest is gone: what was announced stays so, and the next start deletes the data."""
+    first, _ = publish(remote, tmp_path, 1, 2)
+    store.faults = [Fault(verb="delete_object", lost_answer=True)]
+    with pytest.raises(ObjectStoreTransientError):
+        remote.delete(first)
+    assert [one.batch for one in remote.manifests()] == [2]
+    assert [one.what for one in remote.place.leftovers(timedelta())] == ["a deletion that did not end"]
+    remote.recover()
+    assert [info.name for info in store.list_objects("run/") if "ba1.pt" in info.name] == []
+
+
 def test_what_is_deleted_is_gone(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
     """A deletion takes the manifest first: there is never a checkpoint without its data. It is announced before."""
     first, _ = publish(remote, tmp_path, 1, 2)

@@ -60,7 +60,7 @@ LINK_SUFFIX = ".symlink"
 _NEXT = ".next"
 """The end of the names of objects that say what is about to be."""
 _GONE = ".gone"
-"""The end of the name of a manifest whose checkpoint is being deleted."""
+"""The end of the name of a manifest whose checkpoint is being deleted. An empty one announces nothing."""
 _MOST_LINK_BYTES = 4096
 _DEAD_SECONDS = 30.0
 """For so long a save waits for another of the same name in a process that may be dead."""
@@ -249,7 +249,14 @@ class Bucket(Place):
     def deleting(self, manifest: Manifest) -> Generator[None]:
         record = record_path(manifest.name)
         self.put(record + _GONE, deletion_of(manifest))
-        remove_manifest(self, record)
+        try:
+            remove_manifest(self, record)
+        except BaseException:
+            with self.undoing(record + _GONE):
+                if self.exists(record):  # refused: the checkpoint stays, and nothing says that it is to go
+                    self.put(record + _GONE, b"")
+                    self.delete(record + _GONE)
+            raise
         yield
         self.delete(record + _GONE)
 
@@ -391,7 +398,8 @@ class Bucket(Place):
 
     def _deletions(self, below: str) -> Iterator[tuple[str, Bucket, Manifest]]:
         """Yield the announced deletions in ``below``: the object, the place that it is in, what is deleted."""
-        for path in [path for path in self.files(below) if path.endswith(f".json{_GONE}")]:
+        there = self.files(below).items()
+        for path in [path for path, file in there if path.endswith(f".json{_GONE}") and file.size_bytes]:
             home, _, name = path.rpartition(f"{MANIFESTS}/")
             try:
                 manifest = Manifest.from_json(self.read(path), self.uri(path))
