@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from composerlite.core import seed_all
+from composerlite.storage import leave_by
 from composerlite.testing.cluster import quick_processes
 
 # Real services on loopback, started for the tests that name them.
@@ -91,6 +92,7 @@ def _clean_process() -> Iterator[None]:
     before, threads = _process_settings(), set(threading.enumerate())
     seed_all(17)
     yield
+    leave_by()  # a run that was preempted in this process, which lives on
     if names := _unfinished(threads):
         pytest.fail(f"the test left threads running: {', '.join(names)}")
     after = _process_settings()

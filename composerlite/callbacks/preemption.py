@@ -135,6 +135,10 @@ class PreemptionHandler(Callback):
         os.kill(os.getpid(), number)
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def init(self, state: State, logger: Logger) -> None:
+        """End the grace period of a run before this one, which this process has outlived."""
+        leave_by()
+
     def fit_start(self, state: State, logger: Logger) -> None:
         """Listen, if this is the main thread: Python hands signals to no other."""
         self._state, self._logger, self._process = state, logger, os.getpid()
@@ -175,6 +179,7 @@ class PreemptionHandler(Callback):
         asked = [one for one in dist.get_group().gather((self._reason, self._code, self._left)) if one[0]]
         reason, code, left = min(asked, key=lambda one: one[2])
         self._until = time.monotonic() + left
+        leave_by(self._until)  # nothing waits for uploads longer: neither close nor the end of the program
         is_first = dist.get_global_rank() == 0
         if is_first:
             log.warning("%s: the run ends after batch %d, %.0f s are left", reason, int(state.timestamp.batch), left)
@@ -192,7 +197,6 @@ class PreemptionHandler(Callback):
             )
             if self._slurm_requeue:
                 _requeue()
-        leave_by(self._until)  # the end of the program waits for uploads, too
         raise Preempted(code if self._exit_code is None else self._exit_code, newest)
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from composerlite.errors import ComposerliteError, raise_all
-from composerlite.storage.workers import WorkerPool, wait_at_exit, wait_no_more
+from composerlite.storage.workers import WorkerPool, seconds_left, wait_at_exit, wait_no_more
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class Background:
         raise_all(failures, f"{self._who}: {len(failures)} {self._jobs} failed")
 
     def wait(self, seconds: float, *, lane: str | None = None, at_most: int = 0) -> bool:
-        """Wait until at most ``at_most`` jobs are pending, for ``seconds`` at most.
+        """Wait until at most ``at_most`` jobs are pending, for ``seconds`` at most, and no longer than a grace period.
 
         ``lane``: only those of this lane count.
 
@@ -143,7 +143,7 @@ class Background:
         Returns:
             True if at most ``at_most`` jobs are pending.
         """
-        until = time.monotonic() + seconds
+        until = time.monotonic() + min(seconds, seconds_left())
         with self._changed:
             while sum(lane in (None, job.lane) for job in (*self._running, *self._waiting)) > at_most:
                 left = until - time.monotonic()
@@ -172,6 +172,8 @@ class Background:
     def close(self, seconds: float | None = None) -> None:
         """Wait until all jobs are done, stop the threads and raise errors of jobs. May be called twice.
 
+        Where a grace period ends before that, the log says what is missing: it is no error.
+
         Args:
             seconds: to wait at most; ``None``: the timeout.
 
@@ -180,7 +182,10 @@ class Background:
             Exception: what failed.
         """
         seconds = self.timeout if seconds is None else seconds
-        if late := self.stop(seconds):
+        late = self.stop(seconds)
+        if late and not seconds_left():
+            log.error("%s: not %s by the end of the grace period: %s", self._who, self._done, ", ".join(late))
+        elif late:
             failed = f" Failed: {self.failed}" if self.failed else ""
             raise self._late_error(f"{self._who}: not {self._done} within {seconds:.0f} s: {', '.join(late)}.{failed}")
         self.raise_failures()

@@ -345,9 +345,14 @@ def wait_no_more(work: object) -> None:
 
 
 def leave_by(moment: float = math.inf) -> None:
-    """Wait for nothing after ``moment``, as ``time.monotonic`` counts, when this process ends."""
+    """Wait for nothing in the background after ``moment``, as ``time.monotonic`` counts: this process is killed."""
     global _leave_by
     _leave_by = moment
+
+
+def seconds_left() -> float:
+    """Seconds until the moment of :func:`leave_by`: 0 after it, infinite where there is none."""
+    return max(0.0, _leave_by - time.monotonic())
 
 
 def _finish() -> None:

@@ -315,19 +315,27 @@ def test_a_program_that_crashes_ends_when_its_uploads_have(bucket: str, store: O
     assert "run/.manifest/ep2-ba8-rank0.pt.json" in [info.name for info in store.list_objects()]
 
 
-def a_run_that_is_preempted(folder: str) -> None:
-    trainer(
-        callbacks=[CrashBehindUpload(30, signals=True), PreemptionHandler("1s")], save_folder=folder, autoresume=True
-    ).fit()
+def a_run_that_is_preempted(folder: str, closes: str) -> None:
+    run = trainer(
+        callbacks=[CrashBehindUpload(60, signals=True), PreemptionHandler("1s")], save_folder=folder, autoresume=True
+    )
+    with run if closes else contextlib.nullcontext():
+        run.fit()
 
 
-def test_a_program_that_is_preempted_does_not_outstay_its_grace_period(bucket: str, tmp_path: Path) -> None:
-    """It waits no longer for an upload than it has, and names what is not there, with the exit code of the signal."""
+@pytest.mark.parametrize("closes", ["", "closes"])
+def test_a_program_that_is_preempted_does_not_outstay_its_grace_period(
+    closes: str, bucket: str, tmp_path: Path
+) -> None:
+    """It waits no longer for an upload than it has, closed or not, and names what is not there, with the exit code of
+    the signal.
+    """
     started = time.monotonic()
-    done = run_forked(a_run_that_is_preempted, f"{bucket}/run", cwd=tmp_path)
-    assert time.monotonic() - started < 25
-    assert done.returncode == 128 + signal.SIGTERM
-    assert re.search(r"before this was done: .*/run/ep2-ba8-rank0\.pt", done.stderr)
+    done = run_forked(a_run_that_is_preempted, f"{bucket}/run", closes, cwd=tmp_path)
+    assert time.monotonic() - started < 50
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    told = "not uploaded by the end of the grace period" if closes else "before this was done"
+    assert re.search(rf"{told}: .*/run/ep2-ba8-rank0\.pt", done.stderr)
 
 
 def test_the_end_of_fit_tells_of_the_last_upload(s3_server: Any, bucket: str, store: ObjectStore) -> None:

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import socket
@@ -24,13 +25,15 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 from composerlite.errors import CorruptCheckpointError, ObjectStoreError, RunInUseError
-from composerlite.storage import Transfer, make_folder, start_threads
+from composerlite.storage import Transfer, make_folder, seconds_left, start_threads
 
 __all__ = ["FileLease", "HeartbeatLease", "Lease", "take_leases", "turn_at", "turn_of_this_node"]
 
 log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5
 _PAUSE_SECONDS = 0.02
+_LAST_SECONDS = 1.0
+"""For so long a lease is given up after the end of a grace period."""
 _PATIENCE = timedelta(hours=2)
 _MOST_BYTES = 4096
 _CLAIM = ".claim"
@@ -334,12 +337,20 @@ class HeartbeatLease(Lease):
             return
         self._held = False
         self._stop.set()
+        left = max(seconds_left(), _LAST_SECONDS)
         for thread in self._beating:
-            thread.join(self._dead_seconds)
-        if self.lost_to is None:
-            with contextlib.suppress(ObjectStoreError, OSError):  # the next one waits a little then
-                if self._is_own(self._read(self._name)):
-                    self._transfer.delete(self._name)
+            thread.join(min(self._dead_seconds, left))
+        if self.lost_to is not None:
+            return
+        if left == math.inf:
+            self._remove()
+        for thread in start_threads(self._remove, 1, name="lease") if left < math.inf else ():
+            thread.join(left)  # a store that does not answer is tried for minutes
+
+    def _remove(self) -> None:
+        with contextlib.suppress(ObjectStoreError, OSError):  # the next one waits a little then
+            if self._is_own(self._read(self._name)):
+                self._transfer.delete(self._name)
 
     def keep(self) -> bool:
         return True  # a thread does that

@@ -38,6 +38,7 @@ from composerlite.storage import (
     HardlinkPin,
     ObjectStore,
     check_name,
+    seconds_left,
 )
 from composerlite.types import CheckpointNews
 
@@ -252,12 +253,12 @@ class Publisher:
         return self.uploader.wait(seconds, lane=self._lane, at_most=at_most)
 
     def wait(self, *, at_most: int = 0) -> None:
-        """Wait until at most ``at_most`` checkpoints are not published.
+        """Wait until at most ``at_most`` checkpoints are not published, or a grace period is over.
 
         Raises:
             ObjectStoreError: that is not so within the timeout.
         """
-        if not self.published(self._timeout, at_most=at_most):
+        if not self.published(self._timeout, at_most=at_most) and seconds_left():  # else closing tells what is missing
             raise self.late()
 
     def late(self) -> ObjectStoreError:
