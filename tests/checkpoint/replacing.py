@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from clocks import set_clock
+from parts import save_batch, value_in
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -29,6 +30,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from composerlite import ComposerModel, Trainer
 from composerlite.checkpoint import Catalog, Checkpointer, load_state_dict, save_state_dict
 from composerlite.checkpoint.place.directory import ShardedDirectory
+from composerlite.checkpoint.tools.copying import copy
+from composerlite.checkpoint.tools.pointing import place_at, target_at
+from composerlite.checkpoint.tools.surveying import survey
 from composerlite.storage import FileDigest, open_store, parse_uri
 
 __all__ = ["KINDS", "killed", "overtaken"]
@@ -199,6 +203,43 @@ KINDS: dict[str, Kind] = {
     "step": Kind(save_step, value_of_step, "step1/config.json"),
     "disks": Kind(save_on_disks, value_on_disks, "node0/c/config.json"),
 }
+
+
+# ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def save_one_file(place: str, value: int, overwrite: bool) -> None:
+    save_batch(Path(place), value, template="fixed.pt", latest=None, overwrite=overwrite)
+
+
+def value_of_one_file(place: str) -> int:
+    """What the next start finds."""
+    catalog = Catalog(place)
+    catalog.recover()
+    (manifest,) = catalog.manifests()
+    catalog.verify(manifest)
+    return int(value_in(torch.load(Path(place, manifest.name), weights_only=False)))
+
+
+def copied(one: Kind) -> Kind:
+    """What another kind has saved elsewhere comes by ``cp --overwrite``."""
+
+    def save(place: str, value: int, overwrite: bool) -> None:
+        source = Path.cwd() / "sources" / str(value)
+        if not source.exists():
+            one.save(str(source), value, False)
+        with place_at(str(source)) as here, target_at(place) as there:
+            for found in survey(here):
+                copy(here, found, there, overwrite=overwrite)
+
+    return one._replace(save=save)
+
+
+KINDS.update(
+    {
+        "copied file": copied(Kind(save_one_file, value_of_one_file)),
+        "copied function": copied(KINDS["function"]),
+        "copied step": copied(KINDS["step"]),
+    }
+)
 
 
 # ── kills ────────────────────────────────────────────────────────────────────────────────────────────────────────────

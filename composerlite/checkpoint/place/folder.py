@@ -359,10 +359,11 @@ class Folder(Place):
 
     def parts(self, name: str, handle: SaveHandle, deciding: str, data: bytes) -> Parts:
         place = (self.path / name).with_name(handle.place)
-        with (place / deciding).open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        if deciding:
+            with (place / deciding).open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
         for folder, _, _ in os.walk(place):
             fsync_folder(Path(folder))
         return {name: place}

@@ -386,7 +386,10 @@ class Place(ABC):
 
     @abstractmethod
     def parts(self, name: str, handle: SaveHandle, deciding: str, data: bytes) -> Parts:
-        """Files that a commit of the directory ``name`` renames; ``data`` is the content of the file ``deciding``."""
+        """Files that a commit of the directory ``name`` renames; ``data`` is the content of the file ``deciding``.
+
+        Where that has no name, in a folder, all are written already.
+        """
 
     @abstractmethod
     def commit(self, name: str, parts: Parts, *, overwrite: bool, record: str | None) -> Commit:

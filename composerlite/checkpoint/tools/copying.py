@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 
+from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import remove_manifest, write_manifest
-from composerlite.checkpoint.place.place import Place, StoredFile
+from composerlite.checkpoint.place.place import Place, StoredFile, by_steps
 from composerlite.checkpoint.place.step import MARKER, NEXT
-from composerlite.checkpoint.record.manifest import FileRecord
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest, record_path
 from composerlite.checkpoint.tools.surveying import Found, survey
 from composerlite.errors import (
     CheckpointExistsError,
@@ -15,6 +19,7 @@ from composerlite.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
+from composerlite.storage import StagedFile, verify_file
 
 __all__ = ["copy"]
 
@@ -37,8 +42,8 @@ def copy(
         found: the checkpoint.
         target: gets it.
         overwrite: replace another one of that name, and files of the same names, once all bytes of the checkpoint were
-            verified where it is; the other one is deleted first then. An incomplete copy of this very checkpoint is
-            replaced in any case.
+            verified where it is. A whole one is there until the commit of this one, but for a directory in a bucket,
+            which is deleted first. An incomplete copy of this very checkpoint is replaced in any case.
         progress: is called with each number of bytes.
 
     Raises:
@@ -61,7 +66,12 @@ def copy(
     mends = any(data is not None for data in there.values())  # an incomplete copy of this one is there
     if mends or overwrite:  # nothing of what is there goes for what is damaged
         _verify(source, found)
-    before = _files_of(target, found.name) if others else ()
+    old = next((one for one in survey(target) if one.name == found.name), None) if others else None
+    before = () if old is None else old.files
+    if there != commits and old is not None and _can_replace(old, found, target):
+        _replace(source, found, target.inside(found.home.rstrip("/")), commits, progress)
+        _remove_others(target, before, found)
+        return True
     for path in reversed(commits):
         remove_manifest(target, path)
     for path in commits:
@@ -74,9 +84,82 @@ def copy(
             write_manifest(target, path, data, create_only=True)
         except FileExistsError as e:
             raise CheckpointExistsError(f"{target.uri(found.name)!r} was written by another process meanwhile.") from e
+    _remove_others(target, before, found)
+    return True
+
+
+def _remove_others(target: Place, before: Sequence[StoredFile], found: Found) -> None:
+    """Remove the files that only the checkpoint ``before`` had."""
     kept = {record.path for record in found.records}
     target.delete_all(file.path for file in before if file.path not in kept)
-    return True
+
+
+def _can_replace(old: Found, found: Found, target: Place) -> bool:
+    """Return true if the commit of a save can replace ``old``: in a bucket no directory, as its files keep names."""
+    if old.committed is None or found.manifest is None or _is_directory(old) != _is_directory(found):
+        return False
+    return target.path_of("") is not None or not _is_directory(found)
+
+
+def _is_directory(found: Found) -> bool:
+    return found.kind == "step" or (found.manifest is not None and found.manifest.is_directory)
+
+
+def _replace(
+    source: Place, found: Found, home: Place, commits: Mapping[str, bytes], progress: Callable[[int], object]
+) -> None:
+    """Put a checkpoint in the place of another one of its name, as a save does: until its commit the other is there."""
+    name = found.name.removeprefix(found.home)
+    paths = [record.path.removeprefix(found.home) for record in found.records]
+    data = list(commits.values())[-1]
+    if (folder := home.path_of("")) is None:
+        manifest = Manifest.from_json(data, home.uri(name))
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(source.lent(record.path, record.digest)) for record in found.records]
+            Catalog(home).publish(manifest, files, overwrite=True)
+        progress(found.size_bytes)
+    elif not _is_directory(found):
+        with contextlib.ExitStack() as stack:
+            parts: dict[str, Path] = {}
+            for path, record in zip(paths, found.records, strict=True):
+                staged = stack.enter_context(StagedFile(folder / path))
+                with source.lent(record.path, record.digest) as file, file.open("rb", buffering=0) as opened:
+                    shutil.copyfileobj(opened, staged.file, 8 << 20)
+                staged.flush()
+                verify_file(staged.temporary, record.digest, progress)
+                parts[path] = staged.temporary
+            with home.commit(name, parts, overwrite=True, record=record_path(name)) as commit:
+                commit.announce(data)
+                commit.commit()
+    else:
+        _replace_directory(source, found, home, commits, progress)
+
+
+def _replace_directory(
+    source: Place, found: Found, home: Place, commits: Mapping[str, bytes], progress: Callable[[int], object]
+) -> None:
+    """Do so with a directory of this machine."""
+    name, is_step = found.name.removeprefix(found.home), found.kind == "step"
+    handle = home.begin(name, lambda: True, overwrite=True)
+    try:
+        staged = PurePosixPath(name).with_name(handle.place)
+        for record in found.records:
+            path = home.path_of(str(staged / record.path.removeprefix(f"{found.name}/")))
+            assert path is not None
+            source.write_to(path, record.path, record.digest, by_steps(progress))
+        for path, data in commits.items() if is_step else ():
+            if not path.endswith(f"/{MARKER}"):
+                write_manifest(home, str(staged / path.removeprefix(f"{found.name}/")), data)
+        last = list(commits.values())[-1]
+        parts = home.parts(name, handle, MARKER if is_step else "", last)
+        with home.commit(name, parts, overwrite=True, record=None if is_step else record_path(name)) as commit:
+            if not is_step:
+                commit.announce(last)
+            commit.commit()
+    except BaseException:
+        home.abandon(name, handle)
+        raise
+    home.release(name)
 
 
 def _check_whole(source: Place, found: Found) -> None:
@@ -107,10 +190,6 @@ def _verify(source: Place, found: Found) -> None:
 
 def _has(files: dict[str, StoredFile], record: FileRecord) -> bool:
     return record.path in files and files[record.path].size_bytes == record.size_bytes
-
-
-def _files_of(target: Place, name: str) -> Sequence[StoredFile]:
-    return next((one.files for one in survey(target) if one.name == name), ())
 
 
 def _bring(
