@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +94,33 @@ def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path: Path) -> None
     found = checkpointer.load(tmp_path / "step2", (model, optim))
     assert same(states(model, optim), before)
     assert same(found, {"losses": torch.ones(3)})
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_threads_save_at_the_same_time(tmp_path: Path, own: bool) -> None:
+    """Models of several sizes are trained by threads, with a ``Checkpointer`` each or one for all: each is saved."""
+    shared = Checkpointer()
+
+    def save(number: int) -> None:
+        checkpointer, model = Checkpointer() if own else shared, torch.nn.Linear(50, 20 + 2000 * number)
+        saves: list[Any] = []
+        for step in range(6):
+            torch.nn.init.constant_(model.weight, step)
+            saves.append(checkpointer.save_async(tmp_path / f"{number}/step{step}", model, {"step": step}))
+        for one in saves:
+            one.result()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(save, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    for number, step in itertools.product(range(4), range(6)):
+        model = torch.nn.Linear(50, 20 + 2000 * number)
+        assert shared.load(tmp_path / f"{number}/step{step}", model) == {"step": step}
+        assert bool((model.weight == step).all())
 
 
 def test_what_is_loaded_can_be_chosen(tmp_path: Path) -> None:

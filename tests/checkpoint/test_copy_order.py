@@ -89,12 +89,12 @@ class Run:
     def save(self) -> tuple[Any, Callable[[], list[torch.Tensor]]]:
         """Begin a save; the snapshot, and how to read it when it has been waited for."""
         image = self.image()
-        assert self.staging.reserve(image.size_bytes)
+        memory = self.staging.reserve(image.size_bytes)
+        assert memory is not None
         places = [(offset, storage.nbytes()) for storage, offset in image.storages()]
-        snapshot = self.staging.take(image.storages(), image.size_bytes, [self.optimizer])
+        snapshot = self.staging.take(memory, image.storages(), image.size_bytes, [self.optimizer])
 
         def read() -> list[torch.Tensor]:
-            memory = snapshot.memory
             copies = [torch.frombuffer(memory.view(*place), dtype=torch.float32).clone() for place in places]
             self.staging.give_back(memory)
             return copies
@@ -278,8 +278,9 @@ def test_small_storages_are_one_copy() -> None:
     copier.copy = counted
     image, staging = TorchImage(tensors), Staging(verify="always", devices=device)
     places = [(offset, storage.nbytes()) for storage, offset in image.storages()]
-    assert staging.reserve(image.size_bytes)
-    snapshot = staging.take(image.storages(), image.size_bytes)
+    memory = staging.reserve(image.size_bytes)
+    assert memory is not None
+    snapshot = staging.take(memory, image.storages(), image.size_bytes)
     snapshot.wait()
     saved = [torch.frombuffer(snapshot.memory.view(*place), dtype=torch.float32) for place in places]
     assert all(torch.equal(copied, tensor) for copied, tensor in zip(saved, tensors.values(), strict=True))

@@ -36,8 +36,9 @@ def weight() -> nn.Parameter:
 def lazily(staging: Staging, optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> Snapshot:
     """A snapshot of ``weight``."""
     image = TorchImage({"weight": weight})
-    assert staging.reserve(image.size_bytes)
-    return staging.take(image.storages(), image.size_bytes, [optimizer])
+    memory = staging.reserve(image.size_bytes)
+    assert memory is not None
+    return staging.take(memory, image.storages(), image.size_bytes, [optimizer])
 
 
 def tried(staging: Staging, optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> None:

@@ -118,7 +118,8 @@ def saved_value(weight: nn.Parameter, wait: str) -> tuple[float, float]:
     optimizer = torch.optim.SGD([weight], lr=1.0, maximize=True)
     image = TorchImage({"weight": weight})
     for number in range(2):  # the first one copies at once, ones: that is what its memory has at the second
-        assert staging.reserve(image.size_bytes)
+        memory = staging.reserve(image.size_bytes)
+        assert memory is not None
         image = TorchImage({"weight": weight})
         offset = image.storages()[0].offset
         with torch.no_grad():
@@ -126,7 +127,7 @@ def saved_value(weight: nn.Parameter, wait: str) -> tuple[float, float]:
         torch.cuda.synchronize()
         torch.cuda._sleep(200_000_000)  # training is behind
         optimizer.step()
-        snapshot = staging.take(image.storages(), image.size_bytes, [optimizer])
+        snapshot = staging.take(memory, image.storages(), image.size_bytes, [optimizer])
         optimizer.step()
         snapshot.wait()
         found = torch.frombuffer(snapshot.memory.view(offset, 4 * BIG), dtype=torch.float32).clone()
@@ -156,11 +157,12 @@ def test_a_save_does_not_wait_for_the_device() -> None:
     staging, optimizer = Staging(verify="never"), torch.optim.SGD([weight], lr=1.0)
     for _ in range(2):
         image = TorchImage({"weight": weight})
-        assert staging.reserve(image.size_bytes)
+        memory = staging.reserve(image.size_bytes)
+        assert memory is not None
         torch.cuda.synchronize()
         torch.cuda._sleep(2_000_000_000)
         started = time.perf_counter()
-        snapshot = staging.take(image.storages(), image.size_bytes, [optimizer])
+        snapshot = staging.take(memory, image.storages(), image.size_bytes, [optimizer])
         seconds = time.perf_counter() - started
         snapshot.wait()
         optimizer.step()

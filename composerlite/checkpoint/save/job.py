@@ -247,14 +247,19 @@ class PendingSave:
         writer = self.writer
         try:
             streams = writer.may_stream and has_room and staging.would_be_new(writer.storages(), writer.size_bytes)
-            copies = not streams and staging.reserve(writer.size_bytes)
+            memory = None if streams else staging.reserve(writer.size_bytes)
+            copies = memory is not None
             if writer.gathers:
                 streams, copies = self.group.broadcast((streams, copies))
             if copies:
-                self.snapshot = staging.take(writer.storages(), writer.size_bytes, lazy)
+                if memory is None:
+                    raise SaveError(f"no memory for this rank's part of a copy of {self.path}.")
+                self.snapshot = staging.take(memory, writer.storages(), writer.size_bytes, lazy)
                 self._memory = self.snapshot.memory
                 writer.staged_in(self._memory)
                 return
+            if memory is not None:  # rank 0 has none
+                staging.give_back(memory)
             if not streams:
                 log.info("no memory for a copy of %s: training waits while it is written", self.path)
                 make_room()

@@ -421,8 +421,8 @@ class _Partition:
 class Staging:
     """The memory for copies, one after the other: allocated and faulted in once, and kept from save to save.
 
-    A copy has the memory from :meth:`take` to :meth:`give_back`. Another that is taken meanwhile finds none, and gets
-    some that is new.
+    A copy has the memory from :meth:`reserve` to :meth:`give_back`. Another, perhaps of another thread, that is taken
+    meanwhile finds none, and gets some that is new.
 
     Args:
         limit_bytes: the most memory to use; ``None`` for half of what is free when it is allocated, divided by the
@@ -495,15 +495,17 @@ class Staging:
         finally:
             self._go.set()
 
-    def reserve(self, size_bytes: int) -> bool:
-        """Get memory for a snapshot of ``size_bytes``; false where that is too much, or the system gives no more."""
+    def reserve(self, size_bytes: int) -> HostMemory | None:
+        """Lend memory for a snapshot of ``size_bytes``, which no other thread gets until :meth:`give_back`.
+
+        ``None`` where that is too much, or the system gives no more.
+        """
         self.prepared()
         with self._lock:
-            if self._free.has(size_bytes):
-                return True
-            if (memory := self._allocated(size_bytes)) is not None:
-                self._release(self._free.keep(memory))
-            return memory is not None
+            memory = self._free.take() if self._free.has(size_bytes) else None
+            memory = memory or self._allocated(size_bytes)
+            self._lent += memory is not None
+            return memory
 
     def _allocated(self, size_bytes: int) -> HostMemory | None:
         """Memory that is new, in the place of what is free; ``None`` where that is too much."""
@@ -589,13 +591,16 @@ class Staging:
             memory.close()
 
     # ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def take(self, copies: Iterable[StorageCopy], size_bytes: int, lazy: Sequence[Optimizer] = ()) -> Snapshot:
-        """Copy storages to memory that :meth:`reserve` got.
+    def take(
+        self, memory: HostMemory, copies: Iterable[StorageCopy], size_bytes: int, lazy: Sequence[Optimizer] = ()
+    ) -> Snapshot:
+        """Copy storages to ``memory``.
 
         The first time, what could be copied later is copied at once and watched until an optimizer steps: where
         somebody else changes it, everything is always copied at once from then on.
 
         Args:
+            memory: from :meth:`reserve`.
             copies: the storages, and where in the memory each of them belongs.
             size_bytes: of all of them there.
             lazy: optimizers whose parameters and state nothing else changes: those are copied until one steps.
@@ -604,10 +609,6 @@ class Staging:
             The copy, in memory to :meth:`give_back` when it is written.
         """
         started = time.perf_counter()
-        with self._lock:
-            memory = self._free.take()
-            assert memory is not None
-            self._lent += 1
         self._copier = self._copier or Copier()
         self._stop_trial()
         if self._last is not None and self._last.was_torn:
