@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         seed_torch,
     )
     from composerlite.core.state.loss_reading import LossReading
+    from composerlite.core.state.model_state import frozen_parameters, set_frozen_parameters
     from composerlite.core.state.optimizer_state import clean_name, lost_parameters
     from composerlite.core.state.run_state import RunState, by_class
     from composerlite.core.state.state import State
@@ -124,6 +125,7 @@ __all__ = [
     "ensure_parallelism",
     "ensure_precision",
     "ensure_time",
+    "frozen_parameters",
     "get_precision_context",
     "get_random_seed",
     "gives_one_value",
@@ -142,6 +144,7 @@ __all__ = [
     "seed_context",
     "seed_of_rank",
     "seed_torch",
+    "set_frozen_parameters",
     "span",
     "split_batch",
     "time_of",

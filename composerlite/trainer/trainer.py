@@ -315,6 +315,7 @@ class Trainer:
 
             self.state.learning_rates = build.given_rates(self.state.optimizers[0])
             self.state.settings["optimizer"] = optimizer_settings(self.state.optimizers[0])
+            self._run_settings = RunSettings(self.state)
 
             # Loading comes last: everything that has a state is there to take it.
             self.engine.run_event(Event.BEFORE_LOAD)
@@ -329,7 +330,7 @@ class Trainer:
             if compile_config is not None:
                 self.state.model.compile(**compile_config)
             self._replays_graphs = checks.uses_cuda_graphs(compile_config)
-            self._run_settings = RunSettings(self.state)
+            self._run_settings.leave()
         except BaseException:
             self.engine.close()
             if self.state.deepspeed is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer.trainer_parts import At, Seen, build, same, weights
+from trainer.trainer_parts import At, Net, Seen, build, same, weights
 
 from composerlite import Event, State, Trainer
 from composerlite.core import Precision
@@ -89,6 +89,46 @@ def test_what_a_callback_has_set_holds_after_a_resume(
     assert same(weights(second), weights(first))
     assert getattr(second.state, name) == getattr(first.state, name)
     assert launch(tmp_path / "cut", script=script, max_duration=end)[0] == []
+
+
+@pytest.mark.parametrize("cut", [3, 4, 8])
+@pytest.mark.parametrize(("frozen", "trained"), [(False, True), (True, False)], ids=["unfreezes", "freezes"])
+def test_layers_that_a_callback_freezes_or_unfreezes_are_so_after_a_resume(
+    tmp_path: Path, cut: int, frozen: bool, trained: bool
+) -> None:
+    """A script freezes a layer, and a callback unfreezes it after three batches, or the other way round."""
+
+    def model() -> Net:
+        net = Net(0.5)
+        net.layers[0].requires_grad_(frozen)
+        return net
+
+    def train(folder: Path, *callbacks: At, cut: int | None = None) -> tuple[Any, Any]:
+        torch.manual_seed(7)
+        return launch(folder, *callbacks, cut=cut, model=model(), max_duration="2ep")
+
+    change = at(3, lambda state: state.model.get_submodule("layers.0").requires_grad_(trained))
+    whole, first = train(tmp_path / "whole", change)
+    before, _ = train(tmp_path / "cut", change, cut=cut)
+    after, second = train(tmp_path / "cut", change)
+    assert before + after == whole
+    assert same(weights(second), weights(first))
+    assert [one.requires_grad for one in second.state.model.parameters()] == [trained, trained, True, True]
+
+
+def test_layers_that_the_script_freezes_are_frozen_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The script that resumes the run freezes what was trained."""
+    launch(tmp_path, cut=6)
+    model = Net(0.5)
+    model.layers[0].requires_grad_(False)
+    _, trainer = launch(tmp_path, model=model)
+    assert [one.requires_grad for one in trainer.state.model.parameters()] == [False, False, True, True]
+    assert said(caplog) == [
+        "  the list of frozen parameters was [] in the interrupted run and is ['layers.0.weight', 'layers.0.bias'] "
+        "now: it holds from here on; to continue as before, freeze the same ones before the Trainer is built"
+    ]
 
 
 def test_what_was_set_in_a_finished_call_holds_in_the_next(tmp_path: Path) -> None:

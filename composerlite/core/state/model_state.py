@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from composerlite.core.state.optimizer_state import clean_name, like_live
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-__all__ = ["load_model", "model_places", "model_problems", "model_state"]
+__all__ = ["frozen_parameters", "load_model", "model_places", "model_problems", "model_state", "set_frozen_parameters"]
 
 _LEAVING_OUT = (
     "Build the model of that run, or leave keys out with load_ignore_keys=['state/model/<name>'] and "
@@ -29,6 +29,32 @@ log = logging.getLogger(__name__)
 def model_state(model: nn.Module) -> StateDict:
     """The tensors of ``model`` by the names that checkpoints give them. They are not copied."""
     return _cleaned(model.state_dict())
+
+
+def frozen_parameters(model: nn.Module) -> list[str]:
+    """Return the names of the parameters of ``model`` that are not trained, as checkpoints have them.
+
+    Args:
+        model: the model.
+
+    Returns:
+        Names of the frozen parameters.
+    """
+    return [clean_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad]
+
+
+def set_frozen_parameters(model: nn.Module, names: Collection[str]) -> None:
+    """Freeze the parameters of ``model`` that are in ``names``, and let the others be trained.
+
+    Args:
+        model: the model.
+        names: result of :func:`frozen_parameters`.
+    """
+    names = frozenset(names)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad is (clean_name(name) in names):
+            parameter.requires_grad_(not parameter.requires_grad)
+            parameter.grad = None
 
 
 def _cleaned(weights: StateDict) -> StateDict:

@@ -16,7 +16,7 @@ from torch import nn
 from composerlite._version import VERSION
 from composerlite.core.state.composer_names import ComposerNames
 from composerlite.core.state.metric_states import metric_states
-from composerlite.core.state.model_state import model_state
+from composerlite.core.state.model_state import frozen_parameters, model_state
 from composerlite.core.state.optimizer_state import lost_parameters, named_optimizer_state
 from composerlite.core.state.restoring import Integrated, StateLoader
 from composerlite.core.state.run_state import KeptAlgorithm, KeptCallback, by_class, by_key
@@ -104,6 +104,7 @@ class State(ComposerNames):
             "world_size": self.world_size,
             "device_train_microbatch_size": self.device_train_microbatch_size,
             "iteration_length": str(self.iteration_length),
+            "frozen": frozen_parameters(self.model),
             "fit_starts": [start.plain() for start in self.fit_starts],
             "evaluated_at": dict(self.evaluated_at),
             "learning_rates": list(self.learning_rates),

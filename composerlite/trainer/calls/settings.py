@@ -1,4 +1,5 @@
-"""Settings of a run that are on its state, where callbacks may change them: what the script gave, and what holds.
+"""Settings of a run that are on its state or its model, where callbacks may change them: what the script gave, and
+what holds.
 
 A checkpoint has both: what the script gave is in ``state/metadata/settings/run``, what held in ``state/metadata``.
 Where the script that resumes the run gives the same, what held then holds again; else what it gives now.
@@ -9,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from composerlite.core import Precision, State
+from composerlite.core import Precision, State, frozen_parameters, set_frozen_parameters
 from composerlite.trainer.differences import ChangedSetting
 from composerlite.types import StateDict
 
 __all__ = ["RunSettings"]
 
 _SIZE = "device_train_microbatch_size"
+_FROZEN = "frozen"
 
 
 @final
@@ -23,7 +25,7 @@ class RunSettings:
     """Settings as the script gives them: to the constructor, to ``fit``, or on the state between two calls.
 
     Args:
-        state: of the run, as the constructor of the trainer leaves it.
+        state: of the run, as the constructor of the trainer has built it, before a checkpoint is loaded.
     """
 
     def __init__(self, state: State) -> None:
@@ -45,7 +47,7 @@ class RunSettings:
         self._left = now
 
     def leave(self) -> None:
-        """Record that a call of ``fit`` ends: what is changed from here on is the script's."""
+        """Record that the constructor or a call of ``fit`` ends: what is changed from here on is the script's."""
         self._left = _now(self._state)
 
     def resume(self) -> list[ChangedSetting]:
@@ -63,7 +65,7 @@ class RunSettings:
                 if name == _SIZE and held and state.auto_microbatching:
                     state.device_train_microbatch_size = held
             elif now[name] == before[name]:
-                setattr(state, name, Precision(held) if name == "precision" else held)
+                _restore(state, name, held)
             elif (changed := self._difference(name, before[name], held)) is not None:
                 differences.append(changed)
         self._left = _now(state)
@@ -73,6 +75,9 @@ class RunSettings:
         now = getattr(self._state, name) if name == _SIZE else _now(self._state)[name]
         if held == now or name == "precision":  # which is compared whoever changed it
             return None
+        if name == _FROZEN:
+            way_out = "it holds from here on; to continue as before, freeze the same ones before the Trainer is built"
+            return ChangedSetting("list of frozen parameters", held, now, way_out)
         what = name
         if name == "max_duration":
             if held == given:  # a later end is how a run is trained longer
@@ -87,11 +92,19 @@ def _now(state: State) -> StateDict:
         _SIZE: "auto" if state.auto_microbatching else state.device_train_microbatch_size,
         "precision": state.precision.value,
         "iteration_length": str(state.iteration_length),
+        _FROZEN: frozen_parameters(state.model),
     }
+
+
+def _restore(state: State, name: str, held: Any) -> None:
+    if name == _FROZEN:
+        set_frozen_parameters(state.model, held)
+    else:
+        setattr(state, name, Precision(held) if name == "precision" else held)
 
 
 def _held(metadata: StateDict) -> StateDict:
     """Return the settings that held when the checkpoint was saved; before the run was stopped, if it was."""
-    names = ("max_duration", _SIZE, "precision", "iteration_length")
+    names = ("max_duration", _SIZE, "precision", "iteration_length", _FROZEN)
     held = {name: metadata[name] for name in names if name in metadata}
     return {**held, "max_duration": metadata["stopped"]} if "stopped" in metadata else held
