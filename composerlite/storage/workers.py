@@ -36,7 +36,7 @@ def start_threads(run: Callable[[], object], count: int, *, name: str) -> list[t
     """Start daemon threads that call ``run``: ``count`` of them, or as many as the system lets this process start.
 
     Who calls this does the work by itself, or has it done by those that there are. The first time that some are
-    missing a warning says so.
+    missing a warning says so. A handler of ``atexit`` gets none: the interpreter would end before they do.
 
     Args:
         run: called by each thread.
@@ -47,6 +47,8 @@ def start_threads(run: Callable[[], object], count: int, *, name: str) -> list[t
         The threads that were started.
     """
     threads: list[threading.Thread] = []
+    if threading.current_thread() is threading.main_thread() and not threading.main_thread().is_alive():
+        return threads
     for _ in range(count):
         thread = threading.Thread(target=run, name=name, daemon=True)
         try:
@@ -377,6 +379,7 @@ def _missing() -> list[str]:
 
 
 os.register_at_fork(after_in_child=_unfinished.clear)
+atexit.register(partial(_finish))  # and after all handlers that may begin something, which can register nothing more
 # Before threads are waited for, which is all that processes of multiprocessing do, and before executors end, which have
 # to be registered earlier for that. ``atexit`` comes after other threads, which may train on when the main one is over.
 importlib.import_module("concurrent.futures.thread")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -121,6 +122,26 @@ def test_threads_save_at_the_same_time(tmp_path: Path, own: bool) -> None:
         model = torch.nn.Linear(50, 20 + 2000 * number)
         assert shared.load(tmp_path / f"{number}/step{step}", model) == {"step": step}
         assert bool((model.weight == step).all())
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_save_of_an_atexit_handler_is_a_checkpoint(tmp_path: Path, is_last: bool) -> None:
+    """The program ends when it is written, and whether another save was in the background does not matter."""
+    lines = ["checkpointer.save_async(sys.argv[1] + '/step1', model, {})", "atexit.register(save_at_the_end)"]
+    script = f"""
+import atexit, sys, torch
+from composerlite.checkpoint import Checkpointer
+
+checkpointer, model = Checkpointer(), torch.nn.Linear(2000, 2000)
+
+def save_at_the_end():
+    checkpointer.save_async(sys.argv[1] + '/step2', model, {{}})
+
+{chr(10).join(lines if is_last else reversed(lines))}
+"""
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [step for step, _ in sorted(Checkpointer.find_checkpoints(tmp_path))] == [1, 2]
 
 
 def test_what_is_loaded_can_be_chosen(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_copies_are_nobody_elses(tmp_path):
 
 # ── the end of the program ───────────────────────────────────────────────────────────────────────────────────────────
 BEGIN = """
-import logging, multiprocessing, os, signal, sys, threading, time
+import atexit, logging, multiprocessing, os, signal, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from composerlite.storage import Background, leave_by
 
@@ -182,8 +182,22 @@ def program(text: str) -> subprocess.Popen[str]:
             0,
             "child 0 a",
         ),
+        (
+            """
+            atexit.register(lambda: uploader.submit('late', lambda: time.sleep(0.3) or print('late')))
+            uploader.submit('a', lambda: upload('a'))
+            """,
+            0,
+            "a late",
+        ),
     ],
-    ids=["an error", "a thread that outlives the main one", "a process of multiprocessing", "a forked child"],
+    ids=[
+        "an error",
+        "a thread that outlives the main one",
+        "a process of multiprocessing",
+        "a forked child",
+        "a handler of atexit",
+    ],
 )
 def test_a_program_that_ends_waits_for_what_is_pending(text: str, code: int, done: str):
     """However it ends, and with executors that the work needs; a forked child waits for its own work only."""
