@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import resource
 import signal
 import sys
@@ -31,6 +32,7 @@ from composerlite.checkpoint import (
     read_checkpoint,
 )
 from composerlite.core import State
+from composerlite.errors import SaveError
 from composerlite.storage import StreamWriter, verify_file
 from composerlite.storage.disk.memory import address_of
 
@@ -127,6 +129,41 @@ def test_an_interrupted_first_save_commits_nothing(tmp_path: Path) -> None:
     """Ctrl-C while the caller waits: the state may change from then on, so that what was read is not of one moment."""
     done = run_forked(an_interrupted_save, str(tmp_path), cwd=tmp_path, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("way", ["functions", "checkpointer", "pipeline"])
+def test_a_process_that_is_forked_during_a_save_saves_its_own(tmp_path: Path, way: str) -> None:
+    """It is told that the save is its parent's, trains on, and saves; the parent's checkpoint is complete."""
+    done = run_forked(forks_during_a_save, str(tmp_path), way, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def forks_during_a_save(where: str, way: str) -> None:
+    torch.set_num_threads(1)
+    state = training("file", SIZE // 2)
+    (optimizer,) = state.optimizers
+    folder, checkpointer, pipeline = Path(where), Checkpointer(), Pipeline()
+
+    def save(name: str) -> Callable[[], object]:
+        if way == "pipeline":
+            return pipeline.save(state, catalog=Catalog(folder), template=name, lazy=True).wait
+        if way == "functions":
+            return async_save_model_and_optim_state(folder / name, state.model, optimizer).result
+        return checkpointer.save_async(folder / name, state.model, {}).result
+
+    for name in ("first.pt", "second.pt"):  # from now on there is memory for copies
+        save(name)()
+        optimizer.step()
+    result = save("parent.pt")
+    if (child := os.fork()) == 0:
+        with pytest.raises(SaveError, match=r"parent\.pt': the process that this one was forked from saves it"):
+            result()
+        optimizer.step()
+        save("child.pt")()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    result()
+    assert {"first.pt", "second.pt", "parent.pt", "child.pt"} <= {path.name for path in folder.iterdir()}
 
 
 def an_interrupted_save(where: str) -> None:

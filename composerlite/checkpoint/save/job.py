@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 import statistics
 import threading
 import time
@@ -40,6 +41,7 @@ from composerlite.types import Lineage, StateDict
 __all__ = ["FollowUp", "PendingSave", "Pipeline", "SaveReport", "save", "save_checkpoint"]
 
 log = logging.getLogger(__name__)
+_in_background: dict[int, PendingSave] = {}
 T = TypeVar("T")
 LONGEST_WORK = timedelta(hours=1)
 """A rank that writes for longer than that does not count as alive any more: its disk hangs."""
@@ -170,6 +172,7 @@ class PendingSave:
     _training_thread: int = field(default_factory=threading.get_ident, init=False)
     _memory: HostMemory | None = field(default=None, init=False)
     _written: bool = field(default=False, init=False)
+    _ended: bool = field(default=False, init=False)
 
     # ── what users hold ──────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -299,16 +302,19 @@ class PendingSave:
                 self.future.set_exception(e)
             else:
                 self.future.set_result(result)
+            self._ended = True
             try:
                 self._delete_old()
             except Exception as e:  # noqa: BLE001 - who saves asks for it
                 self.deletion_error = e
             finally:
                 self._tidied.set()
+                _in_background.pop(id(self), None)
                 if self.future.exception() is None:
                     wait_no_more(self)
 
         wait_at_exit(self, lambda: [f"checkpoint {str(self.path)!r}"], PREVIOUS_SECONDS)
+        _in_background[id(self)] = self
         try:
             if self.blocking or not start_threads(run, 1, name="checkpoint-save"):
                 self.blocking = True
@@ -332,8 +338,25 @@ class PendingSave:
         """Cancel the save if its work has not begun, and leave nothing behind. May be called twice."""
         if self.future.cancel():
             wait_no_more(self)
+            _in_background.pop(id(self), None)
             self._close(may_be_committed=False)
             self._tidied.set()
+
+    def leave_to_parent(self) -> None:
+        """End in a forked process, which has no thread that saves: whoever waits here gets an error."""
+        if not self._ended:
+            self.future.__init__()  # the thread may have its lock
+            self.future.set_exception(
+                SaveError(
+                    f"checkpoint {str(self.path)!r}: the process that this one was forked from saves it, and learns "
+                    "alone how that ends. Wait for it there, or before the fork."
+                )
+            )
+        if self.snapshot is not None:
+            self.snapshot.abandon()
+        self.to_delete = []
+        self._tidied = threading.Event()
+        self._tidied.set()
 
     # ── in any thread ────────────────────────────────────────────────────────────────────────────────────────────
     def run(self) -> SaveReport:
@@ -482,6 +505,15 @@ class PendingSave:
             "waiting": self.waiting_seconds,
             **self.writer.seconds,
         }
+
+
+def _leave_to_parent() -> None:
+    for pending in _in_background.values():
+        pending.leave_to_parent()
+    _in_background.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 # ── one after the other ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -163,6 +163,10 @@ class Snapshot:
         self.finish()
         self.stall_seconds += time.perf_counter() - started
 
+    def abandon(self) -> None:
+        """Let optimizers step without the rest of the copy, in a forked process, where nobody makes it."""
+        self.copying, self.on_devices = None, []
+
     def finish(self) -> None:
         """Copy the rest on the training thread, together with the background threads."""
         if self.copying is not None:
