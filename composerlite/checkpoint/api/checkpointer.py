@@ -32,7 +32,13 @@ from composerlite.checkpoint.api.step_metadata import (
     metadata_of,
     read_train_state,
 )
-from composerlite.checkpoint.api.train_module import TrainModule, TrainModuleLike, state_to_load, state_to_save
+from composerlite.checkpoint.api.train_module import (
+    TrainModule,
+    TrainModuleLike,
+    model_and_optimizer,
+    state_to_load,
+    state_to_save,
+)
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.place.place import SaveHandle
 from composerlite.checkpoint.place.step import MARKER, MODEL, NEXT, TRAIN, StepFolder, step_folder_of
@@ -146,7 +152,8 @@ class Checkpointer:
         Raises:
             CheckpointExistsError: a FileExistsError: there is a checkpoint, and ``save_overwrite`` is false.
             RankError: a rank failed to write, or is late: names it, on every rank. In one process what it failed with.
-            ConfigError: the URI names no store, or a machine does not see the folder.
+            ConfigError: ``train_module`` is none, or cannot be saved; the directory cannot have this name; the URI
+                names no store; or a machine does not see the folder.
         """
         job = self._begin(dir, train_module, train_state, ephemeral)
         job.run()
@@ -282,6 +289,7 @@ class Checkpointer:
             IncompatibleCheckpointError: it is one of something else, or has no optimizer and that is asked for.
             CorruptCheckpointError: the bytes are not those that were saved.
             UntrustedCheckpointError: it names what is not known to be safe to load.
+            ConfigError: ``train_module`` is none, or cannot be saved.
         """
         group = group_of(self.process_group)
         with step_folder_of(dir) as folder:
@@ -337,7 +345,7 @@ class Checkpointer:
             "thread_count": self.load_thread_count,
         }
         if not isinstance(module, TrainModule):
-            model, optimizer = module if isinstance(module, tuple) else (module, None)
+            model, optimizer = model_and_optimizer(module)
             load_model_and_optim_state(place, model, optimizer if wants else None, **settings)
             return
         state = state_to_load(module, metadata, optim, wants)

@@ -47,7 +47,7 @@ from composerlite.checkpoint.save.safetensors_writer import LARGEST_FILE_BYTES, 
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.checkpoint.save.staging import shared_staging
 from composerlite.dist import SingleProcess, get_local_world_size, group_of, is_initialized
-from composerlite.errors import IncompatibleCheckpointError
+from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.storage import number_of
 from composerlite.types import StateDict, Stateful
 
@@ -101,7 +101,8 @@ def save_state_dict(
 
     Raises:
         CheckpointExistsError: a FileExistsError: the directory is not empty, and ``save_overwrite`` is false.
-        ConfigError: a value is out of its range, or the URI names no store.
+        ConfigError: a value is of another type or out of its range, the directory cannot have this name, or the URI
+            names no store. Nothing has been written then.
         SaveError: something in it cannot be saved; names its key.
         RankError: a rank failed to write, or is late: names it, on every rank. Its cause is what that rank raised.
         OSError, ObjectStoreError: it cannot be written.
@@ -167,6 +168,10 @@ def save_model_and_optim_state(
             ranks, as in pipeline parallelism. Loading finds out which it was.
         process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching: as in
             :func:`save_state_dict`, which says what is raised, too.
+
+    Raises:
+        ConfigError: also if a tensor of the model is on the device ``meta``, or the optimizer has parameters, or keys
+            in its state, that are not parameters of the model.
     """
     settings = _SaveSettings(
         process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
@@ -265,12 +270,21 @@ class _SaveSettings:
 
 
 def _plain(state: StateDict) -> StateDict:
-    """``state`` with what has a ``state_dict()`` asked for it."""
+    """``state`` with what has a ``state_dict()`` asked for it. Raises ConfigError if it is no dict."""
+    _check_mapping(state)
     # Tensors first: to ask one for a protocol takes 50 us.
     return {
         k: v.state_dict() if not isinstance(v, torch.Tensor) and isinstance(v, Stateful) else v
         for k, v in state.items()
     }
+
+
+def _check_mapping(state: object) -> None:
+    if not isinstance(state, Mapping):
+        raise ConfigError(
+            f"state_dict is of the type {type(state).__name__}: expected a dict. A model or an optimizer goes below a "
+            "key, as in {'model': model}."
+        )
 
 
 def save_safetensors(
@@ -410,6 +424,7 @@ def load_model_and_optim_state(
     Raises:
         IncompatibleCheckpointError: it is one of another model or optimizer; lists what is missing, unexpected, or of
             another shape or type. Nothing has been loaded then.
+        ConfigError: the model or the optimizer is none that can be saved: see :func:`save_model_and_optim_state`.
         CheckpointNotFoundError, CorruptCheckpointError, UntrustedCheckpointError: as :func:`load_state_dict`.
     """
     mapping = key_mapping or {}

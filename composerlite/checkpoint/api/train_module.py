@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
 
 from composerlite.checkpoint.api.state_dict import model_and_optim_state
 from composerlite.checkpoint.load import sharded
+from composerlite.errors import ConfigError
 from composerlite.types import StateDict
 
-__all__ = ["ChoosesWhatToLoad", "TrainModule", "TrainModuleLike", "state_to_load", "state_to_save"]
+__all__ = [
+    "ChoosesWhatToLoad",
+    "TrainModule",
+    "TrainModuleLike",
+    "model_and_optimizer",
+    "state_to_load",
+    "state_to_save",
+]
 
 
 @runtime_checkable
@@ -40,13 +48,32 @@ TrainModuleLike = TrainModule | nn.Module | tuple[nn.Module, Optimizer | None]
 """What is saved and loaded: an object that says so itself, a model, or a model and its optimizer."""
 
 
+def model_and_optimizer(module: object) -> tuple[nn.Module, Optimizer | None]:
+    """Return the model and the optimizer of what is no :class:`TrainModule`.
+
+    Raises:
+        ConfigError: it is neither a model nor a model and an optimizer.
+    """
+    pair = cast("tuple[Any, ...]", module) if isinstance(module, tuple) else (module, None)
+    if (
+        len(pair) != 2
+        or not isinstance(pair[0], nn.Module)
+        or not (pair[1] is None or hasattr(pair[1], "param_groups"))
+    ):
+        kinds = ", ".join(type(one).__name__ for one in pair)
+        shown = f"({kinds})" if isinstance(module, tuple) else type(module).__name__
+        raise ConfigError(
+            f"train_module is {shown}: expected a model, (model, optimizer), or an object with state_dict_to_save() "
+            "and load_state_dict(), which may save several models and optimizers."
+        )
+    return pair[0], pair[1]
+
+
 def state_to_save(module: TrainModuleLike) -> StateDict:
     """Return the state of ``module`` to save, below ``model`` and ``optim``."""
-    if isinstance(module, tuple):
-        return model_and_optim_state(*module, flatten=False)
     if isinstance(module, TrainModule):
         return module.state_dict_to_save()
-    return model_and_optim_state(module, None, flatten=False)
+    return model_and_optim_state(*model_and_optimizer(module), flatten=False)
 
 
 def state_to_load(module: TrainModule, metadata: sharded.Metadata, optim: bool | None, wants_optim: bool) -> StateDict:

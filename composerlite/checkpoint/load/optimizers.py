@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, cast
 
@@ -15,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from composerlite.errors import IncompatibleCheckpointError
-from composerlite.types import StateDict
+from composerlite.errors import ConfigError, IncompatibleCheckpointError
+from composerlite.types import StateDict, items_of
 
 __all__ = ["flattened", "optimizer_state", "optimizer_state_to_fill", "set_optimizer_state"]
 
@@ -25,7 +26,11 @@ def optimizer_state(model: nn.Module, optim: Optimizer) -> StateDict:
     """The state of ``optim``, sharded as it is, in this machine's memory: nothing for a parameter that has none.
 
     torch would let an optimizer without any state make a step, which changes what is trained.
+
+    Raises:
+        ConfigError: ``optim`` is no optimizer, or one of other parameters; or its state cannot be saved.
     """
+    _check(model, optim)
     with _without_a_step(optim):
         return _state(model, optim)
 
@@ -73,8 +78,50 @@ def _options(*, strict: bool = True) -> StateDictOptions:
     return StateDictOptions(cpu_offload=True, strict=strict)
 
 
+def _check(model: nn.Module, optim: Any) -> None:
+    """See that the state of ``optim`` can be saved by the names of the parameters of ``model``."""
+    if not hasattr(optim, "param_groups"):
+        raise ConfigError(
+            f"optim is of the type {type(optim).__name__}: expected one torch.optim.Optimizer. To save several, call "
+            "this once for each, with the part of the model that it trains and a directory of its own."
+        )
+    own, parameters = set(map(id, model.parameters())), _parameters(optim)
+    if others := [one for one in parameters if id(one) not in own]:
+        raise ConfigError(
+            f"{type(optim).__name__}: {len(others)} of its {len(parameters)} parameters are not those of the model, "
+            f"one of the shape {tuple(others[0].shape)} for example, and its state is saved by their names in the "
+            "model. Make the optimizer of model.parameters(), after anything that replaces these, as to_empty() does."
+        )
+    if keys := [key for key in optim.state if not isinstance(key, Tensor) or id(key) not in own]:
+        shown = f"a tensor of the shape {tuple(keys[0].shape)}" if isinstance(keys[0], Tensor) else repr(keys[0])
+        raise ConfigError(
+            f"{type(optim).__name__}: the key {shown} of its state is no parameter of the model, by whose names the "
+            "state is saved. Keep the value in a group, as optimizer.param_groups[0][name], or with a parameter, as "
+            "optimizer.state[parameter][name]."
+        )
+
+
+_SAVED = (Tensor, int, float, str, bytes, io.BytesIO, torch.dtype, type(None))
+
+
 def _state(model: nn.Module, optim: Optimizer) -> StateDict:
-    return cast("StateDict", get_optimizer_state_dict(model, optim, options=_options()))
+    try:
+        return cast("StateDict", get_optimizer_state_dict(model, optim, options=_options()))
+    except ValueError as e:
+        if (odd := _odd_value(optim.state_dict(), "")) is None:
+            raise
+        raise ConfigError(
+            f"{type(optim).__name__}: {odd[0]!r} of its state is of the type {type(odd[1]).__name__}, which is not "
+            "saved: it may have tensors, numbers, text and None, and dicts, lists and tuples of these."
+        ) from e
+
+
+def _odd_value(value: Any, path: str) -> tuple[str, Any] | None:
+    """The path and the value of what torch does not save of an optimizer."""
+    if isinstance(value, dict | list | tuple):
+        inner = (_odd_value(one, f"{path}/{key}" if path else str(key)) for key, one in items_of(value))
+        return next((found for found in inner if found is not None), None)
+    return None if isinstance(value, _SAVED) else (path, value)
 
 
 def _parameters(optim: Optimizer) -> list[Tensor]:

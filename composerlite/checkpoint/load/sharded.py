@@ -45,7 +45,7 @@ from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.step import TRAIN, StepFolder
 from composerlite.checkpoint.record.contents import RestorePlan, half_loaded
 from composerlite.dist import Group, SingleProcess, empty_shard_like, exchange, group_of, is_dense
-from composerlite.errors import CheckpointError, IncompatibleCheckpointError, RankError
+from composerlite.errors import CheckpointError, ConfigError, IncompatibleCheckpointError, RankError
 from composerlite.types import StateDict, items_of, with_items
 
 __all__ = [
@@ -376,13 +376,30 @@ def model_state(model: nn.Module) -> StateDict:
 
     ``get_model_state_dict`` looks up each name twice, which takes longer than all other planning of a save: it is left
     to models in which names are not those of their modules, and to what is not in this machine's memory.
+
+    Raises:
+        ConfigError: ``model`` is no module, or has parameters without numbers.
     """
+    _check_module(model)
     if not _renames(model):
         state = model.state_dict()
+        if without := [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]:
+            raise ConfigError(
+                f"the model has no numbers in {len(without)} of its tensors, {without[0]!r} for example: they are on "
+                "the device 'meta'. Call model.to_empty(device='cpu') first, and make its optimizer after that."
+            )
         parts = {part for name in state for part in name.split(".")}
         if state and parts.isdisjoint(_WRAPPED) and all(map(_is_here, state.values())):
             return dict(state)
     return get_model_state_dict(model, options=_options())
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model is of the type {type(model).__name__}: expected a torch.nn.Module. Put several into one, as "
+            "nn.ModuleDict does; a state dict goes to save_state_dict and load_state_dict."
+        )
 
 
 _WRAPPED = ("module", "_orig_mod", "_checkpoint_wrapped_module")

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import xxhash
 
@@ -46,6 +46,7 @@ __all__ = [
     "ShardedDirectory",
     "chunk_bytes_of",
     "directory_at",
+    "text_of",
 ]
 
 _LEAST_CHUNK_BYTES = 32 << 10
@@ -296,7 +297,9 @@ class ShardedDirectory:
 
         Raises:
             CheckpointExistsError: there is something, and ``overwrite`` is false.
+            ConfigError: a checkpoint cannot have this name.
         """
+        self.place.check_name(self.name)
         names = self.names()
         left_over = all(name.endswith(SUFFIX) or is_part_of_weights(name) for name in names)
         if not overwrite and not left_over:
@@ -308,6 +311,7 @@ class ShardedDirectory:
 
     def claim(self, *, overwrite: bool) -> SaveHandle:
         """Begin a save, in one process for all. Raises as :meth:`check_free` does."""
+        self.place.check_name(self.name)
         self._overwrite = overwrite
         handle = self.place.begin(self.name, lambda: self.check_free(overwrite=overwrite), overwrite=overwrite)
         self._handle = handle
@@ -453,15 +457,23 @@ PathOrUri = str | os.PathLike[str] | ShardedDirectory
 """Where a sharded checkpoint is: a path, or a URI of an object store."""
 
 
+def text_of(place: object) -> str:
+    """The path or URI ``place`` as text. Raises ConfigError if it is neither."""
+    try:
+        return os.fsdecode(cast("Any", place))
+    except TypeError as e:
+        raise ConfigError(f"{place!r} is of the type {type(place).__name__}: expected a path or a URI, as text.") from e
+
+
 def directory_at(place: PathOrUri, *, threads: int | None = None) -> ShardedDirectory:
     """Return the directory at ``place``. ``threads`` are those that move bytes to and from an object store.
 
     Raises:
-        ConfigError: the URI names no store, or nothing in it.
+        ConfigError: it is no path, or the URI names no store, or nothing in it.
     """
     if isinstance(place, ShardedDirectory):
         return place
-    text = os.fspath(place)
+    text = text_of(place)
     if is_uri(text):
         return ShardedDirectory.in_store(open_store(text), parse_uri(text)[2], threads=threads or 8, closes=True)
     return ShardedDirectory.on_disk(Path(parse_uri(text)[2]))

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
 
 from composerlite.checkpoint.place.commit import MARKER, OF_RANKS, STEP_MODEL, TRAIN, Commit, remove_manifest
 from composerlite.checkpoint.place.lease import Lease
-from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, record_path, relative_path
+from composerlite.checkpoint.record.manifest import (
+    MANIFESTS,
+    FileRecord,
+    Manifest,
+    new_name,
+    record_path,
+    relative_path,
+)
 from composerlite.errors import ConfigError, CorruptCheckpointError
 from composerlite.storage import verify_file
 
@@ -364,6 +371,17 @@ class Place(ABC):
     @abstractmethod
     def release(self, name: str) -> None:
         """Release the name, which other processes may save then. May be called twice."""
+
+    def check_name(self, name: str) -> None:
+        """See that a checkpoint can be saved as ``name``, and found again.
+
+        Raises:
+            ConfigError: it cannot; names the rule.
+        """
+        try:
+            new_name(name, on_disk=self.where == "local")
+        except ValueError as e:
+            raise ConfigError(f"{self.uri(name)!r}: {e}. Give the checkpoint another name.") from e
 
     @abstractmethod
     def begin(self, name: str, check: Callable[[], bool], *, overwrite: bool) -> SaveHandle:

@@ -34,7 +34,7 @@ from composerlite.checkpoint.place.commit import (
     remove_manifest,
     write_manifest,
 )
-from composerlite.checkpoint.place.directory import INDEX, ShardedDirectory
+from composerlite.checkpoint.place.directory import INDEX, ShardedDirectory, text_of
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place, SaveHandle
 from composerlite.checkpoint.record.manifest import CheckpointMetadata, record_path
@@ -207,7 +207,10 @@ class StepFolder:
 
         Raises:
             CheckpointExistsError: there is one, and ``overwrite`` is false.
+            ConfigError: a checkpoint cannot have this name.
         """
+        if self._name:  # else a bucket
+            self._place.check_name(self._name)
         is_there = self.has(MARKER) or self.has(INDEX) or self._has_model_alone()
         if is_there and not overwrite:
             raise CheckpointExistsError(
@@ -349,9 +352,9 @@ def step_folder_of(place: str | os.PathLike[str]) -> StepFolder:
     """Return the directory at the path or URI ``place``.
 
     Raises:
-        ConfigError: the URI names no store.
+        ConfigError: it is no path, or the URI names no store.
     """
-    text = os.fspath(place)
+    text = text_of(place)
     if is_uri(text):
         above, _, name = parse_uri(text)[2].strip("/").rpartition("/")
         return StepFolder(Bucket.of(open_store(text), above), name)

@@ -46,6 +46,7 @@ __all__ = [
     "living_line",
     "may_be_replaced",
     "new_attempt",
+    "new_name",
     "plain_timestamp",
     "record_path",
     "recorded",
@@ -470,6 +471,7 @@ def record_path(name: str) -> str:
 
 _LARGEST = 2**63  # excluded
 _LONGEST_PATH, _LONGEST_PART = 4096, 255
+_AROUND_NAMES = len("..saving--failed") + 16  # of the longest temporary name, and of its number
 _Check: TypeAlias = Callable[[Any], Any]
 
 _PATH: Final = "path"
@@ -507,6 +509,26 @@ def relative_path(value: object) -> str:
     else:
         return value
     raise ValueError(f"path {_short(value)}: {rule}")
+
+
+def new_name(value: object, *, on_disk: bool = True) -> str:
+    """``value`` if a checkpoint can be saved under this name, and found again by its manifest.
+
+    Args:
+        value: the name, below its place.
+        on_disk: whether temporary names, which are longer, are made of it.
+
+    Raises:
+        ValueError: as :func:`relative_path`, or it is too long for that.
+    """
+    name = relative_path(value)
+    length = len(os.fsencode(name.rpartition("/")[2]))
+    if on_disk and length > _LONGEST_PART - _AROUND_NAMES:
+        raise ValueError(
+            f"the name has {length} bytes, and that of a checkpoint at most {_LONGEST_PART - _AROUND_NAMES}: file "
+            f"systems take {_LONGEST_PART}, of which temporary names need {_AROUND_NAMES}"
+        )
+    return name
 
 
 def json_object(data: bytes | str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from composerlite.checkpoint.record.manifest import (
     highest_attempt,
     may_be_replaced,
     new_attempt,
-    relative_path,
+    new_name,
 )
 from composerlite.checkpoint.record.naming import (
     FIRST_RANK,
@@ -257,9 +257,11 @@ def _check_name(template: str, run_name: str, timestamp: TimestampLike) -> None:
         ConfigError: it leads out of the folder, or has characters that no name may have.
     """
     try:
-        relative_path(format_name_with_dist_and_time(template, run_name, timestamp, **FIRST_RANK))
+        new_name(format_name_with_dist_and_time(template, run_name, timestamp, **FIRST_RANK))
     except ValueError as e:
-        raise ConfigError(f"save_filename={template!r} in run {run_name!r}: {e}. Choose another run_name.") from e
+        raise ConfigError(
+            f"save_filename={template!r} in run {run_name!r}: {e}. Choose another run_name or save_filename."
+        ) from e
 
 
 class SavedTimestamp(TimestampLike, Protocol):
