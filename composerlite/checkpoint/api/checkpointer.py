@@ -39,6 +39,7 @@ from composerlite.checkpoint.api.train_module import (
     state_to_load,
     state_to_save,
 )
+from composerlite.checkpoint.format.sharded_index import image_of
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.place.place import SaveHandle
 from composerlite.checkpoint.place.step import MARKER, MODEL, NEXT, TRAIN, StepFolder, step_folder_of
@@ -154,6 +155,7 @@ class Checkpointer:
             RankError: a rank failed to write, or is late: names it, on every rank. In one process what it failed with.
             ConfigError: ``train_module`` is none, or cannot be saved; the directory cannot have this name; the URI
                 names no store; or a machine does not see the folder.
+            SaveError: something in ``train_state`` or the model cannot be saved, or would not be loaded; names it.
         """
         job = self._begin(dir, train_module, train_state, ephemeral)
         job.run()
@@ -200,7 +202,7 @@ class Checkpointer:
         images: list[TorchImage] = []
 
         def state() -> StateDict:
-            images.append(TorchImage(train_state))
+            images.append(image_of(train_state, "train_state"))
             return state_to_save(train_module)
 
         with contextlib.ExitStack() as resources:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from composerlite._torch_compat import dcp_memory_format_class, dcp_storage_info_class
 from composerlite.checkpoint.format import INDEX
-from composerlite.checkpoint.format.torch_file import file_bytes
+from composerlite.checkpoint.format.torch_file import Pickled, TorchImage, file_bytes
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
 from composerlite.dist import is_dense
@@ -40,6 +40,7 @@ __all__ = [
     "Whole",
     "check_index",
     "filled",
+    "image_of",
     "inner_tensors",
     "key_path",
     "leaves",
@@ -246,7 +247,10 @@ def leaves(state: StateDict, *, as_dcp: bool = False, to_save: bool = True) -> L
                 add(".".join(inner), tensor, inner, ())
         add(name, value, path, place)
 
-    visit(state, (), ())
+    try:
+        visit(state, (), ())
+    except RecursionError as e:
+        raise SaveError("the state holds itself, or is nested too deeply to be saved.") from e
     return found
 
 
@@ -350,18 +354,48 @@ def tensor_at(value: Any, steps: Sequence[str]) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def value_bytes(value: Any, name: str) -> bytes:
+def value_bytes(value: Any, name: str, *, must_load: bool = False) -> bytes:
     """The ``.pt`` file of the leaf ``name``, as an item of the checkpoint.
 
     Raises:
-        SaveError: it cannot be pickled, or cannot be loaded back.
+        SaveError: it cannot be pickled, or cannot be loaded back: not without ``trust_checkpoint`` if it ``must_load``.
     """
     try:
-        return file_bytes(value.tensor if type(value) is Whole else value)
-    except SaveError as e:
-        raise SaveError(f"{name!r}: {e}") from e
-    except (pickle.PickleError, AttributeError, TypeError, ValueError) as e:  # what cannot be pickled raises any
-        raise SaveError(f"{name!r} cannot be written: {e}") from e
+        return file_bytes(value.tensor if type(value) is Whole else value, must_load=must_load)
+    except _UNPICKLED as e:
+        raise _cannot_save(name, e) from e
+
+
+def image_of(value: Any, name: str) -> TorchImage:
+    """The file of a ``value`` that is to be loaded again without ``trust_checkpoint``.
+
+    Raises:
+        SaveError: it cannot be pickled, or would be refused; names the place in it, below ``name``.
+    """
+    try:
+        return TorchImage(value, must_load=True)
+    except _UNPICKLED as e:
+        path, error = _failing(value, name, e)
+        raise _cannot_save(path, error) from error
+
+
+_UNPICKLED = (SaveError, pickle.PickleError, AttributeError, TypeError, ValueError, RecursionError)
+"""What is raised for what cannot be pickled, or not be loaded."""
+_DEEPEST = 8
+
+
+def _cannot_save(name: str, error: Exception) -> SaveError:
+    return SaveError(f"{name!r}: {error}" if isinstance(error, SaveError) else f"{name!r} cannot be written: {error}")
+
+
+def _failing(value: Any, path: str, error: Exception, depth: int = 0) -> tuple[str, Exception]:
+    """The innermost place of what ``value`` fails with, not in a depth in which it may hold itself."""
+    for key, inner in items_of(value) if depth < _DEEPEST else ():
+        try:
+            Pickled(inner, must_load=True)
+        except _UNPICKLED as e:
+            return _failing(inner, f"{path}/{key}", e, depth + 1)
+    return path, error
 
 
 # ── leaves as a nested state ─────────────────────────────────────────────────────────────────────────────────────────

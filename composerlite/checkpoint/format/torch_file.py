@@ -32,7 +32,8 @@ from composerlite._torch_compat import (
     untyped_storage,
 )
 from composerlite.checkpoint.format.zip_file import Layout, ZipRecord, trailer
-from composerlite.checkpoint.trust.trusted import is_loadable
+from composerlite.checkpoint.trust.trusted import RefusedError, StorageKind, check_shape, is_loadable
+from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
 from composerlite.devices import shared_ring
 from composerlite.dist import is_dense, is_distributed_tensor
 from composerlite.errors import SaveError
@@ -69,6 +70,7 @@ class TorchImage:
     Args:
         contents: what is to be in the file.
         known: classes that its reader allows; others are reported in the log.
+        must_load: refuse what a reader without ``trust_checkpoint`` would refuse.
 
     Attributes:
         size_bytes: of the file.
@@ -77,11 +79,12 @@ class TorchImage:
         not_finite: after :meth:`write`, name of a tensor in :meth:`watch` with a value that is NaN or infinite.
 
     Raises:
+        SaveError: ``must_load``, and it would be refused.
         Exception: whatever pickle raises for something that it cannot write.
     """
 
-    def __init__(self, contents: StateDict, known: Collection[str] = ()) -> None:
-        pickled = Pickled(contents, known)
+    def __init__(self, contents: StateDict, known: Collection[str] = (), *, must_load: bool = False) -> None:
+        pickled = Pickled(contents, known, must_load=must_load)
         self._index = pickled.index
         self._storages: list[torch.UntypedStorage] | None = pickled.storages
         self._rest = [("data.pkl", pickled.data), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")]
@@ -154,10 +157,10 @@ class TorchImage:
         return crc
 
 
-def file_bytes(contents: Any) -> bytes:
+def file_bytes(contents: Any, *, must_load: bool = False) -> bytes:
     """The ``.pt`` file of ``contents``; for what is small. Raises what :class:`TorchImage` does."""
     sink = FileInMemory()
-    TorchImage(contents).write(sink)
+    TorchImage(contents, must_load=must_load).write(sink)
     return sink.file.getvalue()
 
 
@@ -348,6 +351,7 @@ class Pickled:
     Args:
         contents: what is to be pickled.
         known: classes that the reader allows; others are reported in the log.
+        must_load: refuse what a reader without ``trust_checkpoint`` would refuse.
 
     Attributes:
         data: the pickle.
@@ -355,12 +359,13 @@ class Pickled:
         index: of each storage in ``storages``, by :func:`storage_id`.
 
     Raises:
+        SaveError: ``must_load``, and it would be refused.
         Exception: whatever pickle raises for something that it cannot write.
     """
 
-    def __init__(self, contents: StateDict, known: Collection[str] = ()) -> None:
+    def __init__(self, contents: StateDict, known: Collection[str] = (), *, must_load: bool = False) -> None:
         buffer = io.BytesIO()
-        pickler: _Pickler = _QuickPickler(buffer, known)
+        pickler: _Pickler = _QuickPickler(buffer, known, must_load=must_load)
         try:
             pickler.dump(contents)
             self.data = buffer.getvalue()
@@ -371,25 +376,69 @@ class Pickled:
             self.data = self.data.replace(_STAND_IN_BYTES, pickle.BINPERSID)
         else:  # there is a storage without a tensor, or the number itself among the contents
             buffer = io.BytesIO()
-            pickler = _ThoroughPickler(buffer, known)
+            pickler = _ThoroughPickler(buffer, known, must_load=must_load)
             pickler.dump(contents)
             self.data = buffer.getvalue()
         self.storages = pickler.storages
         self.index = pickler.index
+        if must_load:
+            self._check_loads(contents, read=pickler.has_objects)
+
+    def _check_loads(self, contents: Any, *, read: bool) -> None:
+        """Read the pickle as a load will, if ``read``; else see that ``contents`` have a shape that loads."""
+        try:
+            if read:
+                RestrictedUnpickler(self.data, _LiveStorages(self.storages)).load()
+            else:
+                check_shape(contents, len(self.data))
+        except RefusedError as e:
+            kind = e.name.rpartition(".")[2]
+            allow = f", or allow it where the script begins: torch.serialization.add_safe_globals([{kind}])"
+            way_out = f"Keep plain values{allow if e.allowable else ''}."
+            raise SaveError(f"{e.name} would be saved, and refused when it is loaded. {way_out}") from e
+        except (ValueError, RecursionError) as e:
+            raise SaveError(f"it would be saved, and not be loaded: {e}. Keep plain values.") from e
+
+
+@final
+class _LiveStorages:
+    """The storages of a pickle that has just been made. Nothing is read or copied.
+
+    Args:
+        storages: by their numbers.
+    """
+
+    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        self._storages = storages
+
+    def storage(self, identity: Any) -> torch.storage.TypedStorage:
+        """The storage that the pickle calls ``identity``."""
+        _, kind, key, _, _ = identity
+        assert isinstance(kind, StorageKind)
+        return torch.storage.TypedStorage(wrap_storage=self._storages[int(key)], dtype=kind.dtype, _internal=True)
+
+    def read_now(self) -> None:
+        """Do nothing: the numbers are there."""
 
 
 class _Pickler(pickle.Pickler):
     """Notes each storage once instead of writing it.
 
     Deques and defaultdicts become constructor calls, the only form in which ``weights_only`` takes them back.
+
+    Attributes:
+        storages: found so far. index: their numbers. references: how often they are referred to.
+        has_objects: whether there was anything else than plain tensors, values and containers of these; noted where it
+            ``must_load``.
     """
 
-    def __init__(self, file: io.BytesIO, known: Collection[str]) -> None:
+    def __init__(self, file: io.BytesIO, known: Collection[str], *, must_load: bool = False) -> None:
         super().__init__(file, _PROTOCOL)
-        self._known = known
+        self._known, self._must_load = known, must_load
         self.storages: list[torch.UntypedStorage] = []
         self.index: dict[int, int] = {}
         self.references = 0
+        self.has_objects = False
         self._seen: dict[int, tuple[torch.dtype, str]] = {}
 
     def reducer_override(self, obj: Any) -> Any:
@@ -402,8 +451,11 @@ class _Pickler(pickle.Pickler):
             return collections.deque, (list(obj), obj.maxlen)
         if kind is collections.defaultdict:
             return collections.defaultdict, (obj.default_factory, dict(obj))
+        if self._must_load and not (isinstance(obj, _NAMED) and is_loadable(obj)):
+            self.has_objects = True
         if isinstance(obj, _NAMED) and f"{obj.__module__}.{obj.__qualname__}" not in self._known:
-            _warn_if_not_loadable(obj)
+            if not self._must_load:
+                _warn_if_not_loadable(obj)
         elif isinstance(obj, _BARE):
             raise _BareStorageError
         elif isinstance(obj, Tensor) and f"{kind.__module__}.{kind.__qualname__}" not in self._known:

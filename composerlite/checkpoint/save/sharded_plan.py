@@ -363,7 +363,7 @@ class Planner(DefaultSavePlanner):
 
     def _pickled(self, name: str) -> bytes | SaveError:
         try:
-            return value_bytes(self.state_dict[name], name)
+            return value_bytes(self.state_dict[name], name, must_load=not self._of_run)
         except SaveError as e:
             if self._of_run:
                 raise
