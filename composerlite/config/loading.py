@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composerlite.config.files import Document, Override, compose, unresolved
-from composerlite.config.origin import Origin, YamlPath, path_of, replaced, walk
+from composerlite.config.origin import Origin, YamlPath, dotted, path_of, replaced, walk
 from composerlite.config.parse import parse
 from composerlite.config.schema import RunConfig
 from composerlite.errors import ConfigError, did_you_mean
@@ -128,7 +128,7 @@ def _applied(override: Override, document: Document) -> dict[YamlPath, str]:
     """Set one value, and return the text of the override for it and for what no file has and this one made.
 
     Raises:
-        ConfigError: there is no such variable or list item.
+        ConfigError: there is no such variable or list item, or what should have the key is a single value.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -142,11 +142,32 @@ def _applied(override: Override, document: Document) -> dict[YamlPath, str]:
             name = ".".join(path[1:])
             raise ConfigError(f"override {text!r}: the file has no variable {name!r}.{did_you_mean(name, known)}")
     try:
+        if refused := _not_a_container(key, path, document.values):
+            raise ConfigError(f"override {text!r}: {refused}")
         OmegaConf.update(document.values, key, value)
+    except ConfigError:
+        raise
     except (OmegaConfBaseException, IndexError, TypeError, ValueError) as e:
         raise ConfigError(f"override {text!r}: {key!r} cannot be set: {str(e).splitlines()[0]}") from e
     made = [path[:end] for end in range(1, len(path)) if path[:end] not in document.places]
     return dict.fromkeys((*made, *(below for below, _ in walk(value, path))), text)
+
+
+def _not_a_container(key: str, path: YamlPath, values: DictConfig) -> str:
+    """Say which value on the way to ``key`` would have to become a dict or a list; nothing if none would."""
+    from omegaconf import Container, OmegaConf
+
+    indices = re.findall(r"\[(\d+)\]|[^.\[\]]+", key)
+    for end in range(1, len(path)):
+        above, name = OmegaConf.select(values, dotted(path[:end])), dotted(path[:end])
+        if above is not None and not isinstance(above, Container):
+            return (
+                f"{name} is of the type {type(above).__name__}, and has no item {path[end]!r}. Set it as a whole: "
+                f"{name}=VALUE."
+            )
+        if above is None and indices[end]:
+            return f"{name} is no list, and has no item {path[end]}. Set it as a whole: {name}=[VALUE, …]."
+    return ""
 
 
 # ── interpolation ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -242,16 +242,18 @@ def differences_of_run(state: State, *, seed: int | None) -> list[ChangedSetting
     data, now = before.get("settings", {}).get("train_data", {}), state.settings.get("train_data", {})
     size = getattr(state.train_dataloader, "batch_size", None)
     compared = [
-        ("precision", before.get("precision"), state.precision.value, "precision={!r}"),
+        ("precision", before.get("precision"), state.precision.value, "give precision={!r}"),
         ("number of ranks", before.get("world_size"), state.world_size, "launch {} ranks"),
-        ("batch size of the train_dataloader", before.get("train_dataloader_batch_size"), size, "batch_size={}"),
-        ("number of training samples", data.get("samples"), now.get("samples"), "a data set of {} samples"),
-        ("kind of the training data", data.get("kind"), now.get("kind"), "a data set of that kind"),
+        ("batch size of the train_dataloader", before.get("train_dataloader_batch_size"), size, "give batch_size={}"),
+        ("number of training samples", data.get("samples"), now.get("samples"), "give a data set of {} samples"),
+        ("kind of the training data", data.get("kind"), now.get("kind"), "give a data set of that kind"),
     ]
     if data.get("samples") == now.get("samples") and data.get("kind") == now.get("kind"):
-        compared.append(("digest of the training data", data.get("digest"), now.get("digest"), "the same data set"))
+        compared.append(
+            ("digest of the training data", data.get("digest"), now.get("digest"), "give the same data set")
+        )
     found = [
-        ChangedSetting(what, old, new, _NEW_HOLDS + (way if way.startswith("launch") else f"give {way}").format(old))
+        ChangedSetting(what, old, new, _verdict(what, state).format(way.format(old)))
         for what, old, new, way in compared
         if old is not None and new is not None and old != new
     ]
@@ -260,7 +262,17 @@ def differences_of_run(state: State, *, seed: int | None) -> list[ChangedSetting
     return found
 
 
-_NEW_HOLDS = "it holds from here on; to continue as before "
+def _verdict(what: str, state: State) -> str:
+    """Return the verdict on the script's value of ``what``: within an epoch, data may not lead to where the run was."""
+    is_of_data = "training" in what or "train_dataloader" in what
+    return _HOLDS_IF_FOUND if is_of_data and int(state.timestamp.batch_in_epoch) else _NEW_HOLDS
+
+
+_NEW_HOLDS = "it holds from here on; to continue as before {}"
+_HOLDS_IF_FOUND = (
+    "it holds from here on if the rest of this epoch can be found with it, and otherwise the run stops with an error; "
+    "to continue as before {}"
+)
 _OLD_HOLDS = "the checkpoint's holds; autoresume=True takes that of the script"
 _SCHEDULE_HOLDS = (
     "the checkpoint's holds, since {name} keeps rates of its own, which are restored with it; to continue as before "

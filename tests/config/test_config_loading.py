@@ -153,10 +153,15 @@ def test_an_unknown_override_is_named(write: Write) -> None:
         ("callbacks=[a", "not valid YAML"),
         ("eval_loader[7].label=x", "cannot be set"),
         ("eval_loader.first.label=x", "cannot be set"),
+        ("max_duration[0]=1", "max_duration is of the type str, and has no item '0'. Set it as a whole: max_duration="),
+        ("max_duration.epochs=1", "max_duration is of the type str, and has no item 'epochs'"),
+        ("variables.width[0]=1", "variables.width is of the type int, and has no item '0'"),
+        ("eval_loader[0].label.x=1", "eval_loader.0.label is of the type str, and has no item 'x'"),
+        ("loggers[0].name=x", "loggers is no list, and has no item 0. Set it as a whole: loggers=[VALUE"),
     ],
 )
 def test_an_override_that_cannot_be_applied_is_named(write: Write, override: str, expected: str) -> None:
-    """Malformed overrides, unknown variables and list items that are not there."""
+    """Malformed overrides, unknown variables, list items that are not there, and items of what is a single value."""
     message = message_of(write(GOOD), override)
     assert message.startswith(f"override {override!r}: ")
     assert expected in message

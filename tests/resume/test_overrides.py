@@ -214,6 +214,19 @@ def test_one_warning_lists_all_settings_that_are_others(tmp_path: Path, caplog: 
     assert other.state.rank_zero_seed == 3
 
 
+def test_within_an_epoch_no_more_is_said_than_is_true(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Six samples into a shuffled epoch a loader of batches of another size does not lead there: the run is refused,
+    and the warning before has not said that the size holds."""
+    relaunch(tmp_path, "3ba", save_interval="1ba", batch_size=2)
+    with caplog.at_level(logging.WARNING), pytest.raises(IncompatibleCheckpointError, match="another order of samples"):
+        relaunch(tmp_path, "4ba", save_interval="1ba", batch_size=3)
+    assert said(caplog)[1:] == [
+        "  the batch size of the train_dataloader was 2 in the interrupted run and is 3 now: it holds from here on if "
+        "the rest of this epoch can be found with it, and otherwise the run stops with an error; to continue as "
+        "before give batch_size=2"
+    ]
+
+
 def test_what_was_said_is_not_said_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The next resume compares with what held, and not with what the script said."""
     relaunch(tmp_path, "1ep")
