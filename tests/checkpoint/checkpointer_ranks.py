@@ -21,7 +21,7 @@ from torch.optim import AdamW, Optimizer
 
 from composerlite import dist
 from composerlite.checkpoint import Checkpointer, async_save_state_dict, load_state_dict, save_state_dict
-from composerlite.errors import CheckpointExistsError, LateRankError, RankError
+from composerlite.errors import CheckpointExistsError, LateRankError, RankError, SaveError
 
 
 def sharded_training(seed: int, steps: int) -> tuple[nn.Module, Optimizer]:
@@ -72,7 +72,7 @@ def fail_on_one_rank(folder: Path) -> None:
     rank = dist.get_global_rank()
     model, optim = sharded_training(seed=0, steps=1)
     checkpointer = Checkpointer()
-    with pytest.raises(AttributeError, match="lambda"):
+    with pytest.raises(SaveError, match=r"train_state/bad.*lambda"):
         checkpointer.save_async(folder / "step3", (model, optim), {"bad": (lambda: 0) if rank == 1 else 0})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:

@@ -365,7 +365,6 @@ def _is_over(state: Any) -> bool:
 
     torchdata asks them for another one in any case, and a data set that starts anew after its end would give it.
     """
-    snapshot = state.get("_snapshot") if isinstance(state, dict) else None
-    workers = snapshot.get("_worker_snapshots") if isinstance(snapshot, dict) else None
-    found = list(workers.values()) if isinstance(workers, dict) else []
+    parts: list[Any] = [one for one in state.values() if isinstance(one, dict)] if isinstance(state, dict) else []
+    found = [worker for part in parts for worker in (part.get("_worker_snapshots") or {}).values()]
     return bool(found) and all((worker.get("fetcher_state") or {}).get("fetcher_ended") is True for worker in found)
