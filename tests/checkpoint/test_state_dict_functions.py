@@ -16,6 +16,7 @@ from checkpoint.sharded_parts import same, small_model, states, trained
 from forked import run_forked
 from torch import nn
 from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from composerlite.checkpoint import (
     async_save_model_and_optim_state,
@@ -54,6 +55,60 @@ def test_a_fresh_optimizer_takes_the_state_of_one_that_has_stepped(tmp_path: Pat
     other = small_model(seed=1)
     other_optim = AdamW(other.parameters())
     load_model_and_optim_state(tmp_path / "c", other, other_optim)
+    assert same(states(other, other_optim), states(model, optim))
+
+
+def falling(optim: AdamW, last_epoch: int = -1) -> LRScheduler:
+    """A schedule that is a function of the step."""
+    return LambdaLR(optim, lambda step: 1 / (1 + step), last_epoch)
+
+
+def cycle(optim: AdamW, last_epoch: int = -1) -> LRScheduler:
+    """A schedule that keeps its rates in the groups, and changes betas."""
+    return OneCycleLR(optim, max_lr=0.1, total_steps=8, last_epoch=last_epoch)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+@pytest.mark.parametrize("made", ["before the load", "after the load", "never before"])
+@pytest.mark.parametrize("schedule", [falling, cycle])
+def test_a_scheduler_may_be_made_before_a_load_or_after_it(
+    tmp_path: Path, schedule: Callable[..., LRScheduler], made: str, rate: Any, flatten: bool, strict: bool
+) -> None:
+    """A loop that makes its scheduler after the load, with ``last_epoch``, continues with the same rates, as does one
+    that makes it before; a scheduler that is new with the resume is no difference."""
+
+    def begun() -> tuple[nn.Module, AdamW]:
+        model = small_model()
+        return model, AdamW(model.parameters(), lr=rate.clone() if isinstance(rate, torch.Tensor) else rate)
+
+    def step(model: nn.Module, optim: AdamW, scheduler: LRScheduler | None) -> None:
+        model(torch.ones(2, model.get_parameter("0.weight").shape[1])).sum().backward()
+        optim.step()
+        optim.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+
+    model, optim = begun()
+    scheduler = None if made == "never before" else schedule(optim)
+    for _ in range(3):
+        step(model, optim, scheduler)
+    save_model_and_optim_state(tmp_path / "c", model, optim, flatten_optimizer_state=flatten)
+    other, other_optim = begun()
+    other_scheduler = None if made == "after the load" else schedule(other_optim)
+    load_model_and_optim_state(tmp_path / "c", other, other_optim, strict=strict)
+    if scheduler is None:
+        assert all("initial_lr" in group for group in other_optim.param_groups)
+        assert float(other_optim.param_groups[0]["lr"]) == float(optim.param_groups[0]["lr"])
+        return
+    if other_scheduler is None:
+        assert other_optim.param_groups[0].keys() == optim.param_groups[0].keys()
+        other_scheduler = schedule(other_optim, last_epoch=scheduler.last_epoch - 1)
+    other_scheduler.load_state_dict(scheduler.state_dict())
+    for _ in range(3):
+        step(model, optim, scheduler)
+        step(other, other_optim, other_scheduler)
     assert same(states(other, other_optim), states(model, optim))
 
 

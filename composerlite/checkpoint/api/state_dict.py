@@ -29,6 +29,7 @@ from composerlite.checkpoint.api.state_fit import (
     group_names,
     is_flattened,
     is_group_members,
+    match_settings_of_schedulers,
     near,
 )
 from composerlite.checkpoint.format.sharded_index import leaves_of, nested, with_inner
@@ -465,7 +466,9 @@ def _checked_state(
     if optim is not None:
         is_stored = functools.partial(_has_optimizer_state, metadata, mapping, sorted(metadata.state_dict_metadata))
         state["optim"] = optimizer_state_to_fill(model, optim, is_stored, strict=strict)
-        if flatten := is_flattened(metadata, default=flatten):
+        flatten = is_flattened(metadata, default=flatten)
+        match_settings_of_schedulers(state["optim"]["param_groups"], metadata, mapping, flattened=flatten)
+        if flatten:
             state["optim"] = flattened(state["optim"])
     swap_param_keys(state, mapping, metadata, quiet=True)
     for name in filter(

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from composerlite.checkpoint.format.sharded_index import owner_of
 from composerlite.checkpoint.load import sharded
-from composerlite.checkpoint.load.optimizers import optimizer_state
+from composerlite.checkpoint.load.optimizers import SETTINGS_OF_SCHEDULERS, optimizer_state
 from composerlite.checkpoint.load.state_keys import swap_param_keys
 from composerlite.dist import is_dense
 from composerlite.errors import IncompatibleCheckpointError, did_you_mean
@@ -19,7 +19,15 @@ from composerlite.types import StateDict
 if TYPE_CHECKING:
     from composerlite.checkpoint.load.sharded import Metadata
 
-__all__ = ["check_fit", "check_groups", "group_names", "is_flattened", "is_group_members", "near"]
+__all__ = [
+    "check_fit",
+    "check_groups",
+    "group_names",
+    "is_flattened",
+    "is_group_members",
+    "match_settings_of_schedulers",
+    "near",
+]
 
 _MOST_LISTED = 20
 
@@ -91,6 +99,24 @@ def is_flattened(metadata: Metadata, *, default: bool) -> bool:
     if len(path) > 2:
         return type(path[2]) is not int
     return "optim.param_groups.0.params" not in groups
+
+
+def match_settings_of_schedulers(
+    groups: Sequence[StateDict], metadata: Metadata, mapping: Mapping[str, str], *, flattened: bool
+) -> None:
+    """Give ``groups`` the settings of schedulers that the checkpoint has, to be filled, and no others.
+
+    A scheduler may be made before a load or after it: a setting that only one side has is no difference.
+    """
+    stored = metadata.state_dict_metadata
+    for number, group in enumerate(groups):
+        names = [mapping.get(name, name) for name in group["params"]] if flattened else [str(number)]
+        for setting in SETTINGS_OF_SCHEDULERS:
+            keys = [f"optim.param_groups.{name}.{setting}" for name in names]
+            if keys and all(key in stored for key in keys):
+                group.setdefault(setting, sharded.unread(metadata, keys[:1])[keys[0]])
+            else:
+                group.pop(setting, None)
 
 
 def group_names(

@@ -19,7 +19,16 @@ from torch.optim import Optimizer
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.types import StateDict, items_of
 
-__all__ = ["flattened", "optimizer_state", "optimizer_state_to_fill", "set_optimizer_state"]
+__all__ = [
+    "SETTINGS_OF_SCHEDULERS",
+    "flattened",
+    "optimizer_state",
+    "optimizer_state_to_fill",
+    "set_optimizer_state",
+]
+
+SETTINGS_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
+"""Names that schedulers add to the groups of an optimizer when they are made: before or after a load."""
 
 
 def optimizer_state(model: nn.Module, optim: Optimizer) -> StateDict:
@@ -67,11 +76,17 @@ def optimizer_state_to_fill(
 
 
 def set_optimizer_state(model: nn.Module, optim: Optimizer, state: StateDict) -> None:
-    """Give ``optim`` the ``state``, in either layout, and no other: nothing to a parameter that has none there."""
+    """Give ``optim`` the ``state``, in either layout, and no other: nothing to a parameter that has none there.
+
+    What schedulers have added to its groups stays where the ``state`` has none.
+    """
     if "param_groups" not in state:
         state = _unflattened(optimizer_state(model, optim)["param_groups"], state)
+    before = [{key: group[key] for key in SETTINGS_OF_SCHEDULERS if key in group} for group in optim.param_groups]
     with _without_a_step(optim):
         set_optimizer_state_dict(model, optim, state, options=_options(strict=False))
+    for group, added in zip(optim.param_groups, before, strict=True):
+        group.update({key: value for key, value in added.items() if key not in group})
 
 
 def _options(*, strict: bool = True) -> StateDictOptions:
@@ -192,5 +207,6 @@ def _unflattened(groups: Sequence[StateDict], flat: StateDict) -> StateDict:
                 fields[parts[-1]] = value
     for group in groups:
         for name in reversed(group["params"]):
-            group.update({key: flat.get(f"param_groups.{name}.{key}", group[key]) for key in group if key != "params"})
+            stored = {key: f"param_groups.{name}.{key}" for key in (*group, *SETTINGS_OF_SCHEDULERS) if key != "params"}
+            group.update({key: flat[place] for key, place in stored.items() if place in flat})
     return {"state": state, "param_groups": list(groups)}
