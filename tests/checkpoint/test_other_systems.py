@@ -450,6 +450,10 @@ def _torchtitan_alone(folder: Path) -> Path:
 IN_PART: dict[str, tuple[Callable[[Path], Path], str]] = {
     "transformers": (_less("transformers/checkpoint-6", "optimizer.pt"), "how far training was and holds no optimizer"),
     "accelerate": (_less("accelerate/state", "optimizer.bin"), "a scheduler and holds no optimizer"),
+    "accelerate, generators": (
+        _less("accelerate/state", "optimizer.bin", "scheduler.bin"),
+        "random states of a run and holds no optimizer",
+    ),
     "accelerate, two": (_two_of_accelerate, "another optimizer, 'optimizer_1.bin'"),
     "Lightning": (_less("lightning/step6.ckpt", "optimizer_states"), "how far training was and holds no optimizer"),
     "Lightning, two": (

@@ -108,10 +108,13 @@ def _lack_of_optimizer(contents: StateDict, taken: Taken) -> str:
     if others:
         which = "an" if taken.optimizer is None else "another"
         return f"holds {which} optimizer, {others[0]!r}, that is not taken over"
-    if taken.optimizer is None and (taken.progress is not None or taken.scheduler is not None):
-        told = "says how far training was" if taken.progress is not None else "holds a scheduler"
-        return f"{told} and holds no optimizer"
-    return ""
+    of_runs = {
+        "says how far training was": taken.progress,
+        "holds a scheduler": taken.scheduler,
+        "holds random states of a run": taken.rng,
+    }
+    told = next((what for what, part in of_runs.items() if part is not None), "")
+    return f"{told} and holds no optimizer" if told and taken.optimizer is None else ""
 
 
 def _optimizers_in(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
