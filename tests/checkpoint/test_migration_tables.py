@@ -46,7 +46,7 @@ ROWS: dict[str, tuple[str, ...]] = {
 SYSTEM = "test_other_systems.py::test_a_run_continues_as_the_system_itself"
 NAMED: dict[tuple[str, str], str] = {
     ("Composer", "weights"): "test_composer_files.py::test_a_directory_of_composers_fsdp_continues",
-    ("Composer", "not restored"): "test_composer_files.py::test_what_cannot_be_matched_is_listed_in_one_message",
+    ("Composer", "not restored"): "test_composer_files.py::test_what_cannot_be_matched_is_listed",
     ("Lightning 2.6 `.ckpt`", "*"): "test_going_out.py::test_lightning_continues_from_ours",
     ("transformers 5.24", "*"): "test_going_out.py::test_transformers_continues_from_ours",
     (

@@ -451,6 +451,7 @@ def settle_record(place: Records, root: Path, temporary: Path, committed: Mappin
                 root.rmdir()
     elif manifest is not None and decided.parts is not None:
         _complete_commit(place, root, decided.parts, manifest, temporary)
+        return ()
     for path in () if decided.is_deletion else decided.gone:
         (root / path).unlink(missing_ok=True)
     temporary.unlink(missing_ok=True)
