@@ -586,6 +586,40 @@ def test_evaluating_on_the_training_loader_leaves_its_position(kind: str, tmp_pa
         assert same(end_of_rest, end)
 
 
+class OfWorkers(data_kinds.StatefulStream):
+    """Of which each of two workers has a part, the second one more; starts anew after its end, or ``remains`` there."""
+
+    def __init__(self, *, remains: bool) -> None:
+        super().__init__(Points(COUNT))
+        self.remains = remains
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        assert worker is not None
+        first, end = ((0, 5), (5, COUNT))[worker.id]
+        while first + self.done < end:
+            self.done += 1
+            yield self.points[first + self.done - 1]
+        if not self.remains:
+            self.done = 0
+
+
+@pytest.mark.parametrize("remains", [False, True])
+def test_a_worker_that_has_given_its_part_does_not_begin_again(remains: bool, tmp_path: Path) -> None:
+    """A resume of a StatefulDataLoader gives what is left, also where one of two workers has given all of its part, and
+    that not in full batches."""
+
+    def data() -> Any:
+        return StatefulDataLoader(OfWorkers(remains=remains), batch_size=4, num_workers=2)
+
+    steps, end = run(data(), save_folder=tmp_path, save_interval="1ba", max_duration="1ep")
+    assert len(steps) == 6  # two and four
+    for batch, checkpoint in checkpoints(tmp_path)[:-1]:
+        rest, end_of_rest = run(data(), load_path=checkpoint, max_duration="1ep")
+        assert rest == steps[batch:], f"the batches differ after a resume at batch {batch}"
+        assert same(end_of_rest, end)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_evaluating_or_predicting_between_two_calls_of_fit(workers: int) -> None:
     """On the loader whose epoch has begun: training goes on with the batch that comes next."""

@@ -22,7 +22,8 @@ from composerlite.trainer.data.digests import digest_of
 from composerlite.trainer.data.held import Held, Pairs, held_by, is_streaming
 from composerlite.trainer.data.position import RewindingPosition
 from composerlite.trainer.data.samplers import Share, seed_generators
-from composerlite.types import Batch, StateDict
+from composerlite.trainer.data.states import same
+from composerlite.types import Batch, StateDict, Stateful
 
 __all__ = ["PersistentWorkers", "ReplayPosition", "StatefulPosition", "has_persistent_workers"]
 
@@ -280,6 +281,10 @@ class StatefulPosition(_StreamPosition):
         if saved is None or saved["loader"] is None:
             return self._begin()
         before, own = rng.capture(), self._held.generator_states()
+        if skip and self._is_given_again(saved["loader"]):
+            batches = self._begin()
+            _replay(batches, skip, type(self._loader).__name__)
+            return batches
         self._stateful.load_state_dict(saved["loader"])
         if skip:
             batches = self._begin()
@@ -294,6 +299,19 @@ class StatefulPosition(_StreamPosition):
         rng.restore([before])
         self._set_generators(own)
         return self._not_empty(self._begin(), before, own)
+
+    def _is_given_again(self, state: Any) -> bool:
+        """Return true if torchdata's loader would begin again, for some of its workers, what these have given whole.
+
+        It asks all of them for another batch in any case; the data set of those starts anew after its end.
+        """
+        dataset: Any = getattr(self._loader, "dataset", None)
+        workers = _workers_in(state)
+        done = [worker.get("dataset_state") for worker in workers if _has_ended(worker)]
+        if not done or len(done) == len(workers) or not isinstance(dataset, Stateful):
+            return False
+        fresh = dataset.state_dict()
+        return any(same(one, fresh) for one in done)
 
     def finish_epoch(self, *, exhausted: bool) -> None:
         """See :meth:`DataPosition.finish_epoch`."""
@@ -365,6 +383,15 @@ def _is_over(state: Any) -> bool:
 
     torchdata asks them for another one in any case, and a data set that starts anew after its end would give it.
     """
+    workers = _workers_in(state)
+    return bool(workers) and all(map(_has_ended, workers))
+
+
+def _workers_in(state: Any) -> list[StateDict]:
+    """States of the workers in ``state`` of torchdata's loader; none in another one."""
     parts: list[Any] = [one for one in state.values() if isinstance(one, dict)] if isinstance(state, dict) else []
-    found = [worker for part in parts for worker in (part.get("_worker_snapshots") or {}).values()]
-    return bool(found) and all((worker.get("fetcher_state") or {}).get("fetcher_ended") is True for worker in found)
+    return [worker for part in parts for worker in (part.get("_worker_snapshots") or {}).values()]
+
+
+def _has_ended(worker: StateDict) -> bool:
+    return (worker.get("fetcher_state") or {}).get("fetcher_ended") is True
