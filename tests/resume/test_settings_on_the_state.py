@@ -94,9 +94,10 @@ def test_what_a_callback_has_set_holds_after_a_resume(
 @pytest.mark.parametrize("cut", [3, 4, 8])
 @pytest.mark.parametrize(("frozen", "trained"), [(False, True), (True, False)], ids=["unfreezes", "freezes"])
 def test_layers_that_a_callback_freezes_or_unfreezes_are_so_after_a_resume(
-    tmp_path: Path, cut: int, frozen: bool, trained: bool
+    tmp_path: Path, cut: int, frozen: bool, trained: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A script freezes a layer, and a callback unfreezes it after three batches, or the other way round."""
+    """A script freezes a layer, and a callback unfreezes it after three batches, or the other way round. The log says
+    that it is not as in the script."""
 
     def model() -> Net:
         net = Net(0.5)
@@ -110,7 +111,10 @@ def test_layers_that_a_callback_freezes_or_unfreezes_are_so_after_a_resume(
     change = at(3, lambda state: state.model.get_submodule("layers.0").requires_grad_(trained))
     whole, first = train(tmp_path / "whole", change)
     before, _ = train(tmp_path / "cut", change, cut=cut)
-    after, second = train(tmp_path / "cut", change)
+    with caplog.at_level("INFO", logger="composerlite"):
+        after, second = train(tmp_path / "cut", change)
+    told = [text for text in caplog.messages if "are frozen, as when the checkpoint was saved" in text]
+    assert [text.split()[0] for text in told] == ["0" if trained else "2"]
     assert before + after == whole
     assert same(weights(second), weights(first))
     assert [one.requires_grad for one in second.state.model.parameters()] == [trained, trained, True, True]

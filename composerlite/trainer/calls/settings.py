@@ -7,6 +7,7 @@ Where the script that resumes the run gives the same, what held then holds again
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, final
 
@@ -16,6 +17,7 @@ from composerlite.types import StateDict
 
 __all__ = ["RunSettings"]
 
+log = logging.getLogger(__name__)
 _SIZE = "device_train_microbatch_size"
 _FROZEN = "frozen"
 
@@ -98,6 +100,12 @@ def _now(state: State) -> StateDict:
 
 def _restore(state: State, name: str, held: Any) -> None:
     if name == _FROZEN:
+        if state.rank == 0 and set(held) != set(frozen_parameters(state.model)):
+            log.info(
+                "%d parameters of the model are frozen, as when the checkpoint was saved, and not as in the script; to "
+                "train others, set requires_grad in a callback, or take the weights alone with load_weights_only=True",
+                len(held),
+            )
         set_frozen_parameters(state.model, held)
     else:
         setattr(state, name, Precision(held) if name == "precision" else held)
