@@ -206,6 +206,35 @@ def small(model: ComposerModel | None = None, **arguments: Any) -> Trainer:
     return Trainer(model=model, **{**given, **arguments})
 
 
+def freeze_and_unfreeze() -> dict[str, list[torch.Tensor]]:
+    """The weights that a run ends with in which a callback exchanges, after three batches, what is frozen."""
+
+    def exchange(state: State) -> None:
+        if int(state.timestamp.batch) == 3:
+            for name in ("up", "blocks.1"):
+                part = state.model.get_submodule(name)
+                part.requires_grad_(not next(part.parameters()).requires_grad)
+
+    ends: dict[str, list[torch.Tensor]] = {}
+    for strategy in ("single_auto_sync", "multi_auto_sync", "forced_sync"):
+        torch.manual_seed(3)
+        model = Blocks()
+        model.up.requires_grad_(False)
+        with Trainer(
+            model=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            train_dataloader=DataLoader(Points(48), batch_size=8 // dist.get_world_size()),
+            ddp_sync_strategy=strategy if dist.get_world_size() > 1 else None,
+            callbacks=At(Event.BATCH_END, exchange),
+            max_duration="6ba",
+            device="cpu",
+            progress_bar=False,
+        ) as trainer:
+            trainer.fit()
+        ends[strategy] = [parameter.detach().clone() for parameter in model.parameters()]
+    return ends
+
+
 def agree(rank_of_event: int, folder: Path) -> dict[str, Any]:
     """What happens on one rank and concerns all."""
     rank = dist.get_global_rank()

@@ -41,6 +41,14 @@ def test_many_ranks_train_as_one_process_with_the_whole_batch(world_size: int) -
                 assert result["logged"][key] == pytest.approx(values, abs=1e-5), (name, key)
 
 
+def test_parameters_are_frozen_and_unfrozen_in_the_middle_of_a_run() -> None:
+    """By a callback, with every way to average gradients: the replicas stay the same, and are what one process gets."""
+    alone = parallel_ranks.freeze_and_unfreeze()
+    for rank in run_ranks(parallel_ranks.freeze_and_unfreeze, 2, dist_timeout=None):
+        for strategy, end in rank.items():
+            torch.testing.assert_close(end, alone[strategy], msg=lambda text, which=strategy: f"{which}: {text}")
+
+
 def test_the_losses_that_training_ends_with_are_those_of_all_ranks() -> None:
     """Whoever asks for them, on whichever rank: what one process has with the whole batch."""
     (alone, _) = parallel_ranks.last_losses()

@@ -119,22 +119,32 @@ class Replicated(Parallel):
     """
 
     def __init__(self, model: nn.Module, device: Device, strategy: str) -> None:
-        from torch.nn.parallel import DistributedDataParallel
-
         self.data_rank, self.data_ranks = dist.get_global_rank(), dist.get_world_size()
         self.passes_are_shared = self._every_time = strategy == "multi_auto_sync"
         self._forced = strategy == "forced_sync"
+        self._device = device
+        self._parameters = list(model.parameters())
+        self._trained: list[bool] = []
         self._wrapper: Any = None
-        if any(parameter.requires_grad for parameter in model.parameters()):
+        self._wrap(model)
+
+    def _wrap(self, model: nn.Module) -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
+        self.give_up()
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
+        if any(self._trained):
             self._wrapper = DistributedDataParallel(
                 model,
-                device_ids=None if device.index is None else [device.index],
+                device_ids=None if self._device.index is None else [self._device.index],
                 find_unused_parameters=self._every_time,
             )
             # With forced_sync nothing waits for other ranks before the end of a batch: one may break off and try again.
             self._wrapper.require_forward_param_sync = not self._forced
 
     def trained(self, model: nn.Module) -> Callable[..., Any]:
+        if not self._forced and self._trained != [parameter.requires_grad for parameter in self._parameters]:
+            self._wrap(model)  # a callback has frozen or unfrozen some: it averages those of its construction alone
         return model if self._wrapper is None else self._wrapper
 
     def before_microbatch(self, *, last: bool) -> None:
