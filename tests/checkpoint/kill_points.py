@@ -1,111 +1,76 @@
-"""Does one thing to a folder of checkpoints again and again, and dies each time one step later than before.
+"""Does one thing again and again in processes that are killed, each one step later than the one before.
 
-A step is whatever python reports to audit hooks about a file below the folder: opened, renamed, removed, linked. The
-process kills itself, as the kernel would, right before the step; files that are being written are also cut off by the
-kernel at given sizes. Run as a program: ``kill_points.py <root>``. Every attempt gets a folder of its own,
-``<root>/<scenario>/<attempt>``, and a line is printed for each: scenario, attempt, and where it died.
+A step is whatever changes a disk or a bucket: what python reports to audit hooks about a file below the folder that is
+opened to be written, renamed, removed or linked, or a request that is no GET or HEAD. The process kills itself, as the
+kernel would, right before the step. A kill before something that only reads leaves what the next one leaves.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import resource
 import shutil
 import signal
+import struct
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from parts import new_state, save_batch
+__all__ = [
+    "at_event",
+    "attempt",
+    "changes_something",
+    "die_at_size",
+    "die_at_step",
+    "kill_at_every_step",
+    "refuse_exchange",
+]
 
-from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint import Catalog
-from composerlite.core import Logger, State
-
-STEPS = ("open", "os.rename", "os.remove", "os.symlink", "os.mkdir", "fcntl.flock")
-
-
-def nothing(folder: Path) -> None:
-    """A folder that is not there yet."""
-
-
-def two_batches(folder: Path) -> None:
-    """A run that keeps two checkpoints and has saved both."""
-    for batch in (1, 2):
-        save_batch(folder, batch)
+_CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink")
+_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_MOST = 1000
 
 
-def a_fixed_name(folder: Path) -> None:
-    """A run that saves to one name."""
-    save_batch(folder, 2, template="fixed.pt", overwrite=True)
+def changes_something(event: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether the event of an audit hook may change what is on a disk or in a bucket."""
+    if event == "open":
+        return bool(arguments[2] & _TO_WRITE)
+    if event == "http.client.send":
+        return not (isinstance(arguments[1], bytes) and arguments[1].startswith((b"GET ", b"HEAD ")))
+    return event in _CHANGES
 
 
-def saver(folder: Path, **arguments: Any) -> tuple[CheckpointSaver, State]:
-    """A saver at batch 3 of the run."""
-    state = new_state(3, value=3.0)
-    saver = CheckpointSaver(folder=folder, latest_filename="latest.pt", **arguments)
-    saver.init(state, Logger(state))
-    return saver, state
+def at_event(
+    root: str, number: int, act: Callable[[str], None], counts: Callable[[str, tuple[Any, ...]], bool]
+) -> None:
+    """Do ``act`` once, right before the event ``number`` of this process that ``counts`` and names ``root``.
 
-
-def first(folder: Path) -> None:
-    """The first save of a run."""
-    new, state = saver(folder, filename="ba{batch}.pt")
-    new.save(state)
-
-
-def next_with_retention(folder: Path) -> None:
-    """A save after which the oldest checkpoint goes."""
-    new, state = saver(folder, filename="ba{batch}.pt", num_checkpoints_to_keep=2)
-    new.save(state)
-
-
-def overwrite(folder: Path) -> None:
-    """A save in place of an older checkpoint of the same name."""
-    new, state = saver(folder, filename="fixed.pt", overwrite=True)
-    new.save(state)
-
-
-def recover(folder: Path) -> None:
-    """What a run does with the remains of a killed one."""
-    Catalog(folder).recover()
-
-
-def killed_commit(folder: Path) -> None:
-    """The remains of a run that was killed after its data got its name and before its manifest did."""
-    a_fixed_name(folder)
-    (manifest,) = (folder / ".manifest").iterdir()
-    old = manifest.read_bytes()
-    save_batch(folder, 3, template="fixed.pt", overwrite=True)
-    manifest.rename(folder / ".manifest" / ".fixed.pt.json.tmp-0123456789abcdef")
-    manifest.write_bytes(old)
-    (folder / ".unrelated.pt.tmp-0123456789abcdef").write_bytes(b"half of it")
-    (folder / ".latest.pt.tmp-0123456789abcdef").symlink_to("fixed.pt")
-
-
-SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {
-    "first": (nothing, first),
-    "next": (two_batches, next_with_retention),
-    "overwrite": (a_fixed_name, overwrite),
-    "recover": (killed_commit, recover),
-}
-
-
-def die_at_step(number: int, folder: Path, said: int) -> None:
-    """Kill this process right before the step ``number`` from now."""
-    steps = 0
+    ``act`` is told which. A request to a server counts whatever it names.
+    """
+    left = number
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal steps
-        if event in STEPS and (event == "fcntl.flock" or str(folder) in str(arguments[:2])):
-            steps += 1
-            if steps > number:
-                os.write(said, f"{event} {arguments[:2]}".replace(str(folder), "…").encode())
-                os.kill(os.getpid(), signal.SIGKILL)
+        nonlocal left
+        if counts(event, arguments) and (event == "http.client.send" or root in str(arguments[:2])):
+            left -= 1
+            if left == -1:
+                act(f"{event} {arguments[:2]}".replace(root, "…"))
 
     sys.addaudithook(hook)
+
+
+def die_at_step(number: int, folder: Path, said: int, *, when: Callable[[], bool] = lambda: True) -> None:
+    """Kill this process right before the step ``number`` from now of those that are done ``when`` that is true."""
+
+    def die(where: str) -> None:
+        os.write(said, where.encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    at_event(str(folder), number, die, lambda event, arguments: changes_something(event, arguments) and when())
 
 
 def die_at_size(size_bytes: int) -> None:
@@ -123,7 +88,8 @@ def attempt(act: Callable[[Path], None], folder: Path, arm: Callable[[int], None
         try:
             arm(said)
             act(folder)
-        except BaseException:  # noqa: BLE001 - the process ends here and says so
+        except BaseException as e:  # noqa: BLE001 - the process ends here and says so
+            os.write(said, f"{type(e).__name__}: {e}".encode())
             os._exit(1)
         os._exit(0)
     os.close(said)
@@ -132,42 +98,47 @@ def attempt(act: Callable[[Path], None], folder: Path, arm: Callable[[int], None
         return os.waitstatus_to_exitcode(status), pipe.read()
 
 
-def main(root: str) -> None:
-    torch.set_num_threads(1)  # processes are forked
-    new_state()  # torch imports half of itself for the first optimizer: not in every process
-    for what in SCENARIOS:
-        run(what, Path(root, what))
+def kill_at_every_step(
+    root: Path,
+    act: Callable[[Path], None],
+    *,
+    template: Path | None = None,
+    stride: int = 1,
+    when: Callable[[], bool] = lambda: True,
+) -> None:
+    """Do it in folders ``<root>/step<n>``, killed right before step ``n`` of it. The last one survives.
 
-
-def run(what: str, root: Path) -> None:
-    prepare, act = SCENARIOS[what]
-    template = root / "template"
-    prepare(template)
-
-    def folder_for(name: str) -> Path:
-        folder = root / name
-        if template.exists():
+    Each is a copy of ``template``, if there is one. A line is printed for each: its name, and where it was killed.
+    """
+    for number in range(0, _MOST, stride):
+        folder = root / f"step{number}"
+        if template is None:
+            folder.mkdir(parents=True)
+        else:
             shutil.copytree(template, folder, symlinks=True)
-        return folder
-
-    def report(folder: Path, how: str) -> None:
-        sys.stdout.write(f"{what}\t{folder.name}\t{how}\n")
-
-    number, code = 0, -signal.SIGKILL
-    while code != 0:
-        folder = folder_for(f"step{number}")
-        code, where = attempt(act, folder, lambda said, n=number, f=folder: die_at_step(n, f, said))  # type: ignore[misc]
+        code, where = attempt(act, folder, partial(die_at_step, number, folder, when=when))
         if code not in (0, -signal.SIGKILL):
             raise SystemExit(f"{folder}: ended with {code} {where}")
-        report(folder, where or "not at all")
-        number += 1
-    for size_bytes in () if what == "recover" else (0, 64, 500, 1000, 4000, 8000):
-        folder = folder_for(f"size{size_bytes}")
-        code, _ = attempt(act, folder, lambda _, size_bytes=size_bytes: die_at_size(size_bytes))  # type: ignore[misc]
-        if code != -signal.SIGXFSZ:
-            raise SystemExit(f"{folder}: ended with {code}")
-        report(folder, f"at byte {size_bytes}")
+        sys.stdout.write(f"{folder.name}\t{where}\n")
+        if code == 0:
+            return
+    raise SystemExit(f"{root}: not over after {_MOST} steps")
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def refuse_exchange() -> None:
+    """Have the kernel refuse to swap two names in this process from now on, as it does on NFS (seccomp)."""
+    number = {"x86_64": 316, "aarch64": 276}[platform.machine()]  # of renameat2
+    refused = 0x00050000 | 22  # EINVAL
+    steps = [
+        (32, 0, 0, 0),
+        (21, 0, 3, number),
+        (32, 0, 0, 48),
+        (69, 0, 1, 2),
+        (6, 0, 0, refused),
+        (6, 0, 0, 0x7FFF0000),
+    ]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    libc = ctypes.CDLL(None, use_errno=True)
+    filtered = struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(program))
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, filtered, 0, 0):
+        raise OSError(ctypes.get_errno(), "the system calls of this process cannot be filtered")

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from composerlite.checkpoint import Catalog, Manifest, rng, save_state_dict
+from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.checkpoint.save.job import save
 from composerlite.core import Callback, State
+from composerlite.storage import StagedFile
 
 
 class Remember(Callback):
@@ -66,6 +69,31 @@ def save_directory(folder: Path, batch: int, **arguments: Any) -> Path:
     manifest = dataclasses.replace(manifest, run_name="run", timestamp={"batch": batch})
     manifest_path.write_bytes(manifest.to_json())
     return path
+
+
+def save_archives(folder: Path, value: int) -> None:
+    """Two files, as two ranks of DeepSpeed write them."""
+    names = ["c-rank0.tar", "c-rank1.tar"]
+    catalog = Catalog(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    staged = [StagedFile(folder / name) for name in names]
+    records: list[FileRecord] = []
+    for name, one in zip(names, staged, strict=True):
+        one.file.write(content := bytes([value]) * 1000)
+        one.flush()
+        records.append(FileRecord(name, len(content), xxhash.xxh3_128_hexdigest(content)))
+    manifest = Manifest(
+        name=names[0],
+        kind="deepspeed",
+        template="c-rank{rank}.tar",
+        run_name="r",
+        timestamp={"batch": value},
+        files=tuple(records),
+    )
+    catalog.commit(manifest, {name: one.temporary for name, one in zip(names, staged, strict=True)})
+    for one in staged:
+        one.leave_behind()
+        one.__exit__(None, None, None)
 
 
 def value_in(contents: dict[str, Any]) -> float:

@@ -6,13 +6,11 @@ attempt has a place of its own and runs in a process of its own; what was found 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import platform
+import re
 import shutil
 import signal
-import struct
 import sys
 import tempfile
 from collections.abc import Callable
@@ -21,7 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 from clocks import set_clock
-from parts import save_batch, value_in
+from kill_points import at_event, changes_something, refuse_exchange
+from parts import save_archives, save_batch, value_in
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -38,7 +37,9 @@ from composerlite.storage import FileDigest, open_store, parse_uri
 __all__ = ["KINDS", "killed", "overtaken"]
 
 _EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "http.client.send")
+"""At which a saver or a reader is overtaken."""
 _MOST = 400
+TEMPORARY = re.compile(r"\.(tmp|saving)-[0-9a-f]{16}")
 _IMPORTED = (fully_shard,)  # before processes are forked, so that each need not
 ZERO = {"deepspeed_config": {"zero_optimization": {"stage": 1}}, "save_filename": "newest-rank{rank}"}
 
@@ -49,7 +50,7 @@ class Kind(NamedTuple):
     Attributes:
         save: the value at the place, in place of what is there if that is so wished.
         value: what a start finds there, that is asked for nothing else.
-        own: a file of the user that lies beside the parts, below the place.
+        own: the directory, below the place, in which files of the user lie beside the parts.
         read: what somebody else finds there meanwhile, if that is looked up otherwise.
     """
 
@@ -157,6 +158,20 @@ def _in_a_folder_beside(place: str) -> None:
         os.chdir(folder)
 
 
+# ── archives ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def save_two_archives(place: str, value: int, _: bool) -> None:
+    save_archives(Path(place), value)
+
+
+def value_of_archives(place: str) -> int:
+    """What the next start finds."""
+    catalog = Catalog(place)
+    catalog.recover()
+    (manifest,) = catalog.manifests()
+    catalog.verify(manifest)
+    return catalog.folder.joinpath("c-rank1.tar").read_bytes()[0]
+
+
 # ── disks of nodes ───────────────────────────────────────────────────────────────────────────────────────────────────
 def save_on_disks(place: str, value: int, overwrite: bool) -> None:
     """What the ranks of two nodes do, in that order."""
@@ -193,15 +208,16 @@ KINDS: dict[str, Kind] = {
     "sharded run": Kind(
         lambda place, value, overwrite: _train(place, value, overwrite, parallelism_config={"fsdp": {}}),
         lambda place: _resumed(place, parallelism_config={"fsdp": {}}),
-        "newest/config.json",
+        "newest",
     ),
     "archive": Kind(
         lambda place, value, overwrite: _train(place, value, overwrite, **ZERO),
         lambda place: _resumed(place, **ZERO),
     ),
-    "function": Kind(save_function, value_of_function, "c/config.json"),
-    "step": Kind(save_step, value_of_step, "step1/config.json"),
-    "disks": Kind(save_on_disks, value_on_disks, "node0/c/config.json"),
+    "function": Kind(save_function, value_of_function, "c"),
+    "step": Kind(save_step, value_of_step, "step1"),
+    "archives": Kind(save_two_archives, value_of_archives),
+    "disks": Kind(save_on_disks, value_on_disks, "node0/c"),
 }
 
 
@@ -243,40 +259,6 @@ KINDS.update(
 
 
 # ── kills ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def refuse_exchange() -> None:
-    """Have the kernel refuse to swap two names in this process from now on, as it does on NFS."""
-    number = {"x86_64": 316, "aarch64": 276}[platform.machine()]  # of renameat2
-    refused = 0x00050000 | 22  # EINVAL
-    steps = [
-        (32, 0, 0, 0),
-        (21, 0, 3, number),
-        (32, 0, 0, 48),
-        (69, 0, 1, 2),
-        (6, 0, 0, refused),
-        (6, 0, 0, 0x7FFF0000),
-    ]
-    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
-    libc = ctypes.CDLL(None, use_errno=True)
-    filtered = struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(program))
-    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, filtered, 0, 0):
-        raise OSError(ctypes.get_errno(), "the system calls of this process cannot be filtered")
-
-
-def at_event(place: str, number: int, act: Callable[[], None]) -> None:
-    """Do it once, right before the event ``number`` of this process."""
-    left, root = number, parse_uri(place)[2]
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal left
-        if event not in _EVENTS or not (event == "http.client.send" or root in str(arguments[:2])):
-            return
-        left -= 1
-        if left == -1:
-            act()
-
-    sys.addaudithook(hook)
-
-
 def said_by(work: Callable[[], Any]) -> tuple[int, Callable[[], Any]]:
     """Start it in a process of its own: its number, and what waits for its answer: ``None`` if it was killed."""
     reading, writing = os.pipe()
@@ -305,13 +287,18 @@ def alone(work: Callable[[], Any]) -> Any:
     return said_by(work)[1]()
 
 
-def put(place: str, name: str, text: str) -> None:
-    """Write a file of the user."""
-    if "://" in place:
-        with open_store(place) as store:
-            store.put_bytes(f"{parse_uri(place)[2]}/{name}", text.encode())
-    else:
-        Path(place, name).write_text(text)
+OF_THE_USER = ("config.json", "notes/about.txt")
+
+
+def put(place: str, directory: str) -> None:
+    """Write the user's files."""
+    for name in (f"{directory}/{name}" for name in OF_THE_USER):
+        if "://" in place:
+            with open_store(place) as store:
+                store.put_bytes(f"{parse_uri(place)[2]}/{name}", b"{}")
+        else:
+            Path(place, name).parent.mkdir(exist_ok=True)
+            Path(place, name).write_text("{}")
 
 
 def got(place: str, name: str) -> str | None:
@@ -337,7 +324,7 @@ def killed(root: str, kind: str, exchange: str, stride: str) -> None:
         set_clock(48)
         one.save(place, 1, False)
         if one.own:
-            put(place, one.own, "{}")
+            put(place, one.own)
 
     if "://" not in root and (error := alone(lambda: begin(f"{root}/begun"))) is not None:
         raise SystemExit(f"it cannot begin: {error}")
@@ -345,7 +332,7 @@ def killed(root: str, kind: str, exchange: str, stride: str) -> None:
         place = f"{root}/{number}"
 
         def replace(place: str = place, number: int = number) -> str:
-            at_event(place, number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            at_event(parse_uri(place)[2], number, lambda _: os.kill(os.getpid(), signal.SIGKILL), changes_something)
             one.save(place, 2, True)
             return "saved"
 
@@ -363,14 +350,17 @@ def killed(root: str, kind: str, exchange: str, stride: str) -> None:
 
 
 def _found(one: Kind, place: str) -> dict[str, Any]:
-    """What is there after a kill, what comes of the next save, and what is left of the user's file then."""
-    told: dict[str, Any] = {}
+    """What is there after a kill, what comes of the next save, and what is left then: of the user's files, and over."""
+    told: dict[str, Any] = {"left": []}
     for name, look in (("found", lambda: one.value(place)), ("then", lambda: _again(one, place))):
         try:
             told[name] = look()
         except BaseException as e:  # noqa: BLE001 - it is told
             told[name] = f"{type(e).__name__}: {e}"
-    told["own"] = got(place, one.own) if one.own else "{}"
+    told["own"] = [got(place, f"{one.own}/{name}") for name in OF_THE_USER] if one.own else []
+    told["left"] = (
+        [] if "://" in place else [str(path) for path in Path(place).rglob(".*") if TEMPORARY.search(path.name)]
+    )
     return told
 
 
@@ -413,11 +403,11 @@ def overtaken(root: str, kind: str, what: str, exchange: str = "", stride: str =
         here, go = os.pipe(), os.pipe()
 
         def stopped(here: tuple[int, int] = here, go: tuple[int, int] = go, first: Any = first, n: int = number) -> Any:
-            def stop() -> None:
+            def stop(_: str) -> None:
                 os.write(here[1], b"s")
                 os.read(go[0], 1)
 
-            at_event(place, n, stop)  # noqa: B023
+            at_event(parse_uri(place)[2], n, stop, lambda event, _: event in _EVENTS)  # noqa: B023
             answer = first()
             os.write(here[1], b"e")
             return answer

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint import function_kills
+from checkpoint.kill_points import kill_at_every_step, refuse_exchange
 from forked import run_forked
 
 from composerlite.checkpoint import Catalog, Checkpointer, save_state_dict
+from composerlite.checkpoint.tools.copying import copy
+from composerlite.checkpoint.tools.pointing import place_at, target_at
+from composerlite.checkpoint.tools.surveying import survey
+from composerlite.errors import CheckpointExistsError
 
 TEMPORARY = re.compile(r"\.(tmp|saving)-[0-9a-f]{16}")
 
@@ -25,24 +29,75 @@ def save(path: Path, value: float = 1.0) -> None:
     save_state_dict(path, {"x": torch.full((10,), value)}, save_overwrite=True)
 
 
-@pytest.mark.parametrize(("kind", "stride"), [("function", 1), ("checkpointer", 2), ("file", 1)])
-def test_a_kill_at_any_step_leaves_nothing_for_good(kind: str, stride: int, tmp_path: Path) -> None:
+def save_step(path: Path, value: float) -> None:
+    """A step of a Checkpointer."""
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(model.weight, value)
+    Checkpointer(save_overwrite=True).save(path, model, {"value": value})
+
+
+def write_beside(path: Path, value: float) -> None:
+    """A file in a step, or the step if there is none yet."""
+    if path.exists():
+        Checkpointer(save_overwrite=True).write_file(path, "notes.txt", str(value))
+    else:
+        save_step(path, value)
+
+
+KINDS: dict[str, Callable[[Path, float], None]] = {"function": save, "checkpointer": save_step, "file": write_beside}
+
+
+def kill_replacing(root: str, kind: str) -> None:
+    """Replace ``step1``, killed at every step."""
+    torch.set_num_threads(1)
+    KINDS[kind](Path(root, "template", "step1"), 1.0)
+    kill_at_every_step(Path(root), lambda folder: KINDS[kind](folder / "step1", 2.0), template=Path(root, "template"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kill_at_any_step_leaves_nothing_for_good(kind: str, tmp_path: Path) -> None:
     """After the next save to a name beside it there is no temporary, and both checkpoints are whole."""
-    done = run_forked(function_kills.main, str(tmp_path), kind, str(stride), cwd=tmp_path, timeout=600)
+    done = run_forked(kill_replacing, str(tmp_path), kind, cwd=tmp_path, timeout=600)
     assert done.returncode == 0, done.stderr
-    attempts = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(attempts) > 5
-    assert [killed for killed, _ in attempts].count(False) == 1
-    for number, (_, found) in enumerate(attempts):
-        assert not [name for name in found if TEMPORARY.search(name)], number
-        assert {"step1", "step2"} <= set(found)
-    for folder in tmp_path.iterdir():
-        for manifest in Catalog(folder).manifests():
-            Catalog(folder).verify(manifest)
+    folders = [tmp_path / line.partition("\t")[0] for line in done.stdout.splitlines()]
+    assert len(folders) > 2
+    for folder in folders:
+        KINDS[kind](folder / "step2", 3.0)
+        found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+        assert not [name for name in found if TEMPORARY.search(name)], folder
+        assert {"step1", "step2"} <= found
+        for manifest in (catalog := Catalog(folder)).manifests():
+            catalog.verify(manifest)
+
+
+def kill_replacing_without_exchange(root: str, kind: str) -> None:
+    """The same on a disk that cannot swap two names: there is a moment when neither checkpoint has its own."""
+    refuse_exchange()
+    kill_replacing(root, kind)
+
+
+@pytest.mark.parametrize("kind", ["function", "checkpointer"])
+def test_a_copy_does_not_replace_what_a_killed_save_left(kind: str, tmp_path: Path) -> None:
+    """Without ``--overwrite`` the name is taken, wherever the kill came; the old checkpoint or the new one has it."""
+    KINDS[kind](tmp_path / "source" / "step1", 3.0)
+    done = run_forked(kill_replacing_without_exchange, str(tmp_path), kind, cwd=tmp_path, timeout=600)
+    assert done.returncode == 0, done.stderr
+    with place_at(str(tmp_path / "source")) as source:
+        (other,) = survey(source)
+        for line in done.stdout.splitlines():
+            with target_at(str(tmp_path / line.partition("\t")[0])) as target:
+                with pytest.raises(CheckpointExistsError):
+                    copy(source, other, target)
+                (found,) = survey(target)
+                assert (found.name, found.faults) == ("step1", ()), line
+                assert found.manifest is not None
+                assert other.manifest is not None
+                assert found.manifest.identity != other.manifest.identity, line
 
 
 WRITER = """
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.storage import HardlinkPin, StagedFile

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,12 +18,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from checkpoint import checkpointer_kills, checkpointer_ranks
+from checkpoint import checkpointer_ranks
+from checkpoint.kill_points import kill_at_every_step
 from checkpoint.parts import tree
 from checkpoint.sharded_parts import same, small_model, states, trained
 from forked import run_forked
 from storage.servers.seaweedfs import S3Server
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import (
@@ -334,24 +336,53 @@ def memory_folder(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
+def kill_background_saves(root: str) -> None:
+    """Save ``step1`` and ``step2``, the second killed at every third step that is not the training thread's.
+
+    In ``again`` there is a ``step2`` before, which it replaces.
+    """
+    torch.set_num_threads(1)
+    second = False
+
+    def save(folder: Path) -> None:
+        nonlocal second
+        model = small_model()
+        optim = SGD(model.parameters(), lr=0.1)
+        checkpointer = Checkpointer(save_overwrite=True)
+        for step in (1, 2):
+            with torch.no_grad():
+                next(model.parameters()).fill_(step)
+            if step == 2 and folder.parent.name == "again":
+                checkpointer.save(folder / "step2", (model, optim), {"step": 2, "old": True})
+            second = step == 2
+            checkpointer.save_async(folder / f"step{step}", (model, optim), {"step": step, "old": False}).result()
+
+    for kind in ("first", "again"):
+        kill_at_every_step(
+            Path(root, kind),
+            save,
+            stride=3,
+            when=lambda: second and threading.current_thread() is not threading.main_thread(),
+        )
+
+
 def test_a_kill_behind_training_leaves_the_step_before(memory_folder: Path) -> None:
     """At whatever file it came: the latest is whole, a new process goes on from it, and saves the same step again."""
-    done = run_forked(checkpointer_kills.main, str(memory_folder), cwd=memory_folder)
+    done = run_forked(kill_background_saves, str(memory_folder), cwd=memory_folder)
     assert done.returncode == 0, done.stderr
     outcomes: dict[str, set[Any]] = {"first": set(), "again": set()}
     model = small_model()
     checkpointer = Checkpointer(save_overwrite=True)
-    for name in done.stdout.split():
-        folder = memory_folder / name
+    for folder in memory_folder.glob("*/step*"):
         latest = Checkpointer.latest_checkpoint(folder)
         found = checkpointer.load(latest, model)
         assert found is not None
         assert next(model.parameters()).unique().tolist() == [found["step"]]
-        outcomes[name.rstrip("0123456789")].add((found["step"], found["old"]))
+        outcomes[folder.parent.name].add((found["step"], found["old"]))
         checkpointer.save(folder / "step2", model, {"step": 2})
-        assert sorted(path.name for path in folder.iterdir()) == ["step1", "step2"], name
+        assert sorted(path.name for path in folder.iterdir()) == ["step1", "step2"], folder
     assert outcomes == {"first": {(1, False), (2, False)}, "again": {(2, True), (2, False)}}
-    assert len(done.stdout.split()) >= 8
+    assert len(done.stdout.splitlines()) >= 8
 
 
 # ── ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from parts import save_batch
-from replacing_kills import save_archives
+from parts import save_archives, save_batch
 
 from composerlite.checkpoint import Catalog, Checkpointer, load_state_dict, save_state_dict
 from composerlite.checkpoint.place.bucket import Bucket

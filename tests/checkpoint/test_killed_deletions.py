@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 import torch
 from forked import run_forked
-from kill_points import attempt, die_at_step
-from parts import save_batch, save_directory, tree
+from kill_points import attempt, die_at_step, kill_at_every_step
+from parts import save_archives, save_batch, save_directory, tree
 from replacing import save_on_disks
-from replacing_kills import save_archives
 
 from composerlite.checkpoint import Catalog, Checkpointer, save_state_dict
 from composerlite.checkpoint.place.bucket import Bucket
@@ -187,21 +186,14 @@ def test_a_kill_while_one_is_deleted_leaves_no_part_of_it(kind: str, where: str,
 
 
 def killed_beside_files_of_others(root: str) -> None:
-    """Kill the deletion of a model that was saved alone at every step, start again, and say what is there then."""
+    """Kill the deletion of a model that was saved alone at every step."""
     torch.set_num_threads(1)
     begun = Path(root, "begun")
     save_state_dict(begun / "model_and_optim", {"x": torch.ones(3)})
     for name in OF_OTHERS:
         (begun / name).parent.mkdir(exist_ok=True)
         (begun / name).write_text("mine")
-    number, code = 0, -signal.SIGKILL
-    while code:
-        folder = Path(root, str(number))
-        shutil.copytree(begun, folder)
-        code, _ = attempt(lambda at: delete_oldest(Folder(at)), folder, functools.partial(die_at_step, number, folder))
-        recover(Folder(folder))
-        sys.stdout.write(json.dumps([*tree(folder)]) + "\n")
-        number += 1
+    kill_at_every_step(Path(root), lambda folder: delete_oldest(Folder(folder)), template=begun)
 
 
 OF_OTHERS = (".metadata.json", "train/rank0.pt")
@@ -211,7 +203,10 @@ def test_a_deletion_of_a_model_alone_leaves_what_is_beside_it(tmp_path: Path) ->
     """It is called as that of a step, whose other files have the names of these: they stay, wherever a kill comes."""
     done = run_forked(killed_beside_files_of_others, str(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = [set(json.loads(line)) for line in done.stdout.splitlines()]
+    found: list[set[str]] = []
+    for line in done.stdout.splitlines():
+        recover(Folder(folder := tmp_path / line.partition("\t")[0]))
+        found.append(set(tree(folder)))
     assert found[-1] == set(OF_OTHERS)
     assert all(names in (found[0], found[-1]) for names in found)
     assert found[0] > set(OF_OTHERS)

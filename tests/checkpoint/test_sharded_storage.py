@@ -18,10 +18,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint import rule_kills, sharded_kills, sharded_ranks
+from checkpoint import sharded_ranks
+from checkpoint.kill_points import kill_at_every_step
 from checkpoint.sharded_parts import same, small_model, states, trained
 from forked import run_forked
 from storage.servers.seaweedfs import S3Server
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from composerlite.checkpoint import (
     Catalog,
@@ -39,6 +42,7 @@ from composerlite.checkpoint import (
 from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.directory import ShardedDirectory
+from composerlite.checkpoint.save import sharded_plan
 from composerlite.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -342,27 +346,48 @@ def test_what_a_killed_save_left_is_swept_unless_it_lives(tmp_path: Path) -> Non
     assert (dead.exists(), alive.exists()) == (False, True)
 
 
-@pytest.mark.parametrize("kills", [sharded_kills.main, rule_kills.main], ids=["list", "rule"])
-def test_a_kill_at_any_step_leaves_the_old_the_new_or_nothing(tmp_path: Path, kills: Callable[[str], None]) -> None:
+def listed() -> Any:
+    """A tensor of which the index lists the parts."""
+    return torch.full((1000,), 2.0)
+
+
+def by_rule() -> Any:
+    """One that is distributed, over the only rank that there is, and of which the index has a rule."""
+    sharded_plan._MOST_LISTED = 0
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return distribute_tensor(listed(), init_device_mesh("cpu", (1,)), [Shard(0)])
+
+
+def kill_first_saves(root: str, how: str) -> None:
+    """Save, killed at every step."""
+    torch.set_num_threads(1)
+    save_state_dict(Path(root, "warm"), {"a": listed()})
+    make = {"list": listed, "rule": by_rule}[how]
+    kill_at_every_step(Path(root), lambda folder: save_state_dict(folder / "c", {"a": make()}))
+
+
+@pytest.mark.parametrize("how", ["list", "rule"])
+def test_a_kill_at_any_step_leaves_a_checkpoint_or_nothing(tmp_path: Path, how: str) -> None:
     """Never half of one; and the same directory is saved to again, after which nothing is left behind."""
-    done = run_forked(kills, str(tmp_path), cwd=tmp_path)
+    done = run_forked(kill_first_saves, str(tmp_path), how, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    outcomes: dict[str, set[float]] = {"first": set(), "replace": set()}
-    for name in done.stdout.split():
-        folder, kind = tmp_path / name, name.rstrip("0123456789")
+    values: list[float] = []
+    for line in done.stdout.splitlines():
+        folder = tmp_path / (name := line.partition("\t")[0])
         try:
             value = next(load_keys(folder / "c", ["a"])).unique().item()
         except CheckpointNotFoundError:
             value = 0.0
-        outcomes[kind].add(value)
+        values.append(value)
         save_state_dict(folder / "c", {"a": torch.full((5,), 3.0)}, save_overwrite=value != 0)
         assert next(load_keys(folder / "c", ["a"])).tolist() == [3.0] * 5
         Catalog(folder).recover()
         assert sorted(path.name for path in folder.iterdir()) == [".manifest", "c"], name
         assert [path.name for path in (folder / ".manifest").iterdir()] == ["c.json"], name
         assert len(Catalog(folder).manifests()) == 1
-    assert outcomes == {"first": {0.0, 2.0}, "replace": {1.0, 2.0}}
-    assert len(done.stdout.split()) > 20
+    assert set(values) == {0.0, 2.0}
+    assert values == sorted(values)
+    assert len(values) > 6
 
 
 # ── object stores ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import unshard_kills
+from checkpoint.kill_points import kill_at_every_step
 from checkpoint.sharded_parts import same, small_model, trained
 from forked import run_forked
 from torch import nn
@@ -137,11 +137,38 @@ def test_what_it_would_write_is_not_replaced_unasked(
     assert [path.name for path in target.iterdir()] == [name]
 
 
+STRATEGIES = {"one_file": UnshardStrategy.one_file(), "chunks": UnshardStrategy.chunks(300)}
+OF_OTHERS = {"notes": "mine", "model/notes": "mine too"}
+
+
+def unshard(checkpoint: Path, target: Path, strategy: str) -> None:
+    """As somebody does who wants the newest weights in the same place."""
+    unshard_checkpoint(checkpoint, target, save_overwrite=True, unshard_strategy=STRATEGIES[strategy])
+
+
+def kill_unshards(root: str) -> None:
+    """Replace the older model by the newer one in a folder with files of others, killed at every step."""
+    torch.set_num_threads(1)  # processes are forked
+    for seed, name in enumerate(("old", "new")):
+        save_model_and_optim_state(Path(root, name), small_model(seed=seed))
+    for strategy in STRATEGIES:
+        template = Path(root, strategy, "template")
+        unshard(Path(root, "old"), template, strategy)
+        for name, text in OF_OTHERS.items():
+            (template / name).parent.mkdir(exist_ok=True)
+            (template / name).write_text(text)
+        kill_at_every_step(
+            Path(root, strategy),
+            lambda target, how=strategy: unshard(Path(root, "new"), target, how),  # type: ignore[misc]
+            template=template,
+        )
+
+
 def test_a_kill_at_any_step_leaves_the_old_model_the_new_one_or_none(tmp_path: Path) -> None:
     """SIGKILL before each step of replacing it in a folder with files of others: an index never names a file of the
     other model, those of others stay, and the same command then ends well.
     """
-    done = run_forked(unshard_kills.main, str(tmp_path), cwd=tmp_path)
+    done = run_forked(kill_unshards, str(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     models = [dict(small_model(seed=seed).state_dict()) for seed in (0, 1)]
     for strategy, where in (("one_file", "model.pt"), ("chunks", "model/model.pt.index.json")):
@@ -155,8 +182,8 @@ def test_a_kill_at_any_step_leaves_the_old_model_the_new_one_or_none(tmp_path: P
                 found = {k: v for name in set(names) for k, v in _loaded(target / "model" / name).items()}
                 found = found or _loaded(there)
             seen.append(None if found is None else next(n for n, model in enumerate(models) if same(found, model)))
-            unshard_kills.unshard(tmp_path / "new", target, strategy)
-            assert {name: (target / name).read_text() for name in unshard_kills.FOREIGN} == unshard_kills.FOREIGN
+            unshard(tmp_path / "new", target, strategy)
+            assert {name: (target / name).read_text() for name in OF_OTHERS} == OF_OTHERS
             assert list(target.glob(".unshard*")) == []
         assert len(seen) > 5
         assert seen[0] == 0

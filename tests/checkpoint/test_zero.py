@@ -31,7 +31,12 @@ from composerlite.testing import run_ranks, run_ranks_to_the_end
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="the extra 'deepspeed' is not installed"
 )
-CELLS = [(stage, precision) for stage in (1, 2, 3) for precision in ("fp32", "amp_bf16")]
+QUICK = [(1, "amp_bf16"), (2, "fp32"), (3, "amp_bf16")]
+CELLS = [
+    pytest.param(stage, precision, marks=[] if (stage, precision) in QUICK else pytest.mark.soak)
+    for stage in (1, 2, 3)
+    for precision in ("fp32", "amp_bf16")
+]
 DATA = Path(__file__).parents[1] / "data/deepspeed"
 Weights = dict[str, torch.Tensor]
 

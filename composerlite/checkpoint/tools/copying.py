@@ -35,7 +35,7 @@ def copy(
     """Make a checkpoint of ``source`` one of ``target``, under the same name; ``False``: it was there already.
 
     A kill at any moment leaves it out of the listing of ``target``, or whole. What an interrupted copy has brought is
-    verified and not brought again.
+    verified and not brought again; what killed processes left in its folder is completed or removed first.
 
     Args:
         source: has the checkpoint.
@@ -53,6 +53,7 @@ def copy(
         IncompatibleCheckpointError: a part of it is on the disks of other nodes.
     """
     _check_whole(source, found)
+    Catalog(target.inside(found.home.rstrip("/"))).tidy()  # which may be a checkpoint of this name
     commits = {path: source.read(path) for path in found.commits}
     there = dict(zip(commits, target.read_all(commits), strict=True))
     others = dict(target.files()) if any(data is not None for data in there.values()) else {}
