@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 import random
 import threading
 import time
@@ -39,7 +40,7 @@ class RetryPolicy:
         attempts: in all, the first one included.
         first_delay_seconds: bound of the first pause.
         longest_delay_seconds: bound of every pause.
-        budget_seconds: no attempt begins that long after the first one began.
+        budget_seconds: no attempt begins that long after the first one failed, which a large upload may do late.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -77,12 +78,14 @@ class RetryPolicy:
             Exception: any other that ``operation`` raises, at once.
         """
         began = time.monotonic()
+        ends = math.inf
         for attempt in range(1, self.attempts + 1):
             try:
                 return operation()
             except ObjectStoreTransientError as e:
                 delay = self._delay(attempt)
-                late = began + self.budget_seconds - time.monotonic() <= delay
+                ends = min(ends, time.monotonic() + self.budget_seconds)
+                late = ends - time.monotonic() <= delay
                 last = attempt == self.attempts or late or (stopped is not None and stopped.is_set())
                 _log_failure(what, attempt, self.attempts, None if last else delay, e)
                 if last or _pause(delay, stopped):

@@ -89,6 +89,19 @@ def test_the_budget_ends_it() -> None:
     assert 1 < len(calls) < 1000
 
 
+def test_what_fails_after_the_budget_is_tried_again() -> None:
+    """A large upload that takes longer than the budget and then loses its connection is sent again."""
+    policy = RetryPolicy(attempts=3, first_delay_seconds=0.001, longest_delay_seconds=0.001, budget_seconds=0.1)
+    operation, calls = failing(1, ObjectStoreTransientError("connection reset"))
+
+    def slow() -> str:
+        time.sleep(0.2)
+        return operation()
+
+    assert policy.run(slow, "upload of 'a'") == "done"
+    assert len(calls) == 2
+
+
 def test_a_pause_can_be_ended() -> None:
     """Who sets the event need not wait for the next attempt, which does not take place."""
     stopped = threading.Event()
