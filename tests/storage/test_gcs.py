@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import random
@@ -12,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from storage.servers.scripted_http import Answer, running_scripted
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError
-from composerlite.storage import ObjectStore, open_store
+from composerlite.storage import ObjectStore, RetryPolicy, Transfer, open_store
 from composerlite.storage.stores.gcs import GCSObjectStore
 from composerlite.testing.contracts import ObjectStoreContract
 
 pytest.importorskip("google.cloud.storage", reason="the package google-cloud-storage is not installed")
+google_crc32c = pytest.importorskip("google_crc32c")  # which comes with it
 
 
 @pytest.fixture
@@ -297,6 +300,22 @@ def test_faults_are_told_apart(
         assert caught.type is error
         assert len(answers.requests) == 1
     assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize("status", [404, 410])
+def test_a_session_that_the_service_has_lost_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """An upload whose session the service has lost, which it says with 404 or 410, is sent again."""
+    (tmp_path / "big").write_bytes(bytes(size := 9 << 20))
+    checksum = b'{"crc32c": "%s"}' % base64.b64encode(google_crc32c.value(bytes(size)).to_bytes(4, "big"))
+    with running_scripted(Answer(503)) as service:
+        begun, done = Answer(200, headers={"Location": f"{service.url}/session"}), Answer(200, checksum)
+        service.script(begun, Answer(status), begun, done)
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", service.url)
+        with GCSObjectStore("b") as store, Transfer(store, retry=RetryPolicy(first_delay_seconds=0.001)) as transfer:
+            transfer.upload("run/a", tmp_path / "big")
+        assert [request.method for request in service.requests] == ["POST", "PUT", "POST", "PUT"]
 
 
 def test_no_wait_is_endless(answers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,8 @@ class GCSJSONObjectStore(BackendStore):
 
     def _meaning(self, error: Exception) -> Meaning | None:
         if isinstance(error, GoogleAPICallError):
-            passing = error.code == 409  # two writers at once
+            # Two writers at once, or the service has lost the session of an upload: that is begun anew.
+            passing = error.code == 409 or (error.code in (404, 410) and _method(error) == "PUT")
             return ObjectStoreTransientError if passing else meaning_of_status(error.code or 0), str(error)
         if isinstance(error, GoogleAuthError):
             if isinstance(error, TransportError) or error.retryable:
@@ -134,6 +135,11 @@ class GCSJSONObjectStore(BackendStore):
         if isinstance(error, requests.exceptions.RequestException | HTTPError | ConnectionError | TimeoutError):
             return ObjectStoreTransientError, root_cause(error)
         return None
+
+
+def _method(error: GoogleAPICallError) -> str:
+    """Return the method of the request that was answered with ``error``: PUT sends to the session of an upload."""
+    return getattr(getattr(error.response, "request", None), "method", "")
 
 
 def _new_client(endpoint_url: str | None, project: str | None) -> Any:
