@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import time
 from collections.abc import Generator
@@ -132,7 +133,10 @@ def test_nobody_answers() -> None:
 
 # ── what a server may do to an upload ────────────────────────────────────────────────────────────────────────────────
 def test_a_server_that_dies_leaves_no_object(tmp_path: Path) -> None:
-    """An upload that loses its server is transient; afterwards no object is there, and the same store goes on."""
+    """An upload that loses its server is transient; afterwards no object is there, and the same store goes on.
+
+    What it left is removed by its next upload, and that of a process that died by a check after a day.
+    """
     (tmp_path / "source").write_bytes(data := os.urandom(4 << 20))
     with running_sftp(folder=tmp_path, options=("--die-after-bytes=1000000",)) as server:
         store = fault(server)
@@ -141,8 +145,11 @@ def test_a_server_that_dies_leaves_no_object(tmp_path: Path) -> None:
     with store, running_sftp(port=server.port, folder=tmp_path) as server:
         assert list(store.list_objects()) == []
         (left,) = (server.root / "run").iterdir()
+        shutil.copyfile(left, others := left.with_name(f"{left.name[:-4]}0123"))
         store.upload_object("run/a", tmp_path / "source")
         assert store.read_range("run/a", 0, 5 << 20) == data
+        assert {path.name for path in (server.root / "run").iterdir()} == {"a", others.name}
+        left = others
         store.check_writable("run/")
         assert left.exists()  # perhaps somebody still writes it
         os.utime(left, (0, left.stat().st_mtime - 25 * 3600))

@@ -26,7 +26,7 @@ from composerlite.errors import (
 from composerlite.storage.disk.files import TEMPORARY, temporary_name
 from composerlite.storage.part_uploads import FileSource
 from composerlite.storage.sdk import importing_sdk
-from composerlite.storage.stores.base import BackendStore, Entry, Meaning, files_below
+from composerlite.storage.stores.base import BackendStore, Entry, Meaning, files_below, log
 from composerlite.storage.stores.sftp_connection import LOST, Connection, SFTPChannel, connect
 
 with importing_sdk("paramiko, which speaks SFTP,", extra="sftp", packages=()):
@@ -48,8 +48,8 @@ class SFTPObjectStore(BackendStore):
     Objects appear atomically, by a rename, and are durable if the server offers ``fsync@openssh.com``. ``create_only``
     takes ``hardlink@openssh.com``, or else the protocol's rename, which must not replace a file. As files and folders
     share their names, ``a`` and ``a/b`` cannot both be objects (ObjectStoreError). A lost connection is
-    ObjectStoreTransientError, and the next verb connects anew. What uploads that were killed left behind is swept by
-    :meth:`check_writable` after a day.
+    ObjectStoreTransientError, and the next verb connects anew. What such an upload left behind is removed by the next
+    one; what killed processes left, by :meth:`check_writable` after a day.
 
     The protocol tells the times of files in seconds: one that is replaced by another of its size within the second in
     which it was written is not known from it by who reads it in parts.
@@ -122,6 +122,7 @@ class SFTPObjectStore(BackendStore):
         self._slots = threading.BoundedSemaphore(_CHANNELS)
         self._lock = threading.Lock()
         self._connection: Connection | None = None
+        self._left: list[str] = []  # by uploads that lost their connection
 
     @classmethod
     def at(cls, bucket: str, **backend_kwargs: Any) -> SFTPObjectStore:
@@ -230,6 +231,7 @@ class SFTPObjectStore(BackendStore):
 
         The folder is made where it is missing.
         """
+        self._remove_left(channel)
         folder, last = posixpath.split(path)
         temporary = posixpath.join(folder, temporary_name(last))
         file = None
@@ -246,12 +248,26 @@ class SFTPObjectStore(BackendStore):
         try:
             yield temporary, file
         except LOST:
-            raise  # a server that cannot be reached keeps it until it is swept
+            self._left.append(temporary)
+            raise
         except BaseException:
             with contextlib.suppress(OSError, *LOST):  # the first error is the one to tell
                 file.close()
                 channel.remove(temporary)
             raise
+
+    def _remove_left(self, channel: SFTPChannel) -> None:
+        """Remove the temporaries of uploads that lost their connection: each may be as large as a checkpoint."""
+        for temporary in list(self._left):
+            try:
+                with contextlib.suppress(FileNotFoundError):  # it has got its name, and only the answer was lost
+                    channel.remove(temporary)
+            except LOST:
+                raise
+            except OSError as e:
+                log.warning("the temporary file %s on the server was not removed: %s", temporary, e)
+            with contextlib.suppress(ValueError):  # another thread did the same
+                self._left.remove(temporary)
 
     def _make_folder(self, channel: SFTPChannel, folder: str) -> None:
         """Make ``folder`` and those above it, up to that of the store."""
