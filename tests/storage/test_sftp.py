@@ -206,6 +206,17 @@ def test_a_server_without_extensions(tmp_path: Path) -> None:
         assert [path.name for path in server.root.iterdir()] == ["a"]
 
 
+def test_what_was_created_was_not_there_before() -> None:
+    """An object that was created and whose temporary the server does not remove counts as created, once."""
+    with running_sftp(options=("--keep",)) as server, fault(server) as store:
+        store.put_bytes("a", b"first", create_only=True)
+        with pytest.raises(FileExistsError):
+            store.put_bytes("a", b"second", create_only=True)
+        assert store.read_range("a", 0, 9) == b"first"
+        with pytest.raises(PermissionError, match="nothing is removed here"):
+            store.check_writable("")
+
+
 def test_an_object_is_not_a_folder_of_objects(sftp_server: SFTPServer, kwargs: dict[str, Any]) -> None:
     """Where ``a`` is an object ``a/b`` cannot be, and the other way round."""
     with SFTPObjectStore(sftp_server.host, **kwargs) as store:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import logging
 import stat
 import threading
 from collections import deque
@@ -17,6 +18,8 @@ with importing_sdk("paramiko, which speaks SFTP,", extra="sftp", packages=()):
     import paramiko
     from paramiko import sftp as protocol
     from paramiko.message import Message
+
+log = logging.getLogger(__name__)
 
 _SMALL_REQUEST_BYTES, _LARGE_REQUEST_BYTES = 32 << 10, 128 << 10
 """Of one read or write: what every server takes, and what is asked of those that tell their limits."""
@@ -128,16 +131,23 @@ class SFTPChannel(_Client):
 
     def create(self, temporary: str, path: str) -> None:
         """Give ``temporary`` the name ``path``, which nothing has. FileExistsError: something has."""
+        is_link = "hardlink@openssh.com" in self.extensions
         try:
-            if "hardlink@openssh.com" in self.extensions:
+            if is_link:
                 self._request(protocol.CMD_EXTENDED, "hardlink@openssh.com", temporary, path)
-                self.remove(temporary)
             else:
                 self.rename(temporary, path)
         except OSError as e:
             if self.exists(path):
                 raise FileExistsError from e
             raise
+        if is_link:
+            try:
+                self.remove(temporary)
+            except LOST:
+                raise
+            except OSError as e:  # it is there all the same
+                log.warning("%s was created; its temporary %s stays: %s", path, temporary, e)
 
     def exists(self, path: str) -> bool:
         """Return true if there is a file or a folder."""

@@ -82,7 +82,8 @@ def running_sftp(*, port: int = 0, folder: Path | None = None, options: tuple[st
         folder: for keys and objects, to be used again by the next server; a temporary one if ``None``.
         options: ``--read-only`` refuses all that changes files, ``--die-after-bytes=N`` kills the server at the write
             that exceeds N bytes, ``--stall-after-bytes=N`` never answers it, ``--fail-after-bytes=N`` fails it and not
-            those after it, ``--plain`` offers nothing beyond version 3 of the protocol.
+            those after it, ``--plain`` offers nothing beyond version 3 of the protocol, ``--keep`` refuses to
+            remove files.
     """
     pytest.importorskip("asyncssh", reason="the package asyncssh is not installed: pip install asyncssh")
     with contextlib.ExitStack() as stack:
@@ -211,6 +212,11 @@ def _serve(folder: Path, port: int, options: dict[str, str]) -> None:
             if "read-only" in options:
                 raise denied
             return super().mkdir(path, attrs)
+
+        def remove(self, path: bytes) -> Any:
+            if "keep" in options:
+                raise asyncssh.SFTPPermissionDenied("nothing is removed here")
+            return super().remove(path)
 
         async def write(self, file_obj: Any, offset: int, data: bytes) -> Any:
             nonlocal written
