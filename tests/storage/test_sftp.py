@@ -204,6 +204,10 @@ def test_a_server_without_extensions(tmp_path: Path) -> None:
             store.put_bytes("a", b"second")
         assert store.read_range("a", 0, 9) == b"first"
         assert [path.name for path in server.root.iterdir()] == ["a"]
+        for prefix in ("", "run/"):  # a run finds out before it trains, and not at its second checkpoint
+            with pytest.raises(ObjectStoreError, match=r"check that objects can be written: .*posix-rename"):
+                store.check_writable(prefix)
+        assert [path.name for path in server.root.rglob("*") if path.is_file()] == ["a"]
 
 
 def test_what_was_created_was_not_there_before() -> None:

@@ -203,6 +203,10 @@ class SFTPObjectStore(BackendStore):
         with self._channel() as channel:
             with self._staged(channel, path) as (temporary, file):
                 channel.write_file(file, [b"check"])
+                if not channel.replaces:
+                    with self._staged(channel, path) as (other, file):
+                        channel.write_file(file, [b"check"])
+                        channel.replace(other, temporary)
                 now = channel.stat(temporary).st_mtime or 0  # by the server's clock, as the times of the others
                 channel.remove(temporary)
             before = datetime.fromtimestamp(now - _OLD_SECONDS, UTC)

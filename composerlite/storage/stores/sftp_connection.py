@@ -117,7 +117,7 @@ class SFTPChannel(_Client):
 
     def replace(self, temporary: str, path: str) -> None:
         """Rename ``temporary`` to ``path``, in place of what is there."""
-        if "posix-rename@openssh.com" in self.extensions:
+        if self.replaces:
             self.posix_rename(temporary, path)
             return
         try:
@@ -125,9 +125,15 @@ class SFTPChannel(_Client):
         except OSError as e:
             if self.exists(path):
                 raise OSError(
-                    "the server cannot replace a file atomically: it does not offer posix-rename@openssh.com"
+                    "the server cannot replace a file atomically: it does not offer posix-rename@openssh.com, as "
+                    "OpenSSH's does"
                 ) from e
             raise
+
+    @property
+    def replaces(self) -> bool:
+        """True if the server says that it replaces files; another one may do so too."""
+        return "posix-rename@openssh.com" in self.extensions
 
     def create(self, temporary: str, path: str) -> None:
         """Give ``temporary`` the name ``path``, which nothing has. FileExistsError: something has."""
