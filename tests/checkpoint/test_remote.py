@@ -175,7 +175,7 @@ def test_a_checkpoint_whose_deletion_is_refused_is_there_as_before(
     with pytest.raises(PermissionError, match="AccessDenied"):
         remote.delete(first)
     assert [one.batch for one in remote.manifests()] == [1, 2]
-    assert remote.place.leftovers(timedelta()) == []
+    assert remote.place.leftovers(timedelta(days=1)) == []
     remote.recover()
     store.faults = []
     store.delete_object("run/.manifest/ba1.pt.json")
@@ -185,6 +185,24 @@ def test_a_checkpoint_whose_deletion_is_refused_is_there_as_before(
     remote.publish(first, [tmp_path / "local" / "ba1.pt"], link=LINK)
     remote.delete(first)
     assert [info.name for info in store.list_objects("run/") if "ba1.pt" in info.name] == []
+
+
+def test_what_a_refused_deletion_left_is_removed_by_gc(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
+    """The empty object that could not be deleted is told and removed once there is the right to, the checkpoint not."""
+    first, _ = publish(remote, tmp_path, 1, 2)
+    store.faults = [Fault(verb="delete_object", error=lambda: PermissionError("AccessDenied"), times=99)]
+    with pytest.raises(PermissionError, match="AccessDenied"):
+        remote.delete(first)
+    with pytest.raises(PermissionError, match="AccessDenied"):
+        remote.place.sweep(timedelta())
+    store.faults = []
+    remote.place.sweep(timedelta(days=1))
+    (left,) = remote.place.leftovers(timedelta())
+    assert left.uri.endswith("run/.manifest/ba1.pt.json.gone")
+    assert (left.what, left.size_bytes) == ("the announcement of a deletion that was refused", 0)
+    remote.place.sweep(timedelta())
+    assert remote.place.leftovers(timedelta()) == []
+    assert [info.name for info in store.list_objects("run/.manifest/ba1")] == ["run/.manifest/ba1.pt.json"]
 
 
 def test_a_deletion_whose_answer_is_lost_is_completed(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:

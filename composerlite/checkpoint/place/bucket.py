@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar, final
 
@@ -61,6 +61,7 @@ _NEXT = ".next"
 """The end of the names of objects that say what is about to be."""
 _GONE = ".gone"
 """The end of the name of a manifest whose checkpoint is being deleted. An empty one announces nothing."""
+_REFUSED = "the announcement of a deletion that was refused"
 _MOST_LINK_BYTES = 4096
 _DEAD_SECONDS = 30.0
 """For so long a save waits for another of the same name in a process that may be dead."""
@@ -426,7 +427,8 @@ class Bucket(Place):
         return Leftover(place.uri(manifest.name), DELETION, size, paths)
 
     def leftovers(self, older_than: timedelta) -> list[Leftover]:
-        return [self._told(*one) for one in self._deletions("")] + [
+        refused = [Leftover(self.uri(path), _REFUSED, 0) for path in self._taken_back(older_than)]
+        return [*(self._told(*one) for one in self._deletions("")), *refused] + [
             Leftover(
                 self.transfer.store.get_uri(upload.name),
                 f"the parts of an upload that was started {upload.started_at}",
@@ -437,7 +439,19 @@ class Bucket(Place):
 
     def sweep(self, older_than: timedelta) -> None:
         self._complete_deletions("")
+        for path in self._taken_back(older_than):
+            self.delete(path)
         self.transfer.abort_stale(self._prefix, older_than)
+
+    def _taken_back(self, older_than: timedelta) -> list[str]:
+        """Return the empty announcements of deletions that were refused; a new one may be about to get a content."""
+        latest = datetime.now(UTC) - older_than
+        return [
+            path
+            for path, file in self.files().items()
+            if path.endswith(f".json{_GONE}") and PurePosixPath(path).parent.name == MANIFESTS
+            if not file.size_bytes and file.modified_at is not None and file.modified_at <= latest
+        ]
 
     def close(self) -> None:
         if self._closing is not None:
