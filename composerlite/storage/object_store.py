@@ -338,8 +338,8 @@ def check_name(name: str) -> str:
     """``name`` if it can be that of an object.
 
     Raises:
-        ConfigError: it is empty, begins or ends with a slash, has an empty part, ``.`` or ``..`` between slashes, or
-            is longer than the 1024 bytes that stores take.
+        ConfigError: it is empty, begins or ends with a slash, has an empty part, ``.`` or ``..`` between slashes, is no
+            text, or is longer than the 1024 bytes that stores take.
     """
     parts = name.split("/")
     if not name or any(part in ("", ".", "..") for part in parts) or "\0" in name:
@@ -347,8 +347,12 @@ def check_name(name: str) -> str:
             f"object name {name!r}: expected parts between slashes, none of them empty, '.' or '..', such as "
             "'run/ep1.pt'."
         )
-    if len(name.encode()) > 1024:
-        raise ConfigError(f"object name {name[:40]!r}… has {len(name.encode())} bytes: stores take 1024.")
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError as e:
+        raise ConfigError(f"object name {name!r} is no text, as that of a file may be: give one that is UTF-8.") from e
+    if size > 1024:
+        raise ConfigError(f"object name {name[:40]!r}… has {size} bytes: stores take 1024.")
     return name
 
 

@@ -17,7 +17,7 @@ from composerlite.errors import ConfigError
 from composerlite.storage import ObjectStore
 from composerlite.storage.retry import RetryPolicy
 
-_BAD_NAMES = ["", "/", "/a", "a/", "a//b", "../a", "a/../b", "a/./b", "..", "a\0b", "x" * 1025]
+_BAD_NAMES = ["", "/", "/a", "a/", "a//b", "../a", "a/../b", "a/./b", "..", "a\0b", "a\udcff", "x" * 1025]
 _ODD_NAMES = ["plain", "a/b/c.pt", "with space", "ep1-ba2-rank0.pt", "ünï/cödé", "50%", "a&b=c", "a+b", "q?x#y", "~t"]
 
 
@@ -243,7 +243,7 @@ class ObjectStoreContract(ABC):
 
     @pytest.mark.parametrize("name", _BAD_NAMES)
     def test_names_that_are_none_are_refused(self, store: ObjectStore, name: str) -> None:
-        """A name with '..', an empty part or too many bytes is a ConfigError for every verb that takes one."""
+        """A name with '..', an empty part, too many bytes or what is no text is a ConfigError for every verb."""
         for use in (
             lambda: store.put_bytes(name, b""),
             lambda: store.read_range(name, 0, 1),
