@@ -318,6 +318,22 @@ def test_a_session_that_the_service_has_lost_is_begun_anew(
         assert [request.method for request in service.requests] == ["POST", "PUT", "POST", "PUT"]
 
 
+def test_a_page_of_a_proxy_is_no_absence(answers: Any, failing: GCSObjectStore, tmp_path: Path) -> None:
+    """A page of HTML with status 404 is not the service's: nothing is taken for missing, so no run begins anew."""
+    answers.status, answers.body = 404, b"\n<!DOCTYPE html><p>Nothing here."
+    for use in (
+        lambda: failing.put_bytes("run/a", b"x"),
+        lambda: failing.download_object("run/a", tmp_path / "copy"),
+        lambda: failing.read_range("run/a", 0, 5),
+        lambda: failing.get_object_size("run/a"),
+        lambda: failing.list_objects("run/a"),
+        lambda: failing.delete_object("run/a"),
+        lambda: failing.check_writable("run/a"),
+    ):
+        with pytest.raises(ObjectStoreError, match=r"(?s)gs://b/run/a.*: a page of HTML .*endpoint_url.*Nothing here"):
+            use()
+
+
 def test_no_wait_is_endless(answers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A service that does not answer in time is a transient error."""
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", answers.endpoint_url)

@@ -222,6 +222,28 @@ def test_faults_are_told_apart(
     assert not (tmp_path / "copy").exists()
 
 
+def test_a_page_of_a_proxy_is_no_absence(answers: Any, oci_server: Any, tmp_path: Path) -> None:
+    """A page of HTML with status 404 is not the service's: nothing is taken for missing, so no run begins anew."""
+    answers.status, answers.body = 404, b"\n<!DOCTYPE html><p>Nothing here."
+    where: dict[str, Any] = {
+        "config_file": oci_server.config_file,
+        "endpoint_url": answers.endpoint_url,
+        "namespace": "n",
+    }
+    with OCIObjectStore("b", **where) as store:
+        for use in (
+            lambda: store.put_bytes("run/a", b"x"),
+            lambda: store.download_object("run/a", tmp_path / "copy"),
+            lambda: store.read_range("run/a", 0, 5),
+            lambda: store.list_objects("run/a"),
+            lambda: store.delete_object("run/a"),
+            lambda: store.check_writable("run/a"),
+            lambda: store.unfinished_parts("run/a"),
+        ):
+            with pytest.raises(ObjectStoreError, match=r"(?s)run/a.*: a page of HTML .*endpoint_url.*Nothing here"):
+                use()
+
+
 def test_no_wait_is_endless(oci_server: Any, bucket: str, kwargs: dict[str, Any], tmp_path: Path) -> None:
     """A service that does not answer in time is a transient error."""
     with OCIObjectStore(bucket, **kwargs, read_timeout_seconds=1.0) as store:

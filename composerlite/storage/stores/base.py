@@ -22,7 +22,14 @@ from typing import IO, Any, ClassVar, NamedTuple, final
 
 from composerlite.errors import ComposerliteError, ConfigError, ObjectStoreError, ObjectStoreTransientError
 from composerlite.storage.disk.files import atomic_write, check_free
-from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name
+from composerlite.storage.object_store import (
+    ObjectInfo,
+    ObjectStore,
+    PartUpload,
+    Progress,
+    check_name,
+    meaning_of_status,
+)
 from composerlite.storage.part_uploads import FileSource, send_once
 
 CONNECTIONS = 64
@@ -270,6 +277,20 @@ def _of_system(error: Exception) -> Meaning | None:
         if isinstance(error, kind):
             return kind, said
     return None
+
+
+def meaning_of_answer(status: int, said: str, body: str) -> Meaning:
+    """Meaning of an answer of HTTP. What is missing, or there, only the service knows: a proxy answers with a page.
+
+    Args:
+        status: of the answer.
+        said: what the message tells of it.
+        body: of it, as text.
+    """
+    kind = meaning_of_status(status)
+    if kind in (FileNotFoundError, FileExistsError) and body.lstrip().startswith("<"):
+        return ObjectStoreError, f"a page of HTML came, which is not the service's: check endpoint_url, proxies. {said}"
+    return kind, said
 
 
 class MultipartStore(BackendStore):

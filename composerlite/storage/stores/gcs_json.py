@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from composerlite.errors import ObjectStoreError, ObjectStoreTransientError
-from composerlite.storage.object_store import meaning_of_status
 from composerlite.storage.part_uploads import FileSource
 from composerlite.storage.sdk import importing_sdk
-from composerlite.storage.stores.base import CONNECTIONS, BackendStore, Entry, Meaning, WritesTold, root_cause
+from composerlite.storage.stores.base import (
+    CONNECTIONS,
+    BackendStore,
+    Entry,
+    Meaning,
+    WritesTold,
+    meaning_of_answer,
+    root_cause,
+)
 
 with importing_sdk("google-cloud-storage, which GCS needs,", extra="gcs", packages=("google", "requests", "urllib3")):
     import requests.exceptions
@@ -73,8 +79,11 @@ class GCSJSONObjectStore(BackendStore):
         blob.upload_from_file(source, size=size, checksum="crc32c", **condition, **self._always)
 
     def _delete(self, key: str) -> None:
-        with contextlib.suppress(NotFound):
+        try:
             self._bucket.blob(key).delete(**self._always)
+        except NotFound as e:
+            if (meaning := self._meaning(e)) is None or meaning[0] is not FileNotFoundError:
+                raise
 
     def _check_writable(self, key: str) -> None:
         session_url = self._bucket.blob(key).create_resumable_upload_session(**self._always)
@@ -125,7 +134,9 @@ class GCSJSONObjectStore(BackendStore):
         if isinstance(error, GoogleAPICallError):
             # Two writers at once, or the service has lost the session of an upload: that is begun anew.
             passing = error.code == 409 or (error.code in (404, 410) and _method(error) == "PUT")
-            return ObjectStoreTransientError if passing else meaning_of_status(error.code or 0), str(error)
+            if passing:
+                return ObjectStoreTransientError, str(error)
+            return meaning_of_answer(error.code or 0, str(error), getattr(error.response, "text", ""))
         if isinstance(error, GoogleAuthError):
             if isinstance(error, TransportError) or error.retryable:
                 return ObjectStoreTransientError, f"the service of the credentials: {error}"

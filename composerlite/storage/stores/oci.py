@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, final
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError, checked_arguments
-from composerlite.storage.object_store import meaning_of_status
 from composerlite.storage.sdk import importing_sdk
 from composerlite.storage.stores.base import (
     CONNECTIONS,
@@ -26,6 +25,7 @@ from composerlite.storage.stores.base import (
     RequestBody,
     base64_md5,
     checked_url,
+    meaning_of_answer,
     root_cause,
 )
 
@@ -218,7 +218,9 @@ def _answered(error: sdk.ServiceError) -> Meaning:
         said = f"{said} (Or the user may not see it: the service does not tell which.)"
     if error.status == 401:
         said += ". See that user, fingerprint and key_file of the configuration belong together and the clock is right."
-    return ObjectStoreTransientError if error.code in _TRANSIENT_CODES else meaning_of_status(error.status), said
+    if error.code in _TRANSIENT_CODES:
+        return ObjectStoreTransientError, said
+    return meaning_of_answer(error.status, said, "" if error.code else str(error.message))
 
 
 def _body(data: memoryview) -> bytes | RequestBody:
