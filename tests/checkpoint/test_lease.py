@@ -266,6 +266,18 @@ def test_a_process_number_that_was_given_again_is_not_its_holder(bucket: str) ->
             lease.release()
 
 
+def test_a_lease_that_may_not_be_read_is_no_other_process(oci_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may write to a bucket of Oracle and not read, which it tells as 'not found', gets a PermissionError soon."""
+    for name, value in oci_server.environment.items():
+        monkeypatch.setenv(name, value)
+    bucket = oci_server.new_bucket()
+    oci_server.fail(bucket, "hide")
+    with open_store(f"oci://{bucket}") as store, Transfer(store) as transfer:
+        lease = Bucket(transfer, "saves").lock("run")
+        with pytest.raises(PermissionError, match=rf"oci://{bucket}/saves/\.manifest/\.run\.lease: .* read"):
+            take_leases([lease], "run 'run'", 30)
+
+
 def test_garbage_in_the_place_of_a_lease_is_nobody(bucket: str) -> None:
     """Whatever is there: the run starts, and no exception of a parser ends it."""
     with Transfer(open_store(bucket)) as transfer:

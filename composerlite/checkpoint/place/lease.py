@@ -36,6 +36,7 @@ _LAST_SECONDS = 1.0
 """For so long a lease is given up after the end of a grace period."""
 _PATIENCE = timedelta(hours=2)
 _MOST_BYTES = 4096
+_MOST_VANISHED = 4
 _CLAIM = ".claim"
 _WHOLE_FILE = struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 """``struct flock`` of Linux on 64 bits."""
@@ -287,7 +288,7 @@ class HeartbeatLease(Lease):
         self._beat_seconds, self._dead_seconds = beat_seconds, dead_seconds
         self._seen: dict[bytes, float] = {}
         self._stop = threading.Event()
-        self._held, self._beating = False, list[threading.Thread]()
+        self._held, self._beating, self._vanished = False, list[threading.Thread](), 0
 
     def try_to_take(self) -> str | None:
         seen, self._seen = self._seen, {}
@@ -295,11 +296,16 @@ class HeartbeatLease(Lease):
         dead = None if self._is_own(data) else data
         if dead is not None and (holder := self._claim(dead, seen)) is not None:
             return holder
-        try:
+        with contextlib.suppress(FileExistsError):  # another one was first
             self._put(self._name, create_only=data is None)
-        except FileExistsError:
-            return _shown({})
-        if not self._is_own(winner := self._read(self._name)):  # of a store that does not create atomically
+        if (winner := self._read(self._name)) is None:  # who has had it may have removed it in this moment
+            self._vanished += 1
+            if self._vanished == _MOST_VANISHED:
+                raise PermissionError(
+                    f"{self._transfer.store.get_uri(self._name)}: it was written and is not found, "
+                    f"{self._vanished} times: get the right to read there. Some stores hide what one may not read."
+                )
+        if not self._is_own(winner):
             return _shown(_record(winner))
         if dead is not None:
             self._remove_claims()

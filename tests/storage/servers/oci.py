@@ -82,7 +82,7 @@ class OCIServer:
         Args:
             fault: ``'503 ServiceUnavailable'``, a status and a code; or ``'reset'``: hang up; ``'truncate'``: hang up
                 in the middle of a body; ``'stall'``: do not answer for 2 s; ``'corrupt'``: change a byte of what is
-                read. An empty string: no more.
+                read; ``'hide'``: answer who reads as one who may not see the bucket. An empty string: no more.
         """
         self.faults[bucket] = fault
 
@@ -237,6 +237,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(int(status), code, "as the test asked for")
         if fault == "stall":
             time.sleep(2)
+        if fault == "hide" and self.command in ("GET", "HEAD"):
+            raise _RefusedError(404, "BucketNotFound", "Either there is no such bucket or you are not authorized")
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _get_objects(self, bucket: str, _: str) -> _Answer:
