@@ -34,7 +34,7 @@ class RetryPolicy:
 
     Only an :class:`~composerlite.errors.ObjectStoreTransientError` is. The pause before the next attempt is anything
     between none and a bound that doubles every time, so that many processes which failed together do not come back
-    together.
+    together; before it is the time that the service asks for, up to the longest pause.
 
     Args:
         attempts: in all, the first one included.
@@ -83,7 +83,7 @@ class RetryPolicy:
             try:
                 return operation()
             except ObjectStoreTransientError as e:
-                delay = self._delay(attempt)
+                delay = self._delay(attempt) + min(e.retry_after_seconds, self.longest_delay_seconds)
                 ends = min(ends, time.monotonic() + self.budget_seconds)
                 late = ends - time.monotonic() <= delay
                 last = attempt == self.attempts or late or (stopped is not None and stopped.is_set())

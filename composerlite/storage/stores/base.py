@@ -15,7 +15,7 @@ import secrets
 import sys
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, ClassVar, NamedTuple, final
@@ -221,6 +221,10 @@ class BackendStore(ObjectStore):
     def _meaning(self, error: Exception) -> Meaning | None:
         """Meaning of an error of the library; ``None``: it is not one of its own."""
 
+    def _headers(self, error: Exception) -> Mapping[str, str]:
+        """Headers of the answer that is an error of the library, in lower case; none where it is something else."""
+        return {}
+
     # ── names and errors ─────────────────────────────────────────────────────────────────────────────────────────
     def _key(self, name: str) -> str:
         """Return the key of ``name``. ConfigError: it can be no object's."""
@@ -254,7 +258,15 @@ class BackendStore(ObjectStore):
                 raise
             kind, said = meaning
             said = "there is an object of this name." if kind is FileExistsError else said
-            raise kind(f"{self.get_uri(name)}: {operation}: {said}") from e
+            error = kind(f"{self.get_uri(name)}: {operation}: {said}")
+            if isinstance(error, ObjectStoreTransientError):
+                error.retry_after_seconds = _seconds(self._headers(e).get("retry-after", ""))
+            raise error from e
+
+
+def _seconds(text: str) -> float:
+    """Seconds that a header says; 0 where it has a date, which is of another clock, or nothing."""
+    return float(text) if re.fullmatch(r"\d{1,6}", text.strip()) else 0.0
 
 
 def _of_system(error: Exception) -> Meaning | None:

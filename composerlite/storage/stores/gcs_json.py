@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 from composerlite.errors import ObjectStoreError, ObjectStoreTransientError
@@ -146,6 +146,9 @@ class GCSJSONObjectStore(BackendStore):
         if isinstance(error, requests.exceptions.RequestException | HTTPError | ConnectionError | TimeoutError):
             return ObjectStoreTransientError, root_cause(error)
         return None
+
+    def _headers(self, error: Exception) -> Mapping[str, str]:
+        return getattr(getattr(error, "response", None), "headers", {})
 
 
 def _method(error: GoogleAPICallError) -> str:

@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -209,6 +209,9 @@ class OCIObjectStore(MultipartStore):
         if isinstance(error, lost):
             return ObjectStoreTransientError, root_cause(error)
         return (ObjectStoreError, str(error)) if isinstance(error, sdk.ClientError) else None
+
+    def _headers(self, error: Exception) -> Mapping[str, str]:
+        return error.headers if isinstance(error, sdk.ServiceError) else {}
 
 
 def _answered(error: sdk.ServiceError) -> Meaning:

@@ -315,6 +315,10 @@ class S3ObjectStore(MultipartStore):
             return PermissionError, str(error)
         return None
 
+    def _headers(self, error: Exception) -> Mapping[str, str]:
+        is_answer = isinstance(error, sdk.ClientError)
+        return error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}) if is_answer else {}
+
 
 def _answered(e: sdk.ClientError) -> Meaning:
     """Meaning of an answer of the service: by its code first, then by its status."""
