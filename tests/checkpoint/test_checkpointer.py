@@ -238,6 +238,10 @@ def test_files_beside_a_checkpoint_belong_to_their_writer(tmp_path: Path) -> Non
     for name in ("../x", "/x", ".metadata.json", ".metadata.json.next", "train/rank0.pt", ""):
         with pytest.raises(ConfigError, match="fname="):
             Checkpointer().write_file(place, name, "")
+    for name, rule in (("x" * 224, "of at most 223: .* temporary names"), (f"{'x' * 256}/a", "255 bytes in a part")):
+        with pytest.raises(ConfigError, match=rf"step1/x+.*: .*{rule}.*Give another name"):
+            Checkpointer().write_file(place, name, "")
+    Checkpointer().write_file(place, "x" * 223, "")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step1"]
 
 

@@ -179,7 +179,7 @@ SAVES: dict[str, Callable[[str], object]] = {
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("x" * 224, "the name has 224 bytes, and that of a checkpoint at most 223"),
+        ("x" * 224, "the name has 224 bytes, of at most 223"),
         ("x" * 240, "the name has 240 bytes"),
         ("ü" * 120, "the name has 240 bytes"),
         ("x" * 300, "255 bytes"),
@@ -192,7 +192,7 @@ def test_a_name_that_no_checkpoint_can_have_is_refused_before_a_save(
     tmp_path: Path, function: str, name: str, rule: str
 ) -> None:
     """What is saved under a name can be loaded, replaced and listed by it; any other name is an error at once."""
-    with pytest.raises(ConfigError, match=f"{rule}.*Give the checkpoint another name"):
+    with pytest.raises(ConfigError, match=f"{rule}.*Give another name"):
         SAVES[function](str(tmp_path / name))
     assert files(tmp_path) == []
 

@@ -373,7 +373,7 @@ class Place(ABC):
         """Release the name, which other processes may save then. May be called twice."""
 
     def check_name(self, name: str) -> None:
-        """See that a checkpoint can be saved as ``name``, and found again.
+        """See that a checkpoint, or a file in one, can be saved as ``name``, and found again.
 
         Raises:
             ConfigError: it cannot; names the rule.
@@ -381,7 +381,7 @@ class Place(ABC):
         try:
             new_name(name, on_disk=self.where == "local")
         except ValueError as e:
-            raise ConfigError(f"{self.uri(name)!r}: {e}. Give the checkpoint another name.") from e
+            raise ConfigError(f"{self.uri(name)!r}: {e}. Give another name.") from e
 
     @abstractmethod
     def begin(self, name: str, check: Callable[[], bool], *, overwrite: bool) -> SaveHandle:

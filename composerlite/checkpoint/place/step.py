@@ -326,8 +326,9 @@ class StepFolder:
             self._place.release(self._name)
 
     def put(self, name: str, contents: bytes, *, overwrite: bool) -> str:
-        """Write ``contents`` atomically to the file ``name``; return its path. FileExistsError."""
+        """Write ``contents`` atomically to the file ``name``; return its path. FileExistsError, ConfigError."""
         path = str(PurePosixPath(self._name, name))
+        self._place.check_name(path)
         Catalog(self._place.inside(str(PurePosixPath(path).parent))).tidy()
         try:
             self._place.put(path, contents, create_only=not overwrite)

@@ -512,7 +512,7 @@ def relative_path(value: object) -> str:
 
 
 def new_name(value: object, *, on_disk: bool = True) -> str:
-    """``value`` if a checkpoint can be saved under this name, and found again by its manifest.
+    """``value`` if a checkpoint, or a file in one, can be saved under this name, and found again by its manifest.
 
     Args:
         value: the name, below its place.
@@ -525,7 +525,7 @@ def new_name(value: object, *, on_disk: bool = True) -> str:
     length = len(os.fsencode(name.rpartition("/")[2]))
     if on_disk and length > _LONGEST_PART - _AROUND_NAMES:
         raise ValueError(
-            f"the name has {length} bytes, and that of a checkpoint at most {_LONGEST_PART - _AROUND_NAMES}: file "
+            f"the name has {length} bytes, of at most {_LONGEST_PART - _AROUND_NAMES}: file "
             f"systems take {_LONGEST_PART}, of which temporary names need {_AROUND_NAMES}"
         )
     return name
