@@ -305,6 +305,8 @@ class HeartbeatLease(Lease):
                     f"{self._transfer.store.get_uri(self._name)}: it was written and is not found, "
                     f"{self._vanished} times: get the right to read there. Some stores hide what one may not read."
                 )
+        else:
+            self._vanished = 0
         if not self._is_own(winner):
             return _shown(_record(winner))
         if dead is not None:
