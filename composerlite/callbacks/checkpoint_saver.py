@@ -33,6 +33,7 @@ from composerlite.core import (
 from composerlite.errors import checked_arguments
 
 log = logging.getLogger(__name__)
+_CHECKPOINTS = Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT
 
 
 @final
@@ -142,6 +143,7 @@ class CheckpointSaver(Callback):
         self.last_checkpoint_batch: int | None = None
         self._last_was_ephemeral = False
         self._last_says: tuple[object, ...] | None = None
+        self._only_ends = False
         self._measured = MeasuredMetrics()
 
     # ── when ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -171,8 +173,10 @@ class CheckpointSaver(Callback):
         if self.options.best_metric is not None:
             check_metric_exists(self.options.best_metric, state, argument="save_best_metric")
         self._last_says = self._last_says or _says(state)  # what was loaded
-        if (self.last_checkpoint_batch or 0) > int(state.timestamp.batch):
-            self.last_checkpoint_batch = None  # time was reset: what was saved then says nothing about now
+        is_saved = self.saver.settle(state)
+        if not is_saved or (self.last_checkpoint_batch or 0) > int(state.timestamp.batch):
+            self.last_checkpoint_batch = None  # or time was reset: what was saved then says nothing about now
+        self._only_ends = state.training_is_over
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Wait for the save in flight before the step that makes the next one due, if ``in_memory``."""
@@ -209,9 +213,15 @@ class CheckpointSaver(Callback):
         self._save_if_due(state, Event.ITERATION_CHECKPOINT)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Save that the run was stopped if no checkpoint says so; wait for saves and uploads; raise what they do."""
-        if state.stopped is not None:  # maybe behind the last moment at which one is saved
+        """Save the end if no checkpoint has it yet; wait for saves and uploads; raise what they do.
+
+        The run may have been stopped behind the last moment at which one is saved. Or ``fit`` raised when it had
+        trained on everything, and was called again.
+        """
+        if state.stopped is not None:
             self._save_if_due(state, Event.EPOCH_CHECKPOINT)
+        for event in _CHECKPOINTS if self._only_ends else ():
+            self._save_if_due(state, event)
         self.saver.finish()
         self._learn()
 
@@ -246,7 +256,7 @@ class CheckpointSaver(Callback):
         """Return true if a checkpoint has the current batch and its evaluation. Waits for the last save."""
         self.saver.collect()
         is_of_now = self.last_checkpoint_batch == int(state.timestamp.batch) and self._last_says == _says(state)
-        return is_of_now and not self.saver.outcomes.last_failed
+        return is_of_now and not self.saver.outcomes.lacks_last
 
     def save_last(self, state: State) -> None:
         """Save where the run stands, which has to end here. The next regular checkpoint takes its place."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from trainer.trainer_parts import At, Points, Seen, Step, build, loader, same, weights
 
 from composerlite import Event, State, Trainer
+from composerlite.checkpoint import Catalog
 from composerlite.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -214,3 +216,54 @@ def test_other_data_in_the_call_that_continues_begin_at_their_beginning(tmp_path
     after, second = launch(corrected, tmp_path / "cut")
     assert before + after == whole
     assert same(weights(second), weights(first))
+
+
+def no_room(trainer: Trainer) -> Callable[[], object]:
+    """No file may grow from now on; returns what ends that."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def interrupted(trainer: Trainer) -> Callable[[], object]:
+    """Ctrl-C comes while a save asks the model for its weights; returns what ends that."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    return trainer.state.model.register_state_dict_pre_hook(interrupt).remove
+
+
+def nothing_saved(trainer: Trainer) -> Callable[[], object]:
+    """Training fails after its last step, before the save; returns what ends that."""
+    raise HiccupError
+
+
+@pytest.mark.parametrize("wrong", [no_room, interrupted, nothing_saved])
+@pytest.mark.parametrize("event", [Event.BATCH_END, Event.EPOCH_END])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_end_is_saved_by_the_call_that_ends_what_another_began(
+    tmp_path: Path, wrong: Callable[[Trainer], Callable[[], object]], event: Event, is_async: bool
+) -> None:
+    """The last save failed, or was interrupted, and ``fit`` is called again: the checkpoint of the last batch is there,
+    with the weights of the end, and is the last one of the run."""
+    ends: list[Callable[[], object]] = []
+
+    def action(state: State) -> None:
+        if int(state.timestamp.batch) == 10 and not ends:
+            ends.append(lambda: None)
+            ends.append(wrong(trainer))
+
+    length = "10ba" if event is Event.BATCH_END else "2ep"
+    own: dict[str, Any] = {"save_folder": tmp_path, "save_interval": "3ba", "save_async": is_async}
+    with build(callbacks=[At(event, action)], max_duration=length, **own) as trainer:
+        with pytest.raises((OSError, KeyboardInterrupt, HiccupError)):
+            trainer.fit()
+        ends[-1]()
+        trainer.fit()
+        expected = weights(trainer)
+    newest = Catalog(tmp_path).manifests()[-1]
+    assert newest.batch == 10
+    assert trainer.saved_checkpoints[-1] == str(tmp_path / newest.name)
+    with build(max_duration=length, load_path=tmp_path / newest.name) as loaded:
+        assert same(weights(loaded), expected)

@@ -108,6 +108,7 @@ class Outcomes:
         self._logger: RunLogger | None = None
         # One save is in flight at a time.
         self._begun = CheckpointNews(what="begun", name="", where="", batch=0, at=0.0)
+        self._is_committed = True
 
     def tell_to(self, logger: RunLogger) -> None:
         """Set the loggers that receive the outcomes."""
@@ -118,12 +119,13 @@ class Outcomes:
         self._begun = CheckpointNews(
             what="begun", name=name, where=where, batch=batch, at=time.time(), ephemeral=ephemeral
         )
+        self._is_committed = False
         self._tell(self._begun)
 
     @property
-    def last_failed(self) -> bool:
-        """True if the save that ended last failed."""
-        return self._saves.count > 0
+    def lacks_last(self) -> bool:
+        """True if the save that was begun last failed, or was interrupted: it is not known to be a checkpoint."""
+        return not self._is_committed
 
     def take_ended(self) -> list[SaveReport | None]:
         """Return the reports of saves that ended since the last call, oldest first; ``None`` for one that failed."""
@@ -131,6 +133,7 @@ class Outcomes:
 
     def committed(self, report: SaveReport) -> None:
         """The checkpoint that was begun last exists, and older ones were given up for it."""
+        self._is_committed = True
         self._saves.note(None, self._logger)
         self.reports.append(report)
         self._ended.append(report)
@@ -387,6 +390,21 @@ class Saver:
         of_buckets = [publisher.bucket.lock(run_name) for publisher in self.publishers]
         self.where.take_leases(run_name, of_buckets, timeout)
 
+    def settle(self, state: SavedState) -> bool:
+        """Collect the last save of a call of ``fit`` that raised; return false if it is not known to be a checkpoint.
+
+        Raises:
+            Exception: what made it fail, unless that was raised before or is tolerated.
+        """
+        self.collect(alone=True)  # the ranks may have raised at different moments
+        group = dist.get_group()
+        (lacks_last,) = group.max([int(self.outcomes.lacks_last)])
+        if not lacks_last:
+            return True
+        known = group.from_first("finding the checkpoints of this run", lambda: self.where.manifests(state))
+        self.saved_checkpoints = [self.where.path(manifest.name) for manifest in known]  # an interrupted one may exist
+        return False
+
     # ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────
     def look(self) -> None:
         """Collect the save in flight and uploads that have ended, between two batches.
@@ -552,13 +570,14 @@ class Saver:
         Raises:
             Exception: what made it fail, unless that is tolerated.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is None:
             return
         started = time.perf_counter()
         if not pending.done:
             pending.join()
             self.blocked_seconds += time.perf_counter() - started
+        self._pending = None  # not before: who is interrupted while it waits asks again
         self._note_save(pending)
         before, self._tidying = self._tidying, pending
         if before is not None:
