@@ -295,11 +295,12 @@ def build_parts(
             f"save_memory_replication={arguments['save_memory_replication']!r} is for checkpoints in memory: give "
             "save_memory_interval as well."
         )
-    if arguments["autoresume"]:
+    if arguments["autoresume"] or callbacks:
         from composerlite.callbacks import PreemptionHandler
 
-        if not any(isinstance(callback, PreemptionHandler) for callback in callbacks):
+        if arguments["autoresume"] and not any(isinstance(callback, PreemptionHandler) for callback in callbacks):
             callbacks.append(PreemptionHandler())  # the run saves when it is preempted
+        callbacks.sort(key=lambda one: isinstance(one, PreemptionHandler))  # it listens until the others have ended
     return algorithms, callbacks, loggers
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +15,10 @@ import preempted_run
 import pytest
 import torch
 from forked import run_forked
-from small_run import BATCHES, differences
+from small_run import BATCHES, Cell, build, differences
 
+from composerlite import Callback, Logger, State
+from composerlite.callbacks import PreemptionHandler
 from composerlite.checkpoint import Catalog
 
 
@@ -234,6 +238,33 @@ def test_the_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     assert "KeyboardInterrupt" in twice.log
     chosen = launch(tmp_path / "code", at=["after_forward", 3, 1], signals=["SIGUSR1", "SIGTERM"], exit_code=75)
     assert (chosen.code, newest(tmp_path / "code")) == (75, 4)
+
+
+class AskedInTheLastSave(Callback):
+    """Makes saves slow at the end of training, and asks the process to end while it waits for the last."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.batch) == BATCHES:
+            preempted_run.slow_down(self.folder, 0.4)
+            threading.Timer(0.8, os.kill, [os.getpid(), signal.SIGTERM]).start()
+
+
+def asked_in_the_last_save(folder: str) -> None:
+    callbacks = [PreemptionHandler("30s"), AskedInTheLastSave(folder)]
+    with build(Cell(), callbacks, run_name="r", save_folder=folder, save_interval="1ep", autoresume=True) as trainer:
+        trainer.fit()
+    signal.raise_signal(signal.SIGTERM)  # as before training
+
+
+def test_a_signal_while_the_last_save_is_waited_for_does_not_end_it(tmp_path: Path) -> None:
+    """The handler that the user has given in front of the other callbacks listens until all of them have ended."""
+    done = run_forked(asked_in_the_last_save, str(tmp_path), cwd=tmp_path)
+    assert newest(tmp_path) == BATCHES, done.stderr
+    assert f"run r ended at epoch 3, batch {BATCHES}" in done.stderr
+    assert done.returncode == -signal.SIGTERM
 
 
 def test_the_last_save_is_in_the_bucket(tmp_path: Path, request: pytest.FixtureRequest) -> None:
