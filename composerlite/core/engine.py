@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias, cast
@@ -74,6 +75,17 @@ def last_in_first_out(algorithms: Sequence[Algorithm], event: Event) -> Sequence
     return list(reversed(algorithms)) if event.value.startswith("after_") else algorithms
 
 
+@contextlib.contextmanager
+def _kept(errors: list[Exception], interrupts: list[BaseException]) -> Generator[None]:
+    """Collect the error or the interrupt of the block, to be raised when the others are closed."""
+    try:
+        yield
+    except Exception as e:  # noqa: BLE001 - raised later
+        errors.append(e)
+    except BaseException as e:  # noqa: BLE001 - raised later
+        interrupts.append(e)
+
+
 class Engine:
     """Runs events: algorithms first, then callbacks, then loggers; at ``INIT`` loggers, callbacks, algorithms.
 
@@ -137,27 +149,29 @@ class Engine:
 
         Raises:
             Exception: what a callback raised, after all others were closed; an ``ExceptionGroup`` if several did.
+            KeyboardInterrupt, SystemExit: the first that came meanwhile, also after that.
         """
         if self._closed:
             return
         self._closed = True
         errors: list[Exception] = []
+        interrupts: list[BaseException] = []
         closed: list[Callback] = []
         for callback in callbacks_of(self.state):
-            try:
+            with _kept(errors, interrupts):
                 callback.close(self.state, self.logger)
                 closed.append(callback)
-            except Exception as e:  # noqa: BLE001 - collected and raised below: the others must be closed first
-                errors.append(e)
         for callback in closed:
-            try:
+            with _kept(errors, interrupts):
                 callback.post_close()
-            except Exception as e:  # noqa: BLE001 - collected and raised below
-                errors.append(e)
         self.handlers = {}
         self._handlers = {}
         self._algorithms = ()
-        raise_all(errors, "several callbacks failed to close")
+        try:
+            raise_all(errors, "several callbacks failed to close")
+        finally:
+            if interrupts:
+                raise interrupts[0]
 
     def _resolve(self) -> None:
         """Look up who is called when. The order of callbacks is loggers last, except at INIT."""

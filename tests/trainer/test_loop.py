@@ -472,6 +472,25 @@ def test_what_fails_to_close_is_raised_after_all_were_closed() -> None:
     assert [part.closed for part in parts] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_while_one_callback_closes_leaves_none_open(interrupt: type[BaseException]) -> None:
+    """Ctrl-C in the wait of one, such as for an upload: the others are closed, and the interrupt is raised, with
+    what failed to close as its context."""
+    parts = [Closing(fails=True), Closing(), Closing()]
+
+    def interrupted(*_: object) -> None:
+        raise interrupt
+
+    parts[1].close = interrupted  # type: ignore[method-assign]
+    trainer = build(callbacks=parts)
+    trainer.fit()
+    with pytest.raises(interrupt) as caught:
+        trainer.close()
+    trainer.close()
+    assert [part.closed for part in parts] == [1, 0, 1]
+    assert isinstance(caught.value.__context__, Broken)
+
+
 def test_training_can_go_on_after_an_exception() -> None:
     """The batch that failed is trained on by the next call of fit, and the epoch goes on from there."""
     seen, whole, failed = Seen(), Seen(), []
