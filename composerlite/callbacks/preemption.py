@@ -84,7 +84,7 @@ class PreemptionHandler(Callback):
         self._logger: Logger | None = None
         self._reason = ""
         self._code = 128 + signal.SIGTERM
-        self._asked_at = 0.0
+        self._pressed_at = math.inf
         self._until = math.inf
 
     # ── hearing of it ────────────────────────────────────────────────────────────────────────────────────────────
@@ -103,10 +103,9 @@ class PreemptionHandler(Callback):
     def _note(self, reason: str, code: int, grace_seconds: float | None = None) -> None:
         if self._reason:
             return
-        self._asked_at = time.monotonic()
         if grace_seconds is None:
             grace_seconds = _DEFAULT_GRACE_SECONDS if self._grace_seconds is None else self._grace_seconds
-        self._until = self._asked_at + grace_seconds
+        self._until = time.monotonic() + grace_seconds
         self._reason, self._code = reason, code
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
@@ -115,9 +114,11 @@ class PreemptionHandler(Callback):
         if os.getpid() != self._process or state is None or not (state.interruption.is_watched or self._reason):
             self._let_through(number)
             return
-        again = bool(self._reason)
-        if again and number == signal.SIGINT and time.monotonic() - self._asked_at > _ONE_KEY_PRESS_SECONDS:
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            self._pressed_at = min(self._pressed_at, now)
+            if now - self._pressed_at > _ONE_KEY_PRESS_SECONDS:
+                raise KeyboardInterrupt
         name = signal.Signals(number).name
         self._note(name, 128 + number, self._of_slurm() if number == signal.SIGUSR1 else None)
         state.interruption.request(here=True)

@@ -228,6 +228,18 @@ def test_a_save_that_could_not_end_in_time_is_not_begun(tmp_path: Path) -> None:
     assert f"the newest is {tmp_path}/ep0-ba7-rank0.pt" in one.log
 
 
+@pytest.mark.parametrize("first", ["SIGTERM", "SIGUSR1"])
+def test_the_first_interrupt_after_another_signal_loses_no_step(tmp_path: Path, first: str) -> None:
+    """A scheduler that sends several kinds of signals, or Ctrl-C after one of them: the run saves, with the exit code
+    of the first; the second Ctrl-C stops at once."""
+    order: dict[str, Any] = {"at": ["after_forward", 11, 1], "grace": "30s"}
+    one = launch(tmp_path / "one", signals=[first, "SIGINT"], **order)
+    assert (one.code, one.batches[-1:], newest(tmp_path / "one")) == (128 + signal.Signals[first], [12], 12), one.log
+    two = launch(tmp_path / "two", signals=[first, "SIGINT", "SIGINT"], **order)
+    assert (two.batches[-1:], newest(tmp_path / "two")) == ([11], 7)
+    assert "KeyboardInterrupt" in two.log
+
+
 def test_the_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     """The first Ctrl-C is like a signal of a scheduler, with its own exit code."""
     once = launch(tmp_path / "once", at=["after_forward", 11, 1], signals=["SIGINT"])
