@@ -258,15 +258,19 @@ class BackendStore(ObjectStore):
                 raise
             kind, said = meaning
             said = "there is an object of this name." if kind is FileExistsError else said
-            error = kind(f"{self.get_uri(name)}: {operation}: {said}")
-            if isinstance(error, ObjectStoreTransientError):
-                error.retry_after_seconds = _seconds(self._headers(e).get("retry-after", ""))
-            raise error from e
+            raise _error(kind, f"{self.get_uri(name)}: {operation}: {said}", self._headers(e)) from e
 
 
-def _seconds(text: str) -> float:
-    """Seconds that a header says; 0 where it has a date, which is of another clock, or nothing."""
-    return float(text) if re.fullmatch(r"\d{1,6}", text.strip()) else 0.0
+def _error(kind: type[Exception], said: str, headers: Mapping[str, str]) -> Exception:
+    """Make the error, with the time after which the service says to try again; a date is of another clock.
+
+    It is no variable of the frame that raises it: its cause, and the connection of that, would stay until a collection.
+    """
+    error = kind(said)
+    after = headers.get("retry-after", "").strip()
+    if isinstance(error, ObjectStoreTransientError) and re.fullmatch(r"\d{1,6}", after):
+        error.retry_after_seconds = float(after)
+    return error
 
 
 def _of_system(error: Exception) -> Meaning | None:
