@@ -35,8 +35,12 @@ pytest_plugins = [
 # What forked programs of the tests import that others need not.
 quick_processes(
     "click.testing",
+    "composerlite.callbacks.checkpoint_saver",
+    "composerlite.callbacks.load_checkpoint",
+    "composerlite.callbacks.preemption",
     "composerlite.cli.app",
     "composerlite.config.build",
+    "composerlite.trainer.resuming",
     *(["composerlite.storage.stores.s3"] if importlib.util.find_spec("boto3") else []),
     "hypothesis.stateful",
     "sklearn.datasets",

@@ -312,6 +312,23 @@ def got(place: str, name: str) -> str | None:
         return None
 
 
+def begin_at(root: str, begin: Callable[[str], None]) -> Callable[[str], None]:
+    """Return what makes the first checkpoint at a place; in a folder, a copy of the one that ``begin`` makes now."""
+
+    def alone_at(place: str) -> None:
+        if (error := alone(lambda: begin(place))) is not None:
+            raise SystemExit(f"it cannot begin: {error}")
+
+    if "://" in root:
+        return alone_at
+    alone_at(f"{root}/begun")
+
+    def copied_to(place: str) -> None:
+        shutil.copytree(f"{root}/begun", place, symlinks=True)
+
+    return copied_to
+
+
 def killed(root: str, kind: str, exchange: str, stride: str) -> None:
     """Be killed at each event of a replacing save, look what there is, and save again."""
     torch.set_num_threads(1)
@@ -326,20 +343,15 @@ def killed(root: str, kind: str, exchange: str, stride: str) -> None:
         if one.own:
             put(place, one.own)
 
-    if "://" not in root and (error := alone(lambda: begin(f"{root}/begun"))) is not None:
-        raise SystemExit(f"it cannot begin: {error}")
+    begun = begin_at(root, begin)
     for number in range(0, _MOST, int(stride)):
-        place = f"{root}/{number}"
+        begun(place := f"{root}/{number}")
 
         def replace(place: str = place, number: int = number) -> str:
             at_event(parse_uri(place)[2], number, lambda _: os.kill(os.getpid(), signal.SIGKILL), changes_something)
             one.save(place, 2, True)
             return "saved"
 
-        if "://" in place:
-            alone(lambda place=place: begin(place))  # type: ignore[misc]
-        else:
-            shutil.copytree(f"{root}/begun", place, symlinks=True)
         survived = alone(replace)
         found = alone(lambda place=place: _found(one, place))  # type: ignore[misc]
         sys.stdout.write(json.dumps({"at": number, **found}) + "\n")
@@ -379,6 +391,7 @@ def overtaken(root: str, kind: str, what: str, exchange: str = "", stride: str =
     one = KINDS[kind]
     if exchange == "no exchange":
         refuse_exchange()
+    begun = begin_at(root, lambda place: one.save(place, 1, False))
     for number in range(0, _MOST, int(stride)):
         place = f"{root}/{number}"
 
@@ -398,7 +411,7 @@ def overtaken(root: str, kind: str, what: str, exchange: str = "", stride: str =
         if what == "save twice":
             first, second = lambda: create(1), lambda: create(2)
         else:
-            alone(lambda: one.save(place, 1, False))  # noqa: B023
+            begun(place)
             first, second = (replace, read) if what == "read while it is replaced" else (read, replace)
         here, go = os.pipe(), os.pipe()
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +38,6 @@ def told_by(main: Any, place: str, *arguments: str, s3: Any = None) -> Told:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.fixture
-def after_kills(s3_server: Any) -> Callable[[str, str], Told]:
-    """What there is after kills at all events of a save; the tests of one cell look at the same ones."""
-    return lambda kind, where: _after_kills(kind, where, s3_server)
-
-
-@functools.cache
-def _after_kills(kind: str, where: str, s3: Any) -> Told:
-    place = f"s3://{s3.new_bucket()}/x" if where == "bucket" else ""
-    names = [f"{kind}, {where}", where if where == "bucket" else kind]
-    stride = next((_STRIDES[name] for name in names if name in _STRIDES), "1")
-    return told_by(killed, place, kind, where, stride, s3=s3)
-
-
 # ── kills ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
     ("kind", "where"),
@@ -80,34 +64,17 @@ def _after_kills(kind: str, where: str, s3: Any) -> Told:
         ("step", "bucket"),
     ],
 )
-def test_a_kill_while_one_is_replaced_leaves_the_old_or_the_new(kind: str, where: str, after_kills: Any) -> None:
-    """The next start finds it, verified; it can save again under that name, and nothing is left over then."""
-    for told in (found := after_kills(kind, where)):
+def test_a_kill_while_one_is_replaced_leaves_the_old_or_the_new(kind: str, where: str, s3_server: Any) -> None:
+    """The next start finds it, verified, and can save again under that name. Then nothing is left over, and the files
+    that the user keeps in its directory, and in folders of that, are there."""
+    place = f"s3://{s3_server.new_bucket()}/x" if where == "bucket" else ""
+    names = [f"{kind}, {where}", where if where == "bucket" else kind]
+    stride = next((_STRIDES[name] for name in names if name in _STRIDES), "1")
+    for told in (found := told_by(killed, place, kind, where, stride, s3=s3_server)):
         assert (told["found"], told["then"]) in ((1, 3), (2, 3)), told
         assert told["left"] == [], told
+        assert set(told["own"]) <= {"{}"}, told
     assert {told["found"] for told in found} == {1, 2}
-
-
-@pytest.mark.parametrize(
-    ("kind", "where"),
-    [
-        pytest.param("sharded run", "folder", marks=pytest.mark.soak),
-        ("function", "folder"),
-        ("step", "folder"),
-        ("disks", "folder"),
-        pytest.param("sharded run", "no exchange", marks=pytest.mark.soak),
-        ("function", "no exchange"),
-        ("step", "no exchange"),
-        ("disks", "no exchange"),
-        pytest.param("sharded run", "bucket", marks=pytest.mark.soak),
-        ("function", "bucket"),
-        ("step", "bucket"),
-    ],
-)
-def test_a_kill_keeps_the_users_files_in_a_directory_that_is_replaced(kind: str, where: str, after_kills: Any) -> None:
-    """Those in folders of it, too, are there after the next save at the latest."""
-    for told in after_kills(kind, where):
-        assert told["own"] == ["{}", "{}"], told
 
 
 @pytest.mark.parametrize(
