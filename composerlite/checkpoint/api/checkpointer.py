@@ -289,7 +289,7 @@ class Checkpointer:
         Raises:
             CheckpointNotFoundError: there is no checkpoint, or no ``train_state`` in it and that is asked for.
             IncompatibleCheckpointError: it is one of something else, or has no optimizer and that is asked for.
-            CorruptCheckpointError: the bytes are not those that were saved.
+            CorruptCheckpointError: the bytes are not those that were saved. Tensors may have been filled.
             UntrustedCheckpointError: it names what is not known to be safe to load.
             ConfigError: ``train_module`` is none, or cannot be saved.
         """
